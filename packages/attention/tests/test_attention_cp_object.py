@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Ulysses, sdpa_parallel
+from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Slice, Ulysses, sdpa_parallel
 from armillary.core.testing import mesh, relative_error
 
 VOCABULARY, EMBED, HEADS = 32, 16, 4
@@ -105,7 +105,9 @@ def wrapped(setup: Setup, model: Model) -> nn.Module:
         return DistributedDataParallel(model)
     if setup.wrapper == "none":
         return model
-    ranks = init_device_mesh("cpu", (2, 2)) if setup.wrapper == "hsdp" else init_device_mesh("cpu", (RANKS,))
+    ranks = init_device_mesh("cpu", (RANKS,))
+    if setup.wrapper == "hsdp":
+        ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=ranks)
     return model
@@ -153,6 +155,18 @@ SETUPS += [
     Setup("ddp", documents=True, labels_from=38),
     Setup("none", data=2, documents=True, micro_batches=2, window=6),
 ]
+
+
+def compare_documents() -> None:
+    cp, ids = ContextParallel("ring", mesh(ring=RANKS)), torch.arange(12)[None]
+    by_name = cp.shard(ids, documents=[0, 5, 12])
+    by_mask = cp.shard(ids, mask=AttentionMask(causal=True, documents=[0, 5, 12]))
+    assert by_mask.mask == by_name.mask
+    assert torch.equal(by_mask.position_ids, by_name.position_ids) and torch.equal(by_mask.labels, by_name.labels)
+
+
+def test_documents_of_a_mask_are_those_of_the_batch(worlds):
+    worlds(RANKS).run(compare_documents)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -227,6 +241,7 @@ def refusals() -> list[str]:
         "logits (1, 5, 32)": lambda: cp.loss(logits, longer),
         "batch.inputs": lambda: cp.loss(logits.mean(), batch),
         "layout=": lambda: batch.attend(q, q, q, layout=longer.layout),
+        "shift_labels": lambda: cp.shard(ids, mask=AttentionMask.of_slices([Slice(range(20), range(20))])),
         "DDP": lambda: cp.reduce_gradients(DistributedDataParallel(new_model())),
         "Model": lambda: cp.prepare(model),
         "no forward has used": recompute_with_the_next_batch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
 from math import prod
 from typing import Any, Self, cast
@@ -18,7 +19,7 @@ from armillary.attention.context_parallel.batch import ShardedBatch, shard_batch
 from armillary.attention.context_parallel.packing import method_axes, sum_over_axes
 from armillary.attention.context_parallel.padding import IGNORED
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
-from armillary.attention.context_parallel.sequence import Documents, check_method
+from armillary.attention.context_parallel.sequence import Documents, check_method, sequence, takes_documents
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
@@ -88,7 +89,8 @@ class ContextParallel:
         Args:
             ids: [B, N], the whole rows; the same on all ranks of a sequence.
             labels: [B, N], unshifted; by default `ids`.
-            mask: for `batch.attend`; causal by default. `documents` are added to it.
+            mask: of attention; causal for `batch.attend`, and what the model says inside `with batch`, by default.
+                `documents` are added to it.
             documents: boundaries, as `AttentionMask` takes them.
             attention_mask: [B, N] of 1 and 0, where 0 is padding.
             shift_labels: [B, N], labels that are shifted already.
@@ -96,8 +98,15 @@ class ContextParallel:
                 With several micro-batches, the number of all of them together.
 
         Raises:
-            ValueError: as `shard_batch`; a mask with other documents.
+            ValueError: as `shard_batch`; a mask of slices or a tree without position_ids and shift_labels.
         """
+        if mask is not None:
+            if not takes_documents(mask) and (position_ids is None or shift_labels is None):
+                raise ValueError(
+                    f"mask={mask!s:.80} has no documents that say where positions restart and labels end: "
+                    "give position_ids and shift_labels beside it"
+                )
+            documents = mask.documents if documents is None else documents
         shard = shard_batch(
             self.method,
             ids,
@@ -114,9 +123,10 @@ class ContextParallel:
             count = torch.tensor(shard.label_count, device=ids.device)
             shard = shard._replace(labelled=max(int(sum_over_axes(count, self._data_axes)), 1))
         packed = documents is not None or position_ids is not None or attention_mask is not None
-        if mask is None:
-            mask = AttentionMask(causal=True)
-        return ContextParallelBatch(self, shard, with_documents(mask, shard.documents) if packed else mask)
+        own = AttentionMask(causal=True) if mask is None else mask
+        if packed and takes_documents(own):
+            own = with_documents(replace(own, documents=None), shard.documents)
+        return ContextParallelBatch(self, shard, own, mask is not None)
 
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:
         """Returns the mean loss over all labels of all ranks and data axes, the same number on every rank.
@@ -211,8 +221,9 @@ class ContextParallelBatch:
     As a context manager it is `sequence(layout=..., documents=...)`, for models of Hugging Face and `sdpa_parallel`.
     """
 
-    def __init__(self, owner: ContextParallel, shard: ShardedBatch, mask: AttentionMask) -> None:
+    def __init__(self, owner: ContextParallel, shard: ShardedBatch, mask: AttentionMask, replaces: bool) -> None:
         self.owner, self.mask, self.inputs_read = owner, mask, False
+        self._replaces_mask = replaces  # of the model, inside the block
         self._shard, self._attended = shard, False
         self._block: AbstractContextManager[None] | None = None
 
@@ -290,6 +301,9 @@ class ContextParallelBatch:
         if self._block is not None:
             raise ValueError("this batch is entered already; use one `with` block at a time")
         self._block = self._shard.sequence()
+        if self._replaces_mask:
+            padded = self._shard.attention_mask is not None
+            self._block = sequence(layout=self.layout, mask=self.mask, padded=padded)
         self._block.__enter__()
         return self
 

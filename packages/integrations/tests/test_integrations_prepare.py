@@ -1,0 +1,63 @@
+"""`ContextParallel` with unmodified models of transformers: loss and gradients are those of one rank."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from armillary.attention import ContextParallel
+from armillary.core.testing import mesh, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": 9}
+RANKS = 4
+
+
+def new_model(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, **HEADS, **options)).double()
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(1, 64, (1, 45), generator=torch.Generator().manual_seed(seed))
+
+
+def expected_step(groups: int) -> tuple[float, list[torch.Tensor]]:
+    model = new_model(attn_implementation="eager")
+    loss = sum(model(ids, labels=ids, use_cache=False).loss for ids in map(tokens, range(groups))) / groups
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters()]
+
+
+def sharded_step(groups: int, fsdp: bool) -> tuple[float, float]:
+    """Relative errors of the loss and of the worst gradient."""
+    axes = mesh(shard=groups, ring=RANKS // groups)
+    cp = ContextParallel("ring", axes, data="shard" if groups > 1 else ())
+    model = cp.prepare(new_model())
+    model.gradient_checkpointing_enable()
+    model.train()
+    if fsdp:
+        ranks = init_device_mesh("cpu", (RANKS,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=ranks)
+    group = axes["shard"].get_local_rank() if groups > 1 else 0
+    with cp.shard(tokens(group)) as batch:
+        loss = cp.loss(model(**batch.inputs).loss, batch)
+    cp.shard(tokens(group + 5), documents=[0, 20, 45])  # before backward recomputes this one's layers
+    loss.backward()
+    if not fsdp:
+        cp.reduce_gradients(model)
+    expected_loss, expected = expected_step(groups)
+    gradients = [p.grad.full_tensor() if fsdp else p.grad for p in model.parameters()]
+    errors = [relative_error(a, b) for a, b in zip(gradients, expected, strict=True)]
+    return abs(float(loss.detach()) - expected_loss) / expected_loss, max(errors)
+
+
+@pytest.mark.parametrize(("groups", "fsdp"), [(1, True), (2, True), (1, False)])
+def test_loss_and_gradients_are_those_of_one_rank(worlds, groups, fsdp):
+    for loss_error, gradient_error in worlds(RANKS).run(sharded_step, groups, fsdp):
+        assert loss_error < 1e-6  # Mistral's norms and loss compute in float32
+        assert gradient_error < 1e-5
