@@ -1,4 +1,4 @@
-"""Which rows of the data a rank trains on: ranks that share a sequence read the same ones, for Hugging Face accelerate.
+"""Rows of the data for each rank under Hugging Face accelerate: ranks that share a sequence read the same rows.
 
 Accelerate gives each process rows of its own, and gathers predictions from all of them. `share_rows` has one of its
 accelerators do so by groups of ranks instead.
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         return torch.cat([parts[place] for place in self.order])
 
     def gather_objects(self, rows: list[Any]) -> list[Any]:
-        """Likewise, of anything that pickles."""
+        """Returns the rows of all groups, of objects that pickle."""
         if self.across is None:
             return rows
         parts: list[Any] = [None] * self.groups
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 def find_rows(attend: Method) -> Rows:
-    """The place of this rank. Every rank of the default process group must call it, once for all.
+    """Returns the place of this rank. Every rank of the default process group must call it, once for all.
 
     Raises:
         ValueError: on every rank, if the ranks of methods do not divide up all ranks.
@@ -110,7 +110,7 @@ def share_rows(accelerator: Any, attend: Method) -> Rows:
 
 
 def check_parallelism(accelerator: Any) -> None:
-    """Refuses what would split sequences, or rows, a second time."""
+    """Raises ValueError if accelerate splits sequences or rows a second time."""
     config = accelerator.parallelism_config
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
     if config is not None and any(size > 1 for size in sizes.values()):
@@ -147,7 +147,7 @@ def _prepare(accelerator: Any, rows: Rows, loader: Any, device_placement: bool |
 
 
 def _gather_for_metrics(accelerator: Any, rows: Rows, data: Any, use_gather_object: bool = False) -> Any:
-    """As accelerate's: without the rows that were added to make the last batches of all groups one size."""
+    """Gathers like accelerate, without the rows that pad the last batches of all groups to one size."""
     recursively_apply: Any = import_module("accelerate.utils").recursively_apply
     objects = use_gather_object or not _only_tensors(data)
     gathered = rows.gather_objects(data) if objects else recursively_apply(rows.gather, data)

@@ -84,7 +84,7 @@ class ContextParallelTrainer(Trainer):
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def get_cp_size(self) -> int:
-        """How many ranks have the same rows."""
+        """Number of ranks that have the same rows."""
         return self.attend.shards
 
     def compute_loss(
@@ -126,7 +126,7 @@ class ContextParallelTrainer(Trainer):
         return loss, _whole(predictions, self.attend, inputs["input_ids"].shape), labels
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> Any:
-        """This rank's share of those of whole rows: they are summed over ranks."""
+        """Returns this rank's share of the operations of whole rows; the trainer sums over ranks."""
         return super().floating_point_ops(inputs) / self.attend.shards
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _smoothed(smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = 
 
 @contextmanager
 def _gathering_shares(accelerator: Any) -> Generator[None]:
-    """What a loss gathers for its metrics, as TRL's does, are sums over this rank's tokens: all ranks have others."""
+    """Gathers over all ranks inside the block: TRL's metrics are sums over the tokens of one rank."""
     by_rows = accelerator.gather_for_metrics
     accelerator.gather_for_metrics = accelerator.gather
     try:

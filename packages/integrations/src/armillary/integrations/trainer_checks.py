@@ -1,4 +1,4 @@
-"""What `ContextParallelTrainer` refuses when it is made: on shards it would be wrong, or nobody has tried it."""
+"""Settings that `ContextParallelTrainer` refuses: wrong on shards, or not tried there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ that says that it is of a release that does so."""
 
 
 def method_of(model: Any) -> Method:
-    """The method that a model attends by.
+    """Returns the method that a model attends by.
 
     Raises:
         ValueError: none of ours, or several.
@@ -33,7 +33,7 @@ def method_of(model: Any) -> Method:
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
-    """Refuses what a trainer is set to do that would not be right on shards.
+    """Raises ValueError for a trainer's settings that are wrong on shards.
 
     Raises:
         ValueError: with the setting, and what would do.
@@ -85,7 +85,7 @@ def _refused(trainer: Any, mixin: type) -> Iterator[str]:
 
 
 def loss_owner(trainer: type, mixin: type) -> Any:
-    """The class after the mixin whose `compute_loss` it calls.
+    """Returns the class after the mixin whose `compute_loss` it calls.
 
     Raises:
         ValueError: there is none.

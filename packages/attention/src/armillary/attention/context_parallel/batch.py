@@ -1,4 +1,4 @@
-"""What one rank needs of a batch, and the loss that goes with it: for models that know nothing of shards."""
+"""Shards of a batch and their loss, for models that know nothing of shards."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def with_value(value: Tensor, share: Tensor) -> Tensor:
 
 
 def whole_sequence(x: Tensor, attend: Method, layout: SequenceLayout) -> Tensor:
-    """What each rank has of its tokens -> that of the whole sequence, in sequence order, on every rank.
+    """Returns a tensor of the whole sequence, in sequence order, from the shards of all ranks.
 
         logits = whole_sequence(model(**batch.inputs, use_cache=False).logits, attend, batch.layout)  # [B, N, V]
 

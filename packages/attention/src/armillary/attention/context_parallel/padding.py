@@ -1,4 +1,4 @@
-"""Padding, as an attention_mask says it, in documents of its own: nothing sees it, and it sees nothing else."""
+"""Puts the padding of an attention_mask into documents of its own, apart from all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model written for one device cannot see from its shard: how the sequence is sharded and packed."""
+"""How a sequence is sharded and packed, which a model cannot see from its shard."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _over_all_ranks(layout: SequenceLayout, attend: Method) -> SequenceLayout:
 
 
 def check_method(attend: Method) -> None:
-    """Refuses what is no method, and does not stand for one either."""
+    """Raises ValueError if `attend` is no method."""
     if isinstance(attend, type) or not callable(attend) or not hasattr(attend, "sequence_shards"):
         found = attend.__name__ if isinstance(attend, type) else type(attend).__name__
         raise ValueError(f"attend={found} is no method; give one that is made already, such as Ring(mesh['ring'])")

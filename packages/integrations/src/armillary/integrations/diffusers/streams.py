@@ -48,7 +48,7 @@ class Streams:
         self.shardings = {order: self._sharding(order, seen) for order in orders}
 
     def _sharding(self, order: tuple[str, ...], seen: list[int] | None) -> Sharding:
-        """How the tokens of these streams are sharded, which each rank holds in this order.
+        """Returns the sharding of the tokens of these streams, in the order in which each rank holds them.
 
         Text comes last in positions, so that padding is one more document, at the end, which nothing else sees.
         """

@@ -1,4 +1,4 @@
-"""Who has called: transformers hands the maker of a mask less than its caller knows of the tokens."""
+"""Reads the calling frames: a mask function of transformers receives less than its caller knows of the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of the whole sequence are of one image, from what each rank has of its tokens, and masks of them."""
+"""Groups of tokens that belong to one image, over all ranks, and their masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch of a collator of Hugging Face, which all ranks of a sequence have whole -> what one rank gives a model.
+"""Shards a batch of a Hugging Face collator into the inputs of one rank.
 
 Masks, positions and labels mean what they mean to transformers on one device, so that its losses are had on shards.
 """
@@ -17,10 +17,10 @@ from armillary.attention.context_parallel.padding import IGNORED
 from armillary.attention.methods.base import Method
 
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
-"""What a shard has of its own."""
+"""Inputs with one value per token, which are sharded."""
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What says the documents of a packed row, and is said by `sequence` instead."""
+"""Inputs that state the documents of a packed row; `sequence` states them on a shard."""
 
 
 def shard_inputs(
@@ -67,7 +67,7 @@ def shard_inputs(
 
 
 def check_same_rows(attend: Method, inputs: Mapping[str, Any]) -> None:
-    """Refuses, on every rank, batches of which ranks were given different ones.
+    """Raises ValueError on every rank if ranks were given different batches.
 
     Raises:
         ValueError: with the shards and the inputs that differ.
@@ -105,7 +105,7 @@ def _next_labels(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]]:
-    """What transformers takes for packed: cu_seq_lens, or, without a mask, position ids that do not count on."""
+    """Returns the documents of packed rows by transformers' rule: cu_seq_lens, or position ids without a mask."""
     ids, positions, ends = inputs["input_ids"], inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
     if ends is not None:
         if ids.shape[0] != 1:

@@ -1,4 +1,4 @@
-"""What the mask functions of Hugging Face transformers say.
+"""Reads the mask functions of Hugging Face transformers.
 
 They are closures over closures: bands around the diagonal, groups of tokens (images) and chunks, joined by `and` and
 `or`. Each is known by the name of the function that made it; what is not known is refused, never evaluated on a shard,
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether later keys are seen within groups only."""
+        """Returns whether a query sees later keys only within its group."""
         return self.apart is None or self.apart[1] <= 0
 
     @property

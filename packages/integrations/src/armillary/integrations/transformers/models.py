@@ -1,4 +1,4 @@
-"""Which models of Hugging Face transformers can be run on a shard: refused as early as it is known.
+"""Checks of models of Hugging Face transformers: those that cannot run on a shard are refused early.
 
 A model that is given an implementation of ours, when it is built or later, asks `get_correct_attn_implementation`
 whether it is there. No registry is asked about the model; so that method is wrapped, once. The loss is wrapped too.
@@ -173,7 +173,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether a model inside another attends by other means than an implementation of ours."""
+    """Returns whether a submodel attends by another implementation than ours."""
     found, config = Registries.loaded(), getattr(module, "config", None)
     name = getattr(config, "_attn_implementation", None)
     is_model = hasattr(type(module), "get_correct_attn_implementation")
@@ -183,7 +183,7 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 
 def calls_attention(model: type) -> bool:
-    """Whether the file of a class, or of one that it extends, uses the interface, has no attention or is unknown."""
+    """Returns whether the source of a class or of its bases uses the interface, has no attention or is unknown."""
     for part in model.__mro__:
         if part.__module__ == "transformers.modeling_utils":
             return False
@@ -197,7 +197,7 @@ def calls_attention(model: type) -> bool:
 
 
 def computes_loss(model: type) -> bool:
-    """Whether a class makes a loss of labels without transformers' loss function (Whisper's decoder)."""
+    """Returns whether a class computes its loss without transformers' loss function (Whisper's decoder)."""
     try:
         source = getsource(unwrap(model.forward))
     except (OSError, TypeError):

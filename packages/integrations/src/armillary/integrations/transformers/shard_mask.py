@@ -1,4 +1,4 @@
-"""What stands for the attention mask between a model's mask function and its layers."""
+"""The object that replaces the attention mask between a model's mask function and its layers."""
 
 from __future__ import annotations
 
