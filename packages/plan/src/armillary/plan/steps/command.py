@@ -230,7 +230,7 @@ def show(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
     """Prints what is written, and the bytes of each method."""
     for steps in methods:
         print(f"{steps.title}: {steps.subtitle}")
-        for sent in steps.frames[-1].sent:
-            kind = sent.kind.replace("_", "-")
-            print(f"  {sent.axis}, {kind}: {sent.total:,} bytes in all, {sent.most:,} of the busiest rank")
+        for totals in steps.frames[-1].sent:
+            kind = totals.kind.replace("_", "-")
+            print(f"  {totals.axis}, {kind}: {totals.total:,} bytes in all, {totals.most:,} of the busiest rank")
     print(f"written to {plan.out}" if plan.out else "--out FILE.html or FILE.svg draws the steps")

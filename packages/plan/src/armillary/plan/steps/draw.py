@@ -150,11 +150,11 @@ class Drawing:
         # Stages of heads start with an empty square: each computes all pairs, for its heads.
         heads = self._blocks(history[-1], square)[0].heads if history else ()
         stage = [i for i in history if self._blocks(i, square)[0].heads == heads]
-        done = "".join(f'<use href="#{self._id("f", i, square)}"/>' for i in stage if i < index)
+        earlier = "".join(f'<use href="#{self._id("f", i, square)}"/>' for i in stage if i < index)
         current = f'<use href="#{self._id("f", index, square)}"/>' if index in stage else ""
         return (
             f'<rect width="{size}" height="{size}" class="paper"/><use href="#{self._id("mask")}" class="seen"/>'
-            f'<use href="#{self._id("strips")}"/><g class="done">{done}</g>{current}'
+            f'<use href="#{self._id("strips")}"/><g class="done">{earlier}</g>{current}'
         )
 
     def _blocks(self, index: int, square: int) -> list[RankBlock]:

@@ -137,9 +137,9 @@ def sheet(
     )
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str, length: int) -> str:
     """Returns at most so many characters of a text, with an ellipsis where it is cut."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def resource(name: str) -> str:

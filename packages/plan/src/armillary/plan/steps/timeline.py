@@ -81,7 +81,7 @@ class Frame:
                 for move, late in moves
             ],
             "blocks": [block._asdict() for block in self.blocks],
-            "sent": [sent._asdict() for sent in self.sent],
+            "sent": [total._asdict() for total in self.sent],
         }
 
 
@@ -95,15 +95,15 @@ def timeline(plan: CommPlan, heads: int, ulysses: int) -> list[Frame]:
     Raises:
         ValueError: a plan whose steps do not name their blocks.
     """
-    frames, sent = list[Frame](), Counter[tuple[Role, Kind, int]]()
+    frames, rank_bytes = list[Frame](), Counter[tuple[Role, Kind, int]]()
     for phase, phase_steps in (("forward", plan.forward), ("backward", plan.backward)):
         steps = list(with_returns(phase_steps))
         for i, (step, returning) in enumerate(steps):
             for move in (*step.moves, *returning):
                 for send in move.sends:
-                    sent[move.axis, move.kind, send.source] += send.bytes
+                    rank_bytes[move.axis, move.kind, send.source] += send.bytes
             blocks = tuple(rank_blocks(plan, step, heads, ulysses))
-            frames.append(Frame(phase, i + 1, i + 1, len(steps), step.moves, returning, blocks, sent_bytes(sent)))
+            frames.append(Frame(phase, i + 1, i + 1, len(steps), step.moves, returning, blocks, sent_bytes(rank_bytes)))
     return frames
 
 
@@ -165,9 +165,9 @@ def rank_blocks(plan: CommPlan, step: Step, heads: int, ulysses: int) -> Iterato
         yield RankBlock(rank, queries, keys, tuple(rank_heads), pairs)
 
 
-def sent_bytes(sent: Counter[tuple[Role, Kind, int]]) -> tuple[SentBytes, ...]:
+def sent_bytes(rank_bytes: Counter[tuple[Role, Kind, int]]) -> tuple[SentBytes, ...]:
     """Sums bytes by axis and kind, from those by axis, kind and rank."""
     by_link = dict[tuple[Role, Kind], list[int]]()
-    for (axis, kind, _), size in sent.items():
+    for (axis, kind, _), size in rank_bytes.items():
         by_link.setdefault((axis, kind), []).append(size)
     return tuple(SentBytes(axis, kind, sum(sizes), max(sizes)) for (axis, kind), sizes in by_link.items())
