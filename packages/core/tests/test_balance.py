@@ -88,7 +88,7 @@ def test_rows_of_a_batch_are_balanced_together():
 
 
 @given(cases(), st.integers(1, 6))
-def test_every_position_is_held_once_and_sizes_are_even(case, shards):
+def test_every_position_has_one_shard_and_sizes_are_even(case, shards):
     length, mask = case
     shards = min(shards, length)
     layout = SequenceLayout.balanced(length, shards, **mask, traffic=0)
@@ -126,7 +126,7 @@ def test_documents_are_balanced_where_zigzag_is_not(kind, shards):
     assert max(len(layout.spans(shard)) for shard in range(shards)) <= 16
 
 
-def test_without_documents_it_is_as_simple_as_can_be():
+def test_layouts_without_documents_have_few_spans():
     causal = SequenceLayout.balanced(64, 4)
     assert causal == SequenceLayout.zigzag(64, 4)
     assert SequenceLayout.balanced(64, 4, causal=False) == SequenceLayout.contiguous(64, 4)
@@ -164,7 +164,7 @@ def test_each_shard_gets_as_many_pieces_of_a_kind(shards, each, kinds, rng):
         assert np.bincount(owner[kind == number], minlength=shards).tolist() == [each] * shards
 
 
-def test_tokens_that_all_others_see_are_cut_finer():
+def test_tokens_with_most_pairs_are_cut_finer():
     """A prompt of 1,000 tokens with answers of 1,000: two thirds of all pairs are of its keys."""
     length, shards = 1_000_000, 32
     starts = range(1000, length, 1000)
@@ -196,7 +196,7 @@ def test_any_slices_leave_each_position_in_one_shard(length, shards, data):
         assert attention_balance(layout, mask=mask, of_keys=of_keys) == pytest.approx(expected)
 
 
-def test_a_mask_says_what_its_terms_say():
+def test_a_mask_equals_the_same_terms():
     ends, window = [0, 3, 40, 64], (5, 0)
     mask = Mask(*mask_slices(64, True, window, ends))
     layout = SequenceLayout.balanced(64, 4, window=window, documents=ends)
@@ -218,7 +218,7 @@ def test_a_mask_says_what_its_terms_say():
         ({"mask": "causal"}, r"mask is a str; an attention mask is needed"),
     ],
 )
-def test_what_is_no_mask_is_refused(options, message):
+def test_invalid_masks_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         SequenceLayout.balanced(8, 2, **options)
     with pytest.raises(ValueError, match=message):

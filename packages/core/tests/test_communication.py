@@ -29,7 +29,7 @@ def mesh_facts() -> tuple[tuple[str, ...], int, int, list[int], list[int]]:
     return built.mesh_dim_names, ring.rank, ulysses.rank, ring.ranks(), ulysses.ranks()
 
 
-def test_all_axes_are_there_innermost_last(worlds):
+def test_a_mesh_has_all_axes_innermost_last(worlds):
     facts = worlds(8).run(mesh_facts)
     assert all(fact[0] == AXES for fact in facts)
     assert facts[5] == (AXES, 0, 1, [5, 7], [4, 5])
@@ -69,7 +69,7 @@ def duplicates() -> tuple[bool, bool, list[int]]:
     return axis.duplicate().group is again.duplicate().group, len(set(groups)) == 3, pair.ranks()
 
 
-def test_merge_of_what_one_or_both_have_not_seen():
+def test_merge_of_rows_without_visible_keys_on_one_or_both_sides():
     nothing, seen = (torch.zeros(1, 4), torch.tensor([-torch.inf])), (torch.full((1, 4), 3.0), torch.tensor([0.5]))
     for base in (nothing, seen):
         for part in (nothing, seen):
@@ -193,7 +193,7 @@ def test_a_flat_buffer_is_one_message_without_gaps_and_aligned():
     assert offsets[1] % 16 == offsets[2] % 16 == 0
 
 
-def test_parts_are_packed_in_order_whatever_their_strides():
+def test_parts_of_any_strides_are_packed_in_order():
     whole = torch.randn(2, 3, 5, 8).permute(0, 3, 1, 2)  # torch.stack would give the like of these, "channels last"
     for parts in (whole.split(4, 1), whole.split((2, 6), 1)):
         assert torch.equal(pack(parts).view(-1), torch.cat([part.flatten() for part in parts]))

@@ -75,7 +75,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("make", "message"), LAYOUTS, ids=[message[:40] for _, message in LAYOUTS])
-def test_what_is_no_layout(make, message):
+def test_invalid_layouts_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -98,7 +98,7 @@ LEDGER = [
 
 
 @pytest.mark.parametrize(("wanted", "message"), LEDGER)
-def test_a_ledger_knows_what_it_counts(wanted, message):
+def test_a_ledger_refuses_unknown_kinds_and_phases(wanted, message):
     ledger = CommLedger()
     for ask in (ledger.bytes, ledger.messages):
         with pytest.raises(ValueError, match=message):
@@ -156,7 +156,7 @@ def said_of_meshes() -> list[str]:
     return found
 
 
-def test_what_is_no_mesh_and_what_no_primitive_takes(worlds):
+def test_invalid_meshes_and_arguments_of_primitives_are_refused(worlds):
     messages = [message for _, message in (*MESHES, *PRIMITIVES)]
     for said in worlds(2).run(said_of_meshes):
         for text, message in zip(said, messages, strict=True):
@@ -164,7 +164,7 @@ def test_what_is_no_mesh_and_what_no_primitive_takes(worlds):
                 raise ValueError(text)
 
 
-def test_no_group_is_started_for_what_is_refused():
+def test_refused_arguments_start_no_group():
     for wrong in ({"device_type": "gpu"}, {"device_type": "cpu", "timeout": 60}):
         with pytest.raises(ValueError):
             start_process_group(**wrong)

@@ -103,7 +103,7 @@ def counted(work: Callable[[], None]) -> tuple[dict, dict]:
     return seen.sent, Dispatched.of(ledger)
 
 
-def test_the_dispatcher_sees_what_the_ledger_counts(worlds):
+def test_the_dispatcher_and_the_ledger_count_the_same_bytes(worlds):
     for rank in worlds(P).run(each_counted):
         for work, (seen, booked) in zip(EVERY, rank, strict=True):
             assert seen == booked != {}, work.__name__
@@ -113,5 +113,5 @@ def all_reduced() -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def test_what_passes_the_ledger_by_is_seen(worlds):
+def test_the_dispatcher_sees_traffic_outside_the_ledger(worlds):
     assert worlds(P).run(counted, all_reduced) == [({"c10d::allreduce_": (12, 1)}, {})] * P

@@ -8,7 +8,7 @@ import pytest
 from armillary.core.files import is_file_name, write_whole, writing
 
 
-def test_what_was_there_stays_until_what_replaces_it_is_complete(tmp_path):
+def test_a_file_stays_until_its_replacement_is_complete(tmp_path):
     path = tmp_path / "config.json"
     assert write_whole(path, lambda partial: partial.write_text("one")) == path
 
@@ -43,6 +43,6 @@ def test_a_full_disk_is_named_by_the_file_and_other_errors_stay_as_they_are(tmp_
     assert str(error.value) == "no number"
 
 
-def test_names_of_files_are_told_from_paths():
+def test_file_names_are_distinguished_from_paths():
     assert all(map(is_file_name, ["a", ".metadata", "a..b", "...", "a b", "é"]))
     assert not any(map(is_file_name, ["", ".", "..", "a/b", "/a", "a/", "../a", "a\0", None, 3, b"a", ["a"]]))

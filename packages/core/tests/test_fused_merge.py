@@ -90,7 +90,7 @@ def test_the_fused_kernel_is_not_for_all_tensors(tensors):
         assert merge.fuses(*tensors) == tensors[2].requires_grad
 
 
-def test_a_gradient_goes_through_torchs_ops(fused):
+def test_torch_ops_merge_tensors_with_gradients(fused):
     out, lse, part, part_lse = results()
     merge.merge_(out, lse, part.requires_grad_(), part_lse)
     out.sum().backward()
@@ -121,7 +121,7 @@ def test_dtensors_are_not_for_the_fused_kernel(worlds):
     assert worlds(2).run(merges_dtensors) == [True, True]
 
 
-def test_without_a_gpu_nothing_is_compiled(monkeypatch):
+def test_no_kernel_is_compiled_without_a_gpu(monkeypatch):
     assert merge.fused_kernel("cpu") is None
     monkeypatch.setattr(merge, "find_spec", lambda name: None)
     assert merge.fused_kernel.__wrapped__("cuda") is None
@@ -130,6 +130,6 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch):
 @pytest.mark.skipif(
     find_spec("triton") is None or torch.cuda.is_available(), reason="Triton compiles it, or is not there"
 )
-def test_where_triton_compiles_nothing_torchs_ops_merge():
+def test_torch_ops_merge_without_a_working_triton():
     with pytest.warns(UserWarning, match="Triton"):
         assert merge.fused_kernel.__wrapped__("cuda") is None

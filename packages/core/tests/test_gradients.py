@@ -80,7 +80,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_cannot_be_set_right_is_refused(worlds):
+def test_models_without_summed_gradients_are_refused(worlds):
     for plain, partly, hooked in worlds(2).run(refusals):
         assert "no module of Sequential is under FSDP2" in plain and "all_reduce" in plain
         assert "2.weight is not under FSDP2" in partly
@@ -124,6 +124,6 @@ def test_clipping_takes_gradients_on_several_meshes_and_shares_of_sums(worlds):
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear, {}, [nn.Linear(1, 1)]])
-def test_what_is_no_model_is_refused(given):
+def test_values_that_are_no_models_are_refused(given):
     with pytest.raises(ValueError, match="is no model"):
         sum_gradients(given)

@@ -38,7 +38,7 @@ def all_positions(layout: SequenceLayout) -> list[int]:
 
 
 @given(layouts() | partitions())
-def test_every_position_is_held_once(layout):
+def test_every_position_has_one_shard(layout):
     assert sorted(all_positions(layout)) == list(range(layout.length))
     assert [len(layout.positions(shard)) for shard in range(layout.shards)] == list(layout.sizes)
     assert [p for span in layout.spans(0) for p in span] == layout.positions(0).tolist()

@@ -47,7 +47,7 @@ def test_the_table_is_that_of_the_docstring():
     assert TABLE in cleandoc(CommLedger.__doc__ or "")
 
 
-def test_columns_hold_what_a_run_sends():
+def test_columns_are_wide_enough_for_a_run():
     with CommLedger() as ledger:
         CommLedger.add("ring", "p2p", 123_456_789_012, 1)
     assert "  123,456,789,012 114.978 GiB  " in ledger.table()

@@ -65,7 +65,7 @@ def test_parts_are_merged_in_order(ranks):
     assert error(merge_parts([pack_partial(*part) for part in parts]), oracle(parts)) <= EXACT
 
 
-def test_what_saw_nothing_weighs_nothing_even_if_it_is_nan():
+def test_rows_without_visible_keys_weigh_nothing_even_if_nan():
     out, lse = partial(0)
     clean = merge_parts([pack_partial(out, lse), pack_partial(*partial(1))])
     out[lse == -torch.inf] = torch.nan
@@ -74,7 +74,7 @@ def test_what_saw_nothing_weighs_nothing_even_if_it_is_nan():
     assert (alone[:, 0, :, :-1] == 0).all() and (alone[:, 0, :, -1] == -torch.inf).all()
 
 
-def test_it_equals_itself_alone():
+def test_the_placement_equals_only_its_own_kind():
     packed, apart = LogSumExpPartial(), LogSumExpPartial(packed=False)
     others = [apart, Partial("logsumexp"), Partial("sum"), Partial(packed.reduce_op), Replicate(), Shard(0)]
     for other in others:
@@ -89,7 +89,7 @@ def test_it_equals_itself_alone():
     assert packed.is_partial() and not packed.is_partial("sum") and not packed.is_replicate()
 
 
-def test_a_gradient_is_refused_where_it_is_packed():
+def test_packing_refuses_gradients():
     out, lse = partial(0)
     for given in ((out.clone().requires_grad_(), lse), (out, lse.clone().requires_grad_())):
         with pytest.raises(ValueError, match=r"requires a gradient.*merge_scatter\(out, lse, axis\)"):
@@ -152,7 +152,7 @@ def test_every_op_is_refused_by_name(packed, fake_mesh):
         assert str(refused.value).startswith(made_of_others.get(name, name)), (name, refused.value)
 
 
-def test_what_leaves_it_as_it_is_may_be_called(fake_mesh):
+def test_redistributing_to_the_same_placement_is_accepted(fake_mesh):
     ranks = fake_mesh(ring=4)
     x = of([LogSumExpPartial()], ranks["ring"])
     same = x.redistribute(placements=[LogSumExpPartial()])
@@ -181,7 +181,7 @@ def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def test_what_would_be_wrong_in_silence_is_refused(fake_mesh):
+def test_silently_wrong_redistributions_are_refused(fake_mesh):
     ranks = fake_mesh(ring=4, tp=2)
     for call, message in refusals(ranks):
         with CommLedger() as ledger, pytest.raises(ValueError, match=message):

@@ -355,7 +355,7 @@ def refused() -> list[str]:
     )
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(worlds):
+def test_mismatched_arguments_are_refused_with_the_numbers(worlds):
     expected = [
         "one mesh axis is needed, got 2 (ring, ulysses)",
         "x (4, 6, 4) needs 4 dims",

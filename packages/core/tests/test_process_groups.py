@@ -54,7 +54,7 @@ def test_no_device_is_refused_before_anything_is_started(gpus):
     assert not dist.is_initialized()
 
 
-def test_nccl_alone_is_told_the_device_and_several_backends_are_not(gpus, monkeypatch):
+def test_only_nccl_alone_is_bound_to_the_device(gpus, monkeypatch):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append((backend, options)))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -70,7 +70,7 @@ def test_nccl_alone_is_told_the_device_and_several_backends_are_not(gpus, monkey
 
 
 @pytest.mark.parametrize("how", [{"bind": False}, {"host_too": True}])
-def test_nccl_that_binds_itself_is_told_the_callers_device(gpus, monkeypatch, how):
+def test_nccl_that_binds_itself_gets_the_callers_device(gpus, monkeypatch, how):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(options["device_id"]))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -84,7 +84,7 @@ NCCL_KIND = "import sys; from armillary.core import compat; sys.exit(10 + compat
 
 
 @pytest.mark.parametrize(("wanted", "code"), [("0", 10), ("1", 11)])
-def test_which_nccl_torch_has_is_known(wanted, code):
+def test_the_nccl_implementation_is_recognized(wanted, code):
     if not hasattr(dist.distributed_c10d, "_create_nccl2_process_group"):
         code = 10
     environment = {**os.environ, "TORCH_DIST_USE_NCCL2": wanted}

@@ -104,7 +104,7 @@ def all_differences(ranks: int, numbers: Sequence[int]) -> list[tuple[str, list[
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(4, 120), pytest.param(8, 60, marks=pytest.mark.long)])
-def test_they_are_what_torch_redistributes(worlds, ranks, count):
+def test_collectives_equal_torchs_redistribute(worlds, ranks, count):
     for rank in worlds(ranks).run(all_differences, ranks, range(count), timeout=200):
         assert [found for found in rank if found[1]] == []
 
@@ -122,7 +122,7 @@ def merged() -> list[bool]:
     return found
 
 
-def test_merging_is_to_redistribute_what_is_packed(worlds):
+def test_redistributing_packed_partials_merges_them(worlds):
     assert all(all(rank) for rank in worlds(4).run(merged))
 
 

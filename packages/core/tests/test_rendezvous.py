@@ -25,7 +25,7 @@ def test_each_start_has_a_part_of_the_store_for_itself():
     assert first[1].get("address") == b"old"
 
 
-def test_a_rank_that_does_not_come_is_named_and_the_next_start_does_without_what_it_left():
+def test_a_missing_rank_is_named_and_its_entries_do_not_disturb_the_next_start():
     store = dist.HashStore()
     with pytest.raises(TimeoutError, match=r"ranks \[2\] of 4 have not come within 0:00:00.3"):
         met(store, [0, 1, 3], 4, 0.3)

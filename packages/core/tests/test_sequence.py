@@ -83,7 +83,7 @@ def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
     ]  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused_with_what_would(fake_mesh):
+def test_mismatched_arguments_are_refused_with_accepted_values(fake_mesh):
     ranks = fake_mesh(ring=4, ulysses=2)
     for call, message in refusals(ranks):
         with CommLedger() as ledger, pytest.raises(ValueError, match=message):
@@ -226,7 +226,7 @@ def all_faults(cases: list[Case]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), pytest.param(8, ON_EIGHT, marks=pytest.mark.long)]
 )
-def test_it_is_what_the_layout_takes_and_joins(worlds, ranks, cases):
+def test_distribute_and_gather_match_the_layouts_take_and_join(worlds, ranks, cases):
     for rank in worlds(ranks).run(all_faults, cases, timeout=100):
         for found, case in zip(rank, cases, strict=True):
             assert found == [], case

@@ -30,7 +30,7 @@ def held(size: int, fsdp: int, tp: int) -> dict[tuple[int, int], range]:
 
 
 @pytest.mark.parametrize("fsdp, tp", list(product((1, 2, 3, 4, 7, 16), (2, 3, 4, 8))))
-def test_boxes_are_what_fsdp_cuts_of_what_tensor_parallelism_has_left(fsdp, tp):
+def test_boxes_are_fsdp_shards_of_tensor_parallel_shards(fsdp, tp):
     strided, coordinates = _StridedShard(0, split_factor=tp), list(product(range(fsdp), range(tp)))
     for size in (*range(1, 80), 244, 257, 258, 259, 684):
         found = {at: box_of((size, 6), (fsdp, tp), at, (strided, Shard(0)))[0] for at in coordinates}

@@ -132,7 +132,7 @@ def sends() -> tuple[bool, bool, bool, bool]:
     return copies, early, torch.equal(y, wanted), host_timeout(group, "cpu") == group.longest
 
 
-def test_copies_are_sent_and_what_comes_is_there_after_wait(staged):
+def test_staged_messages_are_copies_and_arrive_by_wait(staged):
     assert staged.run(sends) == [(True,) * 4] * RANKS
 
 

@@ -54,7 +54,7 @@ def test_in_tensors(ranges, chosen):
     assert mine[0, :, 1].tolist() == [token * (token not in tokens(wanted)) for token in tokens(held)]
 
 
-def test_what_is_taken_is_a_view_where_it_can_be():
+def test_taken_tokens_are_a_view_where_possible():
     x = torch.randn(2, 6, 3)
     assert TokenRanges((range(6),)).take(x) is x
     one, two = TokenRanges((range(1, 4),)), TokenRanges((range(2), range(3, 5)))

@@ -46,7 +46,7 @@ def test_one_trace_at_a_time():
     assert Trace.current is None and Trace().events()
 
 
-def test_what_is_under_way_together_lies_in_lanes_of_its_own():
+def test_concurrent_exchanges_have_separate_lanes():
     with Trace() as trace:
         works = [watched([LateWork()], record("ring", "p2p", size, 1)) for size in (1, 2)]
         works[0][0].wait()
@@ -70,7 +70,7 @@ def exchanged() -> list[tuple[str, str]]:
     return shown(trace)
 
 
-def test_primitives_show_what_is_under_way_and_what_is_waited_for(worlds):
+def test_primitives_show_messages_in_flight_and_waits(worlds):
     expected = [("wait ring", "wait"), ("wait ring", "wait"), ("p2p", "exchange"), ("all_gather", "exchange")]
     assert worlds(2).run(exchanged) == [expected] * 2
 

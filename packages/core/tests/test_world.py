@@ -70,7 +70,7 @@ def test_results_come_in_rank_order_and_worlds_are_reused(worlds):
     assert worlds(4).run(dist.get_rank) == [0, 1, 2, 3]
 
 
-def test_a_hung_rank_is_named_with_the_place_where_it_stands():
+def test_a_hung_rank_is_named_with_its_stack():
     with World(3) as world, pytest.raises(RankFailed) as failure:
         world.run(rank_two_sleeps, timeout=2)
     assert re.search(

@@ -29,6 +29,7 @@ def sum_gradients(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} is no model: give the nn.Module that has its parameters")
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # takes seconds to import
 
+    # DDP divides only without a communication hook, so a hook that all-reduces sums.
     if isinstance(model, DistributedDataParallel):
         _sum_in_ddp(model)
         return

@@ -42,6 +42,7 @@ class LabelTriples:
             raise ValueError(f"positions, labels and weights must be [M] each, on the CPU; got {shapes} on {devices}")
         if positions.is_floating_point() or labels.is_floating_point():
             raise ValueError(f"positions and labels must be integers; got {positions.dtype} and {labels.dtype}")
+        # Sorted once on the host, so that `within` is a binary search for each chunk of tokens.
         order = torch.argsort(positions, stable=True)
         self.shape = (int(shape[0]), int(shape[1]))
         """(B, T)"""

@@ -49,7 +49,7 @@ class SequenceLayout:
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self._spans = tuple(join_spans(shard) for shard in _shards_of(spans))
         self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
-        self._hash = hash(self._spans)
+        self._hash = hash(self._spans)  # layouts are keys of caches in every call, and may have thousands of spans
         self._check()
         self.text = ";".join(",".join(map(_span_text, shard)) for shard in self._spans)
 
@@ -232,8 +232,8 @@ class SequenceLayout:
 def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
     smallest = min(layout.sizes)
     if n < 1 or smallest < n:
-        needed = layout.shards * n
-        raise ValueError(f"cannot cut shards of {smallest} tokens in {n}; give at least {needed} tokens in all")
+        min_tokens = layout.shards * n
+        raise ValueError(f"cannot cut shards of {smallest} tokens in {n}; give at least {min_tokens} tokens in all")
     return SequenceLayout([piece for shard in range(layout.shards) for piece in _cut_spans(layout.spans(shard), n)])
 
 

@@ -57,6 +57,7 @@ class LogSumExpPartial(Partial):
     """
 
     def __init__(self, packed: bool = True) -> None:
+        # Subclassing Partial makes redistribute call the _reduce methods below.
         super().__init__(PACKED if packed else SEPARATE)
 
     def __new__(cls, packed: bool = True) -> LogSumExpPartial:
@@ -135,6 +136,7 @@ def merge_parts(parts: Sequence[Tensor]) -> Tensor:
 
     A row without visible keys weighs nothing, even if it is NaN.
     """
+    # out of a row without visible keys may be NaN, and 0 * NaN would spread it.
     merged, *following = (torch.where(part[..., -1:] == -torch.inf, _unseen(part), part) for part in parts)
     for part in following:
         merge_(merged[..., :-1], merged[..., -1], part[..., :-1], part[..., -1])
@@ -175,6 +177,7 @@ def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
         raise ValueError(f"{describe(x)} is out or lse alone; merge_scatter(out, lse, axis) merges them")
     if x.requires_grad:
         raise ValueError(f"{describe(x)} {forward_only()}")
+    # A shard of the last dim would separate lse from its out.
     if any(getattr(p, "dim", None) == x.ndim - 1 for p in (*x.placements, *target)):
         raise ValueError(
             f"{describe(x)} to {tuple(target)}: the last dim holds out and lse, and can be sharded over no axis; "

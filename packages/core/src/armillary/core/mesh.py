@@ -87,6 +87,7 @@ def build_mesh(
         override = {name: (backend_of(device_type), options) for name, options in override.items()}
     names, shape = tuple(sizes), tuple(sizes.values())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override or None)
+    # init_device_mesh has no time-out, and torch gives each new group its backend's default.
     for name in names:
         compat.set_timeout(timeout, mesh[name].get_group())
     return mesh

@@ -172,8 +172,8 @@ def short_convolution(
         runs = moved.movedim(1, 2) if len(rows) == 1 else moved.t().unsqueeze(0)
         mixed = F.conv1d(runs, weight.unsqueeze(1), bias, groups=weight.shape[0]).movedim(2, 1)
         starts = accumulate(lengths, initial=0)
-        kept = torch.cat([torch.arange(a, a + n - before) for a, n in zip(starts, lengths, strict=False)])
-        return mixed.index_select(1, kept.to(mixed.device)).reshape(local.shape)
+        outputs = torch.cat([torch.arange(a, a + n - before) for a, n in zip(starts, lengths, strict=False)])
+        return mixed.index_select(1, outputs.to(mixed.device)).reshape(local.shape)
 
     return _on_local(x, convolve, along, 1, (layout,))
 
@@ -248,7 +248,9 @@ def _relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -
 @lru_cache(maxsize=32)
 def _shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
     positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
-    return MoveTable.build(layout, rank, [[row.ancestors(held, offset) for row in rows] for held in positions])
+    return MoveTable.build(
+        layout, rank, [[row.ancestors(shard_positions, offset) for row in rows] for shard_positions in positions]
+    )
 
 
 @lru_cache(maxsize=32)
@@ -256,7 +258,7 @@ def _halo_table(
     layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
 ) -> tuple[MoveTable, list[int]]:
     runs = [[runs_of(layout, shard, row) for row in rows] for shard in range(layout.shards)]
-    wanted = [
+    needed_positions = [
         [
             np.concatenate([_surroundings(row, run, left, right) for run in row_runs])
             for row, row_runs in zip(rows, by_row, strict=True)
@@ -264,7 +266,7 @@ def _halo_table(
         for by_row in runs
     ]
     lengths = [left + len(run) + right for row_runs in runs[rank] for run in row_runs]
-    return MoveTable.build(layout, rank, wanted), lengths
+    return MoveTable.build(layout, rank, needed_positions), lengths
 
 
 def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:

@@ -130,6 +130,7 @@ def dtensor_like(
         changed: other placements, by mesh dim. Gradients get the placements of the result.
     """
     placements = [(changed or {}).get(mesh_dim, old) for mesh_dim, old in enumerate(x.placements)]
+    # With shape and stride, from_local asks no other rank.
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

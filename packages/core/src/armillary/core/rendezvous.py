@@ -30,6 +30,7 @@ def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> 
 def _gather(store: dist.Store, name: str, ranks: int, end: float, timeout: timedelta) -> str:
     """Runs rank 0: announces the start under its token, and waits for all other ranks."""
     store.set("start", name)
+    # Answers to earlier starts are under their names, so only ranks of this start are counted.
     missing = list(range(1, ranks))
     while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > end:
@@ -44,6 +45,7 @@ def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timed
     answered_starts = set[str]()
     while time.monotonic() <= end:
         name = store.get("start").decode() if store.check(["start"]) else ""
+        # "start" may still name an earlier start, whose rank 0 will never echo; a later name replaces it.
         if name and name not in answered_starts:
             store.set(f"{name}/{rank}", token)
             answered_starts.add(name)

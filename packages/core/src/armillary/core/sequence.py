@@ -62,6 +62,7 @@ def distribute_sequence(
     dim = _checked(x, layout, dim)
     mesh_dims, rank_layout, expected, named = _shards(layout, mesh, None if axes is None else tuple(axes))
     check_chunks("shards of the layout", rank_layout.sizes, expected, named)
+    # Every rank has all of x, so ordering its tokens and cutting them is local.
     ordered = x.index_select(dim, shard_order(rank_layout).to(x.device))
     return _redistributed(DTensor.from_local(ordered, mesh, [Replicate()] * mesh.ndim), mesh_dims, Shard(dim))
 
@@ -152,6 +153,7 @@ def gather_sequence(
     if prod(ranks) == layout.shards:
         expected = nested_sizes(layout.length, ranks)
         check_chunks("shards of the layout", layout.sizes, expected, _named(x.device_mesh, mesh_dims))
+    # Partial sums first, while the shards are small; then the axes from the inside out.
     x = x.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in x.placements])
     x = _redistributed(x, range(x.device_mesh.ndim)[::-1], Replicate())
     gathered = x.to_local(grad_placements=grad_placements)
@@ -225,6 +227,7 @@ def _over(layout: SequenceLayout, mesh: DeviceMesh, mesh_dims: Sequence[int]) ->
     ranks, innermost = prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims), mesh_dims[-1]
     if layout.shards == ranks:
         return layout
+    # A layout of the axes outside `ulysses` is cut further over its ranks, as Ulysses inside a ring shards.
     heads = mesh.size(innermost) if _named(mesh, [innermost]) == "ulysses" else 1
     if layout.shards * heads == ranks:
         return layout.refine(heads)

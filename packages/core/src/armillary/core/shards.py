@@ -72,6 +72,7 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
     which has already cut the dim into `split_factor` parts.
     """
     order: list[int] = []
+    # From the innermost axis outwards, each is inserted into the order of those inside it.
     for axis in reversed(range(len(ranks))):
         cut, parts = compat.shard(placements[axis])
         if cut is None or cut % dims != dim:

@@ -43,20 +43,20 @@ def document_slices(ends: Sequence[int], low: int | None = None, high: int | Non
     slices = np.empty((len(bounds) - 1, 6), dtype=np.int64)
     slices[:, 0] = slices[:, 2] = bounds[:-1]
     slices[:, 1] = slices[:, 3] = bounds[1:]
-    return within_band(slices, low, high, own=False)
+    return within_band(slices, low, high, has_bands=False)
 
 
-def within_band(slices: Slices, low: int | None, high: int | None, own: bool = True) -> Slices:
+def within_band(slices: Slices, low: int | None, high: int | None, has_bands: bool = True) -> Slices:
     """Returns the slices cut to a band.
 
     Args:
-        own: False if the slices have no bands yet.
+        has_bands: False if the slices have no bands yet.
     """
-    if own and low is None and high is None:
+    if has_bands and low is None and high is None:
         return slices
     cut = slices.copy()
-    cut[:, 4] = np.maximum(slices[:, 4] if own else -FAR, -FAR if low is None else low)
-    cut[:, 5] = np.minimum(slices[:, 5] if own else FAR, FAR if high is None else high)
+    cut[:, 4] = np.maximum(slices[:, 4] if has_bands else -FAR, -FAR if low is None else low)
+    cut[:, 5] = np.minimum(slices[:, 5] if has_bands else FAR, FAR if high is None else high)
     return cut
 
 
@@ -97,6 +97,7 @@ def mirrored(slices: Slices) -> Slices:
 def trimmed(slices: Slices) -> Slices:
     """Returns slices of the same pairs in which every query and key has a visible partner, without empty slices."""
     q0, q1, k0, k1, low, high = slices.T
+    # A query needs a key in its band, then a key needs one of the remaining queries.
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
     trimmed_slices = np.stack((q0, q1, k0, k1, low, high), axis=1)
@@ -122,6 +123,7 @@ class KeyCounts:
     def of(cls, slices: Slices) -> KeyCounts:
         """A query at i sees the keys from max(k0, i + low) to min(k1 - 1, i + high): each bound has one bend."""
         q0, q1, k0, k1, low, high = trimmed(slices).T
+        # The upper bound rises with i until `until`, the lower bound from `since` on; both are constant elsewhere.
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
         one = np.ones_like(q0)
         starts = np.concatenate((q0, until, since, q1))

@@ -29,10 +29,10 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     if axis.size == 1:
         return Collective(axis, (x,), (), lambda: x)
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
-    sent = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
+    send_buffer = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
     buffer = x.new_empty((axis.size, *shape))
-    traced = record(axis.name, "all_gather", (axis.size - 1) * sent.nbytes, axis.size - 1)
-    work = compat.all_gather_single(buffer.view(-1), sent.view(-1), axis.group)
+    traced = record(axis.name, "all_gather", (axis.size - 1) * send_buffer.nbytes, axis.size - 1)
+    work = compat.all_gather_single(buffer.view(-1), send_buffer.view(-1), axis.group)
 
     def assemble() -> Tensor:
         # With no dims before the tokens and equal sizes, ranks' tokens lie one after another already.
@@ -40,7 +40,7 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
             return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(buffer, sizes, strict=True)], dim)
 
-    return Collective(axis, (sent, buffer), watched([work], traced), assemble)
+    return Collective(axis, (send_buffer, buffer), watched([work], traced), assemble)
 
 
 def _padded(x: Tensor, shape: Sequence[int], dim: int) -> Tensor:

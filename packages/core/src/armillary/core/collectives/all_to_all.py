@@ -80,8 +80,9 @@ def start_packed_to_head(packed: PackedHeads, axis: Axis, sizes: Sequence[int]) 
         return Collective(axis, (flat,), (), lambda: flat)
     head, own_heads = batch * tokens * dim, counts[axis.rank]
     token = batch * own_heads * dim
+    # Rank w gets its heads of our tokens, and we get our heads of its tokens.
     send, receive = [head * count for count in counts], [token * size for size in sizes]
-    sent, buffer, works = start_parts(axis, flat, send, receive, "all_to_all")
+    send_buffer, buffer, works = start_parts(axis, flat, send, receive, "all_to_all")
 
     def assemble() -> Tensor:
         if batch == 1:  # the tokens of all ranks lie one after another
@@ -89,7 +90,7 @@ def start_packed_to_head(packed: PackedHeads, axis: Axis, sizes: Sequence[int]) 
         parts = zip(buffer.split_with_sizes(receive), sizes, strict=True)
         return torch.cat([part.view(batch, size, own_heads, dim) for part, size in parts], dim=1)
 
-    return Collective(axis, (sent,), works, assemble)
+    return Collective(axis, (send_buffer,), works, assemble)
 
 
 def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
@@ -115,10 +116,11 @@ def start_head_to_parts(
         return Collective(axis, (x,), (), lambda: (x,))
     batch, _, own_heads, dim = x.shape
     counts, per_rank = _even(tuple(heads))
+    # With one batch row, the tokens of rank 0, 1, ... lie one after another in x already.
     packed = x.contiguous() if batch == 1 else pack(x.split_with_sizes(list(sizes), 1))
     token, shape = batch * own_heads * dim, (batch, sizes[axis.rank])
     receive = [batch * shape[1] * dim * count for count in counts]
-    sent, buffer, works = start_parts(axis, packed, [token * size for size in sizes], receive, "all_to_all")
+    send_buffer, buffer, works = start_parts(axis, packed, [token * size for size in sizes], receive, "all_to_all")
 
     def assemble() -> tuple[Tensor, ...]:
         if per_rank == 1:
@@ -128,7 +130,7 @@ def start_head_to_parts(
         parts = zip(buffer.split_with_sizes(receive), counts, strict=True)
         return tuple(part.view(*shape, count, dim) for part, count in parts)
 
-    return Collective(axis, (sent,), works, assemble)
+    return Collective(axis, (send_buffer,), works, assemble)
 
 
 def _sum_heads(received: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
@@ -136,8 +138,9 @@ def _sum_heads(received: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
     if len(received) == 1:
         return received[0]
     count = max(part.stop for part in heads)
-    if sum(map(len, heads)) == count:
+    if sum(map(len, heads)) == count:  # no head on two ranks
         return torch.cat(list(received), dim=2)
+    # Shared key/value heads: their gradients are sums over the ranks that used them.
     first = received[0]
     total = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
     for part, rank_heads in zip(received, heads, strict=True):

@@ -30,6 +30,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Through `linear` again, so that the gradient is itself differentiable.
         with phase("backward"):
             return linear(grads[0], *ctx.call), *[None] * len(ctx.call)
 

@@ -53,9 +53,9 @@ def start_parts(axis: Axis, packed: Tensor, send: Sequence[int], receive: Sequen
         packed: contiguous; the parts one after another, as `pack` returns them.
         kind: the kind under which the ledger counts the bytes for other ranks.
     """
-    buffer, kept = packed.new_empty(sum(receive)), send[axis.rank]
-    messages = len(send) - send.count(0) - (kept > 0)
-    traced = record(axis.name, kind, packed.nbytes - kept * packed.itemsize, messages)
+    buffer, own_count = packed.new_empty(sum(receive)), send[axis.rank]
+    messages = len(send) - send.count(0) - (own_count > 0)
+    traced = record(axis.name, kind, packed.nbytes - own_count * packed.itemsize, messages)
     work = dist.all_to_all_single(buffer, packed.view(-1), list(receive), list(send), group=axis.group, async_op=True)
     works = (cast(dist.Work, work),)
     return PartsInFlight(packed, buffer, works if traced is None else watched(works, traced))

@@ -75,6 +75,7 @@ def _scatter_differentiably(x: Tensor, *call: Any) -> Tensor:
     return cast(Tensor, cast(Any, _TracedCollective).apply(x, _reduce_scatter, _all_gather, *call))
 
 
+# `backward` tells the ledger's phase apart: inside a graph there is no context in which the op runs.
 CALL = "Tensor x, str name, str group, SymInt[] sizes, SymInt rank, SymInt dim, bool backward"
 _all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _gather_like, _gather_differentiably)
 _reduce_scatter = compat.define_op(

@@ -48,8 +48,10 @@ class FlatBuffer(NamedTuple):
             tensors: on one device.
             tokens: the tokens on dim 1 to copy; None: all.
         """
+        # Messages carry values only: methods compute their gradients themselves.
         values = [x.detach() if x.requires_grad else x for x in tensors]
         if tokens is not None:
+            # Several runs are copied straight into the buffer; one run is a view, copied below with the others.
             if len(tokens.runs) > 1:
                 flat = cls.like(values, tokens.count)
                 for into, x in zip(flat.tensors, values, strict=True):
@@ -77,7 +79,7 @@ class FlatBuffer(NamedTuple):
             return cls._of_bytes(tensors, tokens, memory)
         first = tensors[0]
         shape = first.shape if tokens is None else (first.shape[0], tokens, *first.shape[2:])
-        shape = shape if len(tensors) == 1 else (len(tensors), *shape)
+        shape = shape if len(tensors) == 1 else (len(tensors), *shape)  # several tensors are stacked
         if memory is None:
             buffer = first.new_empty(shape)
         else:
@@ -139,11 +141,13 @@ class ReceiveBuffers:
         Args:
             last_in_use: True if the last buffer is still to be read or sent.
         """
+        # Steps alternate between two blocks while the last buffer is in use, and otherwise stay on one.
         count, *self.tokens = self.tokens
         if not count:
             return None
         block, other = (self._other, self._last) if last_in_use else (self._last, self._other)
         if block is None:
+            # A block is as large as the largest step from here on.
             size = FlatBuffer.nbytes(self.tensors, max(count, *self.tokens, 0))
             block = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
         # After the last step only the buffers keep their blocks alive.
@@ -188,9 +192,9 @@ class Exchange(NamedTuple):
 def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
     """Starts sends and receives along an axis, one message for each buffer, and returns at once.
 
-    Messages arrive in buffers of their own, so that kernels may read the sent ones meanwhile (double buffering). All
-    ranks must start their exchanges on an axis in the same order. Some may have no messages, once all ranks of the
-    group have used it together; `Axis.duplicate` does that for the axis and its duplicate.
+    Messages arrive in buffers of their own, so that kernels may read the sent ones meanwhile (double
+    buffering). All ranks must start their exchanges on an axis in the same order. Some may have no messages, once all
+    ranks of the group have used it together; `Axis.duplicate` does that for the axis and its duplicate.
 
     Args:
         send: buffers by receiving rank. They are kept alive until `wait`, and must not be written to before.
@@ -204,9 +208,9 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    sent = {peer: flat.buffer for peer, flat in send.items()}
-    traced = record(axis.name, "p2p", sum([x.nbytes for x in sent.values()]), len(sent))
-    works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, sent)
+    send_buffers = {peer: flat.buffer for peer, flat in send.items()}
+    traced = record(axis.name, "p2p", sum([x.nbytes for x in send_buffers.values()]), len(send_buffers))
+    works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, send_buffers)
     return Exchange(axis, send, receive, tuple(works) if traced is None else watched(works, traced))
 
 

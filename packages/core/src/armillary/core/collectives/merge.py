@@ -49,6 +49,7 @@ def start_merge_scatter(
     def assemble() -> tuple[Tensor, Tensor]:
         if axis.size == 1:
             return out, lse
+        # `merge_` works in place, so the accumulators are copies. out accumulates in the dtype of lse.
         merged, total = outs[0].to(lse.dtype, copy=True), lses[0].clone()
         for part, part_lse in zip(outs[1:], lses[1:], strict=True):
             merge_(merged, total, part, part_lse)
@@ -84,6 +85,7 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
     try:
         from armillary.core.collectives.fused_merge import fused_merge_
 
+        # Compiles on a tiny input, so that a failure is found here and not in the middle of attention.
         fused_merge_(*(torch.zeros(shape, device=device_type) for shape in ((1, 1), 1, (1, 1), 1)))
     except Exception as error:  # no C compiler, an unknown driver or an old GPU: Triton raises anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -104,6 +106,7 @@ def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
 
 def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Computes `merge_` with torch's ops, on any device."""
+    # out += w (part_out - out) with w = e^part_lse / (e^lse + e^part_lse) = sigmoid(part_lse - lse).
     weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # -inf - -inf is NaN: neither part has visible keys
     torch.logaddexp(lse, part_lse, out=lse)
     out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))

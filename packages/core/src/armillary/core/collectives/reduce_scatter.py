@@ -22,19 +22,19 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
     Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    sent, parts, works = start_scatter(x, axis, sizes, dim)
+    send_buffer, parts, works = start_scatter(x, axis, sizes, dim)
 
     def assemble() -> Tensor:
         if axis.size == 1:
             return x
         total = parts[0].to(accumulation_dtype(x.dtype), copy=True)
-        # Not one `sum(0)`: from five ranks on, torch adds in an order that follows from the shape and from where an
-        # element lies in it, so that a token would get other bits in a longer shard.
+        # Not one `sum(0)`: from five ranks on, torch's order of addition depends on the shape and on the element's
+        # index, so that the bits of a token would depend on the length of its shard.
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
 
-    return Collective(axis, (sent, *parts), works, assemble)
+    return Collective(axis, (send_buffer, *parts), works, assemble)
 
 
 def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
@@ -43,8 +43,8 @@ def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 
     For reductions other than sums, such as log-sum-exp. Arguments and bytes are those of `start_reduce_scatter`.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    sent, parts, works = start_scatter(x, axis, sizes, dim)
-    return Collective(axis, (sent, *parts), works, lambda: parts)
+    send_buffer, parts, works = start_scatter(x, axis, sizes, dim)
+    return Collective(axis, (send_buffer, *parts), works, lambda: parts)
 
 
 def start_scatter(
@@ -57,8 +57,9 @@ def start_scatter(
     if axis.size == 1:
         return x, (x,), ()
     outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
+    # Without dims before the tokens, the tokens for each rank are contiguous already.
     packed = x.contiguous() if outer == 1 else pack(x.split_with_sizes(list(sizes), dim))
     shape = (*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
     send, receive = [outer * size * inner for size in sizes], [prod(shape)] * axis.size
-    sent, buffer, works = start_parts(axis, packed, send, receive, "reduce_scatter")
-    return sent, buffer.view(axis.size, *shape).unbind(0), works
+    send_buffer, buffer, works = start_parts(axis, packed, send, receive, "reduce_scatter")
+    return send_buffer, buffer.view(axis.size, *shape).unbind(0), works

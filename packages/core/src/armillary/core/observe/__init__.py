@@ -1,1 +1,1 @@
-"""What a run shows: bytes by axis and kind, a picture of what is computed and sent, names of what is computed."""
+"""Observation of ranks: the byte ledger, traces, labels of computations."""

@@ -57,6 +57,7 @@ class CommLedger:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
+            # By identity: ledgers with equal counts are equal.
             self.opened[:] = [ledger for ledger in self.opened if ledger is not self]
 
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:

@@ -27,4 +27,5 @@ def share_device() -> None:
         options._devices, options._threads, options._timeout = [device], THREADS, timeout
         original(group, store, rank, size, options)
 
+    # torch creates every gloo group through this constructor.
     gloo.__init__ = shared

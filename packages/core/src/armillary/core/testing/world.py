@@ -78,6 +78,7 @@ class World:
             RankFailed: a rank raised, died, or did not answer within `timeout` seconds.
         """
         limit = self.timeout if timeout is None else timeout
+        # Pickled before any rank starts: an error here leaves the world as it is.
         request = pickle.dumps((function, args, kwargs))
         if not self._ranks:
             self._start()
