@@ -32,7 +32,6 @@ def test_a_package_states_what_an_index_shows_and_versions_agree(package):
 def test_a_readme_says_how_to_install_its_package_and_reads_alone(package):
     readme = (package.folder / package.project["readme"]).read_text()
     below = release.with_those_below(package, PACKAGES)
-    assert f"\n    pip install {package.name}\n" in readme
     assert f"\n    pip install {' '.join(f'./packages/{each.folder.name}' for each in below)}\n" in readme
     links = re.findall(r"\]\(([^)]*)\)", readme)
     assert [link for link in links if not re.match("https?://|#", link)] == []
