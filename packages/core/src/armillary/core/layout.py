@@ -19,7 +19,7 @@ from torch import Tensor
 from armillary.core.balance import balanced_spans
 from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
 from armillary.core.spread import TRAFFIC
-from armillary.core.traffic import Segments, token_hops
+from armillary.core.traffic import PositionRuns, token_hops
 from armillary.core.validation import flag, integer
 
 MAX_POSITION = 2**63 - 1
@@ -194,27 +194,27 @@ class SequenceLayout:
             )
         return x.index_select(dim, self.positions(shard).to(x.device))
 
-    def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """Returns the tensor in sequence order from those of all shards: the inverse of `take`. Differentiable.
 
         Args:
-            shards: one tensor for each shard, in shard order.
+            parts: one tensor for each shard, in shard order.
             dim: dim of the tokens.
 
         Raises:
             ValueError: values that are no tensors, sizes that differ from the layout's, or different dtypes or devices.
         """
-        if not isinstance(shards, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-            raise ValueError(f"shards are a {type(shards).__name__}; a list with a tensor for each shard is needed")
-        sizes = tuple(_positions_on(x, dim) for x in shards)
+        if not isinstance(parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+            raise ValueError(f"parts are a {type(parts).__name__}; a list with a tensor for each shard is needed")
+        sizes = tuple(_positions_on(x, dim) for x in parts)
         if sizes != self.sizes:
-            raise ValueError(f"shards have {sizes} positions on dim {dim}; those of the layout have {self.sizes}")
-        kinds = dict.fromkeys(f"{x.ndim} dims in {x.dtype} on {x.device}" for x in shards)
+            raise ValueError(f"parts have {sizes} positions on dim {dim}; those of the layout have {self.sizes}")
+        kinds = dict.fromkeys(f"{x.ndim} dims in {x.dtype} on {x.device}" for x in parts)
         if len(kinds) > 1:
-            raise ValueError(f"shards are unlike each other: {'; '.join(kinds)}")
+            raise ValueError(f"parts are unlike each other: {'; '.join(kinds)}")
         # Concatenated shards hold the token of position p at index order[p].
         order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
-        return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
+        return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
 
     # -- derived layouts --------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ def attention_traffic(
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_of(layout.length, causal, window, documents, mask)
-    segments = Segments.of_spans(layout.spans(shard) for shard in range(layout.shards))
+    segments = PositionRuns.of_spans(layout.spans(shard) for shard in range(layout.shards))
     return token_hops(segments, layout.shards, rows)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.core.slices import Integers, Slices
-from armillary.core.traffic import Segments, token_hops, uncut_ends
+from armillary.core.traffic import PositionRuns, token_hops, uncut_ends
 from armillary.core.work_density import Work, equal_ends
 
 Floats = NDArray[np.float64]
@@ -43,7 +43,7 @@ MINIMUM_ROOM = 0.02
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SpreadCandidate:
     """A layout with what it costs.
 
     Args:
@@ -51,10 +51,10 @@ class Candidate:
         pairs: of the most loaded rank.
     """
 
-    segments: Segments
+    segments: PositionRuns
     unevenness: float
     pairs: int
-    ring: Ring
+    ring: RingShares
 
     @cached_property
     def hops(self) -> int:
@@ -62,7 +62,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingShares:
     """A sequence to be laid over the ranks of a ring, and its shares: what each rank would have if all were even."""
 
     length: int
@@ -85,13 +85,13 @@ class Ring:
         pairs = self.work.before(positions.ravel())[0].reshape(positions.shape)
         return np.stack((positions / self.shares[0], pairs / self.shares[1]))
 
-    def candidate(self, segments: Segments) -> Candidate:
+    def candidate(self, segments: PositionRuns) -> SpreadCandidate:
         pairs = np.zeros(self.shards, np.int64)
         np.add.at(pairs, segments.owners, np.diff(self.work.before(segments.ends)[0]))
         tokens = np.bincount(segments.owners, np.diff(segments.ends), self.shards)
         # A shard without tokens is no shard: never even.
         worst = max(tokens.max() / self.shares[0], pairs.max() / self.shares[1]) if tokens.all() else np.inf
-        return Candidate(segments, float(worst), int(pairs.max()), self)
+        return SpreadCandidate(segments, float(worst), int(pairs.max()), self)
 
 
 def spread_spans(
@@ -102,7 +102,7 @@ def spread_spans(
     Args:
         traffic: pairs that take as long as sending one token over one hop.
     """
-    ring = Ring(length, shards, rows, work)
+    ring = RingShares(length, shards, rows, work)
     whole = Dealer(ring, 1.0, leave_room=False)
     if (whole.ranks == 1).all():
         candidate = ring.candidate(whole.deal(full_circle=False))
@@ -121,7 +121,7 @@ def spread_spans(
     return best and best.segments.spans(shards)
 
 
-def _first_even(ring: Ring, leave_room: bool, full_circle: bool) -> Candidate | None:
+def _first_even(ring: RingShares, leave_room: bool, full_circle: bool) -> SpreadCandidate | None:
     """The even candidate with each document on as few ranks as possible: on more of them it sends more."""
     ranks = np.zeros(0)
     for stretch in STRETCHES:
@@ -147,7 +147,7 @@ class Dealer:
             rank full of pairs but not of tokens has no room for them.
     """
 
-    def __init__(self, ring: Ring, stretch: float, leave_room: bool) -> None:
+    def __init__(self, ring: RingShares, stretch: float, leave_room: bool) -> None:
         self.ring, before = ring, ring.before(ring.ends)
         need = np.diff(before).max(0)
         self.density = 0.0  # pairs of the filling, for each token, both in shares
@@ -167,7 +167,7 @@ class Dealer:
         measured[1] -= self.density * measured[0]
         return measured
 
-    def deal(self, full_circle: bool) -> Segments:
+    def deal(self, full_circle: bool) -> PositionRuns:
         """Returns the layout.
 
         Args:
@@ -184,7 +184,7 @@ class Dealer:
         self._fill(self.ranks == 1)
         starts, owners = (np.concatenate(arrays) for arrays in zip(*self.pieces, strict=True))
         order = np.argsort(starts, kind="stable")
-        return Segments.of(np.append(starts[order], self.ring.length), owners[order])
+        return PositionRuns.of(np.append(starts[order], self.ring.length), owners[order])
 
     def _zigzag(self, start: int, stop: int) -> None:
         ends, ranks = start + equal_ends(stop - start, 2 * self.ring.shards), np.arange(self.ring.shards)
@@ -253,16 +253,16 @@ def least_loaded(sizes: Floats, loads: Floats) -> Integers:
     return owners
 
 
-def _contiguous(ring: Ring) -> Candidate:
-    return ring.candidate(Segments.of(equal_ends(ring.length, ring.shards), np.arange(ring.shards)))
+def _contiguous(ring: RingShares) -> SpreadCandidate:
+    return ring.candidate(PositionRuns.of(equal_ends(ring.length, ring.shards), np.arange(ring.shards)))
 
 
-def _zigzag(ring: Ring) -> Candidate:
+def _zigzag(ring: RingShares) -> SpreadCandidate:
     ranks = np.arange(ring.shards)
     ends = equal_ends(ring.length, 2 * ring.shards)
-    return ring.candidate(Segments.of(ends, np.concatenate((ranks, ranks[::-1]))))
+    return ring.candidate(PositionRuns.of(ends, np.concatenate((ranks, ranks[::-1]))))
 
 
-def _dealt_by_pairs(ring: Ring) -> Candidate:
+def _dealt_by_pairs(ring: RingShares) -> SpreadCandidate:
     pairs = np.diff(ring.before(ring.ends))[1:]
-    return ring.candidate(Segments.of(ring.ends, least_loaded(pairs, np.zeros((1, ring.shards)))))
+    return ring.candidate(PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((1, ring.shards)))))

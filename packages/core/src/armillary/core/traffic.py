@@ -15,7 +15,7 @@ from armillary.core.slices import Integers, Slices, trimmed
 
 
 @dataclass(frozen=True)
-class Segments:
+class PositionRuns:
     """A layout as segments of positions that follow each other.
 
     Args:
@@ -27,7 +27,7 @@ class Segments:
     owners: Integers
 
     @classmethod
-    def of(cls, ends: Integers, owners: Integers) -> Segments:
+    def of(cls, ends: Integers, owners: Integers) -> PositionRuns:
         """Joins neighbouring segments of one shard and drops empty ones."""
         size = np.diff(ends)
         starts, owners = ends[:-1][size > 0], owners[size > 0]
@@ -35,7 +35,7 @@ class Segments:
         return cls(np.append(starts[turns], ends[-1]), owners[turns])
 
     @classmethod
-    def of_spans(cls, shards: Iterable[Sequence[range]]) -> Segments:
+    def of_spans(cls, shards: Iterable[Sequence[range]]) -> PositionRuns:
         """Spans with a step become one segment for each position."""
         rows = list[tuple[int, int, int]]()
         for shard, spans in enumerate(shards):
@@ -53,7 +53,7 @@ class Segments:
         return lists
 
 
-def token_hops(segments: Segments, shards: int, rows: Sequence[Slices]) -> int:
+def token_hops(segments: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:
     """Tokens that all ranks send if keys rotate in the cheaper direction, a token counted once for each hop."""
     ends, owners = segments.ends, segments.owners
     ranks, starts, stops = _visible_keys(segments, rows)
@@ -76,7 +76,7 @@ def token_hops(segments: Segments, shards: int, rows: Sequence[Slices]) -> int:
     return min(int((forward * sizes).sum()), int((backward * sizes).sum()))
 
 
-def _visible_keys(segments: Segments, rows: Sequence[Slices]) -> tuple[Integers, Integers, Integers]:
+def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integers, Integers, Integers]:
     """Runs of keys that ranks see outside of their own segment: (rank, start, stop) arrays."""
     ends, owners = segments.ends, segments.owners
     runs = list[Integers]()
