@@ -20,6 +20,7 @@ from armillary.plan.memory.plan import MemoryPlan
 from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchPlan
+from armillary.plan.steps.command import StepsPlan
 from armillary.plan.tune import cli as tune
 from armillary.plan.tune.command import read_plan as read_tune_plan
 from armillary.train import cli as train
@@ -155,7 +156,7 @@ def test_tables_are_whole_on_a_pipe_and_in_80_columns(command, whole, capsys, mo
 
 
 def planning(words: list[str]) -> object:
-    kinds = {"search": SearchPlan, "memory": MemoryPlan, "bytes": BytesPlan}
+    kinds = {"search": SearchPlan, "memory": MemoryPlan, "bytes": BytesPlan, "steps": StepsPlan}
     command, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
     return read_plan(rest, command) if command == "run" else parse(rest, kinds[command], command)
 
