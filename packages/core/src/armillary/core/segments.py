@@ -56,15 +56,15 @@ class Segments:
         if distance < 0:
             later = positions - distance
             return np.where(later < ends[segment + 1], later, NONE)
-        reached, left = positions.copy(), np.full_like(positions, distance)
+        reached, remaining = positions.copy(), np.full_like(positions, distance)
         # Each turn moves tokens whose ancestor lies before their segment to the end of the parent segment.
-        while (beyond := np.flatnonzero((left > reached - ends[segment]) & (reached != NONE))).size:
+        while (beyond := np.flatnonzero((remaining > reached - ends[segment]) & (reached != NONE))).size:
             parent = parents[segment[beyond]]
-            left[beyond] -= reached[beyond] - ends[segment[beyond]] + 1
+            remaining[beyond] -= reached[beyond] - ends[segment[beyond]] + 1
             reached[beyond] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
             segment[beyond] = parent
-            left[beyond[parent == NONE]] = 0
-        return np.where(reached == NONE, NONE, reached - left)
+            remaining[beyond[parent == NONE]] = 0
+        return np.where(reached == NONE, NONE, reached - remaining)
 
     def cut(self, span: range) -> list[range]:
         """Cuts a span into runs of neighbouring tokens: at the boundaries of segments, and at each step above 1."""

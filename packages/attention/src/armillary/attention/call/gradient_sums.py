@@ -61,13 +61,13 @@ class GradientSums:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """What the parameter's gradient comes in; FSDP may ask for float32 for a parameter in bfloat16."""
+    """Returns the dtype of a parameter's gradient; FSDP may request float32 for a bfloat16 parameter."""
     asked: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if asked is None else asked
 
 
 def local_part(x: Tensor) -> Tensor:
-    """What this rank has of a tensor, without a gradient."""
+    """Returns this rank's local part of a tensor, detached."""
     x = x.detach()
     return x.to_local() if compat.is_dtensor(x) else x
 

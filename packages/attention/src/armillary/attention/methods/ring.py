@@ -223,7 +223,7 @@ def cheaper_side(
 
 
 def _even_by_keys(grid: Grid) -> bool:
-    """Whether the most loaded shard has at most 1.10 times as many pairs by keys as by queries."""
+    """True if the most loaded shard has at most 1.10 times as many pairs by keys as by queries."""
 
     def largest() -> tuple[int, int]:
         shards = range(grid.layout.shards)
