@@ -1,0 +1,405 @@
+"""Names the mistake that wrong numbers look like. Each mistake leaves a signature; `RULES` has one rule for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import isfinite, log
+
+import torch
+from torch import Tensor
+
+from armillary.attention.check.compare import Comparison, TokenError
+
+ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+"""Relative rounding error by dtype."""
+SMALL = 2e-2
+"""Largest error that rounding explains."""
+MIN_GROWTH = 1.02
+"""Least growth of the mean error with the number of ranks, if rounding causes it. Other mistakes stay as they are."""
+SAME_FACTOR = 1e-6
+"""Largest relative difference of two factors that count as one."""
+HALO = 8
+"""Largest reach of a convolution."""
+
+
+class Mistake(StrEnum):
+    """The mistakes that `diagnose` can name."""
+
+    AVERAGED = "gradients are averaged over ranks where they must be summed"
+    SUMMED_TWICE = "gradients are summed over ranks twice"
+    SCALED = "all gradients are off by one factor"
+    NOT_REDUCED = "gradients are not reduced over ranks"
+    LOSS_AVERAGED = "the loss is a mean of the ranks' means, which have different numbers of labels"
+    LABELS = "labels are shifted after sharding"
+    NO_HALO = "a convolution or shift has no halo"
+    POSITIONS = "positions restart on every rank"
+    OWN_SHARD = "each rank attends to its own shard alone"
+    DOCUMENTS = "documents leak into each other"
+    WINDOW = "the window is dropped"
+    SHARED_MASK = "layers share a mask"
+    LOW_PRECISION = "partial results are merged or accumulated in low precision"
+    WRONG_TIME = "state is read at the wrong time"
+    LOSS = "the loss alone is wrong"
+    UNKNOWN = "no signature fits"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A mistake that the numbers look like, and the numbers that say so."""
+
+    mistake: Mistake
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.mistake}: {self.evidence}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All comparisons of one check.
+
+    Args:
+        plain: one document per row.
+        documents: packed documents, if there are any.
+        variants: recompute, compile and two micro-batches, by name.
+        other_ranks: the plain run on another number of ranks.
+        longer: the plain run on twice the tokens.
+        first_token_reaches: False if another first token leaves the logits of all other ranks as they were.
+    """
+
+    plain: Comparison
+    documents: Comparison | None = None
+    variants: dict[str, Comparison] = field(default_factory=dict[str, Comparison])
+    other_ranks: Comparison | None = None
+    longer: Comparison | None = None
+    first_token_reaches: bool | None = None
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """The comparisons that decide whether the model is right, by name."""
+        packed = {} if self.documents is None else {"documents": self.documents}
+        return {"plain": self.plain, **packed, **self.variants}
+
+    @property
+    def right(self) -> bool:
+        return all(x.right for x in self.comparisons.values())
+
+    @property
+    def first_wrong(self) -> Comparison:
+        """The simplest run that is wrong; the plain one if none is."""
+        return next((x for x in self.comparisons.values() if not x.right), self.plain)
+
+
+Rule = Callable[[Evidence], str | None]
+
+
+def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
+    """Returns the mistakes whose signatures fit; none if everything is right."""
+    if evidence.right:
+        return ()
+    comparison = evidence.first_wrong
+    if comparison.run.variant != "plain":
+        return (Diagnosis(Mistake.WRONG_TIME, wrong_time(evidence)),)
+    rules = GRADIENT_RULES if comparison.forward_right else FORWARD_RULES
+    fitting = [Diagnosis(mistake, text) for mistake, rule in rules if (text := rule(evidence)) is not None]
+    if not comparison.forward_right:
+        del fitting[1:]  # the rules are ordered from specific to general
+    return tuple(fitting) or (Diagnosis(Mistake.UNKNOWN, first_difference(comparison)),)
+
+
+def first_difference(comparison: Comparison) -> str:
+    """Describes the first wrong tensor of a run."""
+    activation = comparison.first_wrong_activation
+    if activation is not None:
+        return f"the first wrong output is that of {activation.name}, at tokens {spans(activation.wrong_tokens)}"
+    return "wrong: " + named([x.name for x in comparison.tensors if x.wrong])
+
+
+def wrong_time(evidence: Evidence) -> str:
+    """Right in a plain forward and backward pass, wrong under recompute, compile or two micro-batches."""
+    wrong = {name: comparison for name, comparison in evidence.variants.items() if not comparison.right}
+    return f"right without, wrong with {named(list(wrong))}; {first_difference(next(iter(wrong.values())))}"
+
+
+# Rules for right logits. Each returns the numbers that fit its signature, or None.
+
+
+def averaged(evidence: Evidence) -> str | None:
+    """All gradients are off by the factor 1 / P."""
+    return _one_factor(evidence, 1 / evidence.first_wrong.run.ranks)
+
+
+def summed_twice(evidence: Evidence) -> str | None:
+    """All gradients are off by the factor P."""
+    return _one_factor(evidence, evidence.first_wrong.run.ranks)
+
+
+def scaled(evidence: Evidence) -> str | None:
+    """All gradients are off by one factor that is neither 1 / P nor P, and labels are where they must be."""
+    if averaged(evidence) or summed_twice(evidence):
+        return None
+    return _one_factor(evidence, None)
+
+
+def not_reduced(evidence: Evidence) -> str | None:
+    """Some parameters' gradients differ between ranks, and their sum is right up to a factor."""
+    comparison = evidence.first_wrong
+    partial = [x for x in comparison.wrong_gradients if x.ranks_differ and x.sum_factor is not None]
+    if not partial:
+        return None
+    which = "all parameters" if len(partial) == len(comparison.gradients) else named([x.name for x in partial])
+    return f"ranks have different gradients, whose sum is right: {which}"
+
+
+def labels_shifted_late(evidence: Evidence) -> str | None:
+    """The gradient of the logits is wrong at the last token of shards alone."""
+    comparison = evidence.first_wrong
+    gradient = comparison.token_error("gradient of logits")
+    if gradient is None or not comparison.shards:
+        return None
+    wrong = gradient.by_token_beside_factors > gradient.limit
+    if not wrong.any() or (wrong & ~_shard_ends(comparison.shards)).any():
+        return None
+    return f"logits are right, their gradient is wrong at tokens {spans(wrong)}, where shards end"
+
+
+def loss_averaged(evidence: Evidence) -> str | None:
+    """The gradient of the logits is off by one factor per rank, and the factors differ."""
+    comparison = evidence.first_wrong
+    gradient = comparison.token_error("gradient of logits")
+    if gradient is None or not comparison.shards:
+        return None
+    wrong = gradient.by_token_beside_factors > gradient.limit
+    spread = max(gradient.factors) - min(gradient.factors)
+    if spread <= 1e-6 * max(map(abs, gradient.factors)) or (wrong & ~_shard_ends(comparison.shards)).any():
+        return None
+    factors = ", ".join(f"{x:.4g}" for x in gradient.factors)
+    return f"the gradient of the logits is that of one rank times {factors} on the ranks"
+
+
+def layers_share_backward(evidence: Evidence) -> str | None:
+    """Gradients are the same on all ranks, wrong up to a layer, and right in the layers after it."""
+    comparison = evidence.first_wrong
+    if any(x.ranks_differ or x.factor is not None for x in comparison.wrong_gradients):
+        return None
+    layers = {layer for x in comparison.gradients if (layer := _layer(x.name)) is not None}
+    wrong = {layer for x in comparison.wrong_gradients if (layer := _layer(x.name)) is not None}
+    right = sorted(layers - wrong)
+    if not wrong or not right:
+        return None
+    return f"logits are right; gradients are wrong in layers {sorted(wrong)} and right in layers {right}"
+
+
+def loss_alone(evidence: Evidence) -> str | None:
+    """Everything is right except the loss."""
+    comparison = evidence.first_wrong
+    wrong = [x for x in comparison.tensors if x.wrong]
+    return f"off by {wrong[0].error:.2g}; all gradients are right" if wrong == [comparison.loss] else None
+
+
+# Rules for wrong logits. The first that fits names the mistake.
+
+
+def low_precision(evidence: Evidence) -> str | None:
+    """All errors are small. They grow with the number of ranks, and not with that of tokens."""
+    comparison, other, longer = evidence.plain, evidence.other_ranks, evidence.longer
+    if comparison.right:
+        return None
+    errors = [x.error for x in comparison.tensors]
+    if not all(isfinite(x) for x in errors) or max(errors) > SMALL:
+        return None
+    error, sizes = comparison.mean_error, list[str]()
+    if longer is not None:
+        if not 0.3 < longer.mean_error / error < 3:
+            return None
+        sizes.append(f"{longer.mean_error:.1e} on twice the tokens")
+    if other is not None:
+        more_ranks, fewer_ranks = sorted((comparison, other), key=lambda x: -x.run.ranks)
+        if more_ranks.mean_error < MIN_GROWTH * fewer_ranks.mean_error:
+            return None
+        sizes.append(f"{other.mean_error:.1e} on {other.run.ranks} ranks")
+    first = comparison.first_wrong_activation
+    size = error if first is None else first.error
+    dtype = min(ROUNDINGS, key=lambda name: abs(log(size / ROUNDINGS[name])))
+    return f"mean error {error:.1e}, {', '.join(sizes)}; rounding to {dtype} leaves {ROUNDINGS[dtype]:.0e}"
+
+
+def documents_leak(evidence: Evidence) -> str | None:
+    """Right with one document per row, wrong with several."""
+    packed = evidence.documents
+    if packed is None or not evidence.plain.right:
+        return None
+    logits = packed.token_error("logits")
+    tokens = "" if logits is None else f", at tokens {spans(logits.wrong_tokens)}"
+    return f"right with one document per row, wrong with documents {list(packed.run.documents or ())}{tokens}"
+
+
+def no_halo(evidence: Evidence) -> str | None:
+    """The first wrong output is wrong in a few tokens around the ends of shards alone."""
+    comparison = evidence.first_wrong
+    activation = comparison.first_wrong_activation
+    if activation is None or not comparison.shards:
+        return None
+    wrong, distance = activation.wrong_tokens, _distance_from_ends(comparison.shards)
+    reach, (_, lengths) = int(distance[wrong].max()), _owners(comparison.shards).unique_consecutive(return_counts=True)
+    if reach > min(HALO, int(lengths.min()) // 3):
+        return None
+    return f"{activation.name} is wrong at tokens {spans(wrong)}, within {reach} of the end of a shard"
+
+
+def own_shard(evidence: Evidence) -> str | None:
+    """Another first token changes nothing on other ranks."""
+    activation = evidence.first_wrong.first_wrong_activation
+    if evidence.first_token_reaches is not False or activation is None:
+        return None
+    return f"another first token changes no logits of other ranks; {activation.name} is the first that is wrong"
+
+
+def positions_restart(evidence: Evidence) -> str | None:
+    """The first wrong output is wrong at all tokens whose position is not their index in the shard."""
+    comparison = evidence.first_wrong
+    activation = comparison.first_wrong_activation
+    if activation is None or not comparison.shards:
+        return None
+    if not torch.equal(activation.wrong_tokens, _moved(comparison.shards)):
+        return None
+    return f"{activation.name} is right in the first shard and wrong at tokens {spans(activation.wrong_tokens)}"
+
+
+def layers_share(evidence: Evidence) -> str | None:
+    """Layers before the first wrong one are right, and that one is wrong from some token on."""
+    comparison = evidence.first_wrong
+    activation, first = comparison.first_wrong_activation, _first_beyond_window(comparison)
+    layer = None if activation is None else _layer(activation.name)
+    if activation is None or not layer or first is None:
+        return None
+    return (
+        f"layers before {layer} are right; {activation.name} is wrong from token {first} on, where no shard starts. "
+        "If only this layer has a window, it may be dropped"
+    )
+
+
+def window_dropped(evidence: Evidence) -> str | None:
+    """The first wrong output is wrong from some token on where no shard starts, at any length."""
+    activation, first = evidence.first_wrong.first_wrong_activation, _first_beyond_window(evidence.first_wrong)
+    if activation is None or first is None:
+        return None
+    longer = evidence.longer and evidence.longer.first_wrong_activation
+    if longer and _first_wrong_token(longer) != first:
+        return None
+    return f"{activation.name} is right up to token {first - 1} and wrong from {first} on, where no shard starts"
+
+
+GRADIENT_RULES: Sequence[tuple[Mistake, Rule]] = (
+    (Mistake.AVERAGED, averaged),
+    (Mistake.SUMMED_TWICE, summed_twice),
+    (Mistake.SCALED, scaled),
+    (Mistake.NOT_REDUCED, not_reduced),
+    (Mistake.LABELS, labels_shifted_late),
+    (Mistake.LOSS_AVERAGED, loss_averaged),
+    (Mistake.LOW_PRECISION, low_precision),
+    (Mistake.SHARED_MASK, layers_share_backward),
+    (Mistake.LOSS, loss_alone),
+)
+FORWARD_RULES: Sequence[tuple[Mistake, Rule]] = (
+    (Mistake.LOW_PRECISION, low_precision),
+    (Mistake.DOCUMENTS, documents_leak),
+    (Mistake.NO_HALO, no_halo),
+    (Mistake.OWN_SHARD, own_shard),
+    (Mistake.POSITIONS, positions_restart),
+    (Mistake.SHARED_MASK, layers_share),
+    (Mistake.WINDOW, window_dropped),
+)
+
+
+def _one_factor(evidence: Evidence, expected: float | None) -> str | None:
+    """All gradients are off by the factor `expected`, or by any one factor."""
+    comparison = evidence.first_wrong
+    factors = [x.factor for x in comparison.gradients]
+    if not factors or not comparison.wrong_gradients or factors[0] is None:
+        return None
+    if any(x is None or abs(x / factors[0] - 1) > SAME_FACTOR for x in factors):
+        return None
+    if expected is not None and abs(factors[0] / expected - 1) > SAME_FACTOR:
+        return None
+    loss = "and so is the loss" if comparison.loss.wrong else "the loss is right"
+    return f"every gradient is {factors[0]:.6g} times that of one rank on {comparison.run.ranks} ranks; {loss}"
+
+
+# Where tokens lie in shards.
+
+
+def _owners(shards: Sequence[Tensor]) -> Tensor:
+    """[N], the first rank that has each token."""
+    owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
+    for rank in reversed(range(len(shards))):
+        owner[shards[rank]] = rank
+    return owner
+
+
+def _shard_ends(shards: Sequence[Tensor]) -> Tensor:
+    """bool [N], the tokens whose next one is on another rank."""
+    owner = _owners(shards)
+    return torch.cat([owner[1:] != owner[:-1], torch.tensor([False])])
+
+
+def _distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
+    """[N], the number of tokens from the nearest end of a shard: 1 for the tokens on both of its sides."""
+    tokens, ends = torch.arange(len(_owners(shards))), _shard_ends(shards).nonzero().flatten()
+    if not len(ends):
+        return torch.full_like(tokens, len(tokens))
+    before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
+    return torch.where(before > 0, before, after).amin(0)
+
+
+def _moved(shards: Sequence[Tensor]) -> Tensor:
+    """bool [N], the tokens whose position is not their index in the shard."""
+    moved = torch.zeros(len(_owners(shards)), dtype=torch.bool)
+    for positions in shards:
+        moved[positions] |= positions != torch.arange(len(positions))
+    return moved
+
+
+def _first_wrong_token(error: TokenError) -> int:
+    return int(error.wrong_tokens.nonzero()[0])
+
+
+def _first_beyond_window(comparison: Comparison) -> int | None:
+    """Returns w if the first wrong activation is wrong from token w on, and no shard starts there."""
+    activation = comparison.first_wrong_activation
+    if activation is None or not comparison.shards:
+        return None
+    first = _first_wrong_token(activation)
+    starts_shard = first > 0 and bool(_shard_ends(comparison.shards)[first - 1])
+    return first if first and not starts_shard and bool(activation.wrong_tokens[first:].all()) else None
+
+
+def _layer(name: str) -> int | None:
+    """Returns the number of the layer in a module's or a parameter's name."""
+    number = re.search(r"(?:^|\.)(\d+)\.", f"{name}.")
+    return None if number is None else int(number[1])
+
+
+# Words.
+
+
+def spans(tokens: Tensor) -> str:
+    """Returns "4-7, 12" for a mask of tokens."""
+    runs, start = list[str](), None
+    values = [*tokens.tolist(), False]
+    for i, value in enumerate(values):
+        if value and start is None:
+            start = i
+        elif not value and start is not None:
+            runs.append(str(start) if i == start + 1 else f"{start}-{i - 1}")
+            start = None
+    return named(runs, 6)
+
+
+def named(names: Sequence[str], most: int = 4) -> str:
+    """Returns the first names of a list and how many there are more."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,224 @@
+"""Checks a training step on shards, by whatever library, against the same step on one rank.
+
+def build() -> nn.Module: ...
+
+def step(model: nn.Module, batch: CheckBatch) -> StepResult:
+    ...  # shard the batch, forward, backward, reduce gradients
+    return StepResult(loss, positions)
+
+def test_my_context_parallelism():
+    check_model(build, step, world_size=4).assert_right()
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from armillary.attention.check.compare import LIMITS, Comparison, compare
+from armillary.attention.check.diagnose import Evidence, named
+from armillary.attention.check.report import ModelReport
+from armillary.attention.check.step import VOCABULARY, Build, RankRecord, Reduce, Run, Step, run_step
+from armillary.attention.mask import AttentionMask
+from armillary.core.testing import RankFailed, Worlds
+from armillary.core.validation import integer
+
+VARIANTS = ("recompute", "compile", "two micro-batches")
+
+
+def check_model(
+    build: Build,
+    step: Step | None = None,
+    *,
+    world_size: int = 4,
+    tokens: int = 64,
+    rows: int = 1,
+    documents: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+    reduce: Reduce | None = None,
+    reference: Build | None = None,
+    variants: Sequence[str] = ("recompute",),
+    vocabulary: int = VOCABULARY,
+    limit: float | None = None,
+    seed: int = 0,
+    timeout: float = 120.0,
+    worlds: Worlds | None = None,
+    progress: Callable[[str], object] = lambda _: None,
+) -> ModelReport:
+    """Runs one training step on one rank and on `world_size` gloo ranks and compares all that it computes.
+
+    Functions must be importable (defined at the top level of a module, or a `functools.partial` of one): each rank is a
+    process. Random numbers are seeded before `build`.
+
+    Args:
+        build: returns the model, the same on every rank; without `step`, (model, step) or (model, step, reduce).
+        step: `step(model, batch)` runs this rank's part of a training step: it shards the batch, computes the loss, and
+            runs backward. Returns a `StepResult`, or the loss alone.
+        documents: boundaries (0, ..., tokens) of a second run with packed documents.
+        dtype: float64, float32, bfloat16 or float16. The expected values are always computed in float64.
+        reduce: `reduce(model)` reduces gradients over ranks after the last micro-batch, if `step` and the model's own
+            hooks (FSDP2, DDP) do not.
+        reference: returns (model, step) of one rank, if they are others than those on shards.
+        variants: of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches".
+        vocabulary: token ids are below it.
+        limit: largest relative error, by default by dtype and by the rounding errors of one rank.
+        timeout: seconds for one run.
+        progress: called with a line about each run before it starts.
+
+    Raises:
+        ValueError: wrong arguments.
+        RankFailed: a rank raised, died or hung in a run without variants.
+    """
+    _check_arguments(world_size, tokens, rows, documents, dtype, variants, vocabulary)
+    started = time.monotonic()
+    with _worlds(worlds) as open_worlds:
+        sharded = _Runner(open_worlds, build, step, reduce, timeout, progress)
+        exact = sharded if reference is None else _Runner(open_worlds, reference, None, None, timeout, progress)
+        one_rank = _OneRank(exact, limit)
+        base = Run(world_size, tokens, rows=rows, vocabulary=vocabulary, dtype=dtype, weight_dtype=dtype, seed=seed)
+        records = sharded.records(base)
+        plain = one_rank.compare(base, records)
+        boundaries = None if documents is None else tuple(int(end) for end in documents)
+        packed_run = replace(base, documents=boundaries)
+        packed = None if boundaries is None else one_rank.compare(packed_run, sharded.records(packed_run))
+        notes = _notes(plain)
+        compared = dict[str, Comparison]()
+        for variant in variants:
+            run = replace(packed_run, variant=variant)
+            try:
+                compared[variant] = one_rank.compare(run, sharded.records(run))
+            except RankFailed as failure:
+                notes.append(f"{variant} was not compared: {error_line(failure)}")
+        evidence = Evidence(plain, packed, compared)
+        if not plain.right:
+            evidence = _look_closer(evidence, records, one_rank, sharded)
+    return ModelReport(evidence, tuple(notes), time.monotonic() - started)
+
+
+def error_line(failure: RankFailed) -> str:
+    """Returns the first line of the first rank's error."""
+    lines = str(failure).splitlines()
+    raised = next((i for i, line in enumerate(lines) if line.endswith("raised:")), None)
+    if raised is None:  # ranks died or hung
+        return lines[1]
+    ends = [i for i, line in enumerate(lines) if re.match(r"rank \d+ ", line) and i > raised]
+    own = lines[raised + 1 : ends[0] if ends else None]
+    last_frame = max(i for i, line in enumerate(own) if line.startswith("  File "))
+    return next((line for line in own[last_frame + 1 :] if line and not line.startswith(" ")), own[-1])
+
+
+class _Runner(NamedTuple):
+    """Runs of one step, on worlds of any size."""
+
+    worlds: Worlds
+    build: Build
+    step: Step | None
+    reduce: Reduce | None
+    timeout: float
+    progress: Callable[[str], object]
+
+    def records(self, run: Run) -> list[RankRecord]:
+        packed = "" if run.documents is None else ", packed documents"
+        ranks = f"{run.ranks} ranks" if run.ranks > 1 else "1 rank"
+        self.progress(f"{run.variant} on {ranks}, {run.tokens} tokens{packed}")
+        return self.worlds(run.ranks).run(run_step, self.build, self.step, self.reduce, run, timeout=self.timeout)
+
+
+class _OneRank:
+    """Compares records with one rank in float64. One rank's records are computed once for each batch."""
+
+    def __init__(self, runner: _Runner, limit: float | None) -> None:
+        self.runner, self.limit = runner, limit
+        self.expected: dict[Run, tuple[RankRecord, RankRecord | None]] = {}
+
+    def compare(self, run: Run, records: Sequence[RankRecord]) -> Comparison:
+        # Recompute and compile must not change any number: they are compared with the plain step of one rank.
+        variant = run.variant if run.variant == "two micro-batches" else "plain"
+        exact_run = replace(run, ranks=1, variant=variant, dtype=torch.float64)
+        if exact_run not in self.expected:
+            noisy_run = replace(exact_run, dtype=run.dtype, perturbed=run.dtype is torch.float64)
+            (exact,) = self.runner.records(exact_run)
+            (noisy,) = self.runner.records(noisy_run) if self.limit is None else (None,)
+            self.expected[exact_run] = (exact, noisy)
+        exact, noisy = self.expected[exact_run]
+        return compare(run, records, exact, noisy, self.limit)
+
+
+def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _OneRank, sharded: _Runner) -> Evidence:
+    """Adds the runs that tell mistakes apart: other ranks, more tokens, another first token.
+
+    Args:
+        records: of the plain run.
+    """
+    run = evidence.plain.run
+    other = replace(run, ranks=run.ranks // 2 if run.ranks > 2 else 2 * run.ranks)
+    longer = replace(run, tokens=2 * run.tokens)
+    changed = replace(run, changed_token=True)
+    closer = list[Comparison | None]()
+    for each in (other, longer):
+        try:
+            closer.append(one_rank.compare(each, sharded.records(each)))
+        except RankFailed:  # a step may be written for this number of ranks or tokens alone
+            closer.append(None)
+    reaches = None
+    if evidence.plain.token_error("logits") is not None and not evidence.plain.forward_right:
+        pairs = [
+            (before.logits, after.logits)
+            for before, after in zip(records, sharded.records(changed), strict=True)
+            if before.positions is not None and 0 not in before.positions
+        ]
+        reaches = any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+    return replace(evidence, other_ranks=closer[0], longer=closer[1], first_token_reaches=reaches)
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = list[str]()
+    if not comparison.shards:
+        notes.append("the step reports no positions, so that logits and activations were not compared")
+    elif comparison.token_error("logits") is None:
+        notes.append("logits were not compared: the model's output on shards has another shape than [B, T, V]")
+    if comparison.loss_is_share:
+        notes.append("ranks report shares of the loss; their sum or mean is right")
+    if comparison.untrained:
+        notes.append(f"parameters without a gradient on one rank: {named(comparison.untrained)}")
+    return notes
+
+
+@contextmanager
+def _worlds(worlds: Worlds | None) -> Generator[Worlds]:
+    """Closes the worlds that it makes."""
+    if worlds is not None:
+        yield worlds
+        return
+    own = Worlds()
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def _check_arguments(
+    world_size: int,
+    tokens: int,
+    rows: int,
+    documents: Sequence[int] | None,
+    dtype: torch.dtype,
+    variants: Sequence[str],
+    vocabulary: int,
+) -> None:
+    integer("world_size", world_size, least=2)
+    integer("tokens", tokens, least=world_size)
+    integer("rows", rows, least=1)
+    integer("vocabulary", vocabulary, least=5)
+    if dtype not in LIMITS:
+        raise ValueError(f"dtype={dtype}: {', '.join(map(str, LIMITS))} are accepted")
+    if unknown := [variant for variant in variants if variant not in VARIANTS]:
+        raise ValueError(f"variants={unknown}: {', '.join(VARIANTS)} are accepted")
+    if documents is not None:
+        AttentionMask(documents=list(documents)).check(tokens, tokens, rows)

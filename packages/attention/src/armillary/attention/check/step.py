@@ -1,0 +1,299 @@
+"""Runs one training step on this rank and records its loss, logits, activations and gradients."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from armillary.attention.context_parallel.padding import IGNORED
+from armillary.attention.context_parallel.sdpa import in_backward
+from armillary.core.compat import is_dtensor
+
+VOCABULARY = 64
+"""Token ids are below this number, unless `check_model` is given another."""
+FINGERPRINT = 4
+"""Random projections by which an activation of one token is compared. Records stay small at any width."""
+ROUNDING = 1e-15
+"""Relative change of the weights that measures how much a model amplifies rounding errors in float64."""
+WRAPPERS = re.compile(r"(^|(?<=\.))(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
+"""Parts of names that wrappers add."""
+
+
+@dataclass(frozen=True)
+class CheckBatch:
+    """A whole batch, the same on every rank. The step shards it, as the training script would.
+
+    Args:
+        ids: [B, N].
+        labels: [B, N], before shifting: the token itself, or -100. One third of the row has fewer labels, so that
+            shards have different numbers of them.
+        documents: boundaries (0, ..., N), or None for one document per row.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    documents: tuple[int, ...] | None = None
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Positions [B, N], counted from the start of each document."""
+        ends = self.documents or (0, self.ids.shape[1])
+        return torch.cat([torch.arange(b - a) for a, b in pairwise(ends)]).expand(self.ids.shape)
+
+    @property
+    def shifted_labels(self) -> Tensor:
+        """Labels [B, N] of the next token; -100 at the last token of each document."""
+        shifted = self.labels.roll(-1, 1)
+        shifted[:, [end - 1 for end in (self.documents or (0, self.ids.shape[1]))[1:]]] = IGNORED
+        return shifted
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step returns.
+
+    Args:
+        loss: []. If the step did not run backward, the checker runs it from this loss.
+        positions: [T], the global positions of this rank's tokens in local order. Without them, logits and
+            activations of a shard are not compared.
+        logits: [B, T, V]; by default the output of the model's last forward pass.
+    """
+
+    loss: Tensor
+    positions: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the step.
+
+    Args:
+        ranks: size of the world.
+        variant: "plain", "recompute", "compile" or "two micro-batches".
+        dtype: of weights and activations; weights are first rounded to `weight_dtype`.
+        perturbed: weights are changed by `ROUNDING`.
+        changed_token: the first token is another one.
+    """
+
+    ranks: int
+    tokens: int
+    variant: str = "plain"
+    documents: tuple[int, ...] | None = None
+    rows: int = 1
+    vocabulary: int = VOCABULARY
+    dtype: torch.dtype = torch.float64
+    weight_dtype: torch.dtype = torch.float64
+    perturbed: bool = False
+    changed_token: bool = False
+    seed: int = 0
+
+    def batches(self) -> list[CheckBatch]:
+        """Returns the micro-batches. The second one has other tokens and documents."""
+        first = self._batch(self.seed, self.documents)
+        if self.variant != "two micro-batches":
+            return [first]
+        # Mirrored boundaries: state that stays from the first micro-batch is wrong for the second.
+        mirrored = self.documents and tuple(self.tokens - end for end in reversed(self.documents))
+        return [first, self._batch(self.seed + 1, mirrored)]
+
+    def _batch(self, seed: int, documents: tuple[int, ...] | None) -> CheckBatch:
+        generator = torch.Generator().manual_seed(seed)
+        # 0 to 2 are often special tokens, such as padding.
+        ids = torch.randint(3, self.vocabulary, (self.rows, self.tokens), generator=generator)
+        if self.changed_token:
+            ids[:, 0] = 3 + (ids[:, 0] - 2) % (self.vocabulary - 3)
+        labels = ids.clone()
+        labels[:, 1 : self.tokens // 3 : 2] = IGNORED
+        return CheckBatch(ids, labels, documents)
+
+
+@dataclass
+class RankRecord:
+    """One rank's tensors of one run, detached, in the order of the forward pass.
+
+    Args:
+        activations: by module, [B, T, FINGERPRINT].
+        gradients: by parameter, whole.
+        input_gradient: of the embeddings' output [B, T, E].
+    """
+
+    loss: float
+    positions: Tensor | None
+    logits: Tensor | None
+    logits_gradient: Tensor | None
+    input_gradient: Tensor | None
+    gradients: dict[str, Tensor | None]
+    activations: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+Step = Callable[[nn.Module, CheckBatch], StepResult | Tensor]
+Reduce = Callable[[nn.Module], object]
+Training = tuple[nn.Module, Step] | tuple[nn.Module, Step, Reduce]
+Build = Callable[[], nn.Module | Training]
+
+
+def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: Run) -> RankRecord:
+    """Builds the model, runs forward and backward, and returns this rank's record. Called on every rank of a world."""
+    torch.manual_seed(run.seed)
+    built = build()
+    if isinstance(built, tuple):
+        model, step, *last = built
+        reduce = last[0] if last else reduce
+    else:
+        model = built
+    assert step is not None
+    model = model.to(run.weight_dtype).to(run.dtype).train()
+    if run.perturbed:
+        _perturb(model)
+    if run.variant == "recompute":
+        _checkpoint_layers(model)
+    if run.variant == "compile":
+        model.compile(backend="aot_eager")
+    # A hook would break the graph of a compiled model.
+    recorder = _Recorder(model, hooks=run.variant != "compile", activations=run.variant == "plain")
+    result = StepResult(torch.zeros(()))
+    for batch in run.batches():
+        recorder.clear()
+        output = step(model, batch)
+        result = output if isinstance(output, StepResult) else StepResult(output)
+        if result.loss.requires_grad and all(p.grad is None for p in model.parameters()):
+            result.loss.backward()
+    if reduce is not None:
+        reduce(model)
+    return recorder.record(result, run)
+
+
+def _perturb(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.mul_(1 + ROUNDING * noise.to(parameter.dtype))
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    """Wraps the layers of the outermost module lists in activation checkpointing."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 0:
+            for i, layer in enumerate(child):
+                child[i] = checkpoint_wrapper(layer)
+        else:
+            _checkpoint_layers(child)
+
+
+class _Recorder:
+    """Forward hooks that keep a model's logits, the embeddings' output, and fingerprints of all activations."""
+
+    def __init__(self, model: nn.Module, hooks: bool, activations: bool) -> None:
+        self.model = model
+        self.clear()
+        if not hooks:
+            return
+        model.register_forward_hook(self._keep_logits)
+        embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+        if embedding is not None:
+            embedding.register_forward_hook(self._keep_embeddings)
+        if activations:
+            for name, module in model.named_modules():
+                if module is not model:
+                    module.register_forward_hook(self._keep_activation(WRAPPERS.sub("", name)))
+
+    def clear(self) -> None:
+        self.logits, self.embeddings = list[Tensor](), list[Tensor]()
+        self.fingerprints: dict[str, list[Tensor]] = defaultdict(list)
+
+    def _keep_logits(self, _: nn.Module, __: Any, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        self._keep(self.logits, first_tensor(output) if logits is None else logits)
+
+    def _keep_embeddings(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._keep(self.embeddings, output)
+
+    def _keep(self, kept: list[Tensor], x: Tensor | None) -> None:
+        # In backward, activation checkpointing calls modules again.
+        if x is not None and x.requires_grad and not in_backward():
+            x.retain_grad()
+            kept.append(x)
+
+    def _keep_activation(self, name: str) -> Callable[..., None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            x = first_tensor(output)
+            if x is not None and x.ndim >= 3 and not in_backward():
+                x = _local(x).detach().double().flatten(2)
+                self.fingerprints[name].append(x @ _projection(x.shape[2]))
+
+        return keep
+
+    def record(self, result: StepResult, run: Run) -> RankRecord:
+        positions = result.positions
+        tokens = run.tokens if positions is None else positions.numel()
+        if positions is None and run.ranks == 1:
+            positions = torch.arange(run.tokens)
+        activations = dict[str, Tensor]()
+        for name, calls in self.fingerprints.items():
+            for i, x in enumerate(_whole_calls(calls, tokens)):
+                activations[f"{name} (call {i + 1})" if i else name] = x
+        logits = [result.logits] if result.logits is not None else self.logits
+        gradients = [x.grad for x in self.logits if x.grad is not None]
+        return RankRecord(
+            float(_full(result.loss.detach())),
+            positions if positions is None else positions.detach().cpu().flatten(),
+            _last_whole([_local(x) for x in logits], tokens),
+            _last_whole([_local(x) for x in gradients], tokens),
+            _last_whole([_local(x.grad) for x in self.embeddings if x.grad is not None], tokens),
+            {WRAPPERS.sub("", n): _gradient(p) for n, p in self.model.named_parameters() if p.requires_grad},
+            activations,
+        )
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Returns the first floating-point tensor of a module's output."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if isinstance(output, dict):
+        output = tuple(cast(dict[str, Any], output).values())
+    if isinstance(output, (tuple, list)):
+        return next((x for x in cast(tuple[Any, ...], output) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    return None
+
+
+def _whole_calls(calls: list[Tensor], tokens: int) -> list[Tensor]:
+    """Returns the calls that saw all of the rank's tokens; calls on consecutive parts of them are joined."""
+    if all(x.shape[1] == tokens for x in calls):
+        return calls
+    if sum(x.shape[1] for x in calls) == tokens:
+        return [torch.cat(calls, 1)]
+    return []
+
+
+def _last_whole(calls: list[Tensor], tokens: int) -> Tensor | None:
+    whole = _whole_calls([x for x in calls if x.ndim >= 3], tokens)
+    return whole[-1].detach().cpu() if whole else None
+
+
+@cache
+def _projection(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(width, FINGERPRINT, generator=generator, dtype=torch.float64) / width**0.5
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local() if is_dtensor(x) else x
+
+
+def _full(x: Any) -> Tensor:
+    return x.full_tensor() if is_dtensor(x) else x
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else _full(parameter.grad).detach().cpu()

@@ -1,0 +1,58 @@
+"""`check_model` finds planted mistakes and names them; what is right passes."""
+
+import json
+
+import pytest
+import torch
+from planted_faults import check_arguments
+
+from armillary.attention.check import Mistake, check_model
+
+DOCUMENTS = (0, 13, 21, 40, 64)
+PLANTED = {
+    "averaged": Mistake.AVERAGED,
+    "summed twice": Mistake.SUMMED_TWICE,
+    "not reduced": Mistake.NOT_REDUCED,
+    "labels": Mistake.LABELS,
+    "loss averaged": Mistake.LOSS_AVERAGED,
+    "no halo": Mistake.NO_HALO,
+    "positions": Mistake.POSITIONS,
+    "own shard": Mistake.OWN_SHARD,
+    "documents": Mistake.DOCUMENTS,
+    "window": Mistake.WINDOW,
+    "shared mask": Mistake.SHARED_MASK,
+    "shared mask in backward": Mistake.SHARED_MASK,
+    "low precision": Mistake.LOW_PRECISION,
+    "recompute": Mistake.WRONG_TIME,
+    "two micro-batches": Mistake.WRONG_TIME,
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_mistake_is_named(worlds, fault):
+    variants = [fault] if fault in ("recompute", "two micro-batches") else []
+    report = check_model(
+        **check_arguments(fault, convolution=fault == "no halo"),
+        documents=DOCUMENTS if fault in ("documents", *variants) else None,
+        variants=variants,
+        limit=1e-9,
+        worlds=worlds,
+    )
+    assert not report.right
+    assert [x.mistake for x in report.diagnoses] == [PLANTED[fault]], str(report)
+    with pytest.raises(AssertionError, match=report.diagnoses[0].mistake):
+        report.assert_right()
+    assert json.loads(json.dumps(report.to_dict()))["diagnoses"][0]["mistake"] == PLANTED[fault].name.lower()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_right_model_passes(worlds, dtype):
+    report = check_model(
+        **check_arguments("", convolution=True),
+        documents=DOCUMENTS,
+        dtype=dtype,
+        variants=["recompute", "two micro-batches"],
+        worlds=worlds,
+    )
+    report.assert_right()
+    assert report.diagnoses == ()
