@@ -1,0 +1,139 @@
+"""The command line `armillary-check`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from os import getcwd
+from typing import Any, NoReturn
+
+import torch
+
+from armillary.attention.check import ModelReport, check_model, error_line
+from armillary.core.testing import RankFailed, Worlds
+
+PROGRAM = "armillary-check"
+EXAMPLES = """examples:
+  armillary-check path/to/model --ring 2 --ulysses 2 --documents   # a folder or config.json: a tiny random copy of it
+  armillary-check gemma3_text --method token_ring --ring 4         # a model type of transformers, with its defaults
+  armillary-check my_module:build --ranks 4 --tokens 512           # your own: build() returns (model, step)
+
+Exit codes: 0 right; 1 wrong; 2 if it could not be checked. Nothing needs a GPU or a network."""
+RIGHT, WRONG, NOT_CHECKED = 0, 1, 2
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(NOT_CHECKED, f"{PROGRAM}: {message}\n")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog=PROGRAM,
+        description="Compares one training step on CPU ranks with the same step on one rank, and names the mistake.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="folder, config.json, model type of transformers, or module:function of your own")
+    parser.add_argument("--ring", type=int, default=1, help="ranks on the sequence axis")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks on the head axis")
+    parser.add_argument("--method", help="default: ring, ulysses, or usp for both")
+    parser.add_argument("--ranks", type=int, help="number of ranks of module:function (default 4)")
+    parser.add_argument("--tokens", type=int, default=64, help="length of the sequence (default %(default)s)")
+    parser.add_argument("--documents", action="store_true", help="also check packed documents")
+    parser.add_argument("--dtype", choices=DTYPES, default="float64")
+    parser.add_argument("--compile", action="store_true", help="also check a compiled model (aot_eager)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run (default %(default)g)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> None:
+    """Entry point of `armillary-check`. Exits with 0 if all is right, 1 if not, 2 and one line if it cannot check."""
+    options = parse(argv)
+    try:
+        report = check(options, lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr, flush=True), worlds)
+    except (ValueError, ImportError) as error:
+        sys.exit(_refuse(str(error)))
+    except RankFailed as failure:
+        sys.exit(_refuse(error_line(failure).removeprefix("ValueError: ")))
+    print(json.dumps({"model": options.model, **report.to_dict()}, indent=1) if options.json else report)
+    sys.exit(RIGHT if report.right else WRONG)
+
+
+def _refuse(reason: str) -> int:
+    print(f"{PROGRAM}: {' '.join(reason.split())}", file=sys.stderr)
+    return NOT_CHECKED
+
+
+def check(options: argparse.Namespace, progress: Callable[[str], object], worlds: Worlds | None = None) -> ModelReport:
+    """Checks the model that the options name.
+
+    Raises:
+        ValueError: the model cannot be found, shrunk or sharded.
+        RankFailed: a rank raised, died or hung.
+    """
+    shared: dict[str, Any] = {
+        "tokens": options.tokens,
+        "documents": document_boundaries(options.tokens) if options.documents else None,
+        "dtype": DTYPES[options.dtype],
+        "timeout": options.timeout,
+        "progress": progress,
+        "worlds": worlds,
+        "variants": ("recompute", "two micro-batches", *(("compile",) if options.compile else ())),
+    }
+    if ":" in options.model:
+        return check_model(_imported(options.model), world_size=options.ranks or 4, **shared)
+    if options.ranks is not None:
+        raise ValueError("--ranks is for module:function; a Hugging Face model takes --ring and --ulysses")
+    return check_architecture(options.model, options.method, options.ring, options.ulysses, **shared)
+
+
+def check_architecture(
+    source: str, method: str | None = None, ring: int = 1, ulysses: int = 1, **options: Any
+) -> ModelReport:
+    """Checks a tiny random copy of a Hugging Face architecture under `ContextParallel`.
+
+    Args:
+        source: folder, config.json or model type.
+        options: of `check_model`.
+    """
+    # transformers is imported first, so that ranks are forked with it.
+    from armillary.integrations.check.step import Architecture, on_shards, one_rank
+    from armillary.integrations.check.tiny import VOCABULARY, check_size, load_config, tiny_config
+
+    if ring == ulysses == 1:
+        ring = 4
+    config = tiny_config(load_config(source), options.get("tokens", 64))
+    check_size(config)
+    chosen = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
+    architecture = Architecture(config, chosen, ring, ulysses)
+    return check_model(
+        partial(on_shards, architecture),
+        reference=partial(one_rank, architecture),
+        world_size=ring * ulysses,
+        vocabulary=VOCABULARY,
+        **options,
+    )
+
+
+def document_boundaries(tokens: int) -> tuple[int, ...]:
+    """Returns boundaries within shards, at about 1/5, 1/2 and 5/6 of the sequence, and a document of one token."""
+    return tuple(sorted({0, tokens // 5 + 1, tokens // 2 + 3, tokens * 5 // 6, tokens * 5 // 6 + 1, tokens}))
+
+
+def _imported(name: str) -> Any:
+    """Returns the function of "module:function"; modules of the working directory are found too."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, getcwd())
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}") from error

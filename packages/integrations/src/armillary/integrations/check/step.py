@@ -1,0 +1,114 @@
+"""A training step of a tiny Hugging Face model: by `ContextParallel` on shards, by transformers alone on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from armillary.attention import ContextParallel
+from armillary.attention.check import CheckBatch, StepResult
+from armillary.core.testing import mesh
+from armillary.integrations.check.tiny import model_class
+
+SPREAD = 0.1
+"""Random numbers of this size are added to all weights, so that those that start at 0 or 1 matter too."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A tiny config, and the method and mesh of the ranks."""
+
+    config: Any
+    method: str = "ring"
+    ring: int = 1
+    ulysses: int = 1
+
+    @property
+    def is_causal_lm(self) -> bool:
+        return model_class(self.config).__name__ == "AutoModelForCausalLM"
+
+
+class InFloat64(TorchFunctionMode):
+    """Keeps float64 where models round to float32, so that errors of shards are not lost in rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        if func is torch.Tensor.to and args[0].dtype is torch.float64 and torch.float32 in (*args, *kwargs.values()):
+            return args[0]
+        if func is F.softmax and args[0].dtype is torch.float64:
+            kwargs.pop("dtype", None)
+        return func(*args, **kwargs)
+
+
+def new_model(architecture: Architecture) -> nn.Module:
+    """Returns the same weights on every rank. Poolers, which look at the first token, are left out."""
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = model_class(architecture.config).from_config(architecture.config, **options)
+    for module in model.modules():
+        if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
+            module.pooler = None
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=SPREAD)
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    for module in (model, *layers):  # layers by themselves too, because backward recomputes them
+        module.forward = _in_float64(module.forward)
+    return model
+
+
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with InFloat64():
+            return forward(*args, **kwargs)
+
+    return wrapped
+
+
+def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
+    """Returns the model and its step on one rank: eager attention, each document in a forward pass of its own."""
+    return new_model(architecture), one_rank_step
+
+
+def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepResult:
+    ends = batch.documents or (0, batch.ids.shape[1])
+    logits = torch.cat([_logits(model(batch.ids[:, a:b], **_uncached(model))) for a, b in pairwise(ends)], 1)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
+    loss.backward()
+    return StepResult(loss, logits=logits)
+
+
+def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
+    """Returns the model, its step and its reduction of gradients on the ranks of a mesh."""
+    cp = ContextParallel(architecture.method, mesh(ring=architecture.ring, ulysses=architecture.ulysses))
+    model = cp.prepare(new_model(architecture))
+    return model, partial(sharded_step, cp, architecture.is_causal_lm), cp.reduce_gradients
+
+
+def sharded_step(cp: ContextParallel, is_causal_lm: bool, model: nn.Module, batch: CheckBatch) -> StepResult:
+    with cp.shard(batch.ids, batch.labels, documents=batch.documents) as shard:
+        inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
+        output = model(**inputs, **_uncached(model))
+        loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
+    loss.backward()
+    return StepResult(loss, shard.layout.positions(cp.method.shard), _logits(output))
+
+
+def _uncached(model: Any) -> dict[str, Any]:
+    return {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+
+
+def _logits(output: Any) -> torch.Tensor:
+    """Returns logits [B, T, V], or the hidden states of a model without a head."""
+    return output.logits if "logits" in output else output[0]

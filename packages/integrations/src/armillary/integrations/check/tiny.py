@@ -1,0 +1,202 @@
+"""A tiny config of the same architecture: every kind of layer, the ratio of query to key/value heads, short windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+HEAD_DIM, WIDE_HEAD_DIM = 8, 16
+"""The wide one is for rotary embeddings of a part of each head, which need an even number of dims."""
+VOCABULARY = 64
+MAX_LAYERS = 8
+MAX_PARAMETERS = 20_000_000
+"""A larger copy has a size that no rule below shrinks."""
+
+HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_size", "lstm_hidden_size")
+HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+FIXED: Mapping[str, int] = {
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("intermediate_size_mlp", "mlp_hidden_size", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
+    "pad_token_id": 2,
+}
+"""Sizes by the name of the field, where the config has the field."""
+AT_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "n_group", "topk_group", "moe_k"), 2),
+    **dict.fromkeys(("first_k_dense_replace", "num_kv_shared_layers", "moe_layer_start_index", "n_shared_experts"), 1),
+}
+DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
+"""In the names of fields that are set to 0: shards draw other random numbers than one rank."""
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "esm": {"pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Fields without which a model type cannot be built from its own defaults."""
+
+
+def load_config(source: str) -> Any:
+    """Returns the config of a local folder, of a config.json, or of a model type with its defaults; no code is run.
+
+    Multimodal models are checked by their text part.
+
+    Raises:
+        ValueError: no such folder or model type, or a model whose code is not part of transformers.
+    """
+    import transformers
+
+    path = Path(source)
+    if path.exists():
+        try:
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
+    elif source in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[source](**NEEDED.get(source, {}))
+    else:
+        raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")
+    return config.get_text_config(decoder=True)
+
+
+def tiny_config(config: Any, tokens: int) -> Any:
+    """Returns a small config of the same class for sequences of `tokens` tokens.
+
+    Layers are the first of each kind, in order, and the first kind again. Windows and chunks are a third of the
+    sequence. Dropout is 0.
+    """
+    fields: dict[str, Any] = config.to_dict()
+    for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
+        fields.pop(name, None)
+    changes = {name: size for name, size in FIXED.items() if isinstance(fields.get(name), int)}
+    changes |= {name: min(fields[name], most) for name, most in AT_MOST.items() if isinstance(fields.get(name), int)}
+    changes |= {name: 4 for name in EXPERTS if isinstance(fields.get(name), int) and fields[name] > 4}
+    changes |= {name: max(tokens // 3, 2) for name in WINDOWS if isinstance(fields.get(name), int)}
+    changes |= {
+        name: 0.0
+        for name, value in fields.items()
+        if isinstance(value, float) and any(part in name for part in DROPOUTS)
+    }
+    changes |= _heads(fields)
+    changes |= _positions(fields, changes, tokens)
+    changes |= _layers(fields)
+    fields.pop("model_type", None)
+    return type(config)(**fields | changes)
+
+
+def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of heads, in the ratio of the config, and the width of the model."""
+    heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
+    key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
+    group = min(max(heads // key_heads, 1), 8)
+    few = 1 if key_heads == 1 and heads > 1 else 2 if group > 1 else 4
+    if few * group % 4:  # so that 4 ranks can share the heads
+        few *= 2
+    wide = "partial_rotary_factor" in str(fields) or "rotary_pct" in fields or "mrope_section" in str(fields)
+    head_dim = WIDE_HEAD_DIM if wide else HEAD_DIM
+    if "kv_lora_rank" in fields:  # multi-head latent attention: each head has keys of its own
+        few, group = 4, 1
+    sizes = dict.fromkeys((name for name in HIDDEN if name in fields), few * group * head_dim)
+    sizes |= dict.fromkeys((name for name in HEADS if name in fields), few * group)
+    sizes |= {name: few for name in KEY_HEADS if fields.get(name) is not None}
+    sizes |= {name: head_dim for name in ("head_dim", "kv_channels", "d_kv") if isinstance(fields.get(name), int)}
+    return sizes
+
+
+def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Lengths and rotary embeddings. Rotary scaling starts within the sequence."""
+    old = _first(fields, ("head_dim", "qk_rope_head_dim")) or fields.get("hidden_size", 1) // max(
+        _first(fields, HEADS) or 1, 1
+    )
+    new = (
+        changes.get("qk_rope_head_dim")
+        or changes.get("head_dim")
+        or (_first(changes, HIDDEN) or 1) // (_first(changes, HEADS) or 1)
+    )
+    sizes: dict[str, Any] = {
+        name: 4 * tokens + 2 for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields
+    }
+    if isinstance(fields.get("original_max_position_embeddings"), int):
+        sizes["original_max_position_embeddings"] = tokens // 2
+    if isinstance(fields.get("rotary_dim"), int):
+        sizes["rotary_dim"] = max(fields["rotary_dim"] * new // old, 2)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(name), dict):
+            sizes[name] = _shrink_rope(fields[name], new / old, tokens)
+    return sizes
+
+
+def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str, Any]:
+    """Rotary parameters, which may be one dictionary per kind of layer."""
+    shrunk = dict[str, Any]()
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            shrunk[name] = _shrink_rope(cast(dict[str, Any], value), ratio, tokens)
+        elif name == "original_max_position_embeddings":
+            shrunk[name] = tokens // 2
+        elif name in ("long_factor", "short_factor"):
+            shrunk[name] = value[: max(round(len(value) * ratio), 1)]
+        elif name == "mrope_section":
+            sections = [max(round(section * ratio), 1) for section in value]
+            sections[0] += round(sum(value) * ratio) - sum(sections)
+            shrunk[name] = sections
+        else:
+            shrunk[name] = value
+    return shrunk
+
+
+def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of layers, and the fields with one value per layer."""
+    count = _first(fields, LAYERS) or 2
+    indices = {name for name, x in fields.items() if name.endswith("layers") and _are_indices(x)}
+    per_layer = {
+        name: x
+        for name, x in fields.items()
+        if isinstance(x, (list, tuple)) and len(x) == count > 1 and name not in indices
+    }
+    kinds = [str([values[i] for values in per_layer.values()]) for i in range(count)]
+    layers = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())[: MAX_LAYERS - 1]
+    layers.append(next((i for i in range(layers[-1] + 1, count) if kinds[i] == kinds[0]), layers[0]))
+    sizes: dict[str, Any] = dict.fromkeys((name for name in LAYERS if name in fields), len(layers))
+    sizes |= {name: [values[i] for i in layers] for name, values in per_layer.items()}
+    return sizes | {name: [i for i, layer in enumerate(layers) if layer in fields[name]] for name in indices}
+
+
+def _are_indices(values: Any) -> bool:
+    """Returns True for a list of different numbers."""
+    return isinstance(values, list) and len(set(map(str, values))) == len(values) > 1 and type(values[0]) is int
+
+
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    return next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+
+
+def model_class(config: Any) -> Any:
+    """Returns the Auto class by which the architecture is built: causal, masked, or without a head."""
+    import transformers
+
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    return transformers.AutoModel
+
+
+def check_size(config: Any) -> None:
+    """Raises ValueError if the copy is not tiny, or cannot be built."""
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model_class(config).from_config(config).parameters())
+    except Exception as error:  # the sizes of an architecture may depend on each other in ways that no rule knows
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}") from error
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"the tiny copy of {type(config).__name__} has {size:,} parameters: a size was not shrunk")

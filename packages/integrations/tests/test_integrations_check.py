@@ -1,0 +1,107 @@
+"""`armillary-check`: tiny copies keep an architecture's traps, right models pass, exit codes say what came of it."""
+
+import json
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from armillary.integrations.check.cli import check_architecture, document_boundaries, main  # noqa: E402
+from armillary.integrations.check.tiny import load_config, tiny_config  # noqa: E402
+
+QWEN = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN |= {"head_dim": 128, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+QWEN |= {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
+
+
+def folder(tmp_path, **config) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_a_tiny_copy_keeps_kinds_of_layers_heads_and_windows(tmp_path):
+    config = tiny_config(load_config(folder(tmp_path, **QWEN)), 64)
+    assert config.num_attention_heads / config.num_key_value_heads == 4
+    assert config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+    assert config.num_hidden_layers == 3
+    assert 1 < config.sliding_window < 32
+    assert config.hidden_size < 256
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("gemma3_text", {"sliding_attention", "full_attention"}),
+        ("gpt_oss", {"sliding_attention", "full_attention"}),
+        ("llama4_text", {"chunked_attention", "full_attention"}),
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+    ],
+)
+def test_every_kind_of_layer_stays(model_type, kinds):
+    config = tiny_config(load_config(model_type), 64)
+    assert set(config.layer_types) == kinds
+    assert len(config.layer_types) == config.num_hidden_layers <= 8
+
+
+def test_rotary_scaling_starts_within_the_sequence(tmp_path):
+    rope = {"rope_type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 10000.0}
+    sizes = {"hidden_size": 3072, "num_attention_heads": 32, "original_max_position_embeddings": 4096}
+    config = tiny_config(load_config(folder(tmp_path, model_type="phi3", rope_scaling=rope, **sizes)), 64)
+    assert config.original_max_position_embeddings < 64
+    assert len(config.rope_parameters["long_factor"]) == config.hidden_size // config.num_attention_heads // 2
+
+
+@pytest.mark.parametrize(("model_type", "ring", "ulysses"), [("gemma3_text", 2, 2), ("mixtral", 4, 1)])
+def test_right_models_pass(worlds, model_type, ring, ulysses):
+    report = check_architecture(
+        model_type,
+        ring=ring,
+        ulysses=ulysses,
+        tokens=64,
+        documents=document_boundaries(64),
+        variants=("recompute", "two micro-batches"),
+        worlds=worlds,
+    )
+    report.assert_right()
+    assert not report.notes
+
+
+def outcome(worlds, *argv) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(argv, worlds)
+    return exit_.value.code
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["mamba", "--ring", "2"], "linear_attention"),
+        (["nothing"], "nothing"),
+        (["llama", "--ring", "3", "--tokens", "2"], "tokens=2"),
+        (["llama", "--ranks", "3"], "--ranks"),
+        (["own_check:missing"], "missing"),
+        (["llama", "--tokens", "many"], "--tokens"),
+    ],
+)
+def test_what_cannot_be_checked_exits_with_2_and_one_line(worlds, capsys, argv, named):
+    assert outcome(worlds, *argv) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert named in errors[-1] and sum("armillary-check: plain" not in line for line in errors) == 1
+
+
+def test_code_of_a_folder_is_not_run(worlds, tmp_path, capsys):
+    ran = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')")
+    source = folder(tmp_path, model_type="mystery", auto_map={"AutoConfig": "code.Config"})
+    assert outcome(worlds, source) == 2
+    assert not ran.exists()
+
+
+def test_own_steps_are_right_or_wrong(worlds, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    assert outcome(worlds, "own_check:right", "--ranks", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["right"]
+    assert outcome(worlds, "own_check:forgotten", "--ranks", "2", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [x["mistake"] for x in report["diagnoses"]] == ["not_reduced"]
+    assert set(report["runs"]["plain"]["wrong"]) == {"embed.weight", "head.weight", "head.bias"}
