@@ -184,10 +184,10 @@ def model_class(config: Any) -> Any:
     """Returns the Auto class by which the architecture is built: causal, masked, or without a head."""
     import transformers
 
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
-        if type(config) in auto._model_mapping:
-            return auto
-    return transformers.AutoModel
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    return transformers.AutoModelForMaskedLM if masked else transformers.AutoModel
 
 
 def check_size(config: Any) -> None:

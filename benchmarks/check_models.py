@@ -1,0 +1,91 @@
+"""Runs `armillary-check` on every text architecture of transformers: a right one must not be called wrong.
+
+    python benchmarks/check_models.py                          # all: some 20 minutes on two cores
+    python benchmarks/check_models.py --families mistral bert   # these, without a report
+
+Each is a tiny random copy on 4 ranks (ring=2, ulysses=2) with packed documents, activation checkpointing and two
+micro-batches. `refused`: the library does not shard this architecture. `not built`: no tiny copy of it can be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import transformers
+from report import write
+from transformers_models import families
+
+from armillary.attention.check import error_line
+from armillary.core.testing import RankFailed, Worlds
+from armillary.integrations.check.cli import check_architecture, document_boundaries
+
+RING, ULYSSES, TOKENS = 2, 2, 64
+VARIANTS = ("recompute", "two micro-batches")
+
+
+def outcome(family: str, worlds: Worlds, ring: int = RING, ulysses: int = ULYSSES) -> dict[str, Any]:
+    """Returns one row of the report."""
+    started = time.monotonic()
+    try:
+        report = check_architecture(
+            family,
+            ring=ring,
+            ulysses=ulysses,
+            tokens=TOKENS,
+            documents=document_boundaries(TOKENS),
+            variants=VARIANTS,
+            worlds=worlds,
+        )
+    except ValueError as error:
+        verdict, reason, worst = "not built", str(error), None
+    except RankFailed as failure:
+        line = error_line(failure)
+        verdict, reason, worst = "refused" if line.startswith("ValueError") else "failed", line, None
+    else:
+        comparisons = report.evidence.comparisons.values()
+        worst = f"{max(x.error for comparison in comparisons for x in comparison.tensors):.0e}"
+        verdict = "right" if report.right else "wrong"
+        reason = "; ".join([*map(str, report.diagnoses), *report.notes])
+    seconds = round(time.monotonic() - started, 1)
+    return {
+        "model type": family,
+        "verdict": verdict,
+        "largest error": worst,
+        "seconds": seconds,
+        "reason": reason[:150],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", help="default: all")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    worlds, rows = Worlds(), list[dict[str, Any]]()
+    for family in options.families or families():
+        rows.append(outcome(family, worlds))
+        print(*rows[-1].values(), flush=True)
+    worlds.close()
+    counts = Counter(row["verdict"] for row in rows)
+    print(dict(counts))
+    if not options.families:
+        compared = [row for row in rows if row["verdict"] in ("right", "wrong")]
+        slowest = max(row["seconds"] for row in compared)
+        notes = [
+            f"{counts['right']} right, {counts['wrong']} wrong, {counts['refused']} refused, "
+            f"{counts['not built'] + counts['failed']} without a tiny copy that runs, of {len(rows)}.",
+            f"Slowest check: {slowest:.0f} s.",
+        ]
+        rows = [{name: value for name, value in row.items() if name != "reason"} for row in compared]
+        write("check", "Checks of Hugging Face architectures", rows, notes)
+    sys.exit(bool(counts["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
