@@ -65,11 +65,11 @@ PARTS = {
     ),
     "bytes": Part(
         "Bytes against the papers",
-        "benchmarks/papers.py",
-        "What the papers say that one rank sends, or holds, beside what a ledger counts of the methods that run here. "
-        "Where they differ, the table says why.",
+        "benchmarks/papers.py --only bytes",
+        "Bytes that one rank sends according to the papers, beside the count of a ledger on the methods that run here. "
+        "Where they differ by more than 5%, the table says why.",
         "papers",
-        ("what", "by", "unit", "paper", "counted", "why they differ"),
+        ("paper's table", "what", "paper", "ours", "ratio", "why"),
         "",
     ),
     "network": Part(

@@ -96,7 +96,7 @@ def wallfacer() -> list[Row]:
     """The WallFacer paper's model M, before the last block's attention in backward; in units of one [T, E]."""
     model = LlamaConfig(vocab_size=32_000, dim=6656, layers=64, heads=52, kv_heads=52, hidden_dim=17_920)
     rows: list[Row] = []
-    for name, team in (("Ring", 1), ("WallFacer, C = 4", 4)):
+    for name, team in (("Ring", 1), *((f"WallFacer, C = {n}", n) for n in (2, 4, 8))):
         found = memory_before_attention(model, {"ring": 64}, partial(teams, team), 65_536)
         rows.append(
             {

@@ -1,81 +1,65 @@
-"""Bytes against the papers: what they say is sent and held, and what the real methods are counted to send and hold.
+"""The tables and figures of four papers, beside what our methods send and hold and what the planner predicts.
 
-    uv run python benchmarks/papers.py
+    uv run python benchmarks/papers.py                # docs/benchmarks/papers.md, in less than two minutes
+    uv run python benchmarks/papers.py --only bytes   # bytes of methods, in seconds
 
-Methods run on tensors without numbers, as one rank of a process group that sends nothing, under a ledger and a count of
-live tensors. Nothing is timed; it takes ten seconds.
+Nothing is timed and no GPU is needed: methods run on tensors without numbers, as one rank of a process group that sends
+nothing, under a ledger and a count of live tensors; times are the planner's. Results of simulations that take longer
+are read from the reports of `benchmarks/memory.py`, which name their commands.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import memory
 import report
+from paper_tables import token_ring, upipe, usp, wallfacer
+from paper_tables.table import Paper, flat_rows
 
-from armillary.plan.comm_volume import BytesPlan, plan_bytes
-
-SIZES = {"tokens": "64Ki", "heads": 64, "head_dim": 128, "ranks": 8}
-HIDDEN = 65_536 * 64 * 128 * 2
-"""Bytes of one [N, E] of these sizes in bfloat16."""
+PARTS: dict[str, Callable[[], list[Paper]]] = {
+    "bytes": lambda: [wallfacer.sent(), usp.sent()],
+    "all": lambda: [wallfacer.paper(), usp.paper(), token_ring.paper(), upipe.paper()],
+}
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=list(PARTS), default="all", help="bytes: what methods send and hold")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the report")
-    rows = [*sent_forward(), *sent_in_both(), *held()]
-    notes = [
-        "sent: by one rank, in one call of attention under a full mask, bfloat16; model M: 64Ki tokens, 52 heads of "
-        "128, 64 ranks; S: 64Ki tokens, 64 heads of 128, 8 ranks",
-        "arXiv: DeepSpeed-Ulysses 2309.14509, USP 2405.07719, WallFacer 2407.00611, UPipe 2602.21196",
-    ]
-    print(report.write("papers", "Bytes against the papers", rows, notes, parser.parse_args().out))
+    options = parser.parse_args()
+    papers = PARTS[options.only]()
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = flat_rows(papers)
+    command = shlex.join(["python", "benchmarks/papers.py", *sys.argv[1:]])
+    data = {"title": "Against the papers", "command": command, "machine": "any", "rows": rows, "notes": NOTES}
+    (options.out / "papers.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / "papers.md").write_text(page(papers))
+    print(page(papers))
 
 
-def row(what: str, source: str, unit: str, paper: float, counted: float, why: str) -> dict[str, Any]:
-    return {"what": what, "by": source, "unit": unit, "paper": paper, "counted": counted, "why they differ": why}
+NOTES = [
+    "ratio: ours over the paper's; every ratio further than 5% from 1 has a reason with its number",
+    "not available: a curve of a figure that the paper's text does not state",
+    "sent: by one rank, in one call of attention, bfloat16",
+]
 
 
-def sent_forward() -> list[dict[str, Any]]:
-    """WallFacer's paper on its model M, which `armillary-plan bytes` has by default."""
-    ring, _, _, _, team, _ = plan_bytes(BytesPlan(attention=("ring", "wallfacer"), team=(4,)))
-    why = "the paper counts a send for each of 64 steps; the first shard is at home"
-    rows = [("Ring, sent forward, M", ring, why)]
-    rows += [("WallFacer C = 4, sent forward, M", team, "the log-sum-exp goes along with each partial output")]
-    return [
-        row(what, "WallFacer", "GiB", r.published.total / 2**30, r.counted.total / 2**30, why) for what, r, why in rows
-    ]
-
-
-def sent_in_both() -> list[dict[str, Any]]:
-    """USP's table 2 and DeepSpeed-Ulysses, forward and backward."""
-    rows = {}
-    for method in ("ulysses", "ring"):
-        phases = plan_bytes(BytesPlan(**SIZES, attention=(method,), of_ranks=(0,)))
-        rows[method] = [phase.counted.total / 2**30 for phase in phases]
-    hidden, ranks = HIDDEN / 2**30, SIZES["ranks"]
-    stays = "one part in 8 of each all-to-all stays where it is"
-    return [
-        row("Ulysses, sent forward, S", "DeepSpeed-Ulysses", "GiB", 4 * hidden / ranks, rows["ulysses"][0], stays),
-        row("Ulysses, forward and backward, S", "USP", "GiB", 8 * hidden / ranks, sum(rows["ulysses"]), stays),
-        row(
-            "Ring, forward and backward, S",
-            "USP",
-            "GiB",
-            4 * hidden,
-            sum(rows["ring"]),
-            "dk and dv go round too, summed in float32: 2 + 2 + 4 units, of which 7/8 are sent",
-        ),
-    ]
-
-
-def held() -> list[dict[str, Any]]:
-    """What UPipe's stages hold, by counting live tensors; WallFacer's peak is in `memory.py`, which takes minutes."""
-    stages = memory.stages()[0]
-    saved = 1 - stages["UPipe"] / stages["2H + 2K"]
-    return [row("UPipe, share of q, k, v and out not held, S", "UPipe", "", 0.875, saved, "")]
+def page(papers: list[Paper]) -> str:
+    """The Markdown page."""
+    notes = "".join(f"- {note}\n" for note in NOTES)
+    intro = (
+        "# Against the papers\n\n    python benchmarks/papers.py\n\n"
+        "Every table and figure of four papers, beside our own figures. Bytes and memory are counted on the real\n"
+        "methods, run on tensors without numbers; times are the planner's predictions. No GPU has run any of it, and\n"
+        "no figure of a cluster is fitted to the paper that it is compared with, except the PCIe network of 8 x L20\n"
+        "(USP's table 3), where the page says so.\n\n"
+    )
+    return intro + notes + "\n" + "\n\n".join(paper.markdown() for paper in papers) + "\n"
 
 
 if __name__ == "__main__":

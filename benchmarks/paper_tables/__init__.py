@@ -1,0 +1,1 @@
+"""Tables of `benchmarks/papers.py`, one module for each paper."""
