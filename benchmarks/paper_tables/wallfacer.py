@@ -26,7 +26,7 @@ def paper() -> Paper:
 
 def sent() -> Paper:
     """Bytes alone."""
-    return Paper("WallFacer", "2407.00611", [example(), figure_1()])
+    return Paper("WallFacer", "2407.00611", [example()])
 
 
 def example() -> Table:
