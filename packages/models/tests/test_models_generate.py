@@ -134,6 +134,39 @@ def test_half_precision_follows_its_own_full_forward():
     assert relative_error(torch.stack(logits, 1), build()(ids)[:, 9:]) < 0.1
 
 
+# -- several completions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": AttentionMask(window=(4, None))}], ids=["causal", "window"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_completions_are_those_of_runs_of_their_own(kind, options):
+    model, options = build(kind), {"new_tokens": 12, "temperature": 4.0, "top_p": 0.95} | options
+    together = generate(model, prompt(), completions=3, seed=7, **options)
+    assert together.shape == (6, 12)
+    apart = [generate(model, prompt(), seed=7 + j, **options) for j in range(3)]
+    assert torch.equal(together, torch.stack(apart, 1).flatten(0, 1))
+    assert len({tuple(row) for row in together.tolist()}) == 6
+
+
+def test_completions_stop_one_by_one():
+    model, options = build(), {"new_tokens": 12, "temperature": 4.0}
+    whole = generate(model, prompt(1), completions=4, **options)
+    stop = [int(whole[0, 2]), int(whole[2, 5])]
+    together = generate(model, prompt(1), completions=4, stop=stop, **options)
+    apart = [generate(model, prompt(1), seed=j, stop=stop, **options) for j in range(4)]
+    assert torch.equal(together, torch.cat(apart))
+
+
+def test_the_prompt_is_cached_once():
+    decoding = Decoding(build(), max_new_tokens=6, completions=5)
+    decoding.prompt(prompt(2, 30))
+    decoding.step(torch.zeros(10, dtype=torch.long))
+    held = sum(x.nbytes for layer in decoding.layers for x in (*layer.prompt, *layer.new))
+    assert held == LLAMA.layers * 2 * (2 * 30 + 2 * 5 * 6) * 2 * 8 * 8  # 2 (B T + B n R) K D e a layer
+    with pytest.raises(ValueError, match="completions=0"):
+        generate(build(), prompt(), new_tokens=2, completions=0)
+
+
 # -- sampling -----------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +279,11 @@ def test_room_is_made_once_and_logits_of_the_prompt_are_not():
     model, largest = build(), []
     decoding = Decoding(model, max_new_tokens=6)
     decoding.prompt(prompt(2, 30))
-    rooms = [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in decoding.layers]
-    assert {layer.k.shape for layer in decoding.layers} == {(2, 36, 2, 8)}
+    first, *others = prompt(2, 6).unbind(1)
+    decoding.step(first)
+    rooms = [[x.data_ptr() for x in (*layer.prompt, *layer.new)] for layer in decoding.layers]
+    assert {layer.prompt[0].shape for layer in decoding.layers} == {(2, 30, 2, 8)}
+    assert {layer.new[0].shape for layer in decoding.layers} == {(2, 6, 2, 8)}
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -258,10 +294,10 @@ def test_room_is_made_once_and_logits_of_the_prompt_are_not():
             return out
 
     with Sizes():
-        for token in prompt(2, 6).unbind(1):
+        for token in others:
             decoding.step(token)
-    assert [(layer.k.data_ptr(), layer.v.data_ptr()) for layer in decoding.layers] == rooms
-    assert max(largest) < 2 * 36 * 2 * 8  # a room; logits are 2 * 60
+    assert [[x.data_ptr() for x in (*layer.prompt, *layer.new)] for layer in decoding.layers] == rooms
+    assert max(largest) < 2 * 30 * 2 * 8  # a prompt's keys; logits are 2 * 60
     with pytest.raises(ValueError, match="room for 36 tokens, and all of it is taken"):
         decoding.step(prompt(2, 6)[:, 0])
 

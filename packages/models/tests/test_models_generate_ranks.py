@@ -163,6 +163,29 @@ def text_of_many_minds(world: World) -> Tensor:
     return generate(model, tokens(2, 9), new_tokens=8, temperature=3.0, seed=100 + method.shard)
 
 
+def several(world: World) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, int]], int]:
+    """Completions (together, in runs of their own); bytes of (cache, its formula); sent for a step of 3 completions."""
+    method = world.method()
+    model, texts, caches = build("llama", method), [], []
+    options = {"new_tokens": 9, "temperature": 4.0, "top_k": 40}
+    for length in (2, 11):
+        ids = tokens(2, length)
+        together = generate(model, ids, completions=3, seed=5, **options)
+        apart = [generate(model, ids, seed=5 + j, **options) for j in range(3)]
+        texts.append((together, torch.stack(apart, 1).flatten(0, 1)))
+        decoding = Decoding(model, max_new_tokens=8, completions=3)
+        decoding.prompt(ids)
+        for _ in range(8):
+            with CommLedger() as ledger:
+                decoding.step(torch.zeros(6, dtype=torch.long))
+        held = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))
+        own_prompt = 0 if length < world.ranks else decoding.layers[0].prompt[0].shape[1]
+        room = decoding.holdings.room if decoding.layers[0].new is not None else 0
+        row = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * 8
+        caches.append((held, (2 * own_prompt + 2 * 3 * room) * row))
+    return texts, caches, ledger.bytes()
+
+
 def agreed_tokens(world: World) -> Tensor:
     """What all take where each rank would have chosen its own number."""
     method = world.method()
@@ -248,6 +271,16 @@ def test_all_ranks_write_the_same_text(worlds, world, kind):
     assert not torch.equal(windowed, greedy)
 
 
+@pytest.mark.parametrize("world", [RING, USP, ULYSSES], ids=lambda w: w.name)
+def test_completions_are_those_of_runs_of_their_own(worlds, world):
+    for texts, caches, sent in worlds(4).run(several, world):
+        assert all(torch.equal(together, apart) for together, apart in texts)
+        assert all(held == formula for held, formula in caches)
+        # (P - 1) B n H (D e + w) for each layer, whichever axes
+        assert sent == 3 * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8) or world is USP
+        assert sent <= 3 * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8)
+
+
 def test_ranks_that_choose_differently_take_the_token_of_the_first(worlds):
     for found in worlds(4).run(agreed_tokens, USP):
         assert found.tolist() == [7, 20]
@@ -308,6 +341,10 @@ def test_room_is_enough_for_the_longest_text_and_hardly_more(sizes, more):
     assert all(held <= space <= held + 1 for held, space in zip(filled, found, strict=True))
 
 
+def spans_of(holdings):
+    return *holdings.prompt_spans, *holdings.new_spans
+
+
 @pytest.mark.parametrize(
     "prompt", [None, SequenceLayout.zigzag(22, 3), SequenceLayout([[range(1, 9)], [range(1)], [range(9, 11)]])]
 )
@@ -316,11 +353,12 @@ def test_every_token_has_one_holder_and_few_runs(prompt):
     for holdings in ranks:
         for _ in range(50):
             holdings.add()
-    held = [position for holdings in ranks for span in holdings.spans for position in span]
+    held = [position for holdings in ranks for span in spans_of(holdings) for position in span]
     assert sorted(held) == list(range(ranks[0].length))
     for shard, holdings in enumerate(ranks):
-        assert sum(map(len, holdings.spans)) == holdings.sizes[shard] <= holdings.room
-        assert len(holdings.spans) <= 6
+        assert sum(map(len, spans_of(holdings))) == holdings.sizes[shard]
+        assert sum(map(len, holdings.new_spans)) <= holdings.room
+        assert len(spans_of(holdings)) <= 6
     assert max(ranks[0].sizes) - min(ranks[0].sizes) <= 1
 
 

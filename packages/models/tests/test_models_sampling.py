@@ -62,7 +62,7 @@ def test_filters_are_those_of_transformers(options):
 
 def test_draws_are_as_frequent_as_they_should_be():
     count = 40_000
-    draws = Sampling(1.0, top_k=3).choose(LOGITS[:1].expand(count, -1), torch.Generator().manual_seed(0))
+    draws = Sampling(1.0, top_k=3).choose(LOGITS[:1].expand(count, -1), [torch.Generator().manual_seed(0)])
     found = draws.bincount(minlength=4) / count
     expected = torch.tensor([4 / 9, 0, 3 / 9, 2 / 9])
     deviation = (expected * (1 - expected) / count).sqrt()
@@ -72,8 +72,8 @@ def test_draws_are_as_frequent_as_they_should_be():
 
 def test_temperature_zero_takes_the_likeliest_and_tiny_ones_almost_always():
     generator = torch.Generator().manual_seed(0)
-    assert Sampling().choose(LOGITS, generator).tolist() == [0, 0]
-    assert Sampling(1e-30).choose(LOGITS[:1], generator).tolist() == [0]
+    assert Sampling().choose(LOGITS, [generator]).tolist() == [0, 0]
+    assert Sampling(1e-30).choose(LOGITS[:1], [generator]).tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

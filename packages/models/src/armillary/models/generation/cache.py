@@ -4,7 +4,9 @@
     one token  every rank has its q, k and v; one rank keeps k and v; each attends to its own keys, and the partial
                results are merged by log-sum-exp (`merge_partial_attention`)
 
-The keys of a long prompt never move again, and each new token costs the same few bytes whatever the length.
+The keys of a long prompt never move again, and each new token costs the same few bytes whatever the length. The n
+completions of a prompt share its keys. B rows of prompts have B n rows of new tokens, the completions of a prompt next
+to each other.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ class CacheLayout:
         self.shard, self.new_tokens = shard, new_tokens
         self.sizes = [0] * shards if prompt is None else list(prompt.sizes)
         self.length = sum(self.sizes)
-        self.room = room(self.sizes, new_tokens)[shard]
-        """Tokens that this rank will have at most."""
+        self.room = room(self.sizes, new_tokens)[shard] - self.sizes[shard]
+        """New tokens that this rank will have at most."""
         self.owner: int | None = None
-        """Who has the newest token."""
-        self._prompt: Spans = () if prompt is None else prompt.spans(shard)
-        self._since: list[range] = []
+        """The rank that has the newest token."""
+        self.prompt_spans: Spans = () if prompt is None else prompt.spans(shard)
+        """The positions of this rank's tokens of the prompt, in the order of memory."""
+        self._new_runs: list[range] = []
 
     @property
-    def spans(self) -> Spans:
-        """The positions of this rank's tokens, in the order of memory."""
-        return (*self._prompt, *self._since)
+    def new_spans(self) -> Spans:
+        """The positions of this rank's new tokens, in the order of memory."""
+        return tuple(self._new_runs)
 
     def add(self) -> None:
         """Adds one new token, at position `length`.
@@ -62,7 +65,7 @@ class CacheLayout:
             raise ValueError(f"there is room for {self.length} tokens, and all of it is taken; ask for more at first")
         self.owner = self.sizes.index(min(self.sizes))
         if self.owner == self.shard:
-            self._since[-1:] = extended(self._since[-1:], self.length)
+            self._new_runs[-1:] = extended(self._new_runs[-1:], self.length)
         self.sizes[self.owner] += 1
         self.length, self.new_tokens = self.length + 1, self.new_tokens - 1
 
@@ -89,19 +92,23 @@ class CachedAttention:
     Called with a layout it gets the prompt, called without one the newest token of `holdings`, the same on every rank.
     It takes finished q, k, v only. Nothing in it has a gradient.
 
-    Bytes sent for each token: at most (P - 1) B H (D e + 4), all-gather, however long the prompt.
+    Bytes of the cache on a rank with T tokens of the prompt and room for R new ones: 2 (B T + B n R) K D e.
+
+    Bytes sent for each token: at most (P - 1) B n H (D e + 4), all-gather, however long the prompt.
     """
 
-    def __init__(self, method: Method, holdings: CacheLayout) -> None:
-        self.method, self.holdings = method, holdings
+    def __init__(self, method: Method, holdings: CacheLayout, completions: int = 1) -> None:
+        self.method, self.holdings, self.completions = method, holdings, completions
         self.axes = axes_of(method)
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+        self.prompt: tuple[Tensor, Tensor] | None = None
+        """k and v [B, T, K, D] of this rank's tokens of the prompt."""
+        self.new: tuple[Tensor, Tensor] | None = None
+        """k and v [B n, R, K, D], with room for the new tokens of this rank."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
     ) -> Tensor:
-        """q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]; T = 1 for a new token.
+        """q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]; for a new token [B n, 1, ...].
 
         Raises:
             ValueError: a mask under which new tokens would change earlier ones, or whose documents end before them.
@@ -110,37 +117,37 @@ class CachedAttention:
         if layout is None:
             return self._next(q, k, v, mask)
         out = self.method(q, k, v, mask=mask, layout=layout)
-        self._keep(k, v, 0)
+        self.prompt = k.clone(), v.clone()  # they may be views of a larger tensor
         return out
 
     def _next(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """Computes one token's attention over the keys of all ranks: [B, 1, H, D]."""
+        """Computes one token's attention over the keys of all ranks: [B n, 1, H, D]."""
         holdings = self.holdings
         if holdings.owner == holdings.shard:
-            self._keep(k, v, holdings.sizes[holdings.shard] - 1)
-        return merge_partial_attention(*self._over_held(q, v, mask), self.axes)
+            if self.new is None:
+                rows, _, *rest = k.shape
+                self.new = k.new_empty((rows, holdings.room, *rest)), v.new_empty((rows, holdings.room, *v.shape[2:]))
+            last = sum(map(len, holdings.new_spans)) - 1
+            self.new[0][:, last], self.new[1][:, last] = k[:, 0], v[:, 0]
+        result = Merge.of(q, v)
+        # Completions attend to the keys of their prompt as n queries [B, n, H, D] of one call.
+        together = q.reshape(-1, self.completions, *q.shape[2:])
+        self._attend(result, together, self.prompt, holdings.prompt_spans, mask)
+        self._attend(result, q, self.new, holdings.new_spans, mask)
+        return merge_partial_attention(*result.result(), self.axes)
 
-    def _over_held(self, q: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse) over this rank's keys; 0 and -inf where it sees none of them."""
+    def _attend(
+        self, result: Merge, q: Tensor, cache: tuple[Tensor, Tensor] | None, spans: Spans, mask: AttentionMask
+    ) -> None:
+        """Adds attention of the newest position's queries over the keys of these positions."""
         newest = range(self.holdings.length - 1, self.holdings.length)
-        inputs = replace(Inputs.of(q, v), single=True)
-        q, kernel = contiguous_rows(q), choose_kernel(inputs, self.method.kernel)
-        result, scores = Merge.of(q, v), Scores(q.shape[-1] ** -0.5)
-        for tile in tiles((newest,), self.holdings.spans, mask):
-            assert self.k is not None and self.v is not None  # whoever holds a token has been given it
-            visible = slice(tile.k0, tile.k1)
-            result.add(
-                TilePart(ALL, ALL, ALL),
-                *kernel.forward(q, self.k[:, visible], self.v[:, visible], tile.offsets, scores),
-            )
-        return result.result()
-
-    def _keep(self, k: Tensor, v: Tensor, at: int) -> None:
-        """Copies k and v [B, T, K, D] into the cache, from token `at` on."""
-        if self.k is None or self.v is None:
-            self.k, self.v = (x.new_empty((x.shape[0], self.holdings.room, *x.shape[2:])) for x in (k, v))
-        self.k[:, at : at + k.shape[1]] = k
-        self.v[:, at : at + v.shape[1]] = v
+        for tile in tiles((newest,), spans, mask):
+            assert cache is not None  # the owner of a token has its keys
+            k, v = (x[:, tile.k0 : tile.k1] for x in cache)
+            kernel = choose_kernel(replace(Inputs.of(q, v), single=q.shape[1] == 1), self.method.kernel)
+            # A tile of one row is a full rectangle, so it holds for all queries at this position.
+            out, lse = kernel.forward(contiguous_rows(q), k, v, (None, None), Scores(q.shape[-1] ** -0.5))
+            result.add(TilePart(ALL, ALL, ALL), out.reshape(result.shape), lse.reshape(result.shape[:3]))
 
 
 def check_mask(mask: AttentionMask) -> None:

@@ -32,14 +32,17 @@ class Decoding:
         model: plain, or on a mesh (`parallelize`).
         max_new_tokens: upper bound of tokens after the prompt, for which memory is allocated.
         mask: causal by default; may have a window.
+        completions: n, of each prompt at once. They share the cache of the prompt.
 
     Raises:
         ValueError: a model without armillary's blocks, whose attention is not an armillary method, or whose layers
             have methods that divide the sequence differently; a mask that cannot be continued.
     """
 
-    def __init__(self, model: nn.Module, *, max_new_tokens: int, mask: AttentionMask | None = None) -> None:
-        self.model, self.max_new_tokens = model, max_new_tokens
+    def __init__(
+        self, model: nn.Module, *, max_new_tokens: int, mask: AttentionMask | None = None, completions: int = 1
+    ) -> None:
+        self.model, self.max_new_tokens, self.completions = model, max_new_tokens, completions
         self.mask = AttentionMask(causal=True) if mask is None else mask
         check_mask(self.mask)
         self.blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -51,7 +54,8 @@ class Decoding:
     def start(self, prompt: SequenceLayout | None, new_tokens: int) -> None:
         """Creates empty caches for a prompt of this layout, over all ranks of the method, and for new tokens."""
         self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
-        self.layers = [CachedAttention(method, self.holdings) for method in methods_of(self.model, self.blocks)]
+        methods = methods_of(self.model, self.blocks)
+        self.layers = [CachedAttention(method, self.holdings, self.completions) for method in methods]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
         """Runs the whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
@@ -80,7 +84,9 @@ class Decoding:
             )
 
     def step(self, token: Tensor) -> Tensor:
-        """Runs the next token [B], the same on every rank -> logits [B, V] of the one after it, the same on every rank.
+        """Runs the next token [B n], the same on every rank -> logits [B n, V] of the one after it, on every rank.
+
+        The n completions of a prompt are next to each other.
 
         Raises:
             ValueError: no room is left.
@@ -91,9 +97,9 @@ class Decoding:
             return self.model(token[:, None], positions=position, mask=self.mask)[:, 0]
 
     def broadcast_token(self, token: Tensor) -> Tensor:
-        """Returns the first rank's token [B] on every rank: ranks with different bits would diverge from there on.
+        """Returns the first rank's token [B n] on every rank: ranks with different bits would diverge from there on.
 
-        Bytes sent: at most (P - 1) 8 B, all-gather.
+        Bytes sent: at most (P - 1) 8 B n, all-gather.
         """
         shard = self.method.shard
         return broadcast_from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
@@ -111,9 +117,10 @@ class Decoding:
 
     def _one_by_one(self, ids: Tensor) -> Tensor:
         self.start(None, ids.shape[1] + self.max_new_tokens)
-        for token in ids.unbind(1)[:-1]:
+        *before, last = ids.repeat_interleave(self.completions, 0).unbind(1)
+        for token in before:
             self.step(token)
-        return self.step(ids[:, -1])
+        return self.step(last)[:: self.completions]
 
     def _last_logits(
         self,

@@ -2,6 +2,7 @@
 
 for token in stream(model, ids, new_tokens=100, temperature=0.8, top_p=0.95): ...    # [B] at a time
 tokens = generate(model, ids, new_tokens=100)                                       # [B, 100]
+tokens = generate(model, ids, new_tokens=100, temperature=1.0, completions=8)       # [8 B, 100], the prompt cached once
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop: Sequence[int] = (),
+    completions: int = 1,
 ) -> Tensor:
-    """Returns the tokens that follow the prompt: [B, new_tokens], the same on every rank.
+    """Returns the tokens that follow each prompt: [B n, new_tokens], the same on every rank.
 
     All ranks of the attention method must call it with the same arguments, and under FSDP those of all other axes with
     as many new tokens. Each rank computes the prompt's tokens of its shard and caches their keys and values; all run
@@ -48,9 +50,13 @@ def generate(
         seed: of random draws. The same seed gives the same tokens, on devices of one type.
         stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must take the same number
             of steps: pass none if other ranks have other prompts.
+        completions: n, of each prompt at once, which are next to each other in the result. The prompt is computed and
+            cached once. Completion j is drawn with seed + j: the same tokens as in a run of its own with that seed.
 
-    Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token (P - 1) B H (D e + 4)
-    a layer (8 for 4 in float64), and (P - 1) 8 B.
+    Bytes of a layer's cache on a rank with T tokens of the prompt and R of the new ones: 2 (B T + B n R) K D e.
+
+    Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token
+    (P - 1) B n H (D e + 4) a layer (8 for 4 in float64), and (P - 1) 8 B n.
 
     Raises:
         ValueError: arguments that do not fit, or too few learned positions of a GPT. Raised before any communication.
@@ -67,6 +73,7 @@ def generate(
             top_p=top_p,
             seed=seed,
             stop=stop,
+            completions=completions,
         )
     )
     return torch.stack(columns + columns[-1:] * (new_tokens - len(columns)), dim=1)
@@ -84,19 +91,20 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     stop: Sequence[int] = (),
+    completions: int = 1,
 ) -> Iterator[Tensor]:
-    """Yields tokens [B] as they are generated, and ends early once all rows have ended. Otherwise as `generate`.
+    """Yields tokens [B n] as they are generated, and ends early once all rows have ended. Otherwise as `generate`.
 
     Arguments are checked at once; the prompt is computed when the first token is requested. Between tokens the model is
     free.
     """
-    check(model, ids, new_tokens)
+    check(model, ids, new_tokens, completions)
     sampling = Sampling(temperature, top_k, top_p)
-    decoding = Decoding(model, max_new_tokens=new_tokens - 1, mask=mask)
+    decoding = Decoding(model, max_new_tokens=new_tokens - 1, mask=mask, completions=completions)
     layout = decoding.layout_for(ids, layout)
-    generator = torch.Generator(ids.device).manual_seed(seed)
+    generators = [torch.Generator(ids.device).manual_seed(seed + j) for j in range(completions)]
     ends = torch.tensor(list(stop), dtype=torch.long, device=ids.device)
-    return _tokens(decoding, ids, layout, new_tokens, sampling, generator, ends)
+    return _tokens(decoding, ids, layout, new_tokens, sampling, generators, ends)
 
 
 def _tokens(
@@ -105,14 +113,15 @@ def _tokens(
     layout: SequenceLayout | None,
     new_tokens: int,
     sampling: Sampling,
-    generator: torch.Generator,
+    generators: Sequence[torch.Generator],
     stop: Tensor,
 ) -> Iterator[Tensor]:
-    logits = decoding.prompt(ids, layout)
-    token = ids[:, -1]
+    # The completions of a prompt start from the same logits.
+    logits = decoding.prompt(ids, layout).repeat_interleave(len(generators), 0)
+    token = ids[:, -1].repeat_interleave(len(generators))
     over = torch.zeros_like(token, dtype=torch.bool)
     for remaining in reversed(range(new_tokens)):
-        chosen = decoding.broadcast_token(sampling.choose(logits, generator))
+        chosen = decoding.broadcast_token(sampling.choose(logits, generators))
         token = torch.where(over, token, chosen)
         over = over | torch.isin(token, stop)
         yield token
@@ -121,12 +130,14 @@ def _tokens(
         logits = decoding.step(token)
 
 
-def check(model: Llama | GPT, ids: Tensor, new_tokens: int) -> None:
+def check(model: Llama | GPT, ids: Tensor, new_tokens: int, completions: int) -> None:
     """Refuses invalid prompts, and more tokens than a GPT has positions."""
     if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be integers [B, N], at least one of them; got {tuple(ids.shape)} of {ids.dtype}")
     if new_tokens < 1:
         raise ValueError(f"new_tokens={new_tokens}: it must be at least 1")
+    if completions < 1:
+        raise ValueError(f"completions={completions}: it must be at least 1")
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= model.config.vocab_size:
         raise ValueError(f"ids from {low} to {high}; the model knows 0..{model.config.vocab_size - 1}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -36,11 +37,14 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
 
-    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the tokens [B] for logits [B, V]."""
+    def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Returns the tokens [B n] for logits [B n, V]: row b n + j draws from the j-th of n generators."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+        probabilities = self.probabilities(logits).unflatten(0, (-1, len(generators)))
+        # One call for the B rows of a generator, as in a run with that generator alone.
+        drawn = [torch.multinomial(probabilities[:, j], 1, generator=each) for j, each in enumerate(generators)]
+        return torch.cat(drawn, 1).flatten()
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the probability of each token, [B, V] -> [B, V], in float32 at least. The temperature is above 0."""
