@@ -14,6 +14,7 @@ from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, R
 from armillary.models.llama import Llama
 from armillary.models.loss.linear_argmax import linear_argmax
 from armillary.models.loss.linear_loss import linear_token_loss
+from armillary.models.loss.token_logprobs import TokenStatistics, token_logprobs
 from armillary.models.loss.token_loss import token_loss
 from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 
@@ -29,6 +30,7 @@ __all__ = [
     "LlamaConfig",
     "RopeScaling",
     "Sampling",
+    "TokenStatistics",
     "YarnScaling",
     "generate",
     "in_chunks",
@@ -41,5 +43,6 @@ __all__ = [
     "shard_parameters",
     "stream",
     "tensor_parallel",
+    "token_logprobs",
     "token_loss",
 ]

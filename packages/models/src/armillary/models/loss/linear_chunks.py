@@ -34,10 +34,14 @@ class LinearLossSpec:
 
     def parts(self) -> list[slice]:
         """Returns the hidden states that a rank takes at a time; no chunk that the host knows to have no labels."""
-        ranks, (rows, tokens) = self.vocabulary.axis.size, self.labels.shape
-        step = max(1, self.chunk // ranks)
-        parts = (slice(start, start + step) for start in range(0, rows * tokens // ranks, step))
+        parts = chunk_parts(self.labels.shape, self.chunk, self.vocabulary.axis.size)
         return [part for part in parts if self.labels.any_of(part)]
+
+
+def chunk_parts(shape: tuple[int, int], chunk: int, ranks: int) -> list[slice]:
+    """Returns the hidden states that a rank takes at a time, of `shape` (B, T) padded tokens of all ranks."""
+    own_tokens, step = shape[0] * shape[1] // ranks, max(1, chunk // ranks)
+    return [slice(start, min(start + step, own_tokens)) for start in range(0, own_tokens, step)]
 
 
 def loss_and_gradients(
@@ -47,18 +51,17 @@ def loss_and_gradients(
     gradients = Gradients.room(hidden, weight, spec.wide, wanted)
     weight, bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
     losses = hidden.new_zeros(len(hidden), dtype=spec.wide)
-    for part, gathered in chunks(hidden, spec):
+    for part, gathered in chunks(hidden, spec.parts(), spec.vocabulary, spec.dtype):
         losses[part] = add_chunk(part, gathered, weight, bias, spec, gradients)
     return spec.vocabulary.total(losses), gradients
 
 
-def chunks(hidden: Tensor, spec: LinearLossSpec) -> Generator[tuple[slice, Tensor]]:
+def chunks(
+    hidden: Tensor, parts: Sequence[slice], vocabulary: VocabularyShard, dtype: torch.dtype
+) -> Generator[tuple[slice, Tensor]]:
     """Yields chunks of hidden [t, E] and of all ranks' [C, E]. Each is gathered while the one before is computed."""
-    parts = spec.parts()
-    moving = (
-        spec.vocabulary.gather(hidden[part], spec.vocabulary.axis.size * len(hidden[part]), spec.dtype)
-        for part in parts
-    )
+    ranks = vocabulary.axis.size
+    moving = (vocabulary.gather(hidden[part], ranks * len(hidden[part]), dtype) for part in parts)
     ahead = next(moving, None)
     for part in parts:
         here = ahead

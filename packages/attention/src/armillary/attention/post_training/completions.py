@@ -1,0 +1,103 @@
+"""The labels of completions in packed trees: a prompt once, and its completions behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from armillary.attention.mask import AttentionMask
+from armillary.core import SequenceLayout
+from armillary.core.segments import NONE, Segments
+from armillary.core.validation import check_tensor
+
+
+class CompletionLabels(NamedTuple):
+    """The labels on one rank: M of them, one for each sequence that a label is of."""
+
+    positions: Tensor
+    """Integers [M] on the CPU: b T + t for the local token t of row b that predicts the label."""
+    labels: Tensor
+    """Integers [M], on the device of ids."""
+    sequences: Tensor
+    """Integers [M]: the number of the label's sequence."""
+    sequence_count: int
+    """Number of sequences of all rows: paths from a root to a leaf that have labels, in the order of their leaves."""
+
+
+def completion_labels(
+    ids: Tensor,
+    mask: AttentionMask,
+    layout: SequenceLayout | None = None,
+    shard: int = 0,
+    *,
+    trained: Sequence[Sequence[bool]] | None = None,
+) -> CompletionLabels:
+    """Returns the labels of this rank's tokens, for `token_logprobs` and `segment_sum`.
+
+    The last token of a prompt predicts the first token of each of its completions: several labels at one position. A
+    label that several sequences share is listed once for each. Packed rows are trees of two segments each, a prompt and
+    its completion. Padding is a root of its own.
+
+    Args:
+        ids: [B, N], whole rows.
+        mask: `AttentionMask.tree`, or `rows` of them.
+        layout: of the sequence over all ranks of the method; one shard by default.
+        shard: this rank's.
+        trained: for each row, one boolean for each segment: whether its tokens are labels. By default those of all
+            segments but roots.
+
+    Raises:
+        ValueError: a mask that is no tree, or for other rows; a layout of another length.
+    """
+    check_tensor("ids", ids)
+    if ids.ndim != 2:
+        raise ValueError(f"ids {tuple(ids.shape)}: whole rows [B, N] are needed")
+    rows, length = ids.shape
+    layout = SequenceLayout.contiguous(length, 1) if layout is None else layout
+    if layout.length != length:
+        raise ValueError(f"layout={layout}: its length differs from that of ids, {length}")
+    segments = mask.segments(length)
+    if len(segments) not in (1, rows):
+        raise ValueError(f"mask has {len(segments)} rows, ids have {rows}")
+    segments = segments * rows if len(segments) == 1 else segments
+    local = np.full(length, NONE)
+    own_positions = layout.positions(shard).numpy()
+    local[own_positions] = np.arange(len(own_positions))
+    entries, count = [np.empty((0, 3), dtype=np.int64)], 0
+    for row, tree in enumerate(segments):
+        is_trained = [parent != NONE for parent in tree.parents] if trained is None else list(trained[row])
+        if len(is_trained) != len(tree.parents):
+            raise ValueError(f"trained[{row}] has {len(is_trained)} entries for {len(tree.parents)} segments")
+        numbers = _sequence_numbers(tree, is_trained, count)
+        count += len({number for several in numbers for number in several})
+        for segment in (segment for segment, is_label in enumerate(is_trained) if is_label):
+            tokens = np.arange(tree.ends[segment], tree.ends[segment + 1])
+            predictors = tree.ancestors(tokens, 1)
+            # A root's first token has no predictor, and another rank may have the token that predicts.
+            is_local = (predictors != NONE) & (local[predictors] != NONE)
+            tokens, places = tokens[is_local], local[predictors[is_local]]
+            columns = [row * len(own_positions) + places, row * length + tokens]
+            entries += [np.stack([*columns, np.full(len(tokens), number)], 1) for number in numbers[segment]]
+    table = torch.from_numpy(np.concatenate(entries))
+    labels = ids.flatten()[table[:, 1].to(ids.device)].long()
+    return CompletionLabels(table[:, 0], labels, table[:, 2].to(ids.device), count)
+
+
+def _sequence_numbers(tree: Segments, trained: Sequence[bool], first: int) -> list[list[int]]:
+    """Returns the sequences that each segment belongs to, counted from `first`; none without trained segments."""
+    numbers: list[list[int]] = [[] for _ in tree.parents]
+    leaves = sorted({*range(len(tree.parents))} - {*tree.parents})
+    for leaf in leaves:
+        path, segment = list[int](), leaf
+        while segment != NONE:
+            path.append(segment)
+            segment = tree.parents[segment]
+        if any(trained[segment] for segment in path):
+            for segment in path:
+                numbers[segment].append(first)
+            first += 1
+    return numbers

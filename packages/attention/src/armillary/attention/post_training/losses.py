@@ -1,0 +1,226 @@
+"""Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
+
+They take what each rank has: log-probabilities of its labels, and the number of each label's sequence. One message for
+each loss carries all sums of all sequences, so loss and metrics are the same on every rank and on every mesh.
+
+Letters: M labels on this rank, S sequences of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armillary.attention.post_training.segment_sum import Axes, Reduction, segment_sum
+
+Normalization = Literal["sequence", "token"] | float
+"""How per-token losses are averaged: "sequence", the mean over sequences of the mean over their tokens (GRPO); "token",
+the mean over all tokens (DAPO); a number L, the sum over all tokens divided by S L (Dr. GRPO; 1 is REINFORCE)."""
+
+
+class SequenceLoss(NamedTuple):
+    """A loss, a scalar with a gradient, and metrics without, named as TRL logs them. The same on every rank."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def dpo_loss(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    sequences: Tensor,
+    pairs: Tensor,
+    axes: Axes = (),
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    gradients: Reduction = "summed",
+    statistics: Mapping[str, Tensor] | None = None,
+) -> SequenceLoss:
+    """Returns the loss of direct preference optimization, equation 7 of arXiv 2305.18290: the mean over pairs of
+
+        -log sigmoid(beta ((log pi(y_w) - log ref(y_w)) - (log pi(y_l) - log ref(y_l))))
+
+    Args:
+        logprobs, reference_logprobs: of this rank's labels, shaped as `sequences`. No gradient for the reference.
+        sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
+        pairs: integers [S / 2, 2] on any device: the numbers of the chosen and the rejected sequence. The same on
+            every rank.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: probability that a preference is wrong; adds that share of the loss of the swapped pair.
+        axes, gradients: as in `segment_sum`.
+        statistics: further per-token values, shaped as `logprobs`, whose means over tokens become metrics of these
+            names, such as "entropy". "logits" becomes "logits/chosen" and "logits/rejected"; "mean_token_accuracy" is
+            the mean over chosen tokens.
+
+    Metrics: rewards/chosen, rewards/rejected, rewards/accuracies, rewards/margins, logps/chosen, logps/rejected.
+
+    Bytes sent: those of `segment_sum` of S sequences with 3 sums, and one more for each of `statistics`.
+
+    Raises:
+        ValueError: tensors that do not match, or no pairs.
+    """
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or not len(pairs) or pairs.is_floating_point():
+        raise ValueError(
+            f"pairs must be integers [S / 2, 2], one pair at least; got {pairs.dtype} {tuple(pairs.shape)}"
+        )
+    described = dict(statistics or {})
+    columns = _columns(sequences, logprobs, reference_logprobs=reference_logprobs, **described)
+    sums = segment_sum(columns, sequences, 1 + int(pairs.max()), axes, gradients=gradients)
+    chosen, rejected = sums[pairs.to(sums.device)].unbind(1)  # [S / 2, columns] each
+    rewards = beta * (chosen[:, 1] - chosen[:, 2]), beta * (rejected[:, 1] - rejected[:, 2])
+    margins = rewards[0] - rewards[1]
+    losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+    metrics = {
+        "rewards/chosen": rewards[0].mean(),
+        "rewards/rejected": rewards[1].mean(),
+        "rewards/accuracies": (rewards[0] > rewards[1]).to(sums.dtype).mean(),
+        "rewards/margins": margins.mean(),
+        "logps/chosen": chosen[:, 1].mean(),
+        "logps/rejected": rejected[:, 1].mean(),
+    }
+    totals = chosen.sum(0), rejected.sum(0)
+    for i, name in enumerate(described, 3):
+        chosen_mean, rejected_mean = (_ratio(total[i], total[0]) for total in totals)
+        if name == "logits":
+            metrics |= {"logits/chosen": chosen_mean, "logits/rejected": rejected_mean}
+        elif name == "mean_token_accuracy":
+            metrics[name] = chosen_mean
+        else:
+            metrics[name] = _ratio(totals[0][i] + totals[1][i], totals[0][0] + totals[1][0])
+    return SequenceLoss(losses.mean(), {name: metric.detach() for name, metric in metrics.items()})
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    sequences: Tensor,
+    advantages: Tensor,
+    axes: Axes = (),
+    *,
+    old_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    clip: tuple[float, float] = (0.2, 0.2),
+    beta: float = 0.0,
+    normalize: Normalization = "sequence",
+    gradients: Reduction = "summed",
+    statistics: Mapping[str, Tensor] | None = None,
+) -> SequenceLoss:
+    """Returns the loss of group relative policy optimization, equation 3 of arXiv 2402.03300, per token
+
+        -min(ratio A, clip(ratio, 1 - clip[0], 1 + clip[1]) A) + beta KL,    ratio = pi / old
+        KL = ref / pi - log(ref / pi) - 1                                    (equation 4)
+
+    Args:
+        logprobs: of this rank's labels, shaped as `sequences`.
+        sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
+        advantages: [S], the same on every rank.
+        axes, gradients: as in `segment_sum`.
+        old_logprobs: of the policy that generated the completions; by default `logprobs` without their gradient.
+        reference_logprobs: needed if beta is not 0.
+        clip: bounds of the ratio below and above 1.
+        beta: weight of the KL divergence from the reference.
+        normalize: see `Normalization`.
+        statistics: further per-token values, shaped as `logprobs`, whose means over tokens become metrics of these
+            names, such as "entropy".
+
+    Metrics: clip_ratio/low_mean, low_min, high_mean, high_max and region_mean; kl if beta is not 0.
+
+    Bytes sent: those of `segment_sum` of S sequences with 4 sums, one more with beta, and one for each of `statistics`.
+
+    Raises:
+        ValueError: tensors that do not match, or beta without reference_logprobs.
+    """
+    if beta and reference_logprobs is None:
+        raise ValueError(f"beta={beta} needs reference_logprobs")
+    advantage = _of_labels("advantages", advantages, sequences)
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    ratio = (logprobs - old).exp()
+    low, high = 1 - clip[0], 1 + clip[1]
+    losses = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+    values = {"low": (ratio < low) & (advantage < 0), "high": (ratio > high) & (advantage > 0)}
+    if beta:
+        assert reference_logprobs is not None
+        log_ratio = reference_logprobs - logprobs
+        values["kl"] = log_ratio.exp() - log_ratio - 1
+        losses = losses + beta * values["kl"]
+    values |= statistics or {}
+    sums = segment_sum(_columns(sequences, losses, **values), sequences, len(advantages), axes, gradients=gradients)
+    total, lengths = sums.detach().sum(0), sums[:, 0].detach()
+    means = {name: _ratio(total[i], total[0]) for i, name in enumerate(values, 2)}
+    low_mean, high_mean = means.pop("low"), means.pop("high")
+    # A sequence without tokens on any rank has no share of clipped tokens.
+    low_shares, high_shares = (sums[lengths > 0, i].detach() / lengths[lengths > 0] for i in (2, 3))
+    nothing = lengths.new_zeros(())
+    metrics = {
+        "clip_ratio/low_mean": low_mean,
+        "clip_ratio/low_min": low_shares.min() if len(low_shares) else nothing,
+        "clip_ratio/high_mean": high_mean,
+        "clip_ratio/high_max": high_shares.max() if len(high_shares) else nothing,
+        "clip_ratio/region_mean": low_mean + high_mean,
+        **means,
+    }
+    return SequenceLoss(_normalized(sums[:, 1], lengths, normalize), metrics)
+
+
+def policy_gradient_loss(
+    logprobs: Tensor,
+    sequences: Tensor,
+    advantages: Tensor,
+    axes: Axes = (),
+    *,
+    normalize: Normalization = 1.0,
+    gradients: Reduction = "summed",
+    statistics: Mapping[str, Tensor] | None = None,
+) -> SequenceLoss:
+    """Returns the loss of REINFORCE, whose gradient is that of the policy's expected advantage: per token -A log pi.
+
+    Arguments as in `grpo_loss`. By default the mean over sequences of the sum over their tokens.
+
+    Bytes sent: those of `segment_sum` of S sequences with 2 sums, and one for each of `statistics`.
+    """
+    losses = -logprobs * _of_labels("advantages", advantages, sequences)
+    described = dict(statistics or {})
+    sums = segment_sum(_columns(sequences, losses, **described), sequences, len(advantages), axes, gradients=gradients)
+    total = sums.detach().sum(0)
+    metrics = {name: _ratio(total[i], total[0]) for i, name in enumerate(described, 2)}
+    return SequenceLoss(_normalized(sums[:, 1], sums[:, 0].detach(), normalize), metrics)
+
+
+def _of_labels(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
+    """Returns the value [S] of each label's sequence, 0 for labels of none."""
+    if per_sequence.ndim != 1 or not per_sequence.is_floating_point():
+        raise ValueError(f"{name} must be floating-point [S]; got {per_sequence.dtype} {tuple(per_sequence.shape)}")
+    padded = F.pad(per_sequence.detach(), (0, 1)).to(sequences.device)
+    return padded[sequences.long().where(sequences >= 0, len(per_sequence))]
+
+
+def _columns(sequences: Tensor, first: Tensor, **values: Tensor) -> Tensor:
+    """Returns [..., 2 + len(values)] per-token values to sum: ones, `first` with its gradient, and values without.
+
+    Raises:
+        ValueError: values of another shape than `sequences`.
+    """
+    for name, x in {"logprobs": first, **values}.items():
+        if x.shape != sequences.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} must be shaped as sequences {tuple(sequences.shape)}")
+    ones = torch.ones_like(first)
+    return torch.stack([ones, first, *(x.detach().to(first.dtype) for x in values.values())], -1)
+
+
+def _normalized(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:
+    """Returns the loss for the sums [S] of per-token losses of each sequence."""
+    if normalize == "sequence":
+        return (sums / lengths.clamp(min=1)).mean()
+    if normalize == "token":
+        return sums.sum() / lengths.sum().clamp(min=1)
+    if isinstance(normalize, str) or not normalize > 0:
+        raise ValueError(f'normalize={normalize!r}: "sequence", "token" or a number above 0 is accepted')
+    return sums.sum() / (len(sums) * normalize)
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    return total / count.clamp(min=1)

@@ -1,0 +1,81 @@
+"""Sums of per-token values for each sequence, over all ranks that have some of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.attention.context_parallel.packing import method_axes, sum_over_axes
+from armillary.attention.methods.base import Method
+from armillary.core import Axis
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.validation import check_tensor, integer
+
+Axes = Method | Sequence[DeviceMesh | Axis]
+"""Where tokens and rows differ: the axes of a method, or named ones."""
+Reduction = Literal["summed", "averaged"]
+
+
+def segment_sum(
+    values: Tensor, sequences: Tensor, count: int, axes: Axes = (), *, gradients: Reduction = "summed"
+) -> Tensor:
+    """Returns the sum of the values of each sequence over all ranks: [count], with the same bits on every rank.
+
+    The result is one tensor of which each rank has a copy. Every rank calls backward with the same upstream gradient;
+    the gradient of a value is that of its sequence, without communication.
+
+    Args:
+        values: floating-point [...] shaped as `sequences`, or [..., K] for K sums of each sequence, in one message.
+        sequences: integers, the number of each value's sequence, counted over all ranks of `axes`; below 0 for values
+            of no sequence.
+        count: number of sequences of all ranks.
+        axes: a method, or 1-D meshes: all axes over which tokens or rows differ.
+        gradients: how those of parameters are reduced over these ranks afterwards: "summed" (`sum_gradients`), or
+            "averaged", as by FSDP2 and DDP alone: then gradients are multiplied by the number of ranks.
+
+    Bytes sent: (R - 1) count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_gather".
+
+    Raises:
+        ValueError: shapes that do not match, or a sequence of `count` or more. Raised before any communication.
+    """
+    check_tensor("values", values)
+    check_tensor("sequences", sequences)
+    count = integer("count", count, least=0)
+    if gradients not in get_args(Reduction):
+        raise ValueError(f"gradients={gradients!r}: accepted are {', '.join(get_args(Reduction))}")
+    if sequences.is_floating_point() or values.shape[: sequences.ndim] != sequences.shape:
+        raise ValueError(
+            f"sequences must be integers shaped as values; got {sequences.dtype} {tuple(sequences.shape)} for values "
+            f"{tuple(values.shape)}"
+        )
+    if values.ndim > sequences.ndim + 1 or not values.is_floating_point():
+        raise ValueError(f"values {tuple(values.shape)} {values.dtype}: floating-point [...] or [..., K] is accepted")
+    along = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
+    numbers = sequences.flatten().long()
+    # Values of no sequence go to one more row, which is cut off. Out of bounds, torch raises without waiting for a GPU.
+    numbers = numbers.where(numbers >= 0, count)
+    flat = values.reshape(len(numbers), *values.shape[sequences.ndim :])
+    sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
+    sums = sums.index_put((numbers,), flat.to(sums.dtype), accumulate=True)[:count]
+    factor = prod(axis.size for axis in along) if gradients == "averaged" else 1
+    return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in along if axis.size > 1], factor))
+
+
+class _SegmentSum(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the upstream gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: list[Axis], factor: int) -> Tensor:
+        ctx.factor = factor
+        return sum_over_axes(x.detach(), axes) if axes else x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0] * ctx.factor, None, None

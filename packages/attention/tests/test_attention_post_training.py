@@ -1,0 +1,266 @@
+"""Losses of post-training against the formulas of their papers in float64, on one rank and on several."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.attention import AttentionMask, Ring
+from armillary.attention.post_training import (
+    completion_labels,
+    dpo_loss,
+    grpo_loss,
+    policy_gradient_loss,
+    segment_sum,
+)
+from armillary.core import CommLedger, SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+SEQUENCES, TOKENS = 6, 40
+NAMES = ["dpo", "dpo, smoothed", "grpo", "grpo, tokens", "grpo, off-policy", "policy gradient"]
+
+
+def values():
+    """Log-probabilities, old and reference ones and entropies [2, 20], the sequence of each token, advantages [S]."""
+    draw = torch.Generator().manual_seed(0)
+    logprobs, noise, other = (torch.randn(3, 2, TOKENS // 2, generator=draw, dtype=torch.float64) * 0.5).unbind()
+    sequences = torch.randint(-1, SEQUENCES - 1, (2, TOKENS // 2), generator=draw)
+    sequences[0, 3] = SEQUENCES - 1  # a sequence of one token, and one without any in test_empty_sequences
+    advantages = torch.randn(SEQUENCES, generator=draw, dtype=torch.float64)
+    return logprobs, logprobs + noise, logprobs + other, noise.abs(), sequences, advantages
+
+
+def pairs():
+    return torch.tensor([[0, 1], [4, 2], [3, 5]])
+
+
+def by_formula(name, logprobs, old, reference, entropy, sequences, advantages):
+    """The loss and metrics of each sequence's own tokens."""
+    own = [sequences == s for s in range(SEQUENCES)]
+    if name.startswith("dpo"):
+        smoothing = 0.2 if "smoothed" in name else 0.0
+        rewards = [0.1 * (logprobs[tokens].sum() - reference[tokens].sum()) for tokens in own]
+        losses, margins = [], []
+        for better, worse in pairs().tolist():
+            margins.append(rewards[better] - rewards[worse])
+            losses.append(
+                -(1 - smoothing) * torch.sigmoid(margins[-1]).log() - smoothing * torch.sigmoid(-margins[-1]).log()
+            )
+        chosen, rejected = pairs().T.tolist()
+        both = torch.stack([own[s] for s in chosen + rejected]).any(0)
+        metrics = {
+            "rewards/chosen": torch.stack([rewards[s] for s in chosen]).mean(),
+            "rewards/rejected": torch.stack([rewards[s] for s in rejected]).mean(),
+            "rewards/accuracies": (torch.stack(margins) > 0).double().mean(),
+            "rewards/margins": torch.stack(margins).mean(),
+            "logps/chosen": torch.stack([logprobs[own[s]].sum() for s in chosen]).mean(),
+            "logps/rejected": torch.stack([logprobs[own[s]].sum() for s in rejected]).mean(),
+            "entropy": entropy[both].mean(),
+            "logits/chosen": entropy[torch.stack([own[s] for s in chosen]).any(0)].mean(),
+            "logits/rejected": entropy[torch.stack([own[s] for s in rejected]).any(0)].mean(),
+            "mean_token_accuracy": entropy[torch.stack([own[s] for s in chosen]).any(0)].mean(),
+        }
+        return torch.stack(losses).mean(), metrics
+    per_sequence, every, low, high, kls = [], [], [], [], []
+    for s, tokens in enumerate(own):
+        pi, A = logprobs[tokens], advantages[s]
+        if name == "policy gradient":
+            per_sequence.append((-A * pi).sum())
+            continue
+        ratio = (pi - (old[tokens] if "off-policy" in name else pi.detach())).exp()
+        clipped = torch.stack([ratio, torch.full_like(ratio, 0.8)]).amax(0).minimum(torch.full_like(ratio, 1.3))
+        kl = (reference[tokens] - pi).exp() - (reference[tokens] - pi) - 1
+        loss = -torch.minimum(ratio * A, clipped * A) + 0.04 * kl
+        every.append(loss)
+        per_sequence.append(loss.mean())
+        low.append(((ratio < 0.8) & (A < 0)).double())
+        high.append(((ratio > 1.3) & (A > 0)).double())
+        kls.append(kl)
+    counted = sequences >= 0
+    if name == "policy gradient":
+        return torch.stack(per_sequence).mean(), {"entropy": entropy[counted].mean()}
+    metrics = {
+        "clip_ratio/low_mean": torch.cat(low).mean(),
+        "clip_ratio/low_min": min(share.mean() for share in low),
+        "clip_ratio/high_mean": torch.cat(high).mean(),
+        "clip_ratio/high_max": max(share.mean() for share in high),
+        "clip_ratio/region_mean": torch.cat(low).mean() + torch.cat(high).mean(),
+        "kl": torch.cat(kls).mean(),
+        "entropy": entropy[counted].mean(),
+    }
+    return torch.cat(every).mean() if "tokens" in name else torch.stack(per_sequence).mean(), metrics
+
+
+def loss_of(name, logprobs, old, reference, entropy, sequences, advantages, axes=(), **options):
+    if name.startswith("dpo"):
+        described = {"entropy": entropy, "logits": entropy, "mean_token_accuracy": entropy}
+        smoothing = 0.2 if "smoothed" in name else 0.0
+        return dpo_loss(
+            logprobs,
+            reference,
+            sequences,
+            pairs(),
+            axes,
+            label_smoothing=smoothing,
+            statistics=described,
+            **options,
+        )
+    options |= {"statistics": {"entropy": entropy}}
+    if name == "policy gradient":
+        return policy_gradient_loss(logprobs, sequences, advantages, axes, **options)
+    return grpo_loss(
+        logprobs,
+        sequences,
+        advantages,
+        axes,
+        old_logprobs=old if "off-policy" in name else None,
+        reference_logprobs=reference,
+        clip=(0.2, 0.3),
+        beta=0.04,
+        normalize="token" if "tokens" in name else "sequence",
+        **options,
+    )
+
+
+def check(name, loss, metrics, gradient, factor=1.0):
+    logprobs, *others = values()
+    logprobs.requires_grad_()
+    expected, expected_metrics = by_formula(name, logprobs, *others)
+    assert relative_error(loss, expected) < 1e-13
+    (whole,) = torch.autograd.grad(expected, logprobs, torch.tensor(1 / 17.3).double())
+    assert relative_error(gradient, factor * whole) < 1e-13
+    assert metrics.keys() == expected_metrics.keys()
+    for key, metric in metrics.items():
+        assert metric.item() == pytest.approx(expected_metrics[key].item(), rel=1e-12, abs=1e-15), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_of_the_papers(name):
+    logprobs, *others = values()
+    loss, metrics = loss_of(name, logprobs.requires_grad_(), *others)
+    (gradient,) = torch.autograd.grad(loss, logprobs, torch.tensor(1 / 17.3).double())
+    check(name, loss, metrics, gradient)
+
+
+def shares(x, layout, shard):
+    return layout.take(x, shard).clone()
+
+
+def on_ranks():
+    """Each loss on a part of the tokens of each rank, its gradient by them, and bytes; sharded by usp, rows by data."""
+    found = {}
+    made = mesh(shard=2, ring=2, ulysses=1) if dist.get_world_size() == 4 else mesh(ring=2)
+    ring = Ring(made["ring"])
+    layout = SequenceLayout.zigzag(TOKENS // 2, 2)
+    rows = [dist.get_rank() // 2] if dist.get_world_size() == 4 else [0, 1]
+    axes = [made["ring"], made["shard"]] if dist.get_world_size() == 4 else ring
+    for name in NAMES:
+        *tokens, advantages = values()
+        logprobs, *others = (shares(x[rows], layout, ring.shard) for x in tokens)
+        for gradients in ("summed", "averaged"):
+            with CommLedger() as ledger:
+                logprobs.requires_grad_()
+                loss, metrics = loss_of(name, logprobs, *others, advantages, axes, gradients=gradients)
+                (gradient,) = torch.autograd.grad(loss, logprobs, torch.tensor(1 / 17.3).double())
+            found[name, gradients] = loss.detach(), metrics, gradient, ledger.bytes()
+    return rows, layout, ring.shard, found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_give_the_loss_metrics_and_gradients_of_one(worlds, count):
+    ranks = worlds(count).run(on_ranks)
+    columns = {"dpo": 6, "dpo, smoothed": 6, "policy gradient": 3}
+    for name, gradients in ranks[0][3]:
+        whole = torch.zeros(2, TOKENS // 2, dtype=torch.float64)
+        for rows, layout, shard, found in ranks:
+            for i, row in enumerate(rows):
+                whole[row, layout.positions(shard)] = found[name, gradients][2][i]
+        for *_, found in ranks:
+            loss, metrics, _, sent = found[name, gradients]
+            assert torch.equal(loss, ranks[0][3][name, gradients][0])
+            check(name, loss, metrics, whole, count if gradients == "averaged" else 1)
+            # (R - 1) S K w for each axis
+            assert sent == (count // 2) * SEQUENCES * columns.get(name, 6) * 8
+
+
+def test_a_sequence_without_tokens_counts_nothing():
+    logprobs, _, _, _, sequences, advantages = values()
+    sequences = sequences.masked_fill(sequences == 2, -1)
+    loss, metrics = grpo_loss(logprobs.requires_grad_(), sequences, advantages)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert loss.isfinite() and gradient.isfinite().all() and all(metric.isfinite() for metric in metrics.values())
+    nothing = torch.full_like(sequences, -1)
+    loss, metrics = grpo_loss(logprobs, nothing, advantages)
+    assert loss == 0 and all(metric == 0 for metric in metrics.values())
+
+
+def test_sums_of_low_precision_are_float32():
+    values = torch.full((1, 4096), 1.0, dtype=torch.bfloat16)
+    sums = segment_sum(values, torch.zeros(1, 4096, dtype=torch.long), 1)
+    assert sums.dtype == torch.float32 and sums.item() == 4096
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sequences": torch.zeros(1, 3, dtype=torch.long)}, "sequences"),
+        ({"sequences": torch.zeros(2, 3)}, "sequences"),
+        ({"values": torch.zeros(2, 3, dtype=torch.long)}, "values"),
+        ({"count": -1}, "count"),
+        ({"gradients": "multiplied"}, "gradients"),
+    ],
+)
+def test_segment_sum_refuses(change, named):
+    arguments = {"values": torch.zeros(2, 3), "sequences": torch.zeros(2, 3, dtype=torch.long), "count": 1} | change
+    with pytest.raises(ValueError, match=named):
+        segment_sum(**arguments)
+
+
+def test_losses_refuse():
+    logprobs, _, reference, _, sequences, advantages = values()
+    with pytest.raises(ValueError, match="pairs"):
+        dpo_loss(logprobs, reference, sequences, torch.zeros(0, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        dpo_loss(logprobs, reference[:1], sequences, pairs())
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        grpo_loss(logprobs, sequences, advantages, beta=0.1)
+    with pytest.raises(ValueError, match="advantages"):
+        grpo_loss(logprobs, sequences, advantages[:, None])
+    with pytest.raises(ValueError, match="normalize"):
+        grpo_loss(logprobs, sequences, advantages, normalize=0.0)
+
+
+def test_completions_of_a_tree_are_labels_of_their_own_sequences():
+    ids = torch.arange(100, 112).repeat(2, 1)
+    ids[1] += 20
+    # Row 0: a prompt of 3, a beginning of 2 that two sequences share, one more completion of 3, padding.
+    tree = AttentionMask.tree((0, 3, 5, 7, 8, 11, 12), (-1, 0, 1, 1, 0, -1))
+    packed = AttentionMask.tree((0, 4, 6, 7, 12), (-1, 0, -1, 2))  # two packed rows, each a prompt and its completion
+    mask = AttentionMask.rows([tree, packed])
+    layout = SequenceLayout.zigzag(12, 2)
+    found = []
+    for shard in range(2):
+        positions, labels, sequences, sequence_count = completion_labels(ids, mask, layout, shard)
+        assert sequence_count == 5
+        at = layout.positions(shard)
+        rows, places = positions // len(at), positions % len(at)
+        found += zip(rows.tolist(), at[places].tolist(), labels.tolist(), sequences.tolist(), strict=True)
+    expected = [
+        (0, 2, 103, 0), (0, 2, 103, 1), (0, 3, 104, 0), (0, 3, 104, 1), (0, 4, 105, 0), (0, 5, 106, 0),
+        (0, 4, 107, 1), (0, 2, 108, 2), (0, 8, 109, 2), (0, 9, 110, 2),
+        (1, 3, 124, 3), (1, 4, 125, 3), (1, 6, 127, 4), (1, 7, 128, 4), (1, 8, 129, 4), (1, 9, 130, 4), (1, 10, 131, 4),
+    ]  # fmt: skip
+    assert sorted(found) == sorted(expected)
+    trained = completion_labels(ids, mask, trained=[[True, False, True, False, False, False], [False] * 4])
+    assert trained.sequence_count == 3
+    assert sorted(trained.labels[trained.sequences == 0].tolist()) == [101, 102, 105, 106]
+    assert sorted(trained.labels[trained.sequences == 2].tolist()) == [101, 102]
+
+
+def test_completion_labels_refuse():
+    ids, mask = torch.zeros(1, 12, dtype=torch.long), AttentionMask.tree((0, 4, 12), (-1, 0))
+    with pytest.raises(ValueError, match="layout"):
+        completion_labels(ids, mask, SequenceLayout.contiguous(8, 2))
+    with pytest.raises(ValueError, match="trained"):
+        completion_labels(ids, mask, trained=[[True]])
+    with pytest.raises(ValueError, match="mask"):
+        completion_labels(ids.expand(3, -1), AttentionMask.rows([mask, mask]))

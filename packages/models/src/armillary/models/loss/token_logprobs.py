@@ -1,0 +1,359 @@
+"""Log-probabilities of labels, a chunk of tokens at a time, so that logits [T, V] never exist.
+
+Forward keeps one log-sum-exp for each token. Backward gets a gradient for each label, which forward cannot know, so it
+computes a chunk's logits a second time.
+
+Letters: t of T tokens are this rank's, c of a chunk's C; m labels; V_r rows of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple, cast, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core import Axis
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.interleaved import pad_to_multiple
+from armillary.core.observe.ledger import phase
+from armillary.core.validation import check_tensor
+from armillary.models.dtensors import sums_dtensors
+from armillary.models.loss.chunk_labels import SeveralOfChunk
+from armillary.models.loss.cross_entropy import at_least_one
+from armillary.models.loss.linear_chunks import Gradients, chunk_parts, chunks
+from armillary.models.loss.linear_loss import check, chunk_rows, matmul_dtype
+from armillary.models.loss.vocabulary_shard import VocabularyShard
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of the distributions that labels were predicted from, shaped as the labels. Without gradients."""
+
+    entropy: Tensor
+    """Entropy, in nats."""
+    mean_logit: Tensor
+    """Mean of the logits over the vocabulary."""
+    is_top: Tensor
+    """True where no token is more likely than the label."""
+
+
+@overload
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    ignore: int = -100,
+    chunk: int | None = None,
+    axis: DeviceMesh | Axis | None = None,
+    vocabulary: int | None = None,
+    statistics: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    ignore: int = -100,
+    chunk: int | None = None,
+    axis: DeviceMesh | Axis | None = None,
+    vocabulary: int | None = None,
+    statistics: Literal[True],
+) -> tuple[Tensor, TokenStatistics]: ...
+
+
+@sums_dtensors
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    ignore: int = -100,
+    chunk: int | None = None,
+    axis: DeviceMesh | Axis | None = None,
+    vocabulary: int | None = None,
+    statistics: bool = False,
+) -> Tensor | tuple[Tensor, TokenStatistics]:
+    """Returns the log-probability of each label under `F.linear(hidden, weight, bias) / temperature`.
+
+    Differentiable by hidden, weight and bias, once. `hidden`, `weight` and one number for each token live until
+    backward, and a chunk's logits in each pass.
+
+    Args:
+        hidden: [B, T, E]; with an axis of R ranks [B, ceil(T / R), E], those of its `interleaved_shard`.
+        weight: [V, E]; with an axis this rank's [V_r, E], as `Shard(0)` cuts it.
+        labels: integers [B, T], shifted already; with an axis those of all its tokens, the same on all ranks. With
+            `positions`, integers [M].
+        positions: integers [M]: b T + t for the token t of row b that predicts each label (with an axis T is
+            R ceil(T / R)), in any order, with repetitions where several sequences branch. Chunks without labels are not
+            computed. Best on the CPU, because the host reads them.
+        bias: [V]; with an axis [V_r].
+        temperature: divides the logits.
+        ignore: the label that is not predicted: its log-probability is 0, without a gradient.
+        chunk: tokens at a time, as in `linear_token_loss`.
+        axis: a 1-D mesh of R ranks, over which the vocabulary is cut. All must make the same call.
+        vocabulary: V, needed with an axis.
+        statistics: also returns `TokenStatistics`.
+
+    Bytes sent by each of R ranks for B ceil(T / R) = n tokens of its own and m labels (R n, or M), with w = 4, in
+    float64 8: "all_gather" (R - 1) (n E e + (R n + m) w), 3 R n w more with statistics (R - 1 times too), and
+    (R - 1) n E e again in backward; "reduce_scatter" (R - 1) n E e in backward. Tokens of chunks without labels count
+    nothing.
+
+    Returns:
+        Log-probabilities in nats, shaped as `labels`, in float32 (float64 for float64); with an axis those of all its
+        tokens, the same on all its ranks: each rank calls backward with the same upstream gradient, and gets the
+        gradient of one loss by its own tokens, rows and biases.
+
+    Raises:
+        ValueError: shapes or dtypes that do not match, positions outside of the tokens, a temperature that is not above
+            0. Raised before any communication.
+    """
+    ranks = 1 if axis is None else Axis.of(axis).size
+    listed = LabelList.of(labels, positions, ignore, hidden.shape, ranks)
+    check(hidden, weight, listed.shape, bias, chunk, ranks)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: it must be above 0")
+    rows, dtype = VocabularyShard.of(len(weight), axis, vocabulary), matmul_dtype(hidden)
+    # torch raises for a label outside of the vocabulary, without waiting for a GPU.
+    listed.labels.new_zeros(1).expand(rows.whole).gather(0, listed.labels.where(listed.valid, 0))
+    chunk = chunk or chunk_rows(prod(listed.shape), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
+    spec = LogprobsSpec(listed, chunk, dtype, temperature, rows, statistics)
+    run = cast(Callable[..., list[Tensor]], log_probabilities)  # torch.compiler.disable loses the signature
+    logprobs, *described = run(hidden.flatten(0, 1), weight, bias, spec)
+    result = listed.shaped(logprobs)
+    if not statistics:
+        return result
+    entropy, mean_logit, is_top = (listed.shaped(x) for x in described)
+    return result, TokenStatistics(entropy, mean_logit, is_top > 0)
+
+
+@dataclass(frozen=True)
+class LabelList:
+    """M labels sorted by the token that predicts them, among `shape` (B, T) tokens padded to a multiple of R ranks.
+
+    Labels [B, T] are a list of one label for each padded token. `host` has the positions on the CPU, None if they count
+    from 0.
+    """
+
+    shape: tuple[int, int]
+    positions: Tensor
+    labels: Tensor
+    valid: Tensor
+    host: Tensor | None
+    order: Tensor | None
+    """The place of each label among the caller's; None for labels [B, T]."""
+    ranks: int
+    row_tokens: int
+    """Tokens of a row, without padding."""
+
+    @classmethod
+    def of(cls, labels: Tensor, positions: Tensor | None, ignore: int, hidden: torch.Size, ranks: int) -> LabelList:
+        check_tensor("labels", labels)
+        if labels.is_floating_point() or labels.ndim != (2 if positions is None else 1):
+            needed = "[B, T]" if positions is None else "[M] beside positions"
+            raise ValueError(f"labels must be integers {needed}; got {labels.dtype} {tuple(labels.shape)}")
+        if positions is None:
+            rows, tokens = labels.shape
+            flat = pad_to_multiple(labels, ranks, ignore)
+            places = torch.arange(flat.numel(), device=labels.device)
+            padded = flat.flatten().long()
+            return cls((rows, flat.shape[1]), places, padded, padded != ignore, None, None, ranks, tokens)
+        check_tensor("positions", positions)
+        if positions.is_floating_point() or positions.shape != labels.shape:
+            raise ValueError(
+                f"positions must be integers like labels {tuple(labels.shape)}; got {positions.dtype} "
+                f"{tuple(positions.shape)}"
+            )
+        if len(hidden) != 3:
+            raise ValueError(f"hidden must be [B, T, E]; got {tuple(hidden)}")
+        rows, tokens = hidden[0], hidden[1] * ranks
+        host = positions.detach().cpu().long()
+        if len(host) and not 0 <= int(host.min()) <= int(host.max()) < rows * tokens:
+            raise ValueError(
+                f"positions run from {int(host.min())} to {int(host.max())}; {rows} rows of {tokens} tokens have 0 to "
+                f"{rows * tokens - 1}"
+            )
+        order = torch.argsort(host, stable=True)
+        host = host[order]
+        order, sorted_positions = order.to(labels.device), host.to(labels.device)
+        ordered = labels[order].long()
+        return cls((rows, tokens), sorted_positions, ordered, ordered != ignore, host, order, ranks, tokens)
+
+    def within(self, part: slice) -> slice:
+        """Returns the labels of these tokens of each rank."""
+        bounds = part.start * self.ranks, part.stop * self.ranks
+        return slice(*(bounds if self.host is None else torch.searchsorted(self.host, torch.tensor(bounds)).tolist()))
+
+    def of_chunk(self, part: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
+        within = self.within(part)
+        place = self.positions[within] - part.start * self.ranks
+        tokens = place % self.ranks * (part.stop - part.start) + place // self.ranks  # rank by rank, as gathered
+        return ChunkLabelList(within, tokens, *vocabulary.find(self.labels[within], self.valid[within]))
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """Returns values [M] in the caller's order and shape; 0 where a label is ignored."""
+        values = values.where(self.valid, 0)
+        if self.order is not None:
+            return torch.empty_like(values).index_put((self.order,), values)
+        return values.view(self.shape)[:, : self.row_tokens]
+
+
+class ChunkLabelList(NamedTuple):
+    """The labels of a chunk: their slice of the list, tokens and columns [m], and a mask of those on this rank."""
+
+    within: slice
+    tokens: Tensor
+    places: Tensor
+    here: Tensor
+
+
+@dataclass(frozen=True)
+class LogprobsSpec:
+    """The options of a call, and its labels."""
+
+    labels: LabelList
+    chunk: int
+    dtype: torch.dtype  # of the matmuls
+    temperature: float
+    vocabulary: VocabularyShard
+    statistics: bool
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of sums."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def parts(self) -> list[slice]:
+        """Returns the hidden states that a rank takes at a time; no chunk without labels."""
+        parts = chunk_parts(self.labels.shape, self.chunk, self.vocabulary.axis.size)
+        return [part for part in parts if self.labels.within(part).stop > self.labels.within(part).start]
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns a chunk's logits [C, V_r]: in the dtype of matmuls, and divided by the temperature in that of
+        sums.
+        """
+        narrow = at_least_one(F.linear(hidden, weight, bias))
+        return narrow, narrow.to(self.wide, copy=True).div_(self.temperature)
+
+
+@torch.compiler.disable  # Traced, it would be a graph of all chunks, one after the other.
+def log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogprobsSpec) -> list[Tensor]:
+    """Returns log-probabilities [M], and with statistics three more tensors [M]."""
+    apply = cast(Callable[..., tuple[Tensor, ...]], LogProbabilities.apply)
+    return list(apply(hidden, weight, bias, spec))
+
+
+class LogProbabilities(torch.autograd.Function):
+    """Log-probabilities of labels and statistics; logits are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogprobsSpec
+    ) -> tuple[Tensor, ...]:
+        matrix, offset = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
+        columns = 4 if spec.statistics else 1
+        results = hidden.new_zeros((columns, len(spec.labels.labels)), dtype=spec.wide)
+        lses = hidden.new_zeros((len(hidden), spec.vocabulary.axis.size), dtype=spec.wide)
+        for part, gathered in chunks(hidden, spec.parts(), spec.vocabulary, spec.dtype):
+            _, logits = spec.logits(gathered, matrix, offset)
+            labels = spec.labels.of_chunk(part, spec.vocabulary)
+            lse, *values = chunk_values(logits, len(weight), labels, spec)
+            results[:, labels.within] = torch.stack(values)
+            lses[part] = lse.view(spec.vocabulary.axis.size, -1).T
+        ctx.save_for_backward(hidden, weight, bias, lses)
+        ctx.spec = spec
+        outputs = results.unbind(0)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (hidden, weight, bias, lses), spec = ctx.saved_tensors, cast(LogprobsSpec, ctx.spec)
+        gradients = Gradients.room(hidden, weight, spec.wide, [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2]])
+        matrix, offset = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
+        # The gradient by a token's logits is the upstream gradient of each label times (one-hot - softmax).
+        upstream = -(grads[0] / spec.temperature).where(spec.labels.valid, 0).to(spec.wide)
+        with phase("backward"):
+            for part, gathered in chunks(hidden, spec.parts(), spec.vocabulary, spec.dtype):
+                narrow, logits = spec.logits(gathered, matrix, offset)
+                labels = spec.labels.of_chunk(part, spec.vocabulary)
+                softmax = logits.sub_(lses[part].T.reshape(-1, 1)).exp_()
+                add_gradient(part, narrow, softmax, upstream, labels, gathered, matrix, spec, gradients)
+        results = gradients.hidden, gradients.weight, gradients.bias
+        return *(
+            None if x is None else x.to(like.dtype) for x, like in zip(results, ctx.saved_tensors[:3], strict=True)
+        ), None
+
+
+def add_gradient(
+    part: slice,
+    narrow: Tensor,
+    softmax: Tensor,
+    upstream: Tensor,
+    labels: ChunkLabelList,
+    hidden: Tensor,
+    weight: Tensor,
+    spec: LogprobsSpec,
+    gradients: Gradients,
+) -> None:
+    """Adds a chunk's gradients. Overwrites its softmax [C, V_r] and logits `narrow`."""
+    weights = upstream[labels.within]
+    total = weights.new_zeros(len(softmax)).index_put_((labels.tokens,), weights, accumulate=True).unsqueeze(1)
+    chunk = SeveralOfChunk(total, labels.tokens, labels.places, weights.where(labels.here, 0))
+    chunk.logits_gradient(softmax, total, narrow)
+    gradients.add(part, narrow.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
+
+
+def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: LogprobsSpec) -> list[Tensor]:
+    """Returns the log-sum-exps [C] over all rows, and log-probabilities [m], followed by statistics [m].
+
+    Args:
+        logits: [C, V_r], or [C, 1] of -inf for a rank without rows.
+        rows: V_r.
+    """
+    chosen = logits[labels.tokens, labels.places].where(labels.here, 0)
+    columns = [logits.logsumexp(1), chosen]
+    if spec.statistics:
+        probabilities = logits.softmax(1)
+        # NaN for a rank without rows, and 0 times -inf for masked logits: neither adds to the mean.
+        expected = (probabilities * logits).where(probabilities > 0, 0).sum(1)
+        columns += [expected, logits.narrow(1, 0, rows).sum(1), logits.amax(1)]
+    lses, chosens, *described = over_ranks(columns, spec.vocabulary)
+    lse, chosen = lses.logsumexp(0), chosens.sum(0)
+    values = [lse, chosen - lse[labels.tokens]]
+    if spec.statistics:
+        expecteds, sums, tops = described
+        share = (lses - lse).exp()
+        entropy = lse - (expecteds * share).sum(0)
+        mean_logit, top = sums.sum(0) / spec.vocabulary.whole, tops.amax(0)
+        is_top = (chosen >= top[labels.tokens]).to(lse.dtype)
+        values += [entropy[labels.tokens], mean_logit[labels.tokens], is_top]
+    return values
+
+
+def over_ranks(columns: Sequence[Tensor], vocabulary: VocabularyShard) -> list[Tensor]:
+    """Gathers vectors [n] of each rank in one message: [R, n] each, in rank order."""
+    joined = torch.cat(list(columns)).unsqueeze(0)
+    if not vocabulary.alone:
+        joined = start_all_gather(joined, vocabulary.axis, [1] * vocabulary.axis.size, 0).wait()
+    return list(joined.split([len(column) for column in columns], 1))
