@@ -4,8 +4,8 @@
     uv run python benchmarks/transformers_models.py --families mistral roberta mamba
 
 Causal language models, masked ones, and models without a head, in that order: the first that a family has. Each is run
-in six ways: with `register_transformers`, where logits and gradients of all ranks are compared; there with the loss of
-`shard_batch`; there with position ids from 0, whatever the model counts from; with labels alone and without position
+in six ways: prepared by `ContextParallel`, where logits and gradients of all ranks are compared; there with its
+`loss`; there with position ids from 0, whatever the model counts from; with labels alone and without position
 ids, which must be refused; and with "sdpa" inside `sdpa_parallel`, which must be too.
 
 `right`: as on one rank, which is given no position ids. `refused`: the same ValueError on all ranks. `unlike`: anything
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.models.auto import modeling_auto as auto
 
-from armillary.attention import Ring, sdpa_parallel
-from armillary.attention.context_parallel import shard_batch, whole_loss
+from armillary.attention import ContextParallel, Ring, sdpa_parallel
 from armillary.core.testing import World, mesh, relative_error
-from armillary.integrations import padding_idx_of, register_transformers
+from armillary.integrations import register_transformers
+from armillary.integrations.transformers.models import padding_idx_of
 
 RANKS, LENGTH, VOCABULARY = 4, 64, 64
 SIZES: dict[str, Any] = {
@@ -185,22 +185,23 @@ def on_one_rank(family: str, how: str) -> Answer:
 
 
 def on_a_shard(family: str, how: str) -> Answer:
-    """This rank's logits, or the whole loss, and its share of the gradients."""
+    """This rank's logits and its share of the gradients; or the whole loss and gradients to average over ranks."""
     attend = Ring(mesh(ring=RANKS)["ring"])
+    cp = ContextParallel(attend)
     register_transformers(attend)
     try:
         built = model_of(family, "sdpa" if how == "sdpa" else "armillary")
-        padding_idx = None if how == "from 0" else padding_idx_of(built)
+        cp.padding_idx = None if how == "from 0" else padding_idx_of(built)
         layout = attend.layout(LENGTH, "contiguous")
-        batch = shard_batch(attend, ids_of(), layout=layout, padding_idx=padding_idx)
+        batch = cp.shard(ids_of(), layout=layout)
         inputs = batch.inputs if how == "loss" else {"input_ids": batch.ids, "position_ids": batch.position_ids}
         if how == "labels alone":
             inputs["labels"] = batch.ids
         elif how == "no positions":
             del inputs["position_ids"]
-        with batch.sequence(), sdpa_parallel(attend) if how == "sdpa" else nullcontext(), InFloat64():
+        with batch, sdpa_parallel(attend) if how == "sdpa" else nullcontext(), InFloat64():
             out = outputs(family, built, inputs)
-            x = whole_loss(out.loss, attend) if how == "loss" else hidden_or_logits(out)
+            x = cp.loss(out.loss, batch) if how == "loss" else hidden_or_logits(out)
         x.backward(None if how == "loss" else layout.take(upstream(x.shape[2]), attend.shard))
     except Exception as error:
         return answered(error)
@@ -221,6 +222,7 @@ def verdict(expected: Answer, answers: list[Answer], how: str) -> tuple[str, str
     for gradient, *parts in zip(expected[1], *(answer[1] for answer in answers), strict=True):
         if gradient is not None and gradient.norm() > 1e-9:
             got = sum((part for part in parts if part is not None), torch.zeros_like(gradient))
+            got = got / RANKS if how == "loss" else got
             worst = max(worst, relative_error(got, gradient))
     right = max(forward, worst) < LIMIT and how != "labels alone"
     return ("right" if right else "unlike"), f"forward {forward:.1e}, gradients {worst:.1e}"

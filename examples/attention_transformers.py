@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import MistralConfig, MistralForCausalLM
 
-from armillary.attention import build_attention
-from armillary.attention.context_parallel import shard_batch, whole_loss
+from armillary.attention import ContextParallel
 from armillary.core import build_mesh
-from armillary.integrations import register_transformers
 
 LENGTH, DOCUMENTS = 1000, [0, 130, 700, 1000]
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -23,19 +21,17 @@ CONFIG = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sl
 def errors(ranks):
     """How far loss and gradient are from those of one rank, relatively."""
     ulysses = 2 if ranks % 2 == 0 else 1
-    attend = build_attention("usp", build_mesh("cpu", ring=ranks // ulysses, ulysses=ulysses))
-    register_transformers(attend)
+    cp = ContextParallel("usp", build_mesh("cpu", ring=ranks // ulysses, ulysses=ulysses))
     torch.manual_seed(0)
     model = MistralForCausalLM(CONFIG)  # from_pretrained(folder) works the same way
     ids = torch.randint(256, (1, LENGTH))
 
-    model.set_attn_implementation("armillary")
-    batch = shard_batch(attend, ids, documents=DOCUMENTS)
-    with batch.sequence():
-        loss = model(**batch.inputs, use_cache=False).loss  # this rank's share of the mean over all ranks' labels
-        loss.backward()
-    total, gradient = whole_loss(loss.detach(), attend), model.lm_head.weight.grad.clone()
-    dist.all_reduce(gradient)  # under FSDP2, `armillary.core.sum_gradients(model)`: by itself it averages
+    cp.prepare(model)
+    with cp.shard(ids, documents=DOCUMENTS) as batch:
+        loss = cp.loss(model(**batch.inputs).loss, batch)  # the mean over all ranks' labels, the same on every rank
+    loss.backward()
+    cp.reduce_gradients(model)  # FSDP2 and DDP do so by themselves
+    gradient = model.lm_head.weight.grad.clone()
 
     model.zero_grad()
     model.set_attn_implementation("sdpa")
@@ -43,7 +39,7 @@ def errors(ranks):
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
     whole = model(ids, position_ids=positions, labels=labels, use_cache=False).loss
     whole.backward()
-    pairs = (total, whole.detach()), (gradient, model.lm_head.weight.grad)
+    pairs = (loss.detach(), whole.detach()), (gradient, model.lm_head.weight.grad)
     return [((got - wanted).norm() / wanted.norm()).item() for got, wanted in pairs]
 
 

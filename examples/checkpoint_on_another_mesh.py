@@ -14,47 +14,46 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from armillary.attention import Ring
+from armillary.attention import ContextParallel
 from armillary.attention.context_parallel import ContextParallelStyle
-from armillary.core import build_mesh, sum_gradients
+from armillary.core import build_mesh
 
 SAVED = STEPS // 2
 
 
 def sharded_by_heads():
-    """(the model, its method) on the mesh that reads: `tp` cuts heads and MLP, FSDP2 over `ring` what is left of it."""
+    """(the model, its context parallelism) on the mesh that reads: `tp` cuts heads and MLP, FSDP2 shards over `ring`."""
     mesh = build_mesh("cpu", ring=2, tp=2)
-    model, attend = model_of(), Ring(mesh["ring"])
+    model, cp = model_of(), ContextParallel("ring", mesh)
     columns, rows = ("attention.qkv", "mlp.1"), ("attention.out", "mlp.3")
     cut = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
     parallelize_module(model, mesh["tp"], cut | {f"blocks.*.{name}": RowwiseParallel() for name in rows})
-    shared = ContextParallelStyle(attend, layout=attend.layout(LENGTH))
-    parallelize_module(model, mesh["ring"], {"blocks.*.attention": shared})
+    style = ContextParallelStyle(cp.method, layout=cp.method.layout(LENGTH))
+    parallelize_module(model, mesh["ring"], {"blocks.*.attention": style})
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["ring"])
-    sum_gradients(model)
-    return model, attend
+    return model, cp
 
 
 def state_of(model, optimizer):
     return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
 
 
-def saved_run(model, attend, folder):
+def saved_run(model, cp, folder):
     """The losses and norms of the steps before the checkpoint, which it leaves in the folder."""
     optimizer = optimizer_of(model)
-    found = train(model, attend, optimizer, range(SAVED))
+    found = train(model, cp, optimizer, range(SAVED))
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
     return found
 
 
-def resumed_run(model, attend, folder):
+def resumed_run(model, cp, folder):
     """The losses and norms of the steps after it, from a model that has learned nothing yet."""
     optimizer = optimizer_of(model)
     state = state_of(model, optimizer)  # as this mesh has it: DCP reads what each rank needs of it
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    return train(model, attend, optimizer, range(SAVED, STEPS))
+    return train(model, cp, optimizer, range(SAVED, STEPS))
 
 
 @contextmanager

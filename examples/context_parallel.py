@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from armillary.attention import Ring, Ulysses
-from armillary.attention.context_parallel import ContextParallelStyle, shard_batch, whole_loss
-from armillary.core import build_mesh, sum_gradients
+from armillary.attention import ContextParallel
+from armillary.attention.context_parallel import ContextParallelStyle
+from armillary.core import build_mesh
 from armillary.core.gradients import clip_gradients
 
 LENGTH, VOCABULARY, EMBED, HEADS, STEPS = 500, 64, 64, 4, 4
@@ -58,42 +58,38 @@ def model_of():
 
 
 def sharded(compiled=False):
-    """(the model, its method) on 4 ranks."""
+    """(the model, its context parallelism) on 4 ranks."""
     mesh = build_mesh("cpu", ring=2, ulysses=2)
-    attend = Ulysses(mesh["ulysses"], inner=Ring(mesh["ring"]))
-    model, layout = model_of(), attend.layout(LENGTH)
-    parallelize_module(
-        model, mesh["ring", "ulysses"], {"blocks.*.attention": ContextParallelStyle(attend, layout=layout)}
-    )
+    model, cp = model_of(), ContextParallel("usp", mesh)
+    style = ContextParallelStyle(cp.method, layout=cp.method.layout(LENGTH))
+    parallelize_module(model, mesh["ring", "ulysses"], {"blocks.*.attention": style})
     for part in (*model.blocks, model):
         if compiled:
             part.compile(backend="aot_eager", fullgraph=part is not model)
         fully_shard(part, mesh=mesh["ring", "ulysses"]._flatten("sequence"))
-    sum_gradients(model)  # every rank has its own tokens: gradients are shares
-    return model, attend
+    return model, cp
 
 
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(model, attend=None, optimizer=None, steps=range(STEPS)):
-    """The losses of these steps, and the norms of their gradients; with `attend`, of this rank's shard, summed."""
+def train(model, cp=None, optimizer=None, steps=range(STEPS)):
+    """The losses of these steps, and the norms of their gradients; with `cp`, from this rank's shard of each row."""
     optimizer, losses, norms = optimizer or optimizer_of(model), [], []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)  # the same on every rank
-        if attend is None:
+        if cp is None:
             loss = F.cross_entropy(
                 model(ids[:, :-1], torch.arange(LENGTH - 1)[None]).flatten(0, 1), ids[:, 1:].flatten()
             )
         else:
-            batch = shard_batch(attend, ids)
-            logits = model(batch.ids, batch.position_ids)
-            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / batch.labelled
+            batch = cp.shard(ids)
+            loss = cp.loss(model(batch.ids, batch.position_ids), batch)
         loss.backward()
         norms.append(float(clip_gradients(model, 100.0)))  # torch's own wants all parameters on one mesh
-        losses.append(float(loss.detach() if attend is None else whole_loss(loss.detach(), attend)))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms

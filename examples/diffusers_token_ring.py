@@ -12,9 +12,8 @@ from diffusers import FluxTransformer2DModel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from armillary.attention import TokenRing
-from armillary.core import build_mesh, sum_gradients
-from armillary.integrations import parallelize_diffusers
+from armillary.attention import ContextParallel
+from armillary.core import build_mesh
 
 ROWS, COLUMNS, TEXT, BATCH, STEPS = 9, 11, 7, 2, 4  # 99 tokens of each image, and 7 of its text
 SIZES = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
@@ -31,10 +30,9 @@ def model_of():
 def sharded(ranks):
     mesh, model = build_mesh("cpu", ring=ranks), model_of()
     model.enable_gradient_checkpointing()
-    parallelize_diffusers(model, TokenRing(mesh["ring"]))
+    ContextParallel("token_ring", mesh).prepare(model)
     for part in (*model.transformer_blocks, *model.single_transformer_blocks, model):
         fully_shard(part, mesh=mesh["ring"])
-    sum_gradients(model)  # FSDP2 averages gradients, and these are shares of one
     return model
 
 

@@ -40,7 +40,7 @@ def attention() -> None:
 
 def integrations() -> None:
     from armillary.attention import Local
-    from armillary.integrations import parallelize_diffusers, register_transformers
+    from armillary.integrations import register_transformers, share_rows
 
     try:
         import transformers  # pyright: ignore # noqa: F401
@@ -51,7 +51,7 @@ def integrations() -> None:
             assert "transformers" in str(error)
         else:
             raise AssertionError("register_transformers works without transformers")
-    assert callable(parallelize_diffusers)
+    assert callable(share_rows)
 
 
 def data() -> None:

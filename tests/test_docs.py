@@ -56,7 +56,7 @@ def scripts(page: str, signs: str = " +") -> dict[str, str]:
 
 def changes(page: str) -> list[tuple[str, str]]:
     """Returns (file, diff) of each diff after the first of its file."""
-    diffs = [(title, code) for language, title, code in blocks(page) if language == "diff"]
+    diffs = [(title, code) for language, title, code in blocks(page) if language == "diff" and title]
     return [diff for i, diff in enumerate(diffs) if diff[0] in [title for title, _ in diffs[:i]]]
 
 
@@ -85,6 +85,7 @@ WITH_SCRIPTS = sorted(page for page in PAGES if scripts(page))
 WITH_DIFFS = [page for page in WITH_SCRIPTS if any(block.language == "diff" for block in blocks(page))]
 EXCERPTS = ["docs/one-call.md"]
 """Pages whose blocks are lines of the packages' own code, held to it by other tests."""
+WITH_EXCERPTS = [page for page in PAGES if any(b.language == "diff" and not b.title for b in blocks(page))]
 ALONE = sorted(
     str(path.relative_to(ROOT))
     for path in DOCS.rglob("*.md")
@@ -181,6 +182,15 @@ def test_further_changes_apply_and_run(tmp_path, page, change):
     if page == "docs/plain-torch.md":  # another way to the same
         expected = run_in_float64(page, files, tmp_path / "unchanged")
         assert results["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+
+
+@pytest.mark.parametrize("page", WITH_EXCERPTS)
+def test_diffs_without_a_title_are_lines_of_the_listing_that_runs(page):
+    listing = {
+        line for block in blocks(page) if block.language == "diff" and block.title for line in block.code.splitlines()
+    }
+    excerpts = [block.code for block in blocks(page) if block.language == "diff" and not block.title]
+    assert {line for excerpt in excerpts for line in excerpt.splitlines()} <= listing
 
 
 @pytest.mark.parametrize("page", ALONE)

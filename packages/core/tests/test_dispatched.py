@@ -12,6 +12,7 @@ from armillary.core import (
     FlatBuffer,
     all_gather,
     all_gather_interleaved,
+    all_reduce,
     head_to_seq,
     merge_scatter,
     reduce_scatter,
@@ -59,6 +60,10 @@ def gathers() -> None:
     start_scatter_parts(torch.randn(B, P * T), axis(), [T] * P).wait()
 
 
+def all_reduces() -> None:
+    both_ways(all_reduce(leaf(B, T), axis()), all_reduce(leaf(dtype=torch.float64), axis()))
+
+
 def merges() -> None:
     both_ways(
         *merge_scatter(leaf(B, sum(UNEVEN), H, D, dtype=torch.bfloat16), leaf(B, sum(UNEVEN), H), axis(), sizes=UNEVEN)
@@ -89,7 +94,7 @@ def exchanges() -> None:
     start_exchange(here, send, receive).wait()
 
 
-EVERY = [all_to_alls, gathers, merges, compiled_ops, dtensors, exchanges]
+EVERY = [all_to_alls, gathers, all_reduces, merges, compiled_ops, dtensors, exchanges]
 
 
 def each_counted() -> list[tuple[dict, dict]]:
@@ -114,4 +119,4 @@ def all_reduced() -> None:
 
 
 def test_the_dispatcher_sees_traffic_outside_the_ledger(worlds):
-    assert worlds(P).run(counted, all_reduced) == [({"c10d::allreduce_": (12, 1)}, {})] * P
+    assert worlds(P).run(counted, all_reduced) == [({"all_reduce": (18, 6)}, {})] * P

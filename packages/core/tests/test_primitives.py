@@ -13,6 +13,7 @@ from armillary.core import CommLedger, LogSumExpPartial
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.differentiable import (
     all_gather,
+    all_reduce,
     head_to_seq,
     merge_scatter,
     reduce_scatter,
@@ -134,6 +135,27 @@ def test_gather_and_its_transpose(worlds):
             assert max(found) <= EXACT, (tokens, dim, batch, found)
             gather, scatter = 3 * max(tokens) * row, (sum(tokens) - tokens[rank]) * row
             assert sent == [gather, scatter, scatter, gather]
+
+
+def reduced(shape: tuple[int, ...]) -> tuple[list[float], Tensor, int, int]:
+    axis = Axis.of(mesh(ring=4)["ring"])
+    addends, douts = ([random(10 * seed + rank, *shape) for rank in range(axis.size)] for seed in (1, 2))
+    x = addends[axis.rank].requires_grad_()
+    with CommLedger() as ledger:
+        total = all_reduce(x, axis)
+        (gradient,) = torch.autograd.grad(total, x, douts[axis.rank])
+    sent = [ledger.bytes("ring", "all_reduce", phase) for phase in ("forward", "backward")]
+    assert sum(sent) == ledger.bytes()
+    return errors((total, gradient), (sum(addends), sum(douts))), total.detach(), *sent
+
+
+def test_all_reduce_and_its_gradient(worlds):
+    for shape in ((), (3, 5)):
+        answers = worlds(4).run(reduced, shape)
+        for wrong, total, forward, backward in answers:
+            assert max(wrong) < 1e-14
+            assert torch.equal(total, answers[0][1])
+            assert forward == backward == 2 * 3 * 8 * total.numel() // 4
 
 
 def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from armillary.attention import build_attention
-from armillary.core import sum_gradients
+from armillary.attention import ContextParallel
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.refusals import value_errors
-from armillary.integrations import parallelize_diffusers
 
 pytest.importorskip("diffusers")
 from diffusion_models import BUILD, TEXT, Given, draw, flux, qwen, sd3, wan
@@ -23,8 +21,8 @@ LEARNED = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_imag
 LIMITS = {"flux": 1e-12, "qwen": 1e-12, "sd3": 1e-12, "wan": 2e-6}  # Wan computes norms in float32, whatever it is in
 
 
-def method(name: str = "token_ring"):
-    return build_attention(name, mesh(**AXES.get(name, {"ring": RANKS})))
+def context_parallel(name: str = "token_ring") -> ContextParallel:
+    return ContextParallel(name, mesh(**AXES.get(name, {"ring": RANKS})))
 
 
 def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
@@ -37,11 +35,12 @@ def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
 
 
 def error(model: nn.Module, wanted: dict[str, Tensor], *calls: Given) -> tuple[float, str]:
-    """Of a model that is sharded, whose gradients are shares. Compiled graphs give zeros where eager gives nothing."""
+    """Of a prepared model, whose gradients are averaged. Compiled graphs give zeros where eager gives nothing."""
     found = graded(model, *calls)
-    for name, share in found.items():
+    for name, gradient in found.items():
         if name != "out":
-            dist.all_reduce(share)
+            dist.all_reduce(gradient)
+            gradient /= RANKS
     assert not any(found[name].any() for name in found.keys() - wanted.keys())
     return max((relative_error(found[name], wanted[name]), name) for name in wanted)
 
@@ -53,7 +52,7 @@ def errors(name: str, methods: list[str]) -> list[tuple[float, str]]:
         model, given = BUILD[name]()
         if i % 2:
             model.enable_gradient_checkpointing()
-        parallelize_diffusers(model, method(kind))
+        context_parallel(kind).prepare(model)
         found.append(error(model, wanted, given))
     return found
 
@@ -84,15 +83,15 @@ def fully_sharded() -> tuple[float, str]:
     """Qwen-Image under FSDP2, its blocks run again in backward."""
     (model, given), (whole, _) = qwen(), qwen()
     model.enable_gradient_checkpointing()
-    parallelize_diffusers(model, method("usp"))
+    context_parallel("usp").prepare(model)
     ranks = mesh(**AXES["usp"])["ring", "ulysses"]._flatten("sequence")
     for part in (*model.transformer_blocks, model):
         fully_shard(part, mesh=ranks)
-    sum_gradients(model)
     wanted, found = graded(whole, given), graded(model, given)
     for name, x in found.items():
         if name in LEARNED:
             dist.all_reduce(x)
+            x /= RANKS
         elif name != "out":
             found[name] = x.full_tensor()
     return max((relative_error(found[name], wanted[name]), name) for name in wanted)
@@ -107,7 +106,7 @@ def two_lengths() -> tuple[float, str]:
     (model, given), (whole, _) = wan(), wan()
     longer = {**given, "hidden_states": draw(2, 4, 2, 14, 4)}  # 28 tokens after 27: some ranks have as many of both
     model.enable_gradient_checkpointing()
-    parallelize_diffusers(model, method())
+    context_parallel().prepare(model)
     return error(deepcopy(model), graded(whole, given, longer), given, longer)
 
 
@@ -120,7 +119,7 @@ def test_blocks_run_again_find_the_length_of_their_own_forward(worlds):
 
 def parallel(build=flux, **options):
     model, given = build()
-    parallelize_diffusers(model, method(), compare=False, **options)
+    context_parallel().prepare(model, compare=False, **options)
     return model, given
 
 
@@ -179,19 +178,19 @@ def called(build=flux, **changes):
 def another_class():
     from diffusers import PixArtTransformer2DModel
 
-    parallelize_diffusers(PixArtTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8), method())
+    context_parallel().prepare(PixArtTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8))
 
 
 REFUSED = {
-    another_class: "PixArtTransformer2DModel cannot be sharded so; of diffusers' transformers, FluxTransformer2DModel",
-    lambda: parallelize_diffusers(parallel()[0], method()): "parallelized already",
+    another_class: "PixArtTransformer2DModel cannot be sharded; of diffusers' transformers, FluxTransformer2DModel",
+    lambda: context_parallel().prepare(parallel()[0]): "prepared already",
     with_own_parallelism: "under diffusers' enable_parallelism too",
     with_ip_adapter: "has the processor FluxIPAdapterAttnProcessor",
     with_cache: "FBCHeadBlockHook on transformer_blocks.0",
-    with_dropout: "transformer_blocks.0.attn.to_out.1 drops 0.1",
-    with_adapter_on_the_output: "proj_out was replaced after parallelize_diffusers",
-    with_another_backend: "flex_attention ran in transformer_blocks.0.attn, whose attention backend is to be",
-    of_a_checkpoint_around_the_model: "a part of the model runs while its forward does not",
+    with_dropout: "transformer_blocks.0.attn.to_out.1 has dropout 0.1",
+    with_adapter_on_the_output: "proj_out was replaced after cp.prepare",
+    with_another_backend: "flex_attention ran in transformer_blocks.0.attn",
+    of_a_checkpoint_around_the_model: "outside of the model's forward",
     lambda: called(joint_attention_kwargs={"attention_mask": 1}): "joint_attention_kwargs has attention_mask",
     lambda: called(hidden_states=draw(2, 3, 8)): "3 tokens of the image on 4 ranks",
     lambda: called(txt_ids=torch.zeros(8, 3)): "with 8 tokens of the text, which has 7",
@@ -220,7 +219,7 @@ def said_where_ranks_differ(what: str) -> str:
         given["hidden_states"] = given["hidden_states"][:, dist.get_rank() :]
     else:
         model.get_parameter(what).data += dist.get_rank()
-    parallelize_diffusers(model, method("usp"))
+    context_parallel("usp").prepare(model)
     with pytest.raises(ValueError) as error:
         model(**given)
     return str(error.value)
@@ -270,7 +269,7 @@ def error_of_variant(name: str) -> tuple[float, str]:
     build, config, more = VARIANTS[name]
     (model, given), (whole, _) = build(**config), build(**config)
     given |= more()
-    parallelize_diffusers(model, method())
+    context_parallel().prepare(model)
     return error(model, graded(whole, given), given)
 
 
@@ -283,7 +282,7 @@ def test_what_else_models_are_called_with(worlds, name):
 def compiled_error(name: str, whole_model: bool) -> tuple[float, str]:
     """Of Qwen-Image two calls, of the same shapes, but with other padding."""
     (model, given), (whole, _) = BUILD[name](), BUILD[name]()
-    parallelize_diffusers(model, method())
+    context_parallel().prepare(model)
     if whole_model:
         model.compile(backend="aot_eager")
     else:

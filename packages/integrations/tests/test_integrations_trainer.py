@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.attention import Local, Ring, Ulysses
-from armillary.attention.context_parallel import shard_batch
+from armillary.attention import ContextParallel, Local, Ring, Ulysses
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.accelerated import accelerated
 from armillary.integrations import ContextParallelTrainer, register_transformers
@@ -140,11 +139,11 @@ def refused_on_ranks(folder):
     said = []
     run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(14, seed=dist.get_rank() // 3), **SHORT)
     tagger = model("armillary", "MistralForTokenClassification")
-    batch = shard_batch(run.attend, torch.ones(2, 16, dtype=torch.long))
+    batch = run.cp.shard(torch.ones(2, 16, dtype=torch.long))
     with pytest.raises(ValueError) as raised:
         run.train()
     said.append(str(raised.value))
-    with pytest.raises(ValueError) as raised, batch.sequence():
+    with pytest.raises(ValueError) as raised, batch:
         tagger(**batch.inputs)
     return [*said, str(raised.value)]
 
@@ -222,10 +221,10 @@ class Wrong(ContextParallelTrainer, Squared):
 
 
 REFUSED = {
-    "own loss": ({"kind": Wrong}, "Squared.compute_loss would be handed one rank's tokens"),
+    "own loss": ({"kind": Wrong}, "Squared.compute_loss"),
     "sdpa": ({"implementation": "sdpa"}, "attends by 'sdpa'"),
     "loss function": ({"compute_loss_func": print}, "override compute_loss in a class with takes_shards"),
-    "neftune": ({"neftune_noise_alpha": 5.0}, "scales its noise by the length"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
     "compiled": ({"torch_compile": True}, "torch_compile=True"),
     "rebalanced": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
@@ -256,8 +255,9 @@ def test_padding_before_and_behind_tokens_is_seen_by_nobody():
     seen = torch.ones_like(ids)
     seen[0, :3] = seen[0, 10:] = seen[1, 9:] = 0
     positions = torch.arange(12)[None]
-    batch = shard_batch(attend, ids, attention_mask=seen, position_ids=positions * seen)  # as collators pad them
-    with batch.sequence():
+    position_ids = positions * seen  # as collators pad them
+    batch = ContextParallel(attend).shard(ids, attention_mask=seen, position_ids=position_ids)
+    with batch:
         found = model("armillary")(**batch.inputs, use_cache=False)
     whole = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
     at = seen.bool()
@@ -286,12 +286,14 @@ def loss_without_the_first(logits, ids, seen):
 def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, said):
     shifted = None if labels is None else torch.tensor([labels])
     with pytest.raises(ValueError, match=said):
-        shard_batch(Local(), torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
+        ContextParallel(Local()).shard(torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
 
 
 def test_boundaries_alone_leave_position_ids_counting_from_padding_idx():
     ids, ends = torch.arange(5, 17)[None], torch.tensor([0, 7, 12])
-    batch, own = shard_inputs(Local(), {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}, padding_idx=3)
+    cp = ContextParallel(Local())
+    cp.padding_idx = 3
+    batch, own = shard_inputs(cp, {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends})
     assert batch.documents == (0, 7, 12)
     assert own["position_ids"].tolist() == [list(range(4, 16))]
 
@@ -300,7 +302,7 @@ def test_packed_rows_with_a_mask_are_refused_as_transformers_would_join_them():
     ids = torch.arange(1, 7)[None]
     rows_of_two = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     with pytest.raises(ValueError, match="leave attention_mask out of packed rows"):
-        shard_inputs(Local(), rows_of_two | {"attention_mask": torch.ones_like(ids)})
-    batch, _ = shard_inputs(Local(), rows_of_two)
+        shard_inputs(ContextParallel(Local()), rows_of_two | {"attention_mask": torch.ones_like(ids)})
+    batch, _ = shard_inputs(ContextParallel(Local()), rows_of_two)
     assert batch.documents == (0, 3, 6)
     assert batch.labels.tolist() == [[2, 3, 4, 5, 6, -100]]  # as transformers has it, which predicts the next document

@@ -1,7 +1,6 @@
 """Unmodified transformers models on shards: logits and parameter gradients of the whole sequence on one rank."""
 
 import math
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import Local, Ring, Ulysses, sdpa_parallel, sequence
-from armillary.attention.context_parallel import shard_batch, whole_loss
+from armillary.attention import ContextParallel, Local, Ring, Ulysses, sdpa_parallel, sequence
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import register_transformers
@@ -216,18 +214,20 @@ def labels_with_gaps():
 
 
 def loss_on_a_shard(kind: str, documents, evaluated: bool):
-    """This rank's share of the loss, the whole of it, and this rank's share of the gradients."""
+    """This rank's share of the loss, the loss of all ranks, and the gradients averaged over ranks."""
     attend = usp()
     register_transformers(attend)
+    cp = ContextParallel(attend)
     ids, labels = labels_with_gaps()
-    batch = shard_batch(attend, ids, labels, documents=documents, layout=attend.layout(LENGTH, kind))
+    batch = cp.shard(ids, labels, documents=documents, layout=attend.layout(LENGTH, kind))
     built = model("llama", "armillary").train(not evaluated)
-    with batch.sequence(), torch.set_grad_enabled(not evaluated), InFloat64():
+    with batch, torch.set_grad_enabled(not evaluated), InFloat64():
         share = built(**batch.inputs, use_cache=False).loss
-    whole = whole_loss(share, attend)
+    loss = cp.loss(share, batch)
     if not evaluated:
-        whole.backward()
-    return share.detach(), whole.detach(), [p.grad for p in built.parameters()]
+        loss.backward()
+        cp.reduce_gradients(built)
+    return share.detach(), loss.detach(), [p.grad for p in built.parameters()]
 
 
 def loss_on_one_rank(documents):
@@ -254,26 +254,26 @@ def losses_on_a_shard():
 def test_the_loss_of_a_sharded_batch_is_that_of_one_rank(worlds):
     for (kind, documents), *ranks in zip(BATCHES, *worlds(4).run(losses_on_a_shard), strict=True):
         expected, gradients = loss_on_one_rank(documents)
-        shares, wholes, parts = zip(*(trained for trained, _ in ranks), strict=True)
+        shares, losses, gradients_of_ranks = zip(*(trained for trained, _ in ranks), strict=True)
         assert kind == "zigzag" or shares[0] == 0  # not NaN
-        assert relative_error(sum(shares), expected) < 1e-12 and relative_error(wholes[0], expected) < 1e-12
-        for gradient, *of_ranks in zip(gradients, *parts, strict=True):
-            assert relative_error(sum(of_ranks), gradient) < TOLERANCE
-        assert all(torch.equal(whole, wholes[0]) for whole in (*wholes, *(evaluated[1] for _, evaluated in ranks)))
+        assert relative_error(sum(shares), expected) < 1e-12 and relative_error(losses[0], expected) < 1e-12
+        for gradient, *of_ranks in zip(gradients, *gradients_of_ranks, strict=True):
+            assert all(relative_error(each, gradient) < TOLERANCE for each in of_ranks)
+        assert all(torch.equal(loss, losses[0]) for loss in (*losses, *(evaluated[1] for _, evaluated in ranks)))
 
 
 def unlike_one_rank(wrong: str) -> str:
     """What is said where the loss of a shard would not be a share of the whole one."""
     attend = usp()
     register_transformers(attend)
-    batch = shard_batch(attend, tokens()[0])
+    batch = ContextParallel(attend).shard(tokens()[0])
     given = batch.inputs
     options = {"output_router_logits": True} if wrong == "routers" else {}
     given |= {"output_router_logits": True} if wrong == "routers now" else {}
     if wrong in given:
         del given[wrong]
     try:
-        with batch.sequence():
+        with batch:
             if wrong == "of its own":
                 whisper()(**given)
             else:
@@ -314,21 +314,21 @@ def test_on_one_rank_the_loss_is_the_models_own():
     ids, _ = tokens()
     losses = [model("llama", name)(ids, labels=ids).loss for name in ("armillary", "eager")]
     assert relative_error(*losses) < 1e-6
-    batch = shard_batch(Local(), ids)
-    with batch.sequence():
+    with ContextParallel(Local()).shard(ids) as batch:
         assert relative_error(model("llama", "armillary")(**batch.inputs).loss, losses[1]) < 1e-6
 
 
 def test_a_batch_is_shifted_before_it_is_sharded():
     ids = torch.arange(1, 13).reshape(2, 6)
-    batch = shard_batch(Local(), ids, documents=[[0, 2, 6], [0, 6]])
+    cp = ContextParallel(Local())
+    batch = cp.shard(ids, documents=[[0, 2, 6], [0, 6]])
     assert batch.labels.tolist() == [[2, -100, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]] and batch.labelled == 9
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3], list(range(6))]
-    seen = shard_batch(Local(), ids, position_ids=batch.position_ids)
+    seen = cp.shard(ids, position_ids=batch.position_ids)
     assert seen.documents == batch.documents == ((0, 2, 6), (0, 6)) and torch.equal(seen.labels, batch.labels)
-    late = shard_batch(Local(), ids, ids.fill_(-100), position_ids=torch.arange(7, 13)[None], labelled=40)
+    late = cp.shard(ids, ids.fill_(-100), position_ids=torch.arange(7, 13)[None], labelled=40)
     assert (late.documents, late.labelled) == ((0, 6), 40) and bool((late.labels == -100).all())
-    assert shard_batch(Local(), ids, ids).labelled == 1  # nothing to divide: a loss of 0
+    assert cp.shard(ids, ids).labelled == 1  # nothing to divide: a loss of 0
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_batch_is_shifted_before_it_is_sharded():
     [
         ({"ids": torch.zeros(6)}, "whole batch"),
         ({"labels": torch.zeros(2, 5)}, "one shape"),
-        ({"position_ids": torch.zeros(3, 6)}, "would do"),
+        ({"position_ids": torch.zeros(3, 6)}, r"position_ids \(3, 6\)"),
         ({"layout": SequenceLayout.contiguous(5, 1)}, "attend.layout"),
         ({"layout": SequenceLayout.contiguous(6, 2)}, "2 shards"),
         ({"documents": [0, 5]}, "end at 5"),
@@ -353,39 +353,42 @@ def test_a_batch_is_shifted_before_it_is_sharded():
 )
 def test_a_batch_that_cannot_be_sharded_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
-        shard_batch(Local(), **{"ids": torch.zeros(2, 6, dtype=torch.long)} | given)
+        ContextParallel(Local()).shard(**{"ids": torch.zeros(2, 6, dtype=torch.long)} | given)
 
 
 @pytest.mark.parametrize("given", [None, "ring", Local])
 def test_what_is_no_method_is_refused(given):
-    ids = torch.zeros(2, 6, dtype=torch.long)
-    for call in (
-        register_transformers,
-        sdpa_parallel,
-        partial(shard_batch, ids=ids),
-        partial(whole_loss, torch.ones(())),
-    ):
-        with pytest.raises(ValueError, match="is no method"):
+    for call in (register_transformers, sdpa_parallel, ContextParallel):
+        with pytest.raises(ValueError, match=r"no method|method='ring'"):
             call(given)
 
 
 @pytest.mark.parametrize("share", [1.0, None, np.float32(1), torch.tensor(1), torch.tensor(True), torch.ones(1)])
 def test_what_is_no_loss_is_refused(share):
-    with pytest.raises(ValueError, match=r"share is a|one floating-point number"):
-        whole_loss(share, Local())
+    cp = ContextParallel(Local())
+    batch = cp.shard(torch.zeros(2, 6, dtype=torch.long))
+    assert batch.inputs
+    with pytest.raises(ValueError, match=r"share is a|floating-point|logits \(1,\)"):
+        cp.loss(share, batch)
 
 
 def test_a_loss_that_is_not_finite_stays_what_it_is():
+    cp = ContextParallel(Local())
+    batch = cp.shard(torch.zeros(2, 6, dtype=torch.long))
+    assert batch.inputs
     for value in (float("inf"), -float("inf"), float("nan"), 2.0):
         share = torch.tensor(value, requires_grad=True)
-        whole = whole_loss(share, Local())
-        torch.testing.assert_close(whole.detach(), torch.tensor(value), equal_nan=True, rtol=0, atol=0)
-        assert float(torch.autograd.grad(whole, share)[0]) == 1
+        loss = cp.loss(share, batch)
+        torch.testing.assert_close(loss.detach(), torch.tensor(value), equal_nan=True, rtol=0, atol=0)
+        assert float(torch.autograd.grad(loss, share)[0]) == 1
 
 
 def loss_over_a_group_of_several_backends() -> float:
     group = dist.new_group(backend="cpu:gloo")  # torch's own init_device_mesh starts groups like it: no one backend
-    return float(whole_loss(torch.tensor(1.0), Ring(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",)))))
+    cp = ContextParallel(Ring(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))))
+    batch = cp.shard(torch.zeros(2, 6, dtype=torch.long))
+    assert batch.inputs
+    return float(cp.loss(torch.tensor(1.0), batch))
 
 
 def test_a_loss_is_summed_where_the_group_was_started_for_all_devices(worlds):
@@ -470,7 +473,7 @@ def refusal(wrong: str) -> str:
 
 
 REFUSED = {
-    "padding": "Give it to shard_batch",
+    "padding": "attention_mask hides tokens",
     "whole padding mask": "no KV cache",
     "own mask": "of its own",
     "no layout": "sequence(layout=attend.layout(length))",
@@ -510,11 +513,10 @@ def at_other_positions(how: str):
     (ids, _), positions = tokens(), torch.arange(LENGTH)
     offsets = {"late": positions + 2, "skipping": positions + 7 * (positions >= 20) + 30 * (positions > 40)}
     rows = torch.stack([positions, positions + LENGTH]) if how == "later rows" else offsets[how][None]
-    batch = shard_batch(attend, ids, position_ids=rows)
-    if how == "later rows":
-        batch = batch._replace(documents=(0, LENGTH))
+    batch = ContextParallel(attend).shard(ids, position_ids=rows)
+    documents = (0, LENGTH) if how == "later rows" else batch.documents
     seq_idx = torch.zeros_like(batch.ids, dtype=torch.int32)
-    with batch.sequence(), InFloat64():
+    with sequence(layout=batch.layout, documents=documents), InFloat64():
         logits = model("mistral, narrow", "armillary")(**batch.inputs, seq_idx=seq_idx).logits
     return logits.detach(), rows
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import Local, Ring, Ulysses, sequence
-from armillary.attention.context_parallel import shard_batch
+from armillary.attention import ContextParallel, Local, Ring, Ulysses, sequence
 from armillary.core.testing import mesh, relative_error
-from armillary.integrations import padding_idx_of, register_transformers
+from armillary.integrations import register_transformers
+from armillary.integrations.transformers.models import padding_idx_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,9 +86,11 @@ def on_a_shard(family: str, how: str):
     register_transformers(attend)
     built, (ids, mask, dout) = model(family, "armillary"), tokens(how == "padded")
     given = {"documents": DOCUMENTS} if how == "packed" else {"attention_mask": mask} if how == "padded" else {}
-    batch = shard_batch(attend, ids, padding_idx=padding_idx_of(built), **given)
+    cp = ContextParallel(attend)
+    cp.padding_idx = padding_idx_of(built)
+    batch = cp.shard(ids, **given)
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "attention_mask": batch.attention_mask}
-    with batch.sequence(), InFloat64():
+    with batch, InFloat64():
         logits = built(**inputs).logits
     logits.backward(batch.layout.take(dout, attend.shard))
     seen = batch.layout.take(mask, attend.shard)[..., None]
@@ -149,11 +151,13 @@ def test_a_rule_that_is_not_known_is_refused(monkeypatch):
 
 def test_a_batch_counts_from_padding_idx():
     ids, mask, _ = tokens(padded=True)
-    batch = shard_batch(Local(), ids, attention_mask=mask, padding_idx=PADDING)
+    cp = ContextParallel(Local())
+    cp.padding_idx = PADDING
+    batch = cp.shard(ids, attention_mask=mask)
     rule = transformers.models.roberta.modeling_roberta.RobertaEmbeddings.create_position_ids_from_input_ids
     assert torch.equal(batch.position_ids * mask, rule(ids, PADDING) * mask)
-    documents = shard_batch(Local(), tokens(False)[0], documents=DOCUMENTS, padding_idx=PADDING)
-    again = shard_batch(Local(), tokens(False)[0], position_ids=documents.position_ids, padding_idx=PADDING)
+    documents = cp.shard(tokens(False)[0], documents=DOCUMENTS)
+    again = cp.shard(tokens(False)[0], position_ids=documents.position_ids)
     assert again.documents == documents.documents == DOCUMENTS
     assert int(documents.position_ids.min()) == PADDING + 1
 
@@ -161,8 +165,10 @@ def test_a_batch_counts_from_padding_idx():
 @pytest.mark.parametrize(("padding_idx", "said"), [(PADDING, f"padding_idx={PADDING}"), (-1, "padding_idx=-1")])
 def test_padding_that_is_visible_and_negative_indices_are_refused(padding_idx, said):
     ids, _, _ = tokens(padded=True)
+    cp = ContextParallel(Local())
+    cp.padding_idx = padding_idx
     with pytest.raises(ValueError, match=said):
-        shard_batch(Local(), ids, padding_idx=padding_idx)
+        cp.shard(ids)
 
 
 DECODER = {"is_decoder": True, "d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_ffn_dim": 32}

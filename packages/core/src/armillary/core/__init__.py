@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from armillary.core.collectives.differentiable import (
     all_gather,
+    all_reduce,
     head_to_seq,
     merge_scatter,
     reduce_scatter,
@@ -39,6 +40,7 @@ __all__ = [
     "Trace",
     "all_gather",
     "all_gather_interleaved",
+    "all_reduce",
     "attention_balance",
     "attention_traffic",
     "build_mesh",

@@ -1,4 +1,4 @@
-"""Context parallelism in Hugging Face's Trainer, and in TRL's SFTTrainer: a mixin before either."""
+"""Context parallelism in Hugging Face's Trainer and in TRL's SFTTrainer: a mixin before either."""
 
 from __future__ import annotations
 
@@ -10,82 +10,83 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from armillary.attention.context_parallel.batch import whole_sequence, with_value
-from armillary.attention.context_parallel.packing import sum_over_ranks
-from armillary.attention.methods.base import Method
-from armillary.integrations.rows import Rows, share_rows
+from armillary.attention import ContextParallel
+from armillary.attention.context_parallel.communication import gather_tokens
+from armillary.attention.context_parallel.sequence import layout_over_ranks
+from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer_checks import check_trainer, method_of
 from armillary.integrations.transformers.inputs import shard_inputs
 from armillary.integrations.transformers.models import padding_idx_of
 
 if TYPE_CHECKING:
-    Trainer: Any = (
-        object  # what stands after it among a class's bases: transformers is imported by nobody but its users
-    )
+    Trainer: Any = object
 else:
-    Trainer = object
+    Trainer = object  # the real base class comes after the mixin, so that this module does not import transformers
 
 
 class ContextParallelTrainer(Trainer):
-    """Before a Trainer among the bases of a class: all ranks of a method share each row of the data.
+    """A mixin before a Trainer: the ranks of a method share each row of the data.
 
-        register_transformers(attend)
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="armillary")
+        cp = ContextParallel("ring", mesh)
+        model = cp.prepare(AutoModelForCausalLM.from_pretrained(folder))
 
         class LongTrainer(ContextParallelTrainer, Trainer): ...
 
         LongTrainer(model, args, train_dataset=rows).train()
 
     The method is that of the model's attention implementation. Ranks that are not on its axes are data-parallel: with
-    `build_mesh(device, shard=2, ring=4)` each of two groups of 4 ranks reads rows of its own.
-    `per_device_train_batch_size` counts rows of a group. What is logged, evaluated, predicted, clipped and saved is
-    what one rank for each group would have: losses and gradient norms are those of whole rows, predictions are
-    gathered in sequence order. Gradients are averaged by DDP or FSDP2 as always; losses are scaled so that this sums
-    the shares.
+    `build_mesh(device, shard=2, ring=4)` each of two groups of 4 ranks reads rows of its own, and
+    `per_device_train_batch_size` counts rows of a group. Logged, evaluated, predicted, clipped and saved values are
+    those of a run with one rank per group: losses and gradient norms are of whole rows, predictions are gathered in
+    sequence order. DDP or FSDP2 averages gradients as always.
 
-    Padding (`attention_mask`), packed rows (position ids that restart, or cu_seq_lens) and labels mean what they mean
-    on one rank. What the model says of padding itself means nothing.
+    Padding (`attention_mask`), packed rows (position ids that restart, or cu_seq_lens) and labels mean the same as on
+    one rank. The model's output at padding is meaningless.
 
-    `takes_shards`: a class after this one, other than transformers' Trainer and TRL's SFTTrainer, has its own
-    `compute_loss`. That is handed one rank's tokens, with labels that are shifted already; set it to True where the
-    class wants those, and divides a sum over tokens by `num_items_in_batch`.
+    Bytes sent, beside those of the model: fingerprints of each batch (88 bytes to each rank of the sequence) and one
+    number's all-reduce in forward and backward. `predict` gathers logits.
+
+    Attributes:
+        takes_shards: set it to True on a class whose own `compute_loss` takes one rank's tokens with shifted labels,
+            and divides a sum over tokens by `num_items_in_batch`. The `compute_loss` of transformers' Trainer and TRL's
+            SFTTrainer do.
+        cp: the `ContextParallel` of the model's method.
 
     Raises:
-        ValueError: on every rank, when it is made: a model with another attention implementation, or whose loss cannot
-            be summed over shards (`compute_loss_func`, routers' auxiliary loss); NEFTune, Liger kernels, DeepSpeed,
-            FSDP1, DataParallel, accelerate's own context or tensor parallelism, dispatched or rebalanced batches.
-            At a batch: different rows on the ranks of a sequence, inputs that are not per token, padding between
-            tokens.
+        ValueError: on every rank, when it is created: a model with another attention implementation, or whose loss
+            cannot be summed over shards (`compute_loss_func`, routers' auxiliary loss); NEFTune, Liger kernels,
+            DeepSpeed, FSDP1, DataParallel, accelerate's own context or tensor parallelism, dispatched or rebalanced
+            batches. At a batch: different rows on the ranks of a sequence, inputs that are not per token, padding
+            between tokens.
     """
 
     takes_shards = False
-    attend: Any = None
-    """The method, once the model is known."""
-    rows: Rows
+    cp: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attend = method_of(self.model)
+        cp = ContextParallel(method_of(self.model))
         check_trainer(self, ContextParallelTrainer)
-        self.attend, self.padding_idx = attend, padding_idx_of(self.model)
+        cp.padding_idx = padding_idx_of(self.model)
+        self.cp = cp
         self._share_rows()
         smoother: Any = self.label_smoother
-        self.label_smoother = smoother and partial(_smoothed, smoother)
+        self.label_smoother = smoother and partial(_smooth_shifted, smoother)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by `__init__`, before the method is known, and at each trial of a search of hyperparameters."""
+        """Creates the accelerator: in `__init__`, before the method is known, and in each hyperparameter trial."""
         super().create_accelerator_and_postprocess()
-        if self.attend is not None:
+        if self.cp is not None:
             self._share_rows()
 
     def _share_rows(self) -> None:
-        self.rows = share_rows(self.accelerator, self.attend)
+        share_rows(self.accelerator, self.cp)
         objects = self.args.eval_use_gather_object
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def get_cp_size(self) -> int:
-        """Number of ranks that have the same rows."""
-        return self.attend.shards
+        """Returns the number of ranks that have the same rows; the trainer divides its count of labels by it."""
+        return self.cp.ranks
 
     def compute_loss(
         self,
@@ -94,16 +95,18 @@ class ContextParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of whole rows, with the gradient of this rank's share; outputs are those of its tokens."""
-        batch, own = shard_inputs(self.attend, inputs, self.padding_idx)
+        """Returns the loss of whole rows, with the gradient of this rank's share; outputs are of its tokens."""
+        batch, shard = shard_inputs(self.cp, inputs)
         if num_items_in_batch is None:
-            # Shares of a mean over this batch. The loss is multiplied by all ranks where tokens are averaged over them.
+            # A mean over this batch. With average_tokens_across_devices, the trainer multiplies losses by all ranks.
             ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            num_items_in_batch = torch.tensor(batch.labelled * ranks / self.attend.shards, device=batch.ids.device)
-        with batch.sequence(), _gathering_shares(self.accelerator):
-            found = super().compute_loss(model, own, return_outputs, num_items_in_batch)
-        loss, outputs = found if return_outputs else (found, None)
-        loss = with_value(sum_over_ranks(loss.detach(), self.attend) / self.attend.shards, loss)
+            num_items_in_batch = torch.tensor(batch.labelled * ranks / self.cp.ranks, device=batch.ids.device)
+        with batch, _gathering_shards(self.accelerator):
+            result = super().compute_loss(model, shard, return_outputs, num_items_in_batch)
+        loss, outputs = result if return_outputs else (result, None)
+        # The trainer scaled the share so that DDP's average over all ranks is right. cp.loss multiplies its gradient by
+        # the ranks of a sequence, so the division keeps that gradient.
+        loss = self.cp.loss(loss / self.cp.ranks, batch)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -113,56 +116,57 @@ class ContextParallelTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """The loss, predictions and labels of whole rows."""
+        """Returns the loss, predictions and labels of whole rows."""
         step = partial(super().prediction_step, model)
-        if inputs.get("labels") is not None:  # then it comes back for `compute_loss`
+        if inputs.get("labels") is not None:  # the trainer then calls `compute_loss`, which shards the rows
             loss, predictions, labels = step(inputs, prediction_loss_only, ignore_keys=ignore_keys)
         else:
-            batch, own = shard_inputs(self.attend, self._prepare_inputs(inputs), self.padding_idx)
-            with batch.sequence():
-                loss, predictions, labels = step(own, prediction_loss_only, ignore_keys=ignore_keys)
+            batch, shard = shard_inputs(self.cp, self._prepare_inputs(inputs))
+            with batch:
+                loss, predictions, labels = step(shard, prediction_loss_only, ignore_keys=ignore_keys)
         if prediction_loss_only or predictions is None:
             return loss, predictions, labels
-        return loss, _whole(predictions, self.attend, inputs["input_ids"].shape), labels
+        return loss, _gather_predictions(predictions, self.cp, inputs["input_ids"].shape), labels
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> Any:
         """Returns this rank's share of the operations of whole rows; the trainer sums over ranks."""
-        return super().floating_point_ops(inputs) / self.attend.shards
+        return super().floating_point_ops(inputs) / self.cp.ranks
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # gathers it from all ranks, which have whole rows
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.attend.shards
+        super()._track_num_input_tokens(inputs)  # sums over all ranks, which have whole rows here
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.cp.ranks
 
 
-def _smoothed(smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
-    """The loss of a label smoother, whose labels are shifted already."""
+def _smooth_shifted(smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
+    """Calls a label smoother with labels that are shifted already."""
     return smoother(outputs, labels, shift_labels=False, **kwargs)
 
 
 @contextmanager
-def _gathering_shares(accelerator: Any) -> Generator[None]:
-    """Gathers over all ranks inside the block: TRL's metrics are sums over the tokens of one rank."""
-    by_rows = accelerator.gather_for_metrics
+def _gathering_shards(accelerator: Any) -> Generator[None]:
+    """Context in which gather_for_metrics gathers over all ranks: TRL sums its metrics over the tokens of a rank."""
+    gather_rows = accelerator.gather_for_metrics
     accelerator.gather_for_metrics = accelerator.gather
     try:
         yield
     finally:
-        accelerator.gather_for_metrics = by_rows
+        accelerator.gather_for_metrics = gather_rows
 
 
-def _whole(predictions: Any, attend: Method, shape: tuple[int, ...]) -> Any:
-    """Predictions of shards, in tuples as they come, gathered in sequence order."""
+def _gather_predictions(predictions: Any, cp: ContextParallel, shape: tuple[int, ...]) -> Any:
+    """Gathers predictions of shards, nested in tuples and dicts, in sequence order. `shape` is that of whole rows."""
     if isinstance(predictions, (tuple, list)):
-        return tuple(_whole(part, attend, shape) for part in predictions)
+        return tuple(_gather_predictions(prediction, cp, shape) for prediction in predictions)
     if isinstance(predictions, dict):
-        return {name: _whole(part, attend, shape) for name, part in predictions.items()}
-    layout = attend.layout(shape[1])
-    tokens = layout.refine(attend.shards // layout.shards).sizes[attend.shard]
-    if not isinstance(predictions, Tensor) or tuple(predictions.shape[:2]) != (shape[0], tokens):
-        found = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
+        return {name: _gather_predictions(prediction, cp, shape) for name, prediction in predictions.items()}
+    rows, length = shape
+    layout = layout_over_ranks(cp.method.layout(length), cp.method)
+    tokens = layout.sizes[cp.method.shard]
+    if not isinstance(predictions, Tensor) or tuple(predictions.shape[:2]) != (rows, tokens):
+        output = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
         raise ValueError(
-            f"an output of the model, {found}, is not [{shape[0]} rows, {tokens} tokens, ...], so that it cannot be "
-            "gathered in sequence order: name it in ignore_keys, or set prediction_loss_only=True"
+            f"an output of the model, {output}, is not [{rows} rows, {tokens} tokens, ...], so it cannot be gathered "
+            "in sequence order: name it in ignore_keys, or set prediction_loss_only=True"
         )
-    return whole_sequence(predictions, attend, layout)
+    return gather_tokens(predictions, cp.method, layout)

@@ -1,4 +1,4 @@
-"""Settings that `ContextParallelTrainer` refuses: wrong on shards, or not tried there."""
+"""Settings that `ContextParallelTrainer` refuses: wrong on shards, or not tested there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from inspect import getsource
 from typing import Any
 
 from armillary.attention.methods.base import Method
-from armillary.integrations.rows import check_parallelism
+from armillary.integrations.accelerate import check_parallelism
 from armillary.integrations.transformers.models import ROUTERS, methods_of, parts_of
 
-KNOWN = {"transformers.trainer.Trainer": "num_processes", "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head"}
-"""Classes whose `compute_loss` sums over a shard's tokens, given shift_labels and num_items_in_batch; and a word in it
-that says that it is of a release that does so."""
+LOSS_OWNERS = {"transformers.trainer.Trainer": "num_processes", "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head"}
+"""Classes whose `compute_loss` sums over a shard's tokens, given shift_labels and num_items_in_batch, and a word in its
+source that identifies the releases that do."""
 
 
 def method_of(model: Any) -> Method:
@@ -24,74 +24,71 @@ def method_of(model: Any) -> Method:
     config = getattr(model, "config", None)
     methods = [] if config is None else methods_of(config)
     if len({id(method) for method in methods}) != 1:
-        named = getattr(config, "_attn_implementation", None)
+        implementation = getattr(config, "_attn_implementation", None)
         raise ValueError(
-            f"{type(model).__name__} attends by {named!r}, which is no attention of shards: call "
-            'register_transformers(attend), and load the model with attn_implementation="armillary"'
+            f"{type(model).__name__} attends by {implementation!r}, which does not attend over shards: call "
+            "ContextParallel(...).prepare(model), or load the model with an implementation of register_transformers"
         )
     return methods[0]
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
-    """Raises ValueError for a trainer's settings that are wrong on shards.
-
-    Raises:
-        ValueError: with the setting, and what would do.
-    """
-    if refused := next(_refused(trainer, mixin), None):
-        raise ValueError(refused)
+    """Raises ValueError for a trainer's settings that are wrong on shards, naming the setting and an alternative."""
+    if reason := next(_refusals(trainer, mixin), None):
+        raise ValueError(reason)
     check_parallelism(trainer.accelerator)
 
 
-def _refused(trainer: Any, mixin: type) -> Iterator[str]:
+def _refusals(trainer: Any, mixin: type) -> Iterator[str]:
     args, config = trainer.args, trainer.model.config
     owner = loss_owner(type(trainer), mixin)
-    word = KNOWN.get(f"{owner.__module__}.{owner.__qualname__}")
-    counted: Any = getattr(trainer, "_get_num_items_in_batch", None)
-    if counted is None or "get_cp_size" not in getsource(counted):
-        yield "this release of transformers counts labels otherwise; 5.23 is known to do"
+    word = LOSS_OWNERS.get(f"{owner.__module__}.{owner.__qualname__}")
+    # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
+    count_labels: Any = getattr(trainer, "_get_num_items_in_batch", None)
+    if count_labels is None or "get_cp_size" not in getsource(count_labels):
+        yield "this release of transformers counts labels otherwise; 5.23 is supported"
     if word is not None and word not in getsource(owner.compute_loss):
-        yield f"this release of {owner.__module__.partition('.')[0]} computes losses otherwise; take a newer one"
+        yield f"this release of {owner.__module__.partition('.')[0]} computes losses otherwise; install a newer one"
     if not trainer.takes_shards and word is None:
         yield (
-            f"{owner.__qualname__}.compute_loss would be handed one rank's tokens, with labels that are shifted "
-            f"already; set takes_shards = True on {type(trainer).__name__} if that is what it takes"
+            f"{owner.__qualname__}.compute_loss would get one rank's tokens, with labels that are shifted already; set "
+            f"takes_shards = True on {type(trainer).__name__} if it takes those"
         )
     if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
         yield ROUTERS
     if trainer.compute_loss_func is not None:
         yield (
-            "compute_loss_func is handed labels that it shifts, which a shard cannot: override compute_loss in a class "
-            "with takes_shards = True, where inputs have shift_labels"
+            "compute_loss_func gets labels that it shifts, which a shard cannot: override compute_loss in a class with "
+            "takes_shards = True, where inputs have shift_labels"
         )
     if not trainer.model_accepts_loss_kwargs:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over a shard's labels"
     if getattr(args, "neftune_noise_alpha", None) is not None:
-        yield "neftune_noise_alpha scales its noise by the length of what it sees, a shard: leave it out"
+        yield "neftune_noise_alpha scales its noise by the local length, that of a shard: remove it"
     if args.use_liger_kernel:
-        yield "use_liger_kernel=True has not been tried on shards: set it to False"
+        yield "use_liger_kernel=True is not tested on shards: set it to False"
     if args.torch_compile:
-        yield "torch_compile=True: ranks ask each other about each batch, which no graph holds; set it to False"
+        yield "torch_compile=True: ranks compare each batch, which a graph cannot contain; set it to False"
     if args.n_gpu > 1:
         yield f"DataParallel over {args.n_gpu} GPUs in one process: start a process for each, with torchrun"
     if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed has not been tried on shards: use FSDP2 (fsdp, fsdp_config), or DDP"
+        yield "DeepSpeed is not tested on shards: use FSDP2 (fsdp, fsdp_config), or DDP"
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-        yield 'FSDP1 has not been tried on shards: use FSDP2, fsdp_config={"version": 2}'
+        yield 'FSDP1 is not tested on shards: use FSDP2, fsdp_config={"version": 2}'
     if str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"):
         yield 'train_sampling_strategy="batch_rebalance" counts every rank as one that reads rows: use another'
     if args.accelerator_config.dispatch_batches:
-        yield "dispatch_batches=True: one process would send its rows to all; leave it out, or set it to False"
+        yield "dispatch_batches=True: one process would send its rows to all; remove it, or set it to False"
 
 
 def loss_owner(trainer: type, mixin: type) -> Any:
-    """Returns the class after the mixin whose `compute_loss` it calls.
+    """Returns the class after the mixin whose `compute_loss` the mixin calls.
 
     Raises:
         ValueError: there is none.
     """
-    after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
-    owner = next((base for base in after if "compute_loss" in vars(base)), None)
+    bases = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
+    owner = next((base for base in bases if "compute_loss" in vars(base)), None)
     if owner is None:
         raise ValueError(f"{trainer.__name__}: a Trainer must come after {mixin.__name__} among its bases")
     return owner

@@ -1,9 +1,9 @@
-"""Context parallelism for models of plain torch: batches, SDPA routing and a style of `parallelize_module`."""
+"""Context parallelism for models: one object for a training loop, SDPA routing, a style of `parallelize_module`."""
 
 from typing import TYPE_CHECKING
 
-from armillary.attention.context_parallel.batch import ShardedBatch, shard_batch, whole_loss, whole_sequence
-from armillary.attention.context_parallel.parallel import ContextParallel, ContextParallelBatch
+from armillary.attention.context_parallel.batch import ContextParallelBatch
+from armillary.attention.context_parallel.parallel import ContextParallel
 from armillary.attention.context_parallel.sdpa import sdpa_parallel
 from armillary.attention.context_parallel.sequence import sequence
 
@@ -14,12 +14,8 @@ __all__ = [
     "ContextParallel",
     "ContextParallelBatch",
     "ContextParallelStyle",
-    "ShardedBatch",
     "sdpa_parallel",
     "sequence",
-    "shard_batch",
-    "whole_loss",
-    "whole_sequence",
 ]
 
 

@@ -1,227 +1,131 @@
-"""Shards of a batch and their loss, for models that know nothing of shards."""
+"""The shard of a batch on one rank, with the attention that belongs to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import Tensor
 
-from armillary.attention.call.validation import check_layout
-from armillary.attention.context_parallel.packing import all_gather_over, gather, sum_over_ranks
-from armillary.attention.context_parallel.padding import IGNORED, check_padding, set_apart
-from armillary.attention.context_parallel.sequence import Documents, Sharding, check_method, sequence
+from armillary.attention.context_parallel.communication import gather_tokens
+from armillary.attention.context_parallel.rows import Rows
+from armillary.attention.context_parallel.sdpa import in_backward, with_documents
+from armillary.attention.context_parallel.sequence import sequence
 from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-from armillary.core.validation import check_tensor, integer
+
+if TYPE_CHECKING:
+    from armillary.attention.context_parallel.parallel import ContextParallel
 
 
-class ShardedBatch(NamedTuple):
-    """One rank's tokens. `labelled` is how many labels all ranks have together.
+class ContextParallelBatch:
+    """This rank's shard of a batch, with the attention that belongs to it. Made by `ContextParallel.shard`.
 
-    Where an attention_mask was given, tokens that it hides are in documents of their own.
+    As a context manager it opens the `sequence` block of the batch, for `sdpa_parallel` and models of transformers.
+
+    Attributes:
+        owner: the `ContextParallel` that made it.
+        ids: token ids [B, T].
+        position_ids: [B or 1, T], counted from the start of each document.
+        labels: [B, T], shifted; -100 if a token has none.
+        attention_mask: [B, T], or None if the batch has no padding.
+        documents: boundaries of the documents and of padding, in positions of the whole sequence.
+        layout: layout of the sequence over all ranks of the method.
+        labelled: number of labels that the loss is a mean over.
+        mask: of `attend`.
     """
 
-    ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    documents: Documents
-    layout: SequenceLayout
-    labelled: int
-    attention_mask: Tensor | None = None
-    label_count: int = 0
-    """Labels of this batch on all ranks of its sequence."""
+    def __init__(
+        self,
+        owner: ContextParallel,
+        rows: Rows,
+        layout: SequenceLayout,
+        labelled: int,
+        mask: AttentionMask,
+        replaces_mask: bool,
+    ) -> None:
+        self.owner, self.layout, self.labelled, self.mask = owner, layout, labelled, mask
+        self.ids, self.position_ids, self.labels = (self.take(x) for x in (rows.ids, rows.position_ids, rows.labels))
+        self.attention_mask = None if rows.attention_mask is None else self.take(rows.attention_mask)
+        self.documents = rows.documents
+        self._replaces_mask = replaces_mask  # of the model, inside the `with` block
+        self._block: AbstractContextManager[None] | None = None
+        self._attended, self.inputs_read = False, False
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Arguments for a model of Hugging Face transformers, whose loss is then this rank's share of the whole one."""
-        shifted = {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": self.labelled}
-        masked = {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
-        return {"input_ids": self.ids, "position_ids": self.position_ids, **shifted, **masked}
+        """Arguments of a model of transformers, whose loss `cp.loss` takes as this rank's share."""
+        self.inputs_read = True
+        # transformers divides the sum of losses by num_items_in_batch, and computes no loss without `labels`.
+        inputs = {"input_ids": self.ids, "position_ids": self.position_ids, "labels": self.labels}
+        inputs |= {"shift_labels": self.labels, "num_items_in_batch": self.labelled}
+        return inputs if self.attention_mask is None else {**inputs, "attention_mask": self.attention_mask}
 
-    def sequence(self) -> AbstractContextManager[None]:
-        """`sequence(layout=..., documents=...)` of this batch."""
-        return sequence(layout=self.layout, documents=self.documents, padded=self.attention_mask is not None)
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Returns this rank's tokens of a tensor of the whole sequence: [B, N, ...] -> [B, T, ...]."""
+        return self.layout.take(x, self.owner.method.shard, dim)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Gathers tensors of shards, such as logits, in sequence order: [B, T, ...] -> [B, N, ...], without a gradient.
 
-def shard_batch(
-    attend: Method,
-    ids: Tensor,
-    labels: Tensor | None = None,
-    *,
-    layout: SequenceLayout | None = None,
-    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    labelled: int | None = None,
-    padding_idx: int | None = None,
-) -> ShardedBatch:
-    """This rank's tokens, position ids and shifted labels, of a batch that all ranks of `attend` have whole.
+        Every rank of the sequence must call it, and gets all of it.
 
-        batch = shard_batch(attend, ids, documents=[0, 130, 700, 1000])
-        with batch.sequence():
-            loss = model(**batch.inputs, use_cache=False).loss  # this rank's share
-            loss.backward()  # gradients are shares too: sum them over ranks (`armillary.core.sum_gradients`)
-        print(whole_loss(loss, attend))  # the same on every rank
+        Bytes sent: (P - 1) times those of `x` padded to the longest shard, for P ranks on one axis, kind "all_gather".
 
-    Labels are shifted here, where the whole row is at hand: a shard does not have the token after its last one. The
-    last token of a document gets no label, because what follows it in the row was not written after it; one rank alone
-    gets the same from the labels of a collator that ignores the first token of each document.
+        Raises:
+            ValueError: x has another number of tokens than the batch.
+        """
+        return gather_tokens(x, self.owner.method, self.layout)
 
-    Args:
-        ids: [B, N].
-        labels: [B, N], before shifting: that of a token is the token itself, or -100. By default, ids.
-        layout: by default `attend.layout(N)`.
-        documents: boundaries, as `AttentionMask` takes them. By default a document starts wherever position ids are 0.
-        position_ids: [B or 1, N]; by default they count from the start of each document.
-        attention_mask: [B, N] of 1 and 0, as tokenizers make it: those that it hides are padding. It becomes documents
-            of its own, which nothing else sees, and has no labels; what the model says of it means nothing.
-        shift_labels: [B, N], instead of labels, those that are shifted already; taken as they are.
-        labelled: labels that the loss is a mean over, by default those of this batch; with several micro-batches or
-            data-parallel ranks, those of all. A batch without labels has loss 0.
-        padding_idx: position ids count from padding_idx + 1 instead of 0, as in RoBERTa (`padding_idx_of(model)`).
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask | None = None,
+        layout: SequenceLayout | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Returns attention [B, T, H, Dv] of this rank's queries over the whole sequence, under this batch's mask.
 
-    Raises:
-        ValueError: shapes that differ, documents that do not end at N, a layout of another length or number of shards,
-            `labelled` below 1, labels and shift_labels. An attention_mask of other numbers or that hides tokens between
-            those of one document, or before them where no position_ids are given; shift_labels of hidden tokens; ids
-            equal to padding_idx that attention_mask does not hide.
-    """
-    check_method(attend)
-    _check(ids, labels, layout, position_ids, labelled)
-    check_padding(ids, labels, shift_labels, attention_mask)
-    rows, length = ids.shape
-    first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, least=0)
-    if padding_idx is not None and position_ids is None:
-        _check_padding_hidden(ids, padding_idx, attention_mask)
-    told = documents if documents is not None or position_ids is None else _restarts(position_ids - first)
-    mask = AttentionMask(documents=told if told is not None else (0, length))
-    mask.check(length, length, rows)
-    if attention_mask is not None:
-        mask = AttentionMask(documents=set_apart(mask, attention_mask, counted=position_ids is None))
-    boundaries = [mask.boundaries(row) or (0, length) for row in range(rows)]
-    if position_ids is None:
-        counted = [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in boundaries]
-        position_ids = torch.stack(counted).to(ids.device) + first
-    shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
-    if attention_mask is not None:
-        hidden, counting = attention_mask == 0, torch.arange(length, device=ids.device) + first
-        position_ids = torch.where(hidden, counting, position_ids)  # collators pad them with anything
-        shifted = shifted.masked_fill(hidden, IGNORED)
-    label_count = int((shifted != IGNORED).sum())
-    total = label_count if labelled is None else integer("labelled", labelled)
-    over = Sharding(layout if layout is not None else attend.layout(length)).layout_for(attend, length)
-    mine = [over.take(x, attend.shard) for x in (ids, position_ids, shifted.long())]
-    seen = None if attention_mask is None else over.take(attention_mask, attend.shard)
-    told = mask.documents or (0, length)
-    return ShardedBatch(
-        *mine, documents=told, layout=over, labelled=max(total, 1), attention_mask=seen, label_count=label_count
-    )
+        Activation checkpointing recomputes with this batch, even after the next one was sharded.
 
+        Args:
+            q, k, v: local, [B, T, H, D], [B, T, K, D] and [B, T, K, Dv].
+            mask: of one layer, instead of the batch's; the batch's documents are added to it.
+            layout: None, or that of the batch.
+            options: of the method, such as `scale`, `sinks` and `softcap`.
 
-def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor | None) -> None:
-    """Refuses visible tokens of id padding_idx, which models that count position ids after it leave out."""
-    padding = ids == padding_idx
-    if bool((padding if attention_mask is None else padding & (attention_mask != 0)).any()):
-        raise ValueError(
-            f"ids have padding_idx={padding_idx}, which no attention_mask hides and the model would not count; give "
-            "attention_mask, or position_ids"
-        )
+        Bytes sent: those of the method.
 
+        Raises:
+            ValueError: another layout; backward recomputes a call of another batch.
+        """
+        if layout is not None and layout != self.layout:
+            raise ValueError(f"layout={layout}: the batch was sharded by {self.layout}")
+        if not in_backward():
+            self._attended = True
+        elif not self._attended:
+            raise ValueError(
+                "activation checkpointing recomputes attention with the attend of a batch that no forward has used: "
+                "pass batch.attend to the model as an argument, instead of keeping it where the next batch replaces it"
+            )
+        layer_mask = self.mask if mask is None else with_documents(mask, self.mask.documents)
+        return self.owner.method(q, k, v, mask=layer_mask, layout=self.layout, **options)
 
-def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
-    """Labels [B, N] of the next token, none for the last of each document."""
-    shifted = labels.roll(-1, 1)
-    for row, ends in zip(shifted, boundaries, strict=True):
-        row[[end - 1 for end in ends[1:]]] = IGNORED
-    return shifted
+    def __enter__(self) -> Self:
+        if self._block is not None:
+            raise ValueError("this batch is entered already; use one `with` block at a time")
+        padded = self.attention_mask is not None
+        if self._replaces_mask:
+            self._block = sequence(layout=self.layout, mask=self.mask, padded=padded)
+        else:
+            self._block = sequence(layout=self.layout, documents=self.documents, padded=padded)
+        self._block.__enter__()
+        return self
 
-
-def whole_loss(share: Tensor, attend: Method) -> Tensor:
-    """The sum of all ranks' shares of a loss, to the bit the same on every rank; its gradient is that of `share`.
-
-    For logs and evaluation; one may as well call backward on it. Every rank of `attend` must call it.
-
-    Args:
-        share: [], the sum of losses of this rank's tokens, divided by the number of all ranks' labels.
-
-    Raises:
-        ValueError: it is no floating-point scalar, or `attend` no method.
-    """
-    check_method(attend)
-    check_tensor("share", share)
-    if share.ndim or not share.is_floating_point():
-        raise ValueError(
-            f"a loss of shape {tuple(share.shape)} and {share.dtype}: each rank gives one floating-point number, its "
-            "share of the loss"
-        )
-    return with_value(sum_over_ranks(share.detach(), attend), share)
-
-
-def with_value(value: Tensor, share: Tensor) -> Tensor:
-    """A loss of this value, with the gradient of a rank's share of it."""
-    nothing = torch.where(share.isfinite(), share - share.detach(), share)  # inf - inf would be NaN, on this rank alone
-    return value + nothing
-
-
-def whole_sequence(x: Tensor, attend: Method, layout: SequenceLayout) -> Tensor:
-    """Returns a tensor of the whole sequence, in sequence order, from the shards of all ranks.
-
-        logits = whole_sequence(model(**batch.inputs, use_cache=False).logits, attend, batch.layout)  # [B, N, V]
-
-    Without a gradient, for predictions; DTensors have `armillary.core.gather_sequence`. Every rank of `attend` must
-    call it, and then holds all of it.
-
-    Args:
-        x: [B, T, ...], this rank's shard.
-        layout: as that of the batch.
-
-    Raises:
-        ValueError: x has other tokens than the layout's shard, or the layout is over another number of ranks.
-    """
-    check_method(attend)
-    check_tensor("x", x)
-    over = Sharding(layout).layout_for(attend, layout.length)
-    if x.ndim < 2 or x.shape[1] != over.sizes[attend.shard]:
-        raise ValueError(
-            f"x {tuple(x.shape)}: shard {attend.shard} of the layout is [B, {over.sizes[attend.shard]}, ...]"
-        )
-    if attend.shards == 1:
-        return x.detach()
-    padded = x.new_zeros((x.shape[0], max(over.sizes), *x.shape[2:]))
-    padded[:, : x.shape[1]] = x.detach()
-    places = [place for (place,) in gather([[attend.shard]], attend)]
-    parts = dict(zip(places, all_gather_over(padded, attend), strict=True))
-    return over.join([parts[place][:, : over.sizes[place]] for place in range(over.shards)])
-
-
-def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:
-    """The documents that start wherever position ids are 0."""
-    starts = [row.nonzero().flatten().tolist() for row in (position_ids == 0).cpu()]
-    ends = [[0, *(start for start in row if start), position_ids.shape[1]] for row in starts]
-    return ends if len(ends) > 1 else ends[0]
-
-
-def _check(
-    ids: Tensor, labels: Tensor | None, layout: SequenceLayout | None, position_ids: Tensor | None, labelled: int | None
-) -> None:
-    for name, x in (("ids", ids), ("labels", labels), ("position_ids", position_ids)):
-        if x is not None or name == "ids":
-            check_tensor(name, x)
-    check_layout("layout", layout)
-    if ids.ndim != 2 or not ids.numel():
-        raise ValueError(f"ids {tuple(ids.shape)}: shard_batch takes the whole batch, [rows, tokens]")
-    rows, length = ids.shape
-    if labels is not None and labels.shape != ids.shape:
-        raise ValueError(f"labels {tuple(labels.shape)} for ids {tuple(ids.shape)}: they need one shape, unshifted")
-    if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (rows, length)):
-        raise ValueError(f"position_ids {tuple(position_ids.shape)}: [1, {length}] or [{rows}, {length}] would do")
-    if layout is not None and layout.length != length:
-        raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
-    if labelled is not None:  # the number of labels that the loss is a mean over
-        integer("labelled", labelled, least=1)
+    def __exit__(self, *raised: Any) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        block.__exit__(*raised)

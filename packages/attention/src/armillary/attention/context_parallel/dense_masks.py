@@ -1,4 +1,4 @@
-"""Tensors of `attn_mask` as masks: runs of visible keys, row by row, joined to slices as long as they go on alike."""
+"""Tensors of `attn_mask` as `AttentionMask`: runs of visible keys in each row, joined to slices of equal progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.context_parallel.packing import axes, gather
+from armillary.attention.context_parallel.communication import find_axes, gather_integers
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
@@ -19,66 +19,68 @@ from armillary.core.compat import is_dtensor
 Integers = npt.NDArray[np.int64]
 
 SLICES = 2**14
-"""So many slices of a row of the batch at most."""
+"""Maximum number of slices for a row of the batch."""
 
 REMEDY = (
     "give a mask of the whole sequence, bool or of 0 and -inf, [N, N], [1 or B, 1, N, N] or with 1 in place of N, or "
-    "say it as a value: `with sequence(layout=..., mask=AttentionMask...)`"
+    "an AttentionMask: `cp.shard(ids, mask=...)`, `with sequence(layout=..., mask=...)`"
 )
 
 
 class MaskReader:
-    """Reads each tensor once, for all layers and steps that are given it, and has ranks agree on what it says."""
+    """Converts each tensor once for all layers and steps that use it, and compares the result between ranks."""
 
-    def __init__(self, attend: Method) -> None:
-        self.attend = attend
-        self.found: Any = WeakTensorKeyDictionary()
-        """By attn_mask: (its version, rows and tokens, its value)."""
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.cache: Any = WeakTensorKeyDictionary()
+        """attn_mask -> ((its version, rows, tokens), its mask)."""
 
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
-        """The value of an `attn_mask`. Communicates where it can: every rank of the method must call it.
+        """Returns an `attn_mask` as a mask.
+
+        Ranks exchange a hash of it, unless the axes of the method are unknown: every rank must call it.
 
         Raises:
-            ValueError: as `mask_of_tensor`, on every rank where ranks can tell each other; they hold different ones.
+            ValueError: as `mask_of_tensor`, on every rank if ranks can communicate; ranks hold different masks.
         """
         version = None if attn_mask.is_inference() else attn_mask._version
         key = (version, batch, layout.length)
-        known = self.found.get(attn_mask)
-        if known is not None and version is not None and known[0] == key:
-            return known[1]
-        mask, fault = None, ""
+        cached = self.cache.get(attn_mask)
+        if cached is not None and version is not None and cached[0] == key:
+            return cached[1]
+        mask, reason = None, ""
         try:
             mask = mask_of_tensor(attn_mask, batch, layout.length)
-        except ValueError as refused:
-            fault = str(refused)
-        if axes(self.attend) is not None:
-            said = gather([[int(mask is not None), 0 if mask is None else hash(mask)]], self.attend)
-            if not fault and not all(known for known, _ in said):
-                fault = f"attn_mask of another rank is no mask of the whole sequence; {REMEDY}"
-            elif not fault and any(each != said[0] for each in said):
-                fault = f"ranks of one sequence were given different values of attn_mask; {REMEDY}"
-        if mask is None or fault:
-            raise ValueError(fault)
-        self.found[attn_mask] = (key, mask)
+        except ValueError as error:
+            reason = str(error)
+        if find_axes(self.method) is not None:
+            # An error of one rank must raise on all of them, or the others would wait in attention.
+            hashes = gather_integers([[int(mask is not None), 0 if mask is None else hash(mask)]], self.method)
+            if not reason and not all(readable for readable, _ in hashes):
+                reason = f"attn_mask of another rank is no mask of the whole sequence; {REMEDY}"
+            elif not reason and any(each != hashes[0] for each in hashes):
+                reason = f"ranks of one sequence were given different values of attn_mask; {REMEDY}"
+        if mask is None or reason:
+            raise ValueError(reason)
+        self.cache[attn_mask] = (key, mask)
         return mask
 
 
 def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
-    """The value of an `attn_mask`, exactly. Looks at each pair, so that it costs B x N x N once for each tensor.
+    """Returns an `attn_mask` as a mask, exactly. Reads every pair of tokens.
 
     Args:
         attn_mask: of the whole sequence, not of this rank's tokens; any shape that broadcasts to [B, H, N, N].
 
     Raises:
-        ValueError: it is of a shard, of other heads or rows, a bias, or in more than SLICES slices.
+        ValueError: a mask of a shard, of other numbers of heads or rows, a bias, or more than SLICES slices.
     """
-    seen = _visible(attn_mask, batch, length)
-    rows = [_of_row(row) for row in seen]
+    rows = [_mask_of_row(row) for row in _visibility(attn_mask, batch, length)]
     return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
 
 
-def _visible(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bool_]:
-    """Visibility [1 or B, N, N]."""
+def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bool_]:
+    """Returns visibility [1 or B, N, N]."""
     shape = tuple(attn_mask.shape)
     if attn_mask.requires_grad:
         raise ValueError(f"attn_mask {shape} requires a gradient: it is a bias; {REMEDY}")
@@ -86,73 +88,74 @@ def _visible(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bool_
         raise ValueError(f"attn_mask {shape} is a DTensor; {REMEDY}")
     if attn_mask.ndim < 2 or attn_mask.ndim > 4 or not set(shape[-2:]) <= {1, length}:
         raise ValueError(
-            f"attn_mask {shape} is not of the whole sequence of {length} tokens, so that it cannot say what is visible "
-            f"on other ranks; {REMEDY}"
+            f"attn_mask {shape} is not of the whole sequence of {length} tokens, so visibility on other ranks is "
+            f"unknown; {REMEDY}"
         )
-    four = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    if four.shape[1] > 1:
-        if not bool((four == four[:, :1]).all()):
-            raise ValueError(f"attn_mask {shape} is another one for each head; {REMEDY}")
-        four = four[:, :1]
-    if four.shape[0] not in (1, batch):
-        raise ValueError(f"attn_mask {shape} has {four.shape[0]} rows; the batch has {batch}; {REMEDY}")
-    seen = _without_bias(four[:, 0], shape)
-    return seen.expand(-1, length, length).cpu().numpy()
+    four_dims = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    if four_dims.shape[1] > 1:
+        if not bool((four_dims == four_dims[:, :1]).all()):
+            raise ValueError(f"attn_mask {shape} differs between heads; {REMEDY}")
+        four_dims = four_dims[:, :1]
+    if four_dims.shape[0] not in (1, batch):
+        raise ValueError(f"attn_mask {shape} has {four_dims.shape[0]} rows; the batch has {batch}; {REMEDY}")
+    visible = _visible_pairs(four_dims[:, 0], shape)
+    return visible.expand(-1, length, length).cpu().numpy()
 
 
-def _without_bias(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Where a mask [B, N, N] lets keys be seen.
+def _visible_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns True for each visible pair of a mask [B, N, N].
 
-    A key with the least number of the dtype is hidden where its query sees others, for its weight is 0 then.
+    A key with the dtype's lowest number is hidden if its query sees other keys, because its weight is then 0.
     """
     if attn_mask.dtype == torch.bool:
         return attn_mask
     if not attn_mask.is_floating_point():
         raise ValueError(f"attn_mask is {attn_mask.dtype}; {REMEDY}")
-    seen, least = attn_mask == 0, torch.finfo(attn_mask.dtype).min
-    other = ~seen & (attn_mask != -torch.inf) & (attn_mask != least)
-    if bool(other.any()):
-        raise ValueError(f"attn_mask {shape} is a bias: it has {float(attn_mask[other][0]):.4g}; {REMEDY}")
-    if bool((~seen.any(-1) & (attn_mask == least).any(-1)).any()):
+    visible, lowest = attn_mask == 0, torch.finfo(attn_mask.dtype).min
+    bias = ~visible & (attn_mask != -torch.inf) & (attn_mask != lowest)
+    if bool(bias.any()):
+        raise ValueError(f"attn_mask {shape} is a bias: it has {float(attn_mask[bias][0]):.4g}; {REMEDY}")
+    if bool((~visible.any(-1) & (attn_mask == lowest).any(-1)).any()):
         raise ValueError(
-            f"attn_mask {shape} has {least:.4g} for every key of a query, which then sees them all alike: -inf would "
+            f"attn_mask {shape} has {lowest:.4g} for every key of a query, which then sees them all alike: -inf would "
             f"hide them; {REMEDY}"
         )
-    return seen
+    return visible
 
 
-class _Rows(NamedTuple):
-    """Runs of visible keys of all queries, one after the other."""
+class _Runs(NamedTuple):
+    """Runs of visible keys of all queries, in order of queries."""
 
     first: Integers
-    """Where those of each query begin, [N + 1]."""
+    """Index of the first run of each query, [N + 1]."""
     starts: Integers
     ends: Integers
 
 
-def _of_row(seen: npt.NDArray[np.bool_]) -> AttentionMask:
-    rows = _runs(seen)
-    plain = _plain(rows, len(seen))
-    return AttentionMask.of_slices(_slices(rows, len(seen))) if plain is None else plain
+def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
+    runs = _find_runs(visible)
+    plain = _plain_mask(runs, len(visible))
+    return AttentionMask.of_slices(_slices(runs, len(visible))) if plain is None else plain
 
 
-def _runs(seen: npt.NDArray[np.bool_]) -> _Rows:
-    padded = np.zeros((len(seen), seen.shape[1] + 2), dtype=np.int8)
-    padded[:, 1:-1] = seen
+def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
+    padded = np.zeros((len(visible), visible.shape[1] + 2), dtype=np.int8)
+    padded[:, 1:-1] = visible
     steps = np.diff(padded, axis=1)
     queries, starts = np.nonzero(steps == 1)
     ends = np.nonzero(steps == -1)[1]
-    return _Rows(np.searchsorted(queries, np.arange(len(seen) + 1)), starts, ends)
+    return _Runs(np.searchsorted(queries, np.arange(len(visible) + 1)), starts, ends)
 
 
-def _plain(rows: _Rows, length: int) -> AttentionMask | None:
-    """Causal or not, with a window and documents, where that is all of it; None where it is not."""
-    if (np.diff(rows.first) != 1).any():
+def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
+    """Returns a mask of causality, window and documents alone, if they describe the runs; else None."""
+    if (np.diff(runs.first) != 1).any():
         return None
-    queries, starts, ends = np.arange(length), rows.starts, rows.ends
-    reached = np.append(0, np.maximum.accumulate(ends)[:-1])
-    needed = np.minimum.accumulate(starts[::-1])[::-1]
-    cuts = np.flatnonzero((reached <= queries) & (needed >= queries))
+    queries, starts, ends = np.arange(length), runs.starts, runs.ends
+    # A document begins at a query that no earlier query sees beyond, and before which no later query sees.
+    reach = np.append(0, np.maximum.accumulate(ends)[:-1])
+    earliest = np.minimum.accumulate(starts[::-1])[::-1]
+    cuts = np.flatnonzero((reach <= queries) & (earliest >= queries))
     boundaries = np.append(cuts, length)
     document = np.searchsorted(cuts, queries, side="right") - 1
     low, high = boundaries[document], boundaries[document + 1]
@@ -167,45 +170,46 @@ def _plain(rows: _Rows, length: int) -> AttentionMask | None:
         return None
     documents = boundaries.tolist() if len(cuts) > 1 else None
     causal = right == 0
-    sides = (before, None if causal else after)
-    return AttentionMask(causal, None if sides == (None, None) else sides, documents)
+    window = (before, None if causal else after)
+    return AttentionMask(causal, None if window == (None, None) else window, documents)
 
 
-def _slices(rows: _Rows, length: int) -> list[Slice]:
-    """Queries in a row with as many runs, whose ends all go on in one way: each stays, or moves by one."""
-    found: list[Slice] = []
+def _slices(runs: _Runs, length: int) -> list[Slice]:
+    """Joins consecutive queries with as many runs whose ends all progress alike: each stays, or moves by one."""
+    slices: list[Slice] = []
     first = 0
-    counts = np.diff(rows.first)
+    counts = np.diff(runs.first)
     while first < length:
-        last, moves = _going_on(rows, counts, first)
+        last, moves = _last_alike(runs, counts, first)
         for run in range(counts[first]):
-            at = rows.first[first] + run
-            found.append(_slice(first, last, int(rows.starts[at]), int(rows.ends[at]), *moves[run].tolist()))
-        if len(found) > SLICES:
+            index = runs.first[first] + run
+            slices.append(_slice(first, last, int(runs.starts[index]), int(runs.ends[index]), *moves[run].tolist()))
+        if len(slices) > SLICES:
             raise ValueError(f"attn_mask is made of more than {SLICES} slices; {REMEDY}")
         first = last + 1
-    return found
+    return slices
 
 
-def _going_on(rows: _Rows, counts: Integers, first: int) -> tuple[int, Integers]:
-    """(the last query that goes on as the first does; how far each run's start and end move from one to the next)."""
-    runs = int(counts[first])
-    alike = counts[first:] == runs
-    end = first + (len(alike) if alike.all() else int(alike.argmin()))
-    step, moves = 64, np.zeros((runs, 2), dtype=np.int64)
+def _last_alike(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
+    """Returns (the last query that continues the progress of `first`; the moves of each run's start and end)."""
+    run_count = int(counts[first])
+    same_count = counts[first:] == run_count
+    end = first + (len(same_count) if same_count.all() else int(same_count.argmin()))
+    step, moves = 64, np.zeros((run_count, 2), dtype=np.int64)
     last = first
-    while last + 1 < end:
-        upto = min(last + 1 + step, end)
-        edges = np.stack([rows.starts, rows.ends], axis=1)[rows.first[last] : rows.first[last] + (upto - last) * runs]
-        moved = np.diff(edges.reshape(upto - last, runs, 2), axis=0)
+    while last + 1 < end:  # in blocks of doubling length, so that short slices do not cost the whole remainder
+        stop = min(last + 1 + step, end)
+        index = runs.first[last]
+        edges = np.stack([runs.starts, runs.ends], axis=1)[index : index + (stop - last) * run_count]
+        block_moves = np.diff(edges.reshape(stop - last, run_count, 2), axis=0)
         if last == first:
-            if not np.isin(moved[0], (0, 1)).all():
+            if not np.isin(block_moves[0], (0, 1)).all():
                 return first, moves
-            moves = moved[0]
-        differ = (moved != moves).any(axis=(1, 2))
-        if differ.any():
-            return last + int(differ.argmax()), moves
-        last, step = upto - 1, 2 * step
+            moves = block_moves[0]
+        different = (block_moves != moves).any(axis=(1, 2))
+        if different.any():
+            return last + int(different.argmax()), moves
+        last, step = stop - 1, 2 * step
     return last, moves
 
 

@@ -1,13 +1,12 @@
-"""One object for context parallelism in a training loop: it shards batches, reduces losses and, if asked, gradients."""
+"""One object for context parallelism in a training loop: it shards batches and reduces losses and gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from importlib import import_module
+from importlib.metadata import entry_points
 from math import prod
-from typing import Any, Self, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.attention.context_parallel.batch import ShardedBatch, shard_batch
-from armillary.attention.context_parallel.packing import method_axes, sum_over_axes
-from armillary.attention.context_parallel.padding import IGNORED
-from armillary.attention.context_parallel.sdpa import in_backward, with_documents
-from armillary.attention.context_parallel.sequence import Documents, check_method, sequence, takes_documents
+from armillary.attention.call.validation import check_layout
+from armillary.attention.context_parallel.batch import ContextParallelBatch
+from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
+from armillary.attention.context_parallel.rows import IGNORED, complete_rows
+from armillary.attention.context_parallel.sdpa import with_documents
+from armillary.attention.context_parallel.sequence import check_method, layout_over_ranks, takes_documents
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
 from armillary.core import Axis, SequenceLayout
 from armillary.core.compat import is_dtensor
-from armillary.core.validation import check_tensor
+from armillary.core.validation import check_tensor, integer
+
+PREPARERS = "armillary.prepare"
+"""Group of entry points, each named after a library, that `ContextParallel.prepare` calls as (model, cp, **options)."""
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class ContextParallel:
@@ -38,31 +43,39 @@ class ContextParallel:
             loss = cp.loss(logits, batch)  # the mean over all labels, the same on every rank
             loss.backward()  # FSDP2 and DDP average: gradients are those of the whole loss
 
-    FSDP2 or DDP must average over the ranks of the method and of `data`, no more and no fewer; leave
-    `armillary.core.sum_gradients` out. Without either of them, call `reduce_gradients` after `backward`.
+    FSDP2 or DDP must average over the ranks of the method and of `data`, no more and no fewer; do not call
+    `armillary.core.sum_gradients`. Without either of them, call `reduce_gradients` after `backward`.
 
     Args:
         method: a method, or the name of one (`build_attention`).
-        mesh: with the axes of the method, as from `build_mesh`.
+        mesh: has the axes of the method, as from `build_mesh`. Optional for a method without `data`.
         data: names of the mesh's axes over which rows differ.
 
+    Attributes:
+        method: the method.
+        padding_idx: position ids count from padding_idx + 1 (RoBERTa) and not from 0; None: from 0. `prepare` sets it.
+
     Raises:
-        ValueError: `data` names axes that the mesh lacks, or that the method works on.
+        ValueError: no method, or the name of one without a mesh; a method whose axes are unknown; `data` names axes
+            that the mesh lacks, or that the method works on.
     """
 
-    def __init__(self, method: Method | str, mesh: DeviceMesh, data: str | Sequence[str] = ()) -> None:
-        self.method = build_attention(method, mesh) if isinstance(method, str) else method
-        check_method(self.method)
+    def __init__(self, method: Method | str, mesh: DeviceMesh | None = None, data: str | Sequence[str] = ()) -> None:
         names = (data,) if isinstance(data, str) else tuple(data)
-        mesh_names = mesh.mesh_dim_names or ()
+        if mesh is None and (isinstance(method, str) or names):
+            raise ValueError(f"method={method!r}, data={names} without a mesh: give one, such as build_mesh(...)")
+        self.method = build_attention(method, mesh) if isinstance(method, str) and mesh is not None else method
+        check_method(self.method)
+        mesh_names = () if mesh is None else mesh.mesh_dim_names or ()
         if missing := [name for name in names if name not in mesh_names]:
             raise ValueError(f"data={missing}: the mesh has axes {mesh_names}")
         sequence_axes = method_axes(self.method)
         if shared := sorted({axis.name for axis in sequence_axes} & set(names)):
             raise ValueError(f"data={shared}: rows cannot differ on axes over which the method shards the sequence")
-        self._data_axes = [axis for name in names if (axis := Axis.of(mesh[name])).size > 1]
+        data_axes = [Axis.of(mesh[name]) for name in names] if mesh is not None else []
+        self._data_axes = [axis for axis in data_axes if axis.size > 1]
         self._axes = [*sequence_axes, *self._data_axes]
-        self._padding_idx: int | None = None
+        self.padding_idx: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -82,24 +95,38 @@ class ContextParallel:
         shift_labels: Tensor | None = None,
         labelled: int | None = None,
     ) -> ContextParallelBatch:
-        """Returns the tokens, positions and shifted labels of this rank.
+        """Returns this rank's tokens, positions and shifted labels of whole rows.
 
-        Communicates if there are data axes: every rank must call it.
+        Labels are shifted before rows are sharded, because a shard does not have the token after its last one. The last
+        token of a document gets no label.
 
         Args:
             ids: [B, N], the whole rows; the same on all ranks of a sequence.
-            labels: [B, N], unshifted; by default `ids`.
-            mask: of attention; causal for `batch.attend`, and what the model says inside `with batch`, by default.
+            labels: [B, N], unshifted: each token itself, or -100. By default `ids`.
+            mask: of attention. By default causal for `batch.attend`, and the model's own inside `with batch`.
                 `documents` are added to it.
-            documents: boundaries, as `AttentionMask` takes them.
-            attention_mask: [B, N] of 1 and 0, where 0 is padding.
-            shift_labels: [B, N], labels that are shifted already.
+            layout: by default `method.layout(N)`, over all ranks of the method or its sequence axis.
+            documents: boundaries, as `AttentionMask` takes them. By default documents start wherever position ids are
+                0 (or padding_idx + 1), or each row is one.
+            position_ids: [B or 1, N]; by default they count from the start of each document.
+            attention_mask: [B, N] of 1 for tokens and 0 for padding, as tokenizers make it. Padding becomes documents
+                of its own, which no token sees, and has no labels; the model's output there is meaningless.
+            shift_labels: [B, N], labels that are shifted already, instead of `labels`.
             labelled: number of labels that the loss is a mean over; by default those of this batch on all data axes.
-                With several micro-batches, the number of all of them together.
+                With several micro-batches, the number of all of them together. A batch without labels has loss 0.
+
+        Bytes sent: one integer's all-reduce on each data axis, if `labelled` is not given. Every rank must call it.
 
         Raises:
-            ValueError: as `shard_batch`; a mask of slices or a tree without position_ids and shift_labels.
+            ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N; a layout of
+                another length or number of shards; `labelled` below 1; labels beside shift_labels; a mask of slices or
+                a tree without position_ids and shift_labels; an attention_mask that hides tokens between those of one
+                document, or before them without position_ids; shift_labels of hidden tokens; visible ids equal to
+                padding_idx.
         """
+        check_layout("layout", layout)
+        if labelled is not None:
+            integer("labelled", labelled, least=1)
         if mask is not None:
             if not takes_documents(mask) and (position_ids is None or shift_labels is None):
                 raise ValueError(
@@ -107,39 +134,43 @@ class ContextParallel:
                     "give position_ids and shift_labels beside it"
                 )
             documents = mask.documents if documents is None else documents
-        shard = shard_batch(
-            self.method,
+        rows = complete_rows(
             ids,
             labels,
-            layout=layout,
             documents=documents,
             position_ids=position_ids,
             attention_mask=attention_mask,
             shift_labels=shift_labels,
-            labelled=labelled,
-            padding_idx=self._padding_idx,
+            padding_idx=self.padding_idx,
         )
+        length = ids.shape[1]
+        if layout is not None and layout.length != length:
+            raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
+        layout = layout_over_ranks(self.method.layout(length) if layout is None else layout, self.method)
         if labelled is None:
-            count = torch.tensor(shard.label_count, device=ids.device)
-            shard = shard._replace(labelled=max(int(sum_over_axes(count, self._data_axes)), 1))
+            count = torch.tensor(rows.label_count, device=ids.device)
+            labelled = max(int(sum_over_axes(count, self._data_axes)), 1)  # at least 1: without labels, the loss is 0
+        batch_mask = AttentionMask(causal=True) if mask is None else mask
         packed = documents is not None or position_ids is not None or attention_mask is not None
-        own = AttentionMask(causal=True) if mask is None else mask
-        if packed and takes_documents(own):
-            own = with_documents(replace(own, documents=None), shard.documents)
-        return ContextParallelBatch(self, shard, own, mask is not None)
+        if packed and takes_documents(batch_mask):
+            batch_mask = with_documents(replace(batch_mask, documents=None), rows.documents)
+        return ContextParallelBatch(self, rows, layout, labelled, batch_mask, replaces_mask=mask is not None)
 
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:
-        """Returns the mean loss over all labels of all ranks and data axes, the same number on every rank.
+        """Returns the mean loss over all labels of all ranks and data axes, the same bits on every rank.
 
-        Its gradients, averaged over these ranks, are those of the whole loss. Backward communicates too.
+        Its gradients, averaged over these ranks, are those of the whole loss.
 
         Args:
             logits_or_share: logits [B, T, V] of the batch's tokens, or the loss [] of a model that was given
                 `batch.inputs`: the sum over its labels divided by `num_items_in_batch`.
 
+        Bytes sent: those of one number's `all_reduce` on each axis, in forward and in backward.
+
         Raises:
-            ValueError: the batch is of another `ContextParallel`; logits of other tokens; a loss of a model that was
-                not given `batch.inputs`, and which may be a mean over this shard alone.
+            ValueError: the batch is of another `ContextParallel`; logits of other tokens; a share that is no
+                floating-point number, or of a model that was not given `batch.inputs`, and which may be a mean over
+                this shard alone.
         """
         check_tensor("logits_or_share", logits_or_share)
         if not isinstance(batch, ContextParallelBatch) or batch.owner is not self:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -147,6 +178,8 @@ class ContextParallel:
                 f"batch is a {type(batch).__name__} that this ContextParallel did not shard: cp.shard(ids)"
             )
         if logits_or_share.ndim == 0:
+            if not logits_or_share.is_floating_point():
+                raise ValueError(f"a loss of {logits_or_share.dtype}: a floating-point number is needed")
             if not batch.inputs_read:
                 raise ValueError(
                     "a scalar loss of a model that was not given batch.inputs may be a mean over one rank: "
@@ -163,12 +196,15 @@ class ContextParallel:
             sum_dtype = torch.promote_types(flat.dtype, torch.float32)
             total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
             share = total / batch.labelled
-        return cast(Tensor, _SumOverRanks.apply(share, self._axes))
+        return sum_over_axes(share, self._axes)
 
+    @torch.no_grad()
     def reduce_gradients(self, model: nn.Module) -> None:
         """Averages gradients over ranks, after `backward`, for a model under neither FSDP2 nor DDP.
 
         With the loss of `loss` they are then the whole gradients. Every rank must call it.
+
+        Bytes sent: those of each gradient's `all_reduce` on each axis, and one integer's for each parameter.
 
         Raises:
             ValueError: the model's gradients are reduced already, by DDP or FSDP2.
@@ -177,150 +213,46 @@ class ContextParallel:
         if reduced:
             raise ValueError(
                 f"{type(model).__name__} is under FSDP2, DDP or tensor parallelism, which reduce gradients themselves: "
-                "leave reduce_gradients out"
+                "do not call reduce_gradients"
             )
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             return
+        # A rank may have no gradient of a parameter that others use (an expert): it still takes part in the sum.
         has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
-        on_some_rank = sum_over_axes(has_gradient, self._axes)
-        for parameter, count in zip(parameters, on_some_rank.tolist(), strict=True):
-            if count:
+        rank_counts = sum_over_axes(has_gradient, self._axes).tolist()
+        for parameter, rank_count in zip(parameters, rank_counts, strict=True):
+            if rank_count:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = sum_over_axes(gradient, self._axes) / self.ranks
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Makes a model of Hugging Face transformers attend by this method; returns the model.
+    def prepare(self, model: Model, **options: Any) -> Model:
+        """Prepares an unmodified model of another library for sharded sequences, in place; returns the model.
 
             model = cp.prepare(AutoModelForCausalLM.from_pretrained(folder))
             with cp.shard(ids) as batch:
                 loss = cp.loss(model(**batch.inputs).loss, batch)
             loss.backward()
 
-        Raises:
-            ImportError: armillary-integrations is not installed.
-            ValueError: a model of another library, or one that cannot be sharded (`register_transformers`).
-        """
-        if not hasattr(model, "set_attn_implementation"):
-            raise ValueError(
-                f"{type(model).__name__} is no model of transformers: hand it batch.attend, or call it inside "
-                "sdpa_parallel or under ContextParallelStyle"
-            )
-        try:  # by name: armillary.integrations depends on this package
-            integrations: Any = import_module("armillary.integrations")
-        except ImportError as error:
-            raise ImportError(f"cp.prepare needs armillary-integrations for {type(model).__name__}: {error}") from error
-        integrations.attend_by(model, self.method)
-        self._padding_idx = integrations.padding_idx_of(model)
-        return model
-
-
-class ContextParallelBatch:
-    """This rank's shard of a batch, with the attention that belongs to it. Made by `ContextParallel.shard`.
-
-    As a context manager it is `sequence(layout=..., documents=...)`, for models of Hugging Face and `sdpa_parallel`.
-    """
-
-    def __init__(self, owner: ContextParallel, shard: ShardedBatch, mask: AttentionMask, replaces: bool) -> None:
-        self.owner, self.mask, self.inputs_read = owner, mask, False
-        self._replaces_mask = replaces  # of the model, inside the block
-        self._shard, self._attended = shard, False
-        self._block: AbstractContextManager[None] | None = None
-
-    @property
-    def ids(self) -> Tensor:
-        """Token ids [B, T]."""
-        return self._shard.ids
-
-    @property
-    def position_ids(self) -> Tensor:
-        """Positions [B, T], counted from the start of each document."""
-        return self._shard.position_ids
-
-    @property
-    def labels(self) -> Tensor:
-        """Labels [B, T], shifted; -100 where there is none."""
-        return self._shard.labels
-
-    @property
-    def documents(self) -> Documents:
-        """Boundaries of the documents, in positions of the whole sequence."""
-        return self._shard.documents
-
-    @property
-    def layout(self) -> SequenceLayout:
-        """The layout of the sequence over all ranks of the method."""
-        return self._shard.layout
-
-    @property
-    def labelled(self) -> int:
-        """Number of labels that the loss is a mean over."""
-        return self._shard.labelled
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of a model of transformers, whose loss `cp.loss` takes as this rank's share."""
-        self.inputs_read = True
-        return self._shard.inputs
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: AttentionMask | None = None,
-        layout: SequenceLayout | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Returns attention [B, T, H, Dv] of this rank's queries over the whole sequence, under this batch's mask.
-
-        Activation checkpointing recomputes with this batch, also after the next one was sharded.
+        Packages that can prepare models declare a function as an entry point of the group "armillary.prepare", under
+        the name of the library: armillary-integrations does for transformers (`prepare_transformers`) and diffusers
+        (`prepare_diffusers`).
 
         Args:
-            mask: of one layer, instead of the batch's; the batch's documents are added to it.
-            layout: None, or that of the batch.
-            options: of the method, such as `scale`, `sinks` and `softcap`.
+            options: of that function.
 
         Raises:
-            ValueError: another layout; backward recomputes a call of another batch.
+            ValueError: no installed package prepares models of this library, or the model cannot be sharded.
         """
-        if layout is not None and layout != self.layout:
-            raise ValueError(f"layout={layout}: the batch was sharded by {self.layout}")
-        if not in_backward():
-            self._attended = True
-        elif not self._attended:
+        libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+        preparers = {point.name: point for point in entry_points(group=PREPARERS)}
+        point = next((preparers[name] for name in preparers if name in libraries), None)
+        if point is None:
             raise ValueError(
-                "activation checkpointing recomputes attention with the attend of a batch that no forward has used: "
-                "hand batch.attend to the model as an argument, instead of keeping it where the next batch replaces it"
+                f"no installed package prepares {type(model).__name__}; libraries of entry points {PREPARERS!r}: "
+                f"{sorted(preparers)}. Install armillary-integrations (again, if its entry points changed) for models "
+                "of transformers and diffusers; pass batch.attend to other models, or use sdpa_parallel or "
+                "ContextParallelStyle"
             )
-        own = self.mask if mask is None else with_documents(mask, self.mask.documents)
-        return self.owner.method(q, k, v, mask=own, layout=self.layout, **options)
-
-    def __enter__(self) -> Self:
-        if self._block is not None:
-            raise ValueError("this batch is entered already; use one `with` block at a time")
-        self._block = self._shard.sequence()
-        if self._replaces_mask:
-            padded = self._shard.attention_mask is not None
-            self._block = sequence(layout=self.layout, mask=self.mask, padded=padded)
-        self._block.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        block, self._block = self._block, None
-        assert block is not None
-        block.__exit__(*raised)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a scalar over ranks. Backward sums too: an average of the gradients is then the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, axes: list[Axis]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.axes = axes
-        return sum_over_axes(share.detach(), axes) if axes else share.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return sum_over_axes(gradient, ctx.axes), None
+        point.load()(model, self, **options)
+        return model

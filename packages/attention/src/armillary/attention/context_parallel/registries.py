@@ -15,54 +15,60 @@ class Registries(NamedTuple):
     masks: Any
 
     @staticmethod
-    def loaded() -> Registries | None:
-        """Those of the transformers that this process has imported, None if it has not."""
+    def imported() -> Registries | None:
+        """Returns the registries of transformers if this process has imported it, else None."""
         models, masks = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils"))
-        found = getattr(models, "ALL_ATTENTION_FUNCTIONS", None), getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
-        return None if found[0] is None or found[1] is None else Registries(*found)
+        attention_functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
+        mask_functions = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+        if attention_functions is None or mask_functions is None:
+            return None
+        return Registries(attention_functions, mask_functions)
 
 
 class Refusal:
-    """Stands in a registry for the function of one name, and refuses calls, until `end`."""
+    """Replaces the function of one name in a registry and raises ValueError when called, until `end`."""
 
-    def __init__(self, registry: Any, name: str, why: str) -> None:
-        self.registry, self.name, self.why, self.live = registry, name, why, True
+    def __init__(self, registry: Any, name: str, reason: str) -> None:
+        self.registry, self.name, self.reason, self.active = registry, name, reason, True
         self.function = registry[name]
         registry.register(name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.live:
+        if not self.active:
             return self.function(*args, **kwargs)
-        who = type(kwargs["config"] if "config" in kwargs else args[0]).__name__
-        raise ValueError(f"{who}: {self.why}")
+        caller = type(kwargs["config"] if "config" in kwargs else args[0]).__name__
+        raise ValueError(f"{caller}: {self.reason}")
 
     def end(self) -> None:
-        """Puts the function back; where another thread has put something in front meanwhile, lets calls through."""
-        self.live = False
+        """Restores the function. If another thread has replaced this object meanwhile, lets calls through instead."""
+        self.active = False
         if self.registry[self.name] is self:
             self.registry.register(self.name, self.function)
 
 
-def refuse_models(why: str) -> list[Refusal]:
-    """Refuses, until each is ended, what models of transformers call in order to attend, but for our own functions.
+def refuse_models(reason: str) -> list[Refusal]:
+    """Makes models of transformers raise when they attend, unless by our functions, until each refusal is ended.
 
-    A model makes its masks first, so that this is where most are refused; layers without a mask at their attention.
+    A model makes its masks first, so most are refused there; layers without a mask at their attention.
     """
-    found = Registries.loaded()
-    if found is None:
+    registries = Registries.imported()
+    if registries is None:
         return []
-    own = {name for name in found.attention if method_of_implementation(found.attention[name])}
-    return [Refusal(registry, name, why) for registry in found for name in registry.valid_keys() if name not in own]
+    functions = registries.attention
+    ours = {name for name in functions if method_of_implementation(functions[name])}
+    return [
+        Refusal(registry, name, reason) for registry in registries for name in registry.valid_keys() if name not in ours
+    ]
 
 
 class ShardedImplementation:
     """Base class of the implementations whose methods `register_transformers` puts into the registries."""
 
-    def __init__(self, attend: Method) -> None:
-        self.attend = attend
+    def __init__(self, method: Method) -> None:
+        self.method = method
 
 
 def method_of_implementation(function: Any) -> Method | None:
     """Returns the method behind a registered function of ours; None for other functions."""
     implementation = getattr(function, "__self__", None)
-    return implementation.attend if isinstance(implementation, ShardedImplementation) else None
+    return implementation.method if isinstance(implementation, ShardedImplementation) else None

@@ -24,38 +24,38 @@ from armillary.core.placements import dtensor_like, local_of
 
 
 class ContextParallelStyle(ParallelStyle):
-    """Has the `scaled_dot_product_attention` calls of a module attend over the whole sequence, from a shard of it.
+    """Routes a module's `scaled_dot_product_attention` calls through a context-parallel method.
 
-        parallelize_module(model, mesh["ring"], {"layers.*.attention": ContextParallelStyle(Ring(mesh["ring"]))})
+        style = ContextParallelStyle(cp.method, layout=cp.method.layout(length))
+        parallelize_module(model, mesh["ring"], {"layers.*.attention": style})
 
-        with sequence(layout=layout):
-            logits = model(layout.take(ids, attend.shard), positions=layout.positions(attend.shard))
+        batch = cp.shard(ids)
+        loss = cp.loss(model(batch.ids, batch.position_ids), batch)
 
-    Parameters stay as they are, so that torch's tensor-parallel styles and FSDP2 go around it. As each rank has its own
-    tokens, gradients of parameters are shares, to be summed over ranks: call `armillary.core.sum_gradients(model)`
-    after `fully_shard`.
+    Parameters stay as they are, so torch's tensor-parallel styles and FSDP2 apply as usual.
 
-    Tensors that enter the module hold this rank's tokens [B, T, ...], in the layout's order (`layout.take`, or
-    `distribute_sequence`). DTensors on the style's mesh, `Shard(1)` on all of it, enter as their local tensors, and
-    what the module returns then leaves as DTensors placed likewise, on the same mesh.
+    Tensors that enter the module hold this rank's tokens [B, T, ...], in the layout's order. DTensors on the style's
+    mesh, `Shard(1)` on all of it, enter as their local tensors; the module's outputs with as many tokens then leave as
+    DTensors with the same placements.
 
-    Not seen from a module, and so for the caller to get right: positions (a module's own `torch.arange(T)` are those of
-    a first shard: pass `layout.positions(attend.shard)`), and masks of its tokens alone (an `attn_mask` is of the
-    whole sequence, and in a graph refused; see `mask`).
+    A module does not show its positions: its own `torch.arange(T)` would be that of the first shard, so pass
+    `batch.position_ids`. An `attn_mask` must be of the whole sequence, and is refused in a graph; see `mask`.
 
     Activation checkpointing recomputes the module in backward. With `layout` that needs no block, unless documents or
-    a mask come from `sequence(...)`: then backward must run inside of that block, and is refused on a GPU, whose
-    autograd threads do not see it (give `mask`, or use `sdpa_parallel`).
+    a mask come from a `sequence` block (`with batch`): then call backward inside of it. On a GPU it is refused, because
+    autograd's threads do not see the block: give `mask`, or use `sdpa_parallel`.
 
     Args:
-        attend: the method, over axes of the mesh that `parallelize_module` is given.
-        layout: how the sequence is sharded; by default that of the `sequence(...)` around the call.
-        mask: replaces `is_causal`, for example by one with a window. Documents of `sequence(...)` are added to it.
+        attend: the method, over axes of the mesh that `parallelize_module` gets.
+        layout: layout of the sequence; by default that of the `sequence` block around the call.
+        mask: replaces `is_causal`, for example by one with a window. Documents of the block are added to it.
+
+    Bytes sent: those of the method.
 
     Raises:
         ValueError: no method or layout; at `parallelize_module`, a mesh with other axes than those of `attend`; at a
-            call as `sdpa_parallel`, a layout or documents that differ from those of `sequence(...)`, and DTensors that
-            are not `Shard(1)` on all of the mesh.
+            call as `sdpa_parallel`, a layout or documents that differ from those of the block, and DTensors that are
+            not `Shard(1)` on all of the mesh.
     """
 
     def __init__(
@@ -66,57 +66,57 @@ class ContextParallelStyle(ParallelStyle):
         check_layout("layout", layout)
         if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
-        self.attend, self.layout, self.mask = attend, layout, mask
+        self.method, self.layout, self.mask = attend, layout, mask
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._check_mesh(device_mesh)
         forward = unbound(module.forward)
-        routing = Routing(self.attend, self.layout, self.mask)
+        routing = Routing(self.method, self.layout, self.mask)
 
         @wraps(forward)
-        def over_all_shards(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            entered: list[DTensor] = []
-            args, kwargs = pytree.tree_map_only(DTensor, lambda x: local_part(x, device_mesh, entered), (args, kwargs))
-            routing.used, routing.beside = False, ""
+        def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inputs: list[DTensor] = []
+            args, kwargs = pytree.tree_map_only(DTensor, lambda x: to_local(x, device_mesh, inputs), (args, kwargs))
+            routing.used, routing.unrouted = False, ""
             with routing:
-                left = forward(own, *args, **kwargs)
+                out = forward(module, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                routing.check_used(f"{type(own).__name__}.forward under ContextParallelStyle")
-            return placed_as(entered[0], left) if entered else left
+                routing.check_used(f"{type(module).__name__}.forward under ContextParallelStyle")
+            return to_dtensors(out, inputs[0]) if inputs else out
 
-        module.forward = MethodType(over_all_shards, module)  # a copy of the module calls its own
+        module.forward = MethodType(forward_on_shards, module)  # bound, so that a copy of the module gets its own
         return module
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
-        wanted: Mapping[str, Axis] = {axis.name: axis for axis in self.attend.axes if axis.size > 1}
-        others = [name for i, name in enumerate(names) if mesh.size(i) > 1 and name not in wanted]
-        if others or any(name not in names for name in wanted):
+        axes: Mapping[str, Axis] = {axis.name: axis for axis in self.method.axes if axis.size > 1}
+        extra = [name for i, name in enumerate(names) if mesh.size(i) > 1 and name not in axes]
+        if extra or any(name not in names for name in axes):
             raise ValueError(
-                f"ContextParallelStyle({type(self.attend).__name__}) works on axes {tuple(wanted)}; "
-                f"parallelize_module was given a mesh with axes {names}: pass mesh[{', '.join(map(repr, wanted))}]"
+                f"ContextParallelStyle({type(self.method).__name__}) works on axes {tuple(axes)}; "
+                f"parallelize_module was given a mesh with axes {names}: pass mesh[{', '.join(map(repr, axes))}]"
             )
 
     def __repr__(self) -> str:
-        return f"ContextParallelStyle({type(self.attend).__name__}, layout={self.layout}, mask={self.mask})"
+        return f"ContextParallelStyle({type(self.method).__name__}, layout={self.layout}, mask={self.mask})"
 
 
-def local_part(x: DTensor, mesh: DeviceMesh, entered: list[DTensor]) -> Any:
-    """What this rank has of `x`, which is noted, if it is on this mesh; others stay DTensors, such as those of `tp`."""
+def to_local(x: DTensor, mesh: DeviceMesh, inputs: list[DTensor]) -> Any:
+    """Returns the local tensor of a DTensor on this mesh, which is added to `inputs`; others (of `tp`) unchanged."""
     if x.device_mesh != mesh:
         return x
-    if any(found != Shard(1) and mesh.size(i) > 1 for i, found in enumerate(x.placements)):
+    if any(placement != Shard(1) and mesh.size(i) > 1 for i, placement in enumerate(x.placements)):
         raise ValueError(f"{x.placements} on axes {mesh.mesh_dim_names}: tokens must be Shard(1) on all of them")
-    entered.append(x)
+    inputs.append(x)
     return local_of(x)
 
 
-def placed_as(like: DTensor, left: Any) -> Any:
-    """Tensors with as many tokens as this rank's part of `like` become DTensors placed as it is."""
+def to_dtensors(outputs: Any, like: DTensor) -> Any:
+    """Makes DTensors, placed as `like`, of the local tensors with as many tokens as its local tensor."""
     tokens = like.to_local().shape[1]
 
     def place(x: Any) -> Any:
-        sharded = isinstance(x, (nn.Parameter, DTensor)) or x.ndim < 2 or x.shape[1] != tokens
-        return x if sharded else dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
+        no_tokens = isinstance(x, (nn.Parameter, DTensor)) or x.ndim < 2 or x.shape[1] != tokens
+        return x if no_tokens else dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
 
-    return pytree.tree_map_only(torch.Tensor, place, left)
+    return pytree.tree_map_only(torch.Tensor, place, outputs)

@@ -5,6 +5,7 @@
     all_gather     [B, T, ...]  -> [B, N, ...]       all tokens; adjoint: reduce_scatter
     reduce_scatter [B, N, ...]  -> [B, T, ...]       own tokens of the sum; adjoint: all_gather
     merge_scatter  [B, N, H, D] -> [B, T, H, D]      own tokens of partial attention, merged by log-sum-exp
+    all_reduce     [...]        -> [...]             the sum on every rank; adjoint: all_reduce. Local tensors only
 
 N is the number of tokens of the whole axis, T that of this rank. On DTensors these are redistributions on the axis,
 with the placements, values and gradients of torch's `redistribute` where torch has the same one:
@@ -39,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.core import compat
 from armillary.core.collectives import compiled
 from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.all_reduce import start_all_reduce
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
 from armillary.core.collectives.autograd import check_dims, check_heads, linear, merge
 from armillary.core.collectives.collective import check_tokens, tokens_on
@@ -165,6 +167,27 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
     if torch.compiler.is_compiling():
         return compiled.reduce_scatter(x, along, sizes, dim)
     return linear(x, start_reduce_scatter, start_all_gather, along, tuple(sizes), dim)
+
+
+def all_reduce(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
+    """Sums a tensor over ranks: [...] -> [...], the same bits on every rank. Differentiable.
+
+    The gradient is summed over ranks too, because each rank's `x` is part of every rank's result. If all ranks
+    differentiate the same function of the sum, each gets C times the gradient of its `x`, and the average that FSDP2 or
+    DDP then takes over the ranks is the sum of their gradients.
+
+    Args:
+        x: local, of the same shape and dtype on each rank.
+        axis: a 1-D mesh of C ranks.
+
+    Bytes sent: 2 (C - 1) / C times those of `x`, kind "all_reduce"; backward the same.
+
+    Raises:
+        ValueError: `x` is no tensor, or a DTensor, whose `redistribute` sums `Partial()`.
+    """
+    if compat.is_dtensor(x):
+        raise ValueError(f"x is a DTensor {x.placements}: redistribute it from Partial() to Replicate()")
+    return linear(x, start_all_reduce, start_all_reduce, Axis.of(axis))
 
 
 def merge_scatter(

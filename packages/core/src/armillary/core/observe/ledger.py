@@ -15,7 +15,7 @@ from armillary.core.validation import check_choice
 Key = tuple[str, str, str]
 """(axis, kind, phase)."""
 
-KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
+KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 PHASES = ("forward", "backward")
 EXACT, UNITS = 15, 11
 NUMBERS = EXACT + 1 + UNITS
@@ -63,8 +63,9 @@ class CommLedger:
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
         """Returns the bytes sent on one axis, by one kind, in one phase ("forward", "backward"). None stands for all.
 
-        Kinds are "p2p", "all_to_all", "all_gather" and "reduce_scatter". A reduce-scatter is sent as an all-to-all and
-        summed by the receiver, in rank order and in float32 or wider.
+        Kinds are "p2p", "all_to_all", "all_gather", "reduce_scatter" and "all_reduce". A reduce-scatter is sent as an
+        all-to-all and summed by the receiver, in rank order and in float32 or wider. An all-reduce is the backend's
+        own; its bytes are those of a ring.
 
         Raises:
             ValueError: an unknown kind or phase, or an axis that is no string.

@@ -28,9 +28,9 @@ class Dispatched(TorchDispatchMode):
             ...
         assert dispatched.sent == Dispatched.of(ledger)
 
-    Kinds are those of the operations: "p2p", "all_to_all" and "all_gather". Other operations, such as all-reduces of
-    FSDP or DTensor, which a ledger does not count, have their own names and the bytes of their arguments. Our ops,
-    which torch shows to a mode as one call, run as their implementation. Autograd's threads inherit the mode.
+    Kinds are those of the operations: "p2p", "all_to_all", "all_gather" and "all_reduce". Other operations, such as
+    reduce-scatters of FSDP, which a ledger does not count, have their own names and the bytes of their arguments. Our
+    ops, which torch shows to a mode as one call, run as their implementation. Autograd's threads inherit the mode.
     """
 
     def __init__(self) -> None:
@@ -91,6 +91,11 @@ def all_gather_list(output: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor
     return Traffic(peers * sum(x.nbytes for x in tensors), peers)
 
 
+def all_reduce(tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Traffic:
+    ranks = compat.unboxed(boxed).size()
+    return Traffic(sum(2 * (ranks - 1) * x.nbytes // ranks for x in tensors), 2 * (ranks - 1))
+
+
 def handed_over(*args: Any) -> Traffic:
     return Traffic(sum(x.nbytes for x in _tensors(args)), 1)
 
@@ -110,5 +115,6 @@ KINDS: dict[str, tuple[str, Callable[..., Traffic]]] = {
     "c10d::alltoall_base_": ("all_to_all", all_to_all),
     "c10d::_allgather_base_": ("all_gather", all_gather),
     "c10d::allgather_": ("all_gather", all_gather_list),
+    "c10d::allreduce_": ("all_reduce", all_reduce),
 }
 """For each operation its kind and the function that counts its arguments."""

@@ -1,8 +1,4 @@
-"""Transformers of diffusers (Flux, Qwen-Image, SD3, Wan) whose tokens are sharded over ranks, called as on one device.
-
-Whole tensors go in and come out. Between, each rank has a piece of the image's tokens and one of the text's: a `Plan`
-says where they are cut. Nothing there is causal, so that each token may have any position as long as all keys are seen.
-"""
+"""Context parallelism inside transformers of diffusers: whole tensors in, the whole output out."""
 
 from __future__ import annotations
 
@@ -16,116 +12,127 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from armillary.attention import ContextParallel, Method
 from armillary.attention.context_parallel.sdpa import unbound
-from armillary.attention.context_parallel.sequence import check_method
-from armillary.attention.methods.base import Method
 from armillary.core.validation import check_tensor
 from armillary.integrations.diffusers.checks import (
     MARK,
+    check_equal_over_ranks,
     check_model,
     check_modules,
     check_options,
     check_processor,
     check_unchanged,
-    compare_over_ranks,
-    learned,
+    trained_parameters,
 )
-from armillary.integrations.diffusers.plans import Plan, Split, changed_modules, named
+from armillary.integrations.diffusers.plans import Plan, Split, changed_modules, modules_named
 from armillary.integrations.diffusers.streams import (
-    FINDS_STREAMS,
+    KEEPS_STREAMS,
+    ForwardState,
     JointRouting,
-    Running,
     Streams,
-    recomputing,
+    keep_streams,
 )
 
+Hook = Callable[..., Any]
 
-def parallelize_diffusers(model: nn.Module, attend: Method, *, compare: bool = True) -> None:
-    """Shards the tokens of a transformer of diffusers over the ranks of `attend`, inside the model, in place.
 
-        parallelize_diffusers(model, attend)  # FluxTransformer2DModel, or a pipeline's `transformer`
+def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = True) -> None:
+    """Shards the tokens of a transformer of diffusers inside the model, in place; `ContextParallel.prepare` calls it.
+
+        cp = ContextParallel("token_ring", mesh)
+        cp.prepare(model)  # FluxTransformer2DModel, or a pipeline's `transformer`
         for block in (*model.transformer_blocks, *model.single_transformer_blocks, model):
             fully_shard(block, mesh=ranks)
-        sum_gradients(model)  # from armillary.core: FSDP2 averages gradients, and these are shares of one
 
         loss = F.mse_loss(model(noisy, ...).sample, target)  # whole tensors in, the whole output out, on every rank
-        loss.backward()
+        loss.backward()  # FSDP2 and DDP average: gradients are those of the whole loss
 
-    The model is called as on one device: every rank gives the same whole tensors (images, noise, timesteps, text) and
-    gets the whole output, and so the whole loss. A rank's gradients, of parameters and of inputs, are its tokens' share
-    of the gradient, to be summed over ranks.
+    The model is called as on one device: every rank passes the same whole tensors (images, noise, timesteps, text) and
+    gets the whole output, and so the whole loss. Gradients are right after averaging over ranks, by FSDP2, DDP or
+    `cp.reduce_gradients(model)`; those of inputs are averaged with `dist.all_reduce`.
 
-    Flux and SD3 attend with image and text together, Qwen-Image with the text's padding left out
-    (`encoder_hidden_states_mask`, ones and then zeros); Wan attends to the video's tokens, and each rank has all keys
-    of the text (and of a first image). Any number of tokens will do, but for an image with fewer than there are ranks.
+    Flux and SD3 attend to image and text together; Qwen-Image leaves padding of the text out
+    (`encoder_hidden_states_mask`, ones and then zeros); Wan attends to the tokens of the video, and each rank has all
+    keys of the text (and of a first image). Any number of tokens is accepted; an image needs at least one per rank.
 
-    Gradient checkpointing is the model's own, `model.enable_gradient_checkpointing()`. Adapters (LoRA) come before
-    this, FSDP2 and torch.compile after it. Kernels are those of `attend`: leave diffusers' attention backends and its
-    own context parallelism (`enable_parallelism`) out.
+    Gradient checkpointing is the model's own, `model.enable_gradient_checkpointing()`. Add adapters (LoRA) before,
+    FSDP2 and torch.compile after. The method chooses kernels: do not use diffusers' attention backends or its own
+    context parallelism (`enable_parallelism`).
+
+    Bytes sent, beside those of the method: the output's `all_gather`, its gradient's `reduce_scatter`, and two integers
+    for each compared value.
 
     Args:
-        compare: whether ranks compare what the model is given, at every call (and what of its parameters learns, at
-            the first): 8 bytes are sent for each argument, but all of it is read on the host.
+        compare: ranks compare the arguments of every call, and trained parameters at the first; this reads all of them
+            on the host.
 
     Raises:
-        ValueError: a model of another class, or with attention of another kind (IP-Adapter); one that is parallelized
-            already; a method whose axes are unknown. At a call: dropout, caches and other hooks of diffusers that look
-            at a rank's tokens, a text mask with holes, options for processors but LoRA's scale, tokens that do not fit
-            or are fewer than ranks, a processor or module that was put in later; arguments that differ between ranks.
+        ValueError: a model of another class, or with attention of another kind (IP-Adapter); a model that is prepared
+            already. At a call: dropout, caches and other hooks of diffusers that look at a rank's tokens, a text mask
+            with holes, options for processors other than LoRA's scale, tensors of other lengths, fewer tokens than
+            ranks, a processor or module that was replaced; arguments that differ between ranks.
     """
-    check_method(attend)
-    plan, running = Plan.of(model), Running(attend)
-    check_model(model, plan, attend)
-    for pattern, arguments in plan.arguments.items():
-        for _, module in named(model, pattern) if pattern else []:
-            module.register_forward_pre_hook(_taking(module, arguments, running), with_kwargs=True)
+    plan, state = Plan.of(model), ForwardState(cp.method)
+    check_model(model, plan)
+    for pattern, splits in plan.arguments.items():
+        for _, module in modules_named(model, pattern) if pattern else []:
+            module.register_forward_pre_hook(_shard_arguments_hook(module, splits, state), with_kwargs=True)
     for pattern, splits in plan.results.items():
-        for _, module in named(model, pattern):
-            module.register_forward_hook(_taking_results(splits, running))
+        for _, module in modules_named(model, pattern):
+            module.register_forward_hook(_shard_results_hook(splits, state))
     for pattern, order in plan.attention.items():
-        for name, module in named(model, pattern):
-            _route(name, module, JointRouting(running, order), plan)
-    for _, module in named(model, plan.output):
-        module.register_forward_hook(_gathering(running))
+        for name, module in modules_named(model, pattern):
+            _route_attention(name, module, JointRouting(state, order), plan)
+    for _, module in modules_named(model, plan.output):
+        module.register_forward_hook(lambda _, __, out: state.streams().gather(out))
     for _, module in changed_modules(model, plan):
         setattr(module, MARK, True)
-    _run_sharded(model, plan, running, compare)
+    _wrap_forward(model, plan, state, compare)
 
 
-def _run_sharded(model: nn.Module, plan: Plan, running: Running, compare: bool) -> None:
-    """Has the model's forward begin with whole arguments, and know its streams. Never part of a compiled graph."""
-    forward, names = unbound(model.forward), _parameters(model)
+def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bool) -> None:
+    """Wraps the model's forward: checks whole arguments, shards them, and runs the modules with their streams.
+
+    The wrapper is never part of a compiled graph.
+    """
+    forward, names = unbound(model.forward), _parameter_names(model)
     changed = [name for name, _ in changed_modules(model, plan)]
 
     @torch.compiler.disable
-    def begin(own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        check_unchanged(own, changed)
-        check_modules(own)
-        check_options(given.get(plan.options), plan)
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        check_unchanged(module, changed)
+        check_modules(module)
+        check_options(arguments.get(plan.options), plan)
         if compare:
-            compare_over_ranks(given if running.begun else {**given, **learned(own)}, running.attend)
-        running.begun = True
-        streams = _streams(own, given, plan, running.attend)
-        _keep_streams(own, running)
-        changes = {name: _taker(split, streams) for name, split in plan.arguments.get("", {}).items()}
+            weights = {} if state.compared_weights else trained_parameters(module)
+            check_equal_over_ranks({**arguments, **weights}, state.method)
+        state.compared_weights = True
+        streams = _make_streams(module, arguments, plan, state.method)
+        # diffusers may set its checkpointing function at any time before the call.
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and not hasattr(checkpoint, KEEPS_STREAMS):
+            module._gradient_checkpointing_func = keep_streams(checkpoint, state)  # pyright: ignore[reportArgumentType]
+        changes = {name: _shard_function(split, streams) for name, split in plan.arguments.get("", {}).items()}
         if plan.text_mask:
-            changes[plan.text_mask] = lambda _: None  # the streams have it
-        return streams, *_changed(names, args, kwargs, changes)
+            changes[plan.text_mask] = lambda _: None  # padding is in the documents of the streams
+        return streams, *_change_arguments(names, args, kwargs, changes)
 
     @wraps(forward)
-    def over_all_shards(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        streams, args, kwargs = begin(own, args, kwargs)  # pyright: ignore[reportCallIssue] - not known to disable
-        with running.within(streams):
-            return forward(own, *args, **kwargs)
+    def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # pyright does not know the signature that `disable` keeps.
+        streams, args, kwargs = start(module, args, kwargs)  # pyright: ignore[reportCallIssue]
+        with state.running(streams):
+            return forward(module, *args, **kwargs)
 
-    model.forward = MethodType(torch.compiler.disable(over_all_shards, recursive=False), model)
+    model.forward = MethodType(torch.compiler.disable(forward_on_shards, recursive=False), model)
 
 
-def _streams(model: Any, given: Mapping[str, Any], plan: Plan, attend: Method) -> Streams:
-    """The streams of a call, from the shapes of what is given: tokens [B, N, C], or an image that is cut in patches."""
-    image: Any = given.get("hidden_states")
-    text: Any = given.get("encoder_hidden_states")
+def _make_streams(model: Any, arguments: Mapping[str, Any], plan: Plan, method: Method) -> Streams:
+    """Returns the streams of a call, from the shapes of its arguments: tokens [B, N, C], or an image cut in patches."""
+    image: Any = arguments.get("hidden_states")
+    text: Any = arguments.get("encoder_hidden_states")
     check_tensor("hidden_states", image)
     check_tensor("encoder_hidden_states", text)
     tokens = image.shape[1]
@@ -133,37 +140,31 @@ def _streams(model: Any, given: Mapping[str, Any], plan: Plan, attend: Method) -
         size, patch = image.shape[2:], model.config.patch_size
         patch = patch if isinstance(patch, Sequence) else [patch] * len(size)
         tokens = prod(length // step for length, step in zip(size, patch, strict=True))
-    mask = given.get(plan.text_mask) if plan.text_mask else None
-    return Streams(attend, tokens, text.shape[1], plan.attention.values(), mask)
+    mask = arguments.get(plan.text_mask) if plan.text_mask else None
+    return Streams(method, tokens, text.shape[1], plan.attention.values(), mask)
 
 
-def _keep_streams(model: Any, running: Running) -> None:
-    """Has blocks that are run again in backward find these streams; diffusers may set its function at any time."""
-    checkpoint = getattr(model, "_gradient_checkpointing_func", None)
-    if checkpoint is not None and not hasattr(checkpoint, FINDS_STREAMS):
-        model._gradient_checkpointing_func = recomputing(checkpoint, running)
+def _shard_function(split: Split, streams: Streams) -> Callable[[Any], Any]:
+    return lambda value: streams.take(split, value)
 
 
-def _taker(split: Split, streams: Streams) -> Callable[[Any], Any]:
-    return lambda whole: streams.take(split, whole)
-
-
-def _taking(module: nn.Module, splits: Mapping[str, Split], running: Running) -> Callable[..., Any]:
-    """A hook that hands a module this rank's pieces of some arguments."""
-    names = _parameters(module)
+def _shard_arguments_hook(module: nn.Module, splits: Mapping[str, Split], state: ForwardState) -> Hook:
+    """Returns a pre-forward hook that replaces whole arguments by this rank's pieces."""
+    names = _parameter_names(module)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        streams = running.now()
-        return _changed(names, args, kwargs, {name: _taker(split, streams) for name, split in splits.items()})
+        streams = state.streams()
+        changes = {name: _shard_function(split, streams) for name, split in splits.items()}
+        return _change_arguments(names, args, kwargs, changes)
 
     return hook
 
 
-def _taking_results(splits: tuple[Split, ...], running: Running) -> Callable[..., Any]:
-    """A hook that takes this rank's pieces of what a module returns."""
+def _shard_results_hook(splits: tuple[Split, ...], state: ForwardState) -> Hook:
+    """Returns a forward hook that replaces whole results by this rank's pieces."""
 
     def hook(_: nn.Module, __: Any, out: Any) -> Any:
-        streams = running.now()
+        streams = state.streams()
         if isinstance(out, Tensor):
             return streams.take(splits[0], out)
         return tuple(streams.take(split, x) for split, x in zip(splits, out, strict=True))
@@ -171,45 +172,36 @@ def _taking_results(splits: tuple[Split, ...], running: Running) -> Callable[...
     return hook
 
 
-def _gathering(running: Running) -> Callable[..., Tensor]:
-    """A hook that makes the whole image of this rank's piece, which a module returns."""
-
-    def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return running.now().gather(out)
-
-    return hook
-
-
-def _route(name: str, module: Any, routing: JointRouting, plan: Plan) -> None:
-    """Has a module's attention see all tokens of its streams."""
+def _route_attention(name: str, module: Any, routing: JointRouting, plan: Plan) -> None:
+    """Wraps a module's forward: its attention sees all tokens of its streams."""
     forward = unbound(module.forward)
 
     @wraps(forward)
-    def over_all_shards(own: Any, *args: Any, **kwargs: Any) -> Any:
-        check_processor(name, own, plan)
-        routing.used, routing.beside = False, ""
+    def forward_on_shards(module: Any, *args: Any, **kwargs: Any) -> Any:
+        check_processor(name, module, plan)
+        routing.used, routing.unrouted = False, ""
         with routing:
-            out = forward(own, *args, **kwargs)
+            out = forward(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            routing.check_used(f"{name}, whose attention backend is to be diffusers' native one,")
+            routing.check_used(f"{name}, which needs diffusers' native attention backend,")
         return out
 
-    module.forward = MethodType(over_all_shards, module)
+    module.forward = MethodType(forward_on_shards, module)
 
 
-def _parameters(module: nn.Module) -> tuple[str, ...]:
-    """The names of what a module's forward takes."""
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters of a module's forward."""
     return tuple(signature(type(module).forward).parameters)[1:]
 
 
-def _changed(
+def _change_arguments(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, some of them changed, in the order of `changes`."""
+    """Applies functions to the arguments of a call that have these names, if they are passed."""
     positional, kwargs = list(args), dict(kwargs)
     for name, change in changes.items():
         if name in kwargs:
             kwargs[name] = change(kwargs[name])
-        elif (place := names.index(name)) < len(args):
-            positional[place] = change(args[place])
+        elif (index := names.index(name)) < len(args):
+            positional[index] = change(args[index])
     return tuple(positional), kwargs

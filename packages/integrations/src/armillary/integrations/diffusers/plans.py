@@ -1,4 +1,4 @@
-"""Where whole tensors become this rank's in transformers of diffusers, and which of their attention sees all tokens."""
+"""Plans of diffusers' transformers: where whole tensors become this rank's, and the attention that sees all tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Split(NamedTuple):
-    """Tokens of `stream` are on `dim`; a tensor without this dim has none, and stays whole."""
+    """A tensor with the tokens of `stream` on `dim`; a tensor without this dim has none and stays whole."""
 
     stream: str
     dim: int = -2
@@ -20,16 +20,17 @@ IMAGE, TEXT = Split("image"), Split("text")
 
 @dataclass(frozen=True)
 class Plan:
-    """How one class of models is sharded. Modules are named by patterns, in which `*` is any one part of a name.
+    """The sharding of one class of models. Modules are named by patterns, in which `*` is one part of a name.
 
     Args:
-        attention: modules that attend to all tokens -> the streams that they attend with, as a rank concatenates them.
-        processors: which of diffusers' processors are known to attend once, to these tokens alone.
-        arguments: module -> its arguments that are whole and become this rank's; "" is the model.
-        results: module -> what it returns that is whole and becomes this rank's.
-        whole_keys: modules whose keys every rank has, so that each attends by itself.
-        text_mask: the model's argument that says which text is padding.
-        options: the model's argument with what goes to processors.
+        attention: modules that attend to all tokens -> their streams, in the order in which a rank concatenates them.
+        processors: diffusers' attention processors that attend once, to these tokens alone.
+        arguments: module -> its whole arguments to shard; "" is the model.
+        results: module -> its whole results to shard.
+        whole_keys: modules whose keys are whole on every rank, so that each attends by itself.
+        text_mask: the model's argument that marks padding of the text.
+        options: the model's argument with options for processors.
+        output: the module whose output is gathered.
     """
 
     attention: dict[str, tuple[str, ...]]
@@ -43,16 +44,18 @@ class Plan:
 
     @staticmethod
     def of(model: nn.Module) -> Plan:
-        """The plan of a model's class, or of one of diffusers' that it extends without a forward of its own.
+        """Returns the plan of a model's class, or of the diffusers class whose forward it inherits.
 
         Raises:
             ValueError: there is none.
         """
-        for part in type(model).__mro__:
-            known = PLANS.get(part.__name__) if part.__module__.startswith("diffusers.") else None
-            if known is not None and type(model).forward is part.forward:
-                return known
-        raise ValueError(f"{type(model).__name__} cannot be sharded so; of diffusers' transformers, {', '.join(PLANS)}")
+        for base in type(model).__mro__:
+            plan = PLANS.get(base.__name__) if base.__module__.startswith("diffusers.") else None
+            if plan is not None and type(model).forward is base.forward:
+                return plan
+        raise ValueError(
+            f"{type(model).__name__} cannot be sharded; of diffusers' transformers, {', '.join(PLANS)} can"
+        )
 
 
 PLANS = {
@@ -100,26 +103,26 @@ PLANS = {
         whole_keys=("blocks.*.attn2",),
     ),
 }
-"""By the name of diffusers' class."""
+"""Plans by the name of diffusers' class."""
 
 
-def named(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a pattern names, with their names."""
+def modules_named(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """Returns the modules that a pattern names, with their names. The empty pattern names the model."""
     parts = pattern.split(".") if pattern else []
-    return [(name, module) for name, module in model.named_modules() if _fits(name, parts)]
+    return [(name, module) for name, module in model.named_modules() if _matches(name, parts)]
+
+
+def _matches(name: str, pattern: list[str]) -> bool:
+    parts = name.split(".") if name else []
+    return len(parts) == len(pattern) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True))
 
 
 def changed_modules(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    """The modules that a plan makes changes to, the model itself last."""
+    """Returns the modules that a plan changes, the model itself last."""
     patterns = [pattern for pattern in (*plan.arguments, *plan.results, *plan.attention, plan.output) if pattern]
-    return [*(found for pattern in patterns for found in named(model, pattern)), ("", model)]
-
-
-def _fits(name: str, parts: list[str]) -> bool:
-    found = name.split(".") if name else []
-    return len(found) == len(parts) and all(part in ("*", own) for part, own in zip(parts, found, strict=True))
+    return [*(module for pattern in patterns for module in modules_named(model, pattern)), ("", model)]
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:
-    """All modules of a model that attend, as diffusers tells them: those that have a processor."""
+    """Returns the modules of a model that attend: in diffusers, those with a processor."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "get_processor")}

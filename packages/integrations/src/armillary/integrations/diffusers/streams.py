@@ -1,4 +1,4 @@
-"""Streams of tokens, the image's and the text's: which piece of each this rank has, while a model of diffusers runs."""
+"""Token streams, image and text: the piece of each on this rank while a model of diffusers runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from armillary.attention.context_parallel.packing import axes
+from armillary.attention.context_parallel.communication import method_axes
 from armillary.attention.context_parallel.sdpa import Routing
 from armillary.attention.context_parallel.sequence import Sharding
 from armillary.attention.mask import AttentionMask
@@ -23,45 +23,46 @@ from armillary.integrations.diffusers.plans import Split
 
 
 class Streams:
-    """The streams of one forward of a model. All that its modules ask is found beforehand: compiled graphs read it.
+    """The streams of one forward of a model. Compiled graphs read it, so everything is computed before they run.
 
     Args:
-        image, text: how many tokens each has.
-        orders: in which modules hold them; see `Plan.attention`.
-        text_mask: [B, text], which text is to be seen; the rest is padding.
+        image, text: number of tokens of each.
+        orders: the orders in which modules concatenate them; see `Plan.attention`.
+        text_mask: [B, text], True for visible text; the remainder is padding.
 
     Raises:
         ValueError: an image with fewer tokens than there are ranks; a mask of another length, or with holes.
     """
 
     def __init__(
-        self, attend: Method, image: int, text: int, orders: Iterable[tuple[str, ...]], text_mask: Tensor | None = None
+        self, method: Method, image: int, text: int, orders: Iterable[tuple[str, ...]], text_mask: Tensor | None = None
     ) -> None:
-        if image < attend.shards:
-            raise ValueError(f"{image} tokens of the image on {attend.shards} ranks: each needs at least one")
+        if image < method.shards:
+            raise ValueError(f"{image} tokens of the image on {method.shards} ranks: each needs at least one")
         if text_mask is not None and text_mask.shape[-1] != text:
-            raise ValueError(f"a mask {tuple(text_mask.shape)} for {text} tokens of the text: both must have as many")
-        self.attend, self.lengths = attend, {"image": image, "text": text}
-        self.sizes = [len(piece) for piece in pieces(image, text, attend.shards)["image"]]
-        self.mine = {stream: held[attend.shard] for stream, held in pieces(image, text, attend.shards).items()}
-        seen = None if text_mask is None else seen_text(text_mask)
-        self.shardings = {order: self._sharding(order, seen) for order in orders}
+            raise ValueError(f"a mask {tuple(text_mask.shape)} for {text} tokens of the text: lengths must be equal")
+        self.method, self.lengths = method, {"image": image, "text": text}
+        pieces = cut_streams(image, text, method.shards)
+        self.image_sizes = [len(piece) for piece in pieces["image"]]
+        self.local_pieces = {stream: ranks[method.shard] for stream, ranks in pieces.items()}
+        visible = None if text_mask is None else visible_text(text_mask)
+        self.shardings = {order: self._sharding(order, visible) for order in orders}
 
-    def _sharding(self, order: tuple[str, ...], seen: list[int] | None) -> Sharding:
-        """Returns the sharding of the tokens of these streams, in the order in which each rank holds them.
+    def _sharding(self, order: tuple[str, ...], visible: list[int] | None) -> Sharding:
+        """Returns the sharding of the tokens of these streams, in the order in which each rank concatenates them.
 
-        Text comes last in positions, so that padding is one more document, at the end, which nothing else sees.
+        Text has the last positions, so that padding is one more document, at the end, which no other token sees.
         """
         image, text = self.lengths["image"], self.lengths["text"] if "text" in order else 0
-        layout = joint_layout(image, text, order, self.attend.shards)
-        if seen is None or not text:
+        layout = joint_layout(image, text, order, self.method.shards)
+        if visible is None or not text:
             return Sharding(layout)
-        rows = [(0, image + shown, image + text) if shown < text else (0, image + text) for shown in seen]
+        rows = [(0, image + count, image + text) if count < text else (0, image + text) for count in visible]
         return Sharding(layout, AttentionMask(documents=rows).documents)
 
-    def take(self, split: Split, whole: Any) -> Any:
-        """This rank's piece of a tensor, or of each tensor of a list."""
-        return pytree.tree_map_only(Tensor, lambda x: self._piece(split, x), whole)
+    def take(self, split: Split, value: Any) -> Any:
+        """Returns this rank's piece of a whole tensor, or of each tensor in a nested value."""
+        return pytree.tree_map_only(Tensor, lambda x: self._piece(split, x), value)
 
     def _piece(self, split: Split, x: Tensor) -> Tensor:
         if not -x.ndim <= split.dim < x.ndim:
@@ -69,124 +70,130 @@ class Streams:
         if x.shape[split.dim] != self.lengths[split.stream]:
             raise ValueError(
                 f"a tensor {tuple(x.shape)} with {x.shape[split.dim]} tokens of the {split.stream}, which has "
-                f"{self.lengths[split.stream]}: all must have as many, whole on every rank"
+                f"{self.lengths[split.stream]}: tensors must be whole on every rank"
             )
-        piece = self.mine[split.stream]
-        return x.narrow(split.dim, piece.start, len(piece)).clone()  # a view would keep all of it
+        piece = self.local_pieces[split.stream]
+        return x.narrow(split.dim, piece.start, len(piece)).clone()  # a view would keep the whole tensor alive
 
     def gather(self, x: Tensor, dim: int = -2) -> Tensor:
-        """The whole image, on every rank, of its tokens. A rank's gradient is that of its own tokens: a share."""
-        sizes, shard = self.sizes, self.attend.shard
+        """Gathers the image: [..., T, C] of this rank -> [..., N, C] on every rank. Gradients are summed over ranks.
+
+        Every rank computes the loss of the whole output, so the sum is P times the gradient of one loss, and averaging
+        gradients of parameters over ranks gives those of one rank with whole images.
+
+        Bytes sent: those of `all_gather`, and in backward of `reduce_scatter`, on each axis of the method.
+        """
+        sizes, shard = self.image_sizes, self.method.shard
         if x.shape[dim] != sizes[shard]:
-            raise ValueError(f"{x.shape[dim]} tokens of the image have come out of {sizes[shard]}")
-        for axis in axes(self.attend) or []:  # innermost first
-            ranks = sizes[shard // axis.size * axis.size :][: axis.size]
-            parts = list(all_gather(x.detach(), axis, sizes=ranks, dim=dim % x.ndim).split(ranks, dim))
-            parts[shard % axis.size] = x
-            x = torch.cat(parts, dim)
+            raise ValueError(f"the model returned {x.shape[dim]} tokens of the image; this rank has {sizes[shard]}")
+        for axis in method_axes(self.method):  # innermost first: neighbours in the layout are ranks of the first axis
+            group_sizes = sizes[shard // axis.size * axis.size :][: axis.size]
+            x = all_gather(x, axis, sizes=group_sizes, dim=dim % x.ndim)
             sizes = [sum(sizes[i : i + axis.size]) for i in range(0, len(sizes), axis.size)]
             shard //= axis.size
         return x
 
 
 @lru_cache(maxsize=256)
-def pieces(image: int, text: int, shards: int) -> dict[str, list[range]]:
-    """Which tokens of an image and of a text each rank has: of the image, and of both together, as evenly as possible.
+def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
+    """Returns the tokens of image and text on each rank. Image tokens, and both together, are cut evenly.
 
-    So no rank has two more than another, and methods that divide heads find the sizes that they cut. Text may be
-    shorter than there are ranks.
+    Then no rank has two more tokens than another, and methods that divide heads get the sizes that they cut themselves.
+    Text may be shorter than the number of ranks.
     """
-    of_image = cut(range(image), shards)
-    sizes = [len(both) - len(own) for both, own in zip(cut(range(image + text), shards), of_image, strict=True)]
-    ends = list(accumulate(sizes, initial=0))
-    return {"image": of_image, "text": [range(*ends[shard : shard + 2]) for shard in range(shards)]}
+    image_pieces = cut(range(image), shards)
+    text_sizes = [
+        len(both) - len(piece) for both, piece in zip(cut(range(image + text), shards), image_pieces, strict=True)
+    ]
+    ends = list(accumulate(text_sizes, initial=0))
+    return {"image": image_pieces, "text": [range(*ends[shard : shard + 2]) for shard in range(shards)]}
 
 
 @lru_cache(maxsize=256)
 def joint_layout(image: int, text: int, order: tuple[str, ...], shards: int) -> SequenceLayout:
-    """Positions are those of the image and then of the text; each rank has its piece of each, in this order."""
-    found, start = pieces(image, text, shards), {"image": 0, "text": image}
-    runs = ([(start[stream], found[stream][shard]) for stream in order] for shard in range(shards))
-    return SequenceLayout([[range(at + run.start, at + run.stop) for at, run in shard] for shard in runs])
+    """Returns the layout of image and text in one sequence, image first; each rank has its pieces in this order."""
+    pieces, offsets = cut_streams(image, text, shards), {"image": 0, "text": image}
+    runs = ([(offsets[stream], pieces[stream][shard]) for stream in order] for shard in range(shards))
+    return SequenceLayout([[range(offset + run.start, offset + run.stop) for offset, run in shard] for shard in runs])
 
 
-def seen_text(mask: Tensor) -> list[int] | None:
-    """How many tokens of each row of a mask [B, N] are to be seen, which must be the first ones; None if all are.
+def visible_text(mask: Tensor) -> list[int] | None:
+    """Returns the number of visible tokens in each row of a mask [B, N], which must be the first ones; None for all.
 
     Raises:
-        ValueError: hidden tokens before others that are seen.
+        ValueError: hidden tokens before visible ones.
     """
-    seen = mask.bool().long()
-    counts = seen.sum(-1)
-    first = torch.arange(mask.shape[-1], device=mask.device) < counts[:, None]
-    if not bool((first == mask.bool()).all()):
+    visible = mask.bool()
+    counts = visible.long().sum(-1)
+    leading = torch.arange(mask.shape[-1], device=mask.device) < counts[:, None]
+    if not bool((leading == visible).all()):
         raise ValueError(
-            f"a mask {tuple(mask.shape)} that hides text before text that is to be seen: pad on the right, so that "
-            "each row is ones and then zeros"
+            f"a mask {tuple(mask.shape)} that hides text before text that is visible: pad on the right, so that each "
+            "row is ones and then zeros"
         )
-    return None if bool(seen.all()) else counts.tolist()
+    return None if bool(visible.all()) else counts.tolist()
 
 
-class Running:
-    """What the modules of one model share: the streams of the forward that runs, or is run again in backward."""
+class ForwardState:
+    """State that the modules of one model share: the streams of the forward that runs, or is recomputed in backward."""
 
-    def __init__(self, attend: Method) -> None:
-        self.attend, self.begun = attend, False
-        self.streams: Streams | None = None
+    def __init__(self, method: Method) -> None:
+        self.method, self.compared_weights = method, False
+        self._streams: Streams | None = None
 
     @contextmanager
-    def within(self, streams: Streams | None) -> Generator[None]:
-        """Has a forward's modules find its streams."""
-        before, self.streams = self.streams, streams
+    def running(self, streams: Streams | None) -> Generator[None]:
+        """Context of a forward with these streams."""
+        outer, self._streams = self._streams, streams
         try:
             yield
         finally:
-            self.streams = before
+            self._streams = outer
 
-    def now(self) -> Streams:
-        """The streams of the forward that runs.
+    def streams(self) -> Streams:
+        """Returns the streams of the running forward.
 
         Raises:
-            ValueError: none does.
+            ValueError: no forward is running.
         """
-        if self.streams is None:
+        if self._streams is None:
             raise ValueError(
-                "a part of the model runs while its forward does not, so that it is not known how tokens are sharded; "
-                "call the whole model, and recompute activations by model.enable_gradient_checkpointing()"
+                "a part of the model runs outside of the model's forward, so its tokens cannot be sharded; call the "
+                "whole model, and recompute activations by model.enable_gradient_checkpointing()"
             )
-        return self.streams
+        return self._streams
 
 
 class JointRouting(Routing):
-    """Routes the attention of one module to all tokens of its streams."""
+    """Routes the attention of one module over all tokens of its streams."""
 
-    def __init__(self, running: Running, order: tuple[str, ...]) -> None:
-        super().__init__(running.attend)
-        self.running, self.order = running, order
+    def __init__(self, state: ForwardState, order: tuple[str, ...]) -> None:
+        super().__init__(state.method)
+        self.state, self.order = state, order
 
     def block(self) -> Sharding:
-        return self.running.now().shardings[self.order]
+        return self.state.streams().shardings[self.order]
 
 
-def recomputing(checkpoint: Callable[..., Any], running: Running) -> Callable[..., Any]:
-    """A checkpointing function of diffusers whose recomputation, in backward, finds the streams of its forward."""
+def keep_streams(checkpoint: Callable[..., Any], state: ForwardState) -> Callable[..., Any]:
+    """Wraps a checkpointing function of diffusers: backward recomputes a block with the streams of its forward."""
 
     def checkpointed(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(_Within(block, running, running.now()), *args, **kwargs)
+        return checkpoint(_BlockWithStreams(block, state, state.streams()), *args, **kwargs)
 
-    setattr(checkpointed, FINDS_STREAMS, True)
+    setattr(checkpointed, KEEPS_STREAMS, True)
     return checkpointed
 
 
-FINDS_STREAMS = "armillary_finds_streams"
+KEEPS_STREAMS = "armillary_keeps_streams"
 
 
-class _Within:
-    """A block that is called as itself, or by its `__call__`, as diffusers does."""
+class _BlockWithStreams:
+    """A block that runs with the streams of one forward. A class, because diffusers calls `block.__call__`."""
 
-    def __init__(self, block: Callable[..., Any], running: Running, streams: Streams) -> None:
-        self.block, self.running, self.streams = block, running, streams
+    def __init__(self, block: Callable[..., Any], state: ForwardState, streams: Streams) -> None:
+        self.block, self.state, self.streams = block, state, streams
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.running.within(self.streams):
+        with self.state.running(self.streams):
             return self.block(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
-A model first makes a mask for each kind of layer, then hands it to every layer of the kind. Ours is a `ShardMask`: it
-takes along what `sequence` says at that moment, so that a layer recomputed in backward, in any thread, finds it.
+A model first makes a mask for each kind of layer, then passes it to every layer of the kind. Ours is a `ShardMask`,
+which carries the contents of the `sequence` block, so that a layer recomputed in backward, in any thread, has them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from armillary.attention.context_parallel.packing import gather
+from armillary.attention import ContextParallel, Method
+from armillary.attention.context_parallel.communication import gather_integers
 from armillary.attention.context_parallel.registries import ShardedImplementation
 from armillary.attention.context_parallel.sequence import Sharding, check_method, current
-from armillary.attention.methods.base import Method
-from armillary.integrations.transformers.callers import Caller, callers, model_of
-from armillary.integrations.transformers.documents import DocumentFinder, of_cu_seq_lens
+from armillary.integrations.transformers.callers import Caller, calling_functions, calling_module
+from armillary.integrations.transformers.documents import DocumentFinder, documents_of_boundaries
 from armillary.integrations.transformers.groups import GroupFinder
-from armillary.integrations.transformers.llama4 import scaled_by_position
+from armillary.integrations.transformers.llama4 import scale_by_position
 from armillary.integrations.transformers.masks import rule_of
 from armillary.integrations.transformers.models import (
     ROUTERS,
@@ -32,49 +32,57 @@ from armillary.integrations.transformers.models import (
 from armillary.integrations.transformers.shard_mask import ShardMask
 
 
+def prepare_transformers(model: Any, cp: ContextParallel) -> None:
+    """Makes a model of transformers attend by the method of `cp`; `ContextParallel.prepare` calls it.
+
+    Other models are not affected. Sets `cp.padding_idx` to that of the model.
+
+    Raises:
+        ValueError: as `register_transformers`.
+    """
+    name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
+    register_transformers(cp.method, name)
+    model.set_attn_implementation(name)
+    model.config.use_cache = False  # a shard has no keys of other ranks to cache
+    cp.padding_idx = padding_idx_of(model)
+
+
 def register_transformers(attend: Method, name: str = "armillary") -> None:
     """Makes `attend` the attention implementation `name` of Hugging Face transformers.
 
-        register_transformers(attend)
+        register_transformers(cp.method)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="armillary")
-        batch = shard_batch(attend, ids)
-        with batch.sequence():
-            loss = model(**batch.inputs, use_cache=False).loss  # this rank's share, of `whole_loss(loss, attend)`
+        with cp.shard(ids) as batch:
+            loss = cp.loss(model(**batch.inputs).loss, batch)
         loss.backward()
 
-    The model is unmodified and every rank has all of its parameters (or FSDP's share). The gradients of a rank are its
-    tokens' share, to be summed over ranks, where FSDP2 and DDP average: call `armillary.core.sum_gradients(model)`
-    after `fully_shard`, or all_reduce each gradient. Each layer keeps its own mask: sliding window, softcap and sinks
-    are taken from what the model passes. A model's own loss is this rank's share if it is given shift_labels and
-    num_items_in_batch, as `shard_batch` does; others are refused, because they shift labels within a shard.
+    `cp.prepare(model)` does so for one model, and reads its padding_idx. Registering by name is for models of which one
+    part is sharded (`attn_implementation={"text_config": "armillary"}`). Registering another method under the same name
+    replaces the first, for existing models too.
 
-    Who sees whom is read from the mask functions that the model hands over: windows, chunks, images whose tokens see
-    each other, or everything. `sequence(mask=...)` says it instead, where they are not known.
+    Every rank has all parameters (or FSDP's shard of them). Each layer keeps its own mask, read from the mask functions
+    that the model passes: windows, chunks, images whose tokens see each other, or everything; `sequence(mask=...)`
+    replaces it. Softcap and sinks are the model's own.
 
-    Packed rows are seen as documents: from `sequence(documents=...)`; else from cu_seq_lens_q, which are of the whole
-    sequence; else from position ids that restart at 0. With documents told, position ids may start anywhere and leave
-    positions out, as long as they rise within each document. Ranks tell each other a few integers about each
-    position_ids tensor, once, so that all know all documents and all refuse what does not fit: make the tensor once,
-    not each step. In a bidirectional model, and with M-RoPE's position ids [3, B, T], documents are told, or each row
-    is one; so it is in transformers.
+    Documents of packed rows come from `sequence(documents=...)`; else from cu_seq_lens_q, of the whole sequence; else
+    from position ids that restart at 0. With documents in the block, position ids may start anywhere and skip
+    positions, as long as they rise within each document. In a bidirectional model, and with M-RoPE's position ids
+    [3, B, T], documents come from the block, or each row is one, as in transformers.
 
-    A model is checked when it is given the implementation, built or set: tokens may see each other by attention alone,
-    and all attention must go through transformers' attention interface. What neither shows is refused by `sequence`
-    when its block ends.
+    The `sequence` block (`with batch`) is needed around the model's forward. Backward needs it only if the whole model
+    is inside one checkpoint.
 
-    `sequence` is needed around the model's forward, not around backward, whichever layers are recomputed in it (only if
-    the whole model is inside one checkpoint, it is needed there too).
-
-    Registering another method under the same name replaces the first, for models that exist already too.
+    Bytes sent, beside those of the method: a few integers to each rank for each new position_ids tensor, so create the
+    tensor once and not in every step; the token types of models with images.
 
     Raises:
         ImportError: transformers is not installed, or too old to have the two registries.
-        ValueError: where a model is given the implementation that mixes tokens without attention (Mamba, RWKV, linear
-            attention, convolution) or attends by itself (Falcon, GPT-J, BLOOM). At a call that cannot be done on a
-            shard: cross-attention, masks of a model's own, padding, a filled KV cache, attention dropout, attention
-            weights as output, position ids that do not fit the layout, are below those of the model's own rule
-            (`padding_idx_of`) or that the model would make itself, a pooler of the first token, labels without
-            shift_labels and num_items_in_batch. On every rank alike, but for what only its arguments show.
+        ValueError: when a model gets the implementation: it mixes tokens without attention (Mamba, RWKV, linear
+            attention, convolution), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-attention,
+            masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout, attention weights
+            as output, position ids that do not fit the layout, that are below the model's first one (`padding_idx`) or
+            that the model would count itself, a pooler of the first token, labels without shift_labels and
+            num_items_in_batch. On every rank alike, unless only the arguments of one rank are wrong.
     """
     check_method(attend)
     try:
@@ -89,26 +97,14 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     wrap_models(models)
 
 
-def attend_by(model: Any, attend: Method) -> None:
-    """Makes one model of transformers attend by a method, under a registered name of that method's own.
-
-    Raises:
-        ValueError: as `register_transformers`.
-    """
-    name = f"armillary-{type(attend).__name__.lower()}-{id(attend):x}"
-    register_transformers(attend, name)
-    model.set_attn_implementation(name)
-    model.config.use_cache = False  # a shard has no keys of other ranks to cache
-
-
 class Implementation(ShardedImplementation):
     """The pair of functions that transformers calls, for one method."""
 
-    def __init__(self, attend: Method) -> None:
-        super().__init__(attend)
-        self.documents, self.groups = DocumentFinder(attend), GroupFinder(attend)
+    def __init__(self, method: Method) -> None:
+        super().__init__(method)
+        self.documents, self.groups = DocumentFinder(method), GroupFinder(method)
         self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        """Models that have been checked, and the position id of a document's first token in each."""
+        """Checked models, and the position id of a document's first token in each."""
 
     def mask(
         self,
@@ -122,29 +118,31 @@ class Implementation(ShardedImplementation):
         config: Any = None,
         **_: Any,
     ) -> ShardMask:
-        """A mask function, as in `transformers.masking_utils`; the lengths are those of this rank."""
+        """A mask function, as in `transformers.masking_utils`; lengths are those of this rank."""
         if kv_length != q_length or int(q_offset) or kv_offset:
             raise ValueError(
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
         check_layers(config)
-        around = callers()
-        if any(caller.locals.get("encoder_hidden_states") is not None for caller in around[:1]):
-            raise ValueError("the model asks for a mask of cross-attention, which is not done on a sharded sequence")
-        first_position = self._check_model(model_of(around))
+        # transformers passes neither position ids nor token types to mask functions; the frames of its callers have
+        # them.
+        callers = calling_functions()
+        if any(caller.locals.get("encoder_hidden_states") is not None for caller in callers[:1]):
+            raise ValueError("the model asks for a mask of cross-attention, which is not supported on shards")
+        first_position = self._check_model(calling_module(callers))
         sharding = current() or Sharding()
-        layout = sharding.layout_for(self.attend, q_length)
-        position_ids, unplaced = _position_ids(around, self.attend.shards)
+        layout = sharding.layout_for(self.method, q_length)
+        position_ids, uncounted = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
-            groups = None if sharding.mask is not None else self.groups.find(rule, around, layout)
+            groups = None if sharding.mask is not None else self.groups.find(rule, callers, layout)
         except ValueError as error:
             refusal = None if sharding.mask is not None else str(error)
-        return ShardMask(sharding, layout, rule, groups, position_ids, unplaced, first_position, refusal)
+        return ShardMask(sharding, layout, rule, groups, position_ids, uncounted, first_position, refusal)
 
     def attention(
         self,
@@ -162,7 +160,7 @@ class Implementation(ShardedImplementation):
         position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """An attention function of transformers: query, key, value [B, heads, T, D] -> ([B, T, heads, D], None)."""
         name = type(module).__name__
@@ -173,83 +171,82 @@ class Implementation(ShardedImplementation):
                 f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: no KV cache, no cross-attention"
             )
         if not isinstance(attention_mask, ShardMask):
-            given = "none" if attention_mask is None else f"{type(attention_mask).__name__} of its own"
+            kind = "none" if attention_mask is None else f"{type(attention_mask).__name__} of its own"
             raise ValueError(
-                f"{name} comes with a mask that is not from create_causal_mask or its sliding window kin ({given}), "
-                "so that what it sees on other ranks is unknown; use another attn_implementation for this module"
+                f"{name} gets a mask that is not from create_causal_mask or its sliding window variants ({kind}), "
+                "so its pattern on other ranks is unknown; use another attn_implementation for this module"
             )
         if attention_mask.refusal is not None:
             raise ValueError(attention_mask.refusal)
-        _check_layer(
-            name, attention_mask, sliding_window, getattr(module, "is_causal", None) if is_causal is None else is_causal
-        )
-        _check_others(name, others)
-        if self.attend.shards > 1 and others.get("output_router_logits") and others.get("shift_labels") is not None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        _check_layer(name, attention_mask, sliding_window, causal)
+        _check_options(name, options)
+        if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
             raise ValueError(ROUTERS)
-        layout, told = attention_mask.layout, attention_mask.sharding.documents
-        if told is None and cu_seq_lens_q is not None:
-            told = of_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, layout)
-        documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, told)
+        layout, documents = attention_mask.layout, attention_mask.sharding.documents
+        if documents is None and cu_seq_lens_q is not None:
+            documents = documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, layout)
+        documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, documents)
         mask = attention_mask.with_documents(documents)
-        query = scaled_by_position(module, query, layout.positions(self.attend.shard))
+        query = scale_by_position(module, query, layout.positions(self.method.shard))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self.attend(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
+        return self.method(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
 
     def _check_model(self, model: Any) -> int:
         """Checks the modules of a model once; returns the position id of a document's first token."""
-        if not isinstance(model, nn.Module):  # masks made by a function
+        if not isinstance(model, nn.Module):  # a mask made outside of a model
             return 0
         if model not in self.first_positions:
-            check_modules(model, self.attend.shards)
+            check_modules(model, self.method.shards)
             padding_idx = padding_idx_of(model)
             self.first_positions[model] = 0 if padding_idx is None else padding_idx + 1
         return self.first_positions[model]
 
     def _check_padding(self, attention_mask: Tensor) -> None:
-        """Refuses on every rank what only one may see."""
+        """Raises ValueError on every rank if an attention_mask of one rank hides tokens."""
         padding = not bool(attention_mask.bool().all())
-        if any(flag for (flag,) in gather([[int(padding)]], self.attend)):
+        if any(flag for (flag,) in gather_integers([[int(padding)]], self.method)):
             raise ValueError(
-                "attention_mask hides tokens: no padding mask on a sharded sequence. Give it to shard_batch, or pack "
-                "rows with sequence(documents=...), where padding is one more document whose labels are -100"
+                "attention_mask hides tokens of a shard: pass it to cp.shard, or pack rows with "
+                "sequence(documents=...), where padding is one more document whose labels are -100"
             )
 
 
-def _position_ids(around: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
-    """Returns (the model's position ids as far as callers know them, whether the model was given none and needs some).
+def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
+    """Returns (position ids in the callers' frames, True if the model was given none and would count tokens itself).
 
     Some models give position ids to the maker of masks and not to layers, some to neither. A model without tokens, such
-    as a tower of images, is sharded behind the module that adds its positions.
+    as an image tower, is sharded behind the module that adds its positions.
 
     Raises:
         ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
-            whatever position ids its layers are handed.
+            whatever position ids its layers get.
     """
-    methods = [caller for caller in around if isinstance(caller.locals.get("self"), nn.Module)]
-    takes = any("position_ids" in method.parameters for method in methods)
+    methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
+    takes_position_ids = any("position_ids" in method.parameters for method in methods)
     tokens = [method.locals.get(name) for method in methods for name in ("input_ids", "inputs_embeds")]
     has_tokens = any(isinstance(x, Tensor) for x in tokens)
-    if shards > 1 and has_tokens and not takes:
+    if shards > 1 and has_tokens and not takes_position_ids:
         raise ValueError(
-            f"{type(model_of(around)).__name__}.forward takes no position_ids: it counts positions from the first "
-            "token of each shard; models whose forward takes position_ids can be sharded"
+            f"{type(calling_module(callers)).__name__}.forward takes no position_ids: it counts positions from the "
+            "first token of each shard; models whose forward takes position_ids can be sharded"
         )
-    known = [ids for caller in around if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
-    if known:
-        return known[0] if known[0].ndim > 1 else known[0][None], False
-    return None, takes or has_tokens
+    candidates = [ids for caller in callers if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
+    if candidates:
+        return candidates[0] if candidates[0].ndim > 1 else candidates[0][None], False
+    return None, takes_position_ids or has_tokens
 
 
 def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_causal: bool | None) -> None:
-    """Refuses a layer that says one thing to its mask and another to its attention."""
+    """Raises ValueError if a layer's window or causality contradicts its mask."""
     rule = mask.rule
     window = None if rule is None else rule.window
     if sliding_window is not None and (window is None or window[0] != sliding_window - 1):
-        made = "no window" if window is None else f"sliding_window={(window[0] or 0) + 1}"
-        raise ValueError(f"{name} asks for sliding_window={sliding_window}, but its mask has {made}")
+        mask_window = "no window" if window is None else f"sliding_window={(window[0] or 0) + 1}"
+        raise ValueError(f"{name} asks for sliding_window={sliding_window}, but its mask has {mask_window}")
     if rule is not None and is_causal is not None and bool(is_causal) != rule.causal:
-        said, made = ("causal", "bidirectional") if is_causal else ("bidirectional", "causal")
-        raise ValueError(f"{name} is {said}, but its mask is {made}")
+        layer, pattern = ("causal", "bidirectional") if is_causal else ("bidirectional", "causal")
+        raise ValueError(f"{name} is {layer}, but its mask is {pattern}")
 
 
 HARMLESS = frozenset(
@@ -257,11 +254,13 @@ HARMLESS = frozenset(
     | {"output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "training", "use_cache"}
     | {"seq_idx", "shift_labels"}
 )
-"""What layers pass on that does not change what attention computes. `seq_idx` is for layers that carry a state."""
+"""Options of layers that do not change attention. `seq_idx` is for layers that carry a state."""
 
 
-def _check_others(name: str, others: dict[str, Any]) -> None:
-    """Refuses arguments that may change what attention computes: a bias, a choice of keys, weights to return."""
-    unknown = [key for key, value in others.items() if key not in HARMLESS and value is not None and value is not False]
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for options that may change attention: a bias, a choice of keys, weights to return."""
+    unknown = [
+        key for key, value in options.items() if key not in HARMLESS and value is not None and value is not False
+    ]
     if unknown:
-        raise ValueError(f"{name} passes {', '.join(unknown)}, which attention on a sharded sequence does not do")
+        raise ValueError(f"{name} passes {', '.join(unknown)}, which attention over shards does not support")

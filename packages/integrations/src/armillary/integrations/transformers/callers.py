@@ -1,4 +1,4 @@
-"""Reads the calling frames: a mask function of transformers receives less than its caller knows of the tokens."""
+"""Reads calling frames: a mask function of transformers is not passed the position ids and token types it needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-FARTHEST = 12
+MAX_FRAMES = 12
 
 
 class Caller(NamedTuple):
-    """A function that is running."""
+    """A running function."""
 
     module: str
     locals: dict[str, Any]
@@ -20,27 +20,28 @@ class Caller(NamedTuple):
     parameters: tuple[str, ...]
 
 
-def callers() -> list[Caller]:
-    """The functions that lead to the caller of this one's caller, from there out to the module that made it so.
+def calling_functions() -> list[Caller]:
+    """Returns the functions above the caller of this one's caller, up to the methods of the innermost module.
 
-    Of that module all methods in a row; of none more than some.
+    Of that module all methods in a row; at most MAX_FRAMES functions.
     """
-    found: list[Caller] = []
+    callers: list[Caller] = []
     frame: FrameType | None = currentframe()
-    for _ in range(2):
+    for _ in range(2):  # this function, and the one that asks
         frame = frame and frame.f_back
-    while frame is not None and len(found) < FARTHEST:
+    while frame is not None and len(callers) < MAX_FRAMES:
         code = frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         caller = Caller(str(frame.f_globals.get("__name__", "")), frame.f_locals, frame.f_globals, parameters)
-        outermost = model_of(found)
-        if outermost is not None and caller.locals.get("self") is not outermost:
+        module = calling_module(callers)
+        if module is not None and caller.locals.get("self") is not module:
             break
-        found.append(caller)
+        callers.append(caller)
         frame = frame.f_back
-    return found
+    return callers
 
 
-def model_of(found: list[Caller]) -> nn.Module | None:
-    """The module among them."""
-    return next((its for each in found if isinstance(its := each.locals.get("self"), nn.Module)), None)
+def calling_module(callers: list[Caller]) -> nn.Module | None:
+    """Returns the innermost module of which one of the callers is a method."""
+    owners = (caller.locals.get("self") for caller in callers)
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)

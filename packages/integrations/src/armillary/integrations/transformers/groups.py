@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.context_parallel.batch import whole_sequence
-from armillary.attention.context_parallel.packing import check_shards
+from armillary.attention.context_parallel.communication import gather_tokens
+from armillary.attention.context_parallel.documents import check_shards
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
@@ -36,8 +36,8 @@ class GroupFinder:
     ranks. Once for all layers, and for all steps that are given the same token types.
     """
 
-    def __init__(self, attend: Method) -> None:
-        self.attend = attend
+    def __init__(self, method: Method) -> None:
+        self.method = method
         self.found: Any = WeakTensorKeyDictionary()
         """By token types: (their version, layout, groups)."""
 
@@ -51,15 +51,15 @@ class GroupFinder:
         """
         if rule.groups is None:
             return None
-        if self.attend.shards == 1:
+        if self.method.shards == 1:
             return rule.groups.cpu()
         types, number = _numbering(rule.groups, around)
         key = (types._version, layout)
         known = None if types.is_inference() else self.found.get(types)
         if known is not None and known[0] == key:
             return known[1]
-        check_shards(layout.sizes[self.attend.shard], types.shape[1], layout, self.attend)
-        groups = number(whole_sequence(types.int(), self.attend, layout).cpu())
+        check_shards(layout.sizes[self.method.shard], types.shape[1], layout, self.method)
+        groups = number(gather_tokens(types.int(), self.method, layout).cpu())
         self.found[types] = (key, groups)
         return groups
 

@@ -137,8 +137,6 @@ def _check_sharded(name: str, module: nn.Module) -> None:
 def padding_idx_of(model: nn.Module) -> int | None:
     """Returns the padding_idx after which a model counts position ids (RoBERTa and its kin); None if it counts from 0.
 
-        batch = shard_batch(attend, ids, padding_idx=padding_idx_of(model))
-
     Raises:
         ValueError: the model makes position ids by a rule that is not known.
     """
@@ -174,7 +172,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_elsewhere(module: nn.Module) -> bool:
     """Returns whether a submodel attends by another implementation than ours."""
-    found, config = Registries.loaded(), getattr(module, "config", None)
+    found, config = Registries.imported(), getattr(module, "config", None)
     name = getattr(config, "_attn_implementation", None)
     is_model = hasattr(type(module), "get_correct_attn_implementation")
     return (
@@ -226,15 +224,15 @@ ROUTERS = (
 
 def shards_of(config: Any) -> int:
     """The ranks that share a sequence under an implementation of ours that a config or a part names; 1 without one."""
-    return max((attend.shards for attend in methods_of(config)), default=1)
+    return max((method.shards for method in methods_of(config)), default=1)
 
 
 def methods_of(config: Any) -> list[Method]:
     """The methods behind the implementations of ours that a config or a part names."""
-    found = Registries.loaded()
+    found = Registries.imported()
     names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
     functions: list[Any] = [found.attention.get(name) for name in names] if found else []
-    return [attend for function in functions if (attend := method_of_implementation(function))]
+    return [method for function in functions if (method := method_of_implementation(function))]
 
 
 def parts_of(config: Any) -> list[Any]:
@@ -259,7 +257,7 @@ def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) ->
     if missing:
         raise ValueError(
             f"the loss of a shard needs {' and '.join(missing)}: labels are shifted before they are sharded, and the "
-            "sum of losses is divided by the count of all ranks. `shard_batch(attend, ids).inputs` has both"
+            "sum of losses is divided by the count of all ranks. `cp.shard(ids).inputs` has both"
         )
     if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
         raise ValueError(ROUTERS)

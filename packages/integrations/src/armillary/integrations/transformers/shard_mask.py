@@ -22,7 +22,7 @@ class ShardMask:
         rule: the mask function of the model; None where it is not known and `sequence(mask=...)` replaces it.
         groups: [B, N], as the rule has them for the whole sequence.
         position_ids: those that the maker of masks, or its caller, knows.
-        unplaced: the model was given no position ids and would count from the first token of the shard.
+        uncounted: the model was given no position ids and would count from the first token of the shard.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
         refusal: reason for which layers cannot use the mask. A model makes masks of kinds that no layer has
             (Qwen2-MoE with sliding_window=0), so it is raised by the first layer that is handed the mask.
@@ -38,7 +38,7 @@ class ShardMask:
         "refusal",
         "rule",
         "sharding",
-        "unplaced",
+        "uncounted",
     )
 
     def __init__(
@@ -48,12 +48,12 @@ class ShardMask:
         rule: Rule | None,
         groups: Tensor | None = None,
         position_ids: Tensor | None = None,
-        unplaced: bool = False,
+        uncounted: bool = False,
         first_position: int = 0,
         refusal: str | None = None,
     ) -> None:
         self.sharding, self.layout, self.rule, self.groups = sharding, layout, rule, groups
-        self.position_ids, self.unplaced, self.first_position = position_ids, unplaced, first_position
+        self.position_ids, self.uncounted, self.first_position = position_ids, uncounted, first_position
         self.refusal = refusal
         self.made: tuple[Documents | None, AttentionMask] | None = None
 

@@ -1,0 +1,116 @@
+"""Communication of the ranks that share a sequence: a few integers, sums, and the tokens of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention.context_parallel.sequence import layout_over_ranks
+from armillary.attention.methods.base import Method
+from armillary.core import Axis, SequenceLayout, all_reduce
+from armillary.core.observe.trace import record, watched
+from armillary.core.validation import check_tensor
+
+
+def find_axes(method: Method) -> list[Axis] | None:
+    """Returns the axes of more than one rank that a method and its inner methods run on; None if they are unknown."""
+    axes: list[Axis] = []
+    level: Any = method
+    while level is not None:
+        axis = getattr(level, "axis", None)
+        axes += [axis] if isinstance(axis, Axis) and axis.size > 1 else []
+        level = getattr(level, "inner", None)
+    return axes if prod(axis.size for axis in axes) == method.shards else None
+
+
+def method_axes(method: Method) -> list[Axis]:
+    """Returns the axes of a method; raises ValueError if they are unknown."""
+    axes = find_axes(method)
+    if axes is None:
+        raise ValueError(
+            f"{type(method).__name__} does not say which axes its {method.shards} ranks are on, so that they cannot "
+            "communicate: give it an `axis`, and `inner` if it contains another method"
+        )
+    return axes
+
+
+def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
+    """Returns the rows of integers of all ranks of a method, all rows of one length. Every rank must call it."""
+    gathered = [list(row) for row in rows]
+    for axis in method_axes(method):
+        width = len(gathered[0])
+        local = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
+        counts = [int(count) for count in _all_gather(axis, torch.tensor([len(gathered)], device=local.device))]
+        padded = local.new_zeros((max(counts), width))
+        padded[: len(local)] = local
+        ranks = zip(_all_gather(axis, padded), counts, strict=True)
+        gathered = [row for rows_of_rank, count in ranks for row in rows_of_rank[:count].tolist()]
+    return gathered
+
+
+def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Returns the sum of a tensor over the ranks of axes, the same bits on each; its gradient is summed likewise.
+
+    Bytes sent: those of `all_reduce` on each axis. Every rank must call it.
+    """
+    device = x.device
+    for axis in axes:
+        x = all_reduce(x.to(_device(axis)), axis)
+    return x.to(device)
+
+
+def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
+    """Gathers the shards of all ranks in sequence order: [B, T, ...] -> [B, N, ...], without a gradient.
+
+    Args:
+        x: [B, T, ...], the shard of this rank.
+        layout: of the sequence, over all ranks of the method or over its sequence axis.
+
+    Bytes sent, for an axis of C ranks: (C - 1) times those of the ranks gathered so far, each padded to the longest
+    shard, kind "all_gather". Every rank must call it.
+
+    Raises:
+        ValueError: x has another number of tokens than this rank's shard.
+    """
+    check_tensor("x", x)
+    layout = layout_over_ranks(layout, method)
+    if x.ndim < 2 or x.shape[1] != layout.sizes[method.shard]:
+        raise ValueError(
+            f"x {tuple(x.shape)}: shard {method.shard} of the layout is [B, {layout.sizes[method.shard]}, ...]"
+        )
+    if method.shards == 1:
+        return x.detach()
+    padded = x.new_zeros((x.shape[0], max(layout.sizes), *x.shape[2:]))
+    padded[:, : x.shape[1]] = x.detach()
+    gathered = [padded]
+    for axis in method_axes(method):
+        ranks = _all_gather(axis, torch.stack(gathered).to(_device(axis)))
+        gathered = [shard for shards_of_rank in ranks for shard in shards_of_rank]
+    # Axes are gathered outer method first, which need not be the order of shards.
+    order = [shard for (shard,) in gather_integers([[method.shard]], method)]
+    shards = {shard: tokens.to(x.device) for shard, tokens in zip(order, gathered, strict=True)}
+    return layout.join([shards[i][:, :size] for i, size in enumerate(layout.sizes)])
+
+
+def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
+    tensors = [torch.empty_like(x) for _ in range(axis.size)]
+    traced = record(axis.name, "all_gather", (axis.size - 1) * x.nbytes, axis.size - 1)
+    work = dist.all_gather(tensors, x, group=axis.group, async_op=True)
+    watched([work], traced)[0].wait()
+    return tensors
+
+
+def _device(axis: Axis) -> torch.device:
+    """Returns the device of tensors that the group of an axis takes: gloo takes those of the host, NCCL of the GPU.
+
+    A mesh on "cpu" is asked for its device type, because a group that torch started for all devices (as
+    `init_device_mesh` does) has several backends, and `get_backend` fails.
+    """
+    if axis.device == "cpu" or dist.get_backend(axis.group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,154 @@
+"""Documents of packed rows, found from position ids of which every rank has only its own.
+
+A token at global position p with position id i lies in the document that starts at p - i. Ranks exchange
+their starts, with the first and the last token of each, so that all find the same documents or raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.attention.context_parallel.communication import find_axes, gather_integers
+from armillary.attention.context_parallel.sequence import Documents, check_tokens
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.base import Method
+from armillary.core import SequenceLayout
+
+
+class PackedRun(NamedTuple):
+    """Tokens of a row whose document starts at `start`: the first and the last of them, in global positions."""
+
+    row: int
+    start: int
+    first: int
+    last: int
+
+
+REMEDY = "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
+
+
+def find_documents(position_ids: Tensor, layout: SequenceLayout, method: Method, first: int = 0) -> Documents | None:
+    """Returns the documents of position ids [B or 1, T] of all ranks; None if each row is one document.
+
+    Every rank of the method must call it: it sends four integers for each document that a rank sees.
+
+    Args:
+        first: the position id of a document's first token.
+
+    Raises:
+        ValueError: on every rank, if they neither are global positions nor restart at `first` in each document.
+    """
+    runs = gather_integers(_runs(position_ids - first, layout.positions(method.shard)), method)
+    rows = [[PackedRun(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
+    documents = [_boundaries(row, layout.length, first) for row in rows]
+    _check_not_shards(documents, layout, first)
+    if all(ends == (0, layout.length) for ends in documents):
+        return None
+    return documents[0] if len(set(documents)) == 1 else tuple(documents)
+
+
+def check_positions(position_ids: Tensor, layout: SequenceLayout, method: Method, documents: Documents) -> None:
+    """Raises ValueError unless position ids [B or 1, T] rise from token to token of each document, over all ranks.
+
+    They may start anywhere and skip positions. Every rank of the method must call it: ranks exchange integers, unless
+    the axes of the method are unknown.
+
+    Raises:
+        ValueError: on every rank, with the first position id that does not rise.
+    """
+    mask = AttentionMask(documents=documents)
+    rows = max(len(position_ids), len(documents) if mask.per_row else 1)
+    mask.check(layout.length, layout.length, rows)
+    boundaries = [mask.boundaries(row) or (0, layout.length) for row in range(rows)]
+    runs = _runs(position_ids.expand(rows, -1), layout.positions(method.shard), boundaries)
+    if find_axes(method) is not None:
+        runs = [PackedRun(*run) for run in gather_integers(runs, method)]
+    for row, ends in enumerate(boundaries):
+        for low, high in pairwise(ends):
+            _check_rising(row, [run for run in runs if run.row == row and low <= run.first < high])
+
+
+def check_shards(tokens: int, positions: int, layout: SequenceLayout, method: Method) -> None:
+    """Raises ValueError on every rank if a shard has other numbers of tokens or position ids than the layout."""
+    shards = [[method.shard, tokens, positions]]
+    for shard, token_count, id_count in gather_integers(shards, method) if find_axes(method) is not None else shards:
+        check_tokens(shard, token_count, layout)
+        if id_count != token_count:
+            raise ValueError(f"shard {shard} has {token_count} tokens and {id_count} position ids; {REMEDY}")
+
+
+def _runs(
+    position_ids: Tensor, positions: Tensor, boundaries: Sequence[Sequence[int]] | None = None
+) -> list[PackedRun]:
+    """Returns the runs of this rank's tokens with one start each; with boundaries, a run lies in one document."""
+    runs: list[PackedRun] = []
+    for row, ids in enumerate(position_ids.cpu().long()):
+        ends = torch.tensor(boundaries[row] if boundaries else (0,))
+        keys = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
+        keys, run_of_token = keys.unique(dim=1, return_inverse=True)
+        first = torch.full_like(keys[1], 2**62).scatter_reduce(0, run_of_token, positions, "amin")
+        last = torch.full_like(keys[1], -1).scatter_reduce(0, run_of_token, positions, "amax")
+        runs += [PackedRun(row, *run) for run in zip(keys[1].tolist(), first.tolist(), last.tolist(), strict=True)]
+    return runs
+
+
+def _spans(runs: Sequence[PackedRun]) -> dict[int, tuple[int, int]]:
+    """Returns the first and the last position of each start, over the runs of all ranks."""
+    spans: dict[int, tuple[int, int]] = {}
+    for _, start, first, last in runs:
+        low, high = spans.get(start, (first, last))
+        spans[start] = min(low, first), max(high, last)
+    return spans
+
+
+def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
+    """Raises ValueError if position ids do not rise within one document, given its runs on all ranks.
+
+    Ids that skip positions make `start` fall from run to run, so they rise exactly if runs of lower starts come later.
+    """
+    ordered = sorted(_spans(runs).items(), key=lambda span: span[1])
+    for (start, (_, last)), (next_start, (first, _)) in pairwise(ordered):
+        if last > first or next_start > start:
+            raise ValueError(
+                f"the token at position {first} of row {row} has position id {first - next_start}, which is not beyond "
+                f"those of the tokens before it in its document; {REMEDY}"
+            )
+
+
+def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> tuple[int, ...]:
+    """Returns the document boundaries of one row; each run of all ranks together must fill one document."""
+    spans = _spans(runs)
+    starts = sorted(spans)
+    ends = (*starts, length)
+    for start, end in pairwise(ends):
+        if spans[start] != (start, end - 1):
+            position = spans[start][0]
+            raise ValueError(
+                f"the token at position {position} of the sequence has position id "
+                f"{position - start + first_position}, so its document would start at {start}, which the other "
+                f"position ids contradict; {REMEDY}"
+            )
+    if starts[0] != 0:
+        raise ValueError(
+            f"no row starts with position id {first_position}: the first document would start at {starts[0]}; {REMEDY}"
+        )
+    return ends
+
+
+def _check_not_shards(boundaries: Sequence[tuple[int, ...]], layout: SequenceLayout, first_position: int) -> None:
+    """Raises ValueError if position ids restart on every rank.
+
+    That is a model counting its own tokens far more often than documents exactly as long as shards.
+    """
+    shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])
+    firsts = (*(spans[0][0] for spans in shards), layout.length)
+    if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and any(ends == firsts for ends in boundaries):
+        raise ValueError(
+            f"position_ids start at {first_position} on each of the {layout.shards} ranks, as a model's own do; "
+            f"{REMEDY}. If the documents do end where shards do, pass `sequence(documents={list(firsts[:4])}...)`"
+        )

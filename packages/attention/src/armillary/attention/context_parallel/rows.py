@@ -1,0 +1,166 @@
+"""Whole rows before they are sharded: their documents, position ids and shifted labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.attention.context_parallel.sequence import Documents
+from armillary.attention.mask import AttentionMask
+from armillary.core.validation import check_tensor, integer
+
+IGNORED = -100
+"""The label of a token that predicts nothing, as in cross_entropy and transformers."""
+
+
+class Rows(NamedTuple):
+    """Tensors [B, N] of whole rows and their documents. `labels` are shifted."""
+
+    ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None
+    documents: Documents
+
+    @property
+    def label_count(self) -> int:
+        """Number of labels."""
+        return int((self.labels != IGNORED).sum())
+
+
+def complete_rows(
+    ids: Tensor,
+    labels: Tensor | None,
+    *,
+    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    shift_labels: Tensor | None,
+    padding_idx: int | None,
+) -> Rows:
+    """Returns rows with documents, position ids and shifted labels. Arguments are those of `ContextParallel.shard`.
+
+    Args:
+        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: from 0.
+    """
+    _check_shapes(ids, labels, position_ids, shift_labels, attention_mask)
+    row_count, length = ids.shape
+    first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, least=0)
+    if padding_idx is not None and position_ids is None:
+        _check_padding_hidden(ids, padding_idx, attention_mask)
+    if documents is None and position_ids is not None:
+        documents = _restarts(position_ids - first)
+    mask = AttentionMask(documents=(0, length) if documents is None else documents)
+    mask.check(length, length, row_count)
+    if attention_mask is not None:
+        mask = AttentionMask(documents=_with_padding(mask, attention_mask, counted=position_ids is None))
+    boundaries = [mask.boundaries(row) or (0, length) for row in range(row_count)]
+    if position_ids is None:
+        counted = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
+        position_ids = torch.stack(counted).to(ids.device) + first
+    shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
+    if attention_mask is not None:
+        # Collators fill position ids of padding with anything, which a model might look up beyond its table.
+        hidden, harmless = attention_mask == 0, torch.arange(length, device=ids.device) + first
+        position_ids = torch.where(hidden, harmless, position_ids)
+        shifted = shifted.masked_fill(hidden, IGNORED)
+    return Rows(ids, position_ids, shifted.long(), attention_mask, mask.documents or (0, length))
+
+
+def _check_shapes(
+    ids: Tensor,
+    labels: Tensor | None,
+    position_ids: Tensor | None,
+    shift_labels: Tensor | None,
+    attention_mask: Tensor | None,
+) -> None:
+    check_tensor("ids", ids)
+    if ids.ndim != 2 or not ids.numel():
+        raise ValueError(f"ids {tuple(ids.shape)}: the whole batch is needed, [rows, tokens]")
+    for name, x in (("labels", labels), ("shift_labels", shift_labels), ("attention_mask", attention_mask)):
+        if x is not None:
+            check_tensor(name, x)
+            if x.shape != ids.shape:
+                raise ValueError(f"{name} {tuple(x.shape)} for ids {tuple(ids.shape)}: they need one shape")
+    if position_ids is not None:
+        check_tensor("position_ids", position_ids)
+        if tuple(position_ids.shape) not in ((1, ids.shape[1]), tuple(ids.shape)):
+            raise ValueError(
+                f"position_ids {tuple(position_ids.shape)}: [1, {ids.shape[1]}] or {list(ids.shape)} is accepted"
+            )
+    if labels is not None and shift_labels is not None:
+        raise ValueError("labels and shift_labels: give one of them; shift_labels are shifted already")
+    if attention_mask is None:
+        return
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        value = attention_mask[(attention_mask != 0) & (attention_mask != 1)][0].item()
+        raise ValueError(f"attention_mask has {value}; 1 for tokens and 0 for padding are accepted")
+    if shift_labels is not None and bool(((attention_mask == 0) & (shift_labels != IGNORED)).any()):
+        raise ValueError(
+            f"tokens that attention_mask hides have labels, whose losses would count on one device: set labels of "
+            f"padding to {IGNORED}"
+        )
+
+
+def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor | None) -> None:
+    """Raises ValueError if a token of id padding_idx is visible: the model would not count it."""
+    padding = ids == padding_idx
+    if bool((padding if attention_mask is None else padding & (attention_mask != 0)).any()):
+        raise ValueError(
+            f"ids have padding_idx={padding_idx}, which no attention_mask hides and the model would not count; give "
+            "attention_mask, or position_ids"
+        )
+
+
+def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:
+    """Returns the boundaries of documents that start wherever position ids are 0."""
+    starts = [row.nonzero().flatten().tolist() for row in (position_ids == 0).cpu()]
+    ends = [[0, *(start for start in row if start), position_ids.shape[1]] for row in starts]
+    return ends if len(ends) > 1 else ends[0]
+
+
+def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
+    """Returns the label of each token's next token, none for the last token of each document."""
+    shifted = labels.roll(-1, 1)
+    for row, ends in zip(shifted, boundaries, strict=True):
+        row[[end - 1 for end in ends[1:]]] = IGNORED
+    return shifted
+
+
+def _with_padding(mask: AttentionMask, attention_mask: Tensor, counted: bool) -> tuple[tuple[int, ...], ...]:
+    """Returns the documents of each row, with the padding of an attention_mask [B, N] in documents of its own.
+
+    Args:
+        mask: has the documents without padding.
+        counted: position ids are counted from the start of each document, so that none may begin with padding.
+
+    Raises:
+        ValueError: hidden tokens between visible ones of a document, or before them if positions are counted.
+    """
+    visible = attention_mask.cpu() != 0
+    rows: list[tuple[int, ...]] = []
+    for row, tokens in enumerate(visible):
+        changes = (tokens[1:] != tokens[:-1]).nonzero().flatten() + 1  # where padding begins or ends
+        ends = [0]
+        for low, high in pairwise(mask.boundaries(row) or (0, len(tokens))):
+            inside = [position for position in changes.tolist() if low < position < high]
+            leading = inside[:1] if not tokens[low] else []  # the end of padding before the document's tokens
+            if len(inside) > len(leading) + 1:
+                first, end = inside[len(leading)], inside[len(leading) + 1]
+                raise ValueError(
+                    f"row {row} of attention_mask hides tokens {first} to {end - 1} between others of one document, "
+                    "which see each other past them; only padding at an end can be a document of its own"
+                )
+            if leading and counted:
+                raise ValueError(
+                    f"row {row} of attention_mask hides tokens {low} to {leading[0] - 1} before others, and models "
+                    'differ in whether positions count from there: pad on the right (tokenizer.padding_side = "right")'
+                    ", or give position_ids"
+                )
+            ends += [*inside, high]
+        rows.append(tuple(ends))
+    return tuple(rows)

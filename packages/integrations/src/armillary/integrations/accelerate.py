@@ -1,0 +1,179 @@
+"""Rows of the data under Hugging Face accelerate: ranks that share a sequence read the same rows.
+
+Accelerate gives each process rows of its own, and gathers predictions from all of them. `share_rows` makes one of its
+accelerators count groups of ranks instead of ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention import ContextParallel, Method
+from armillary.attention.context_parallel.communication import gather_integers
+
+
+class RowGroups(NamedTuple):
+    """Numbered groups of ranks that share a sequence. Each group reads rows of its own.
+
+    Args:
+        index: number of this rank's group.
+        count: number of groups.
+        peers: process group of this rank and the ranks of the same shard in other groups; None for one group.
+        order: ranks of `peers` in the order of groups.
+    """
+
+    index: int
+    count: int
+    peers: dist.ProcessGroup | None = None
+    order: tuple[int, ...] = (0,)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gathers the rows of all groups in order: [B, ...] -> [B * count, ...]. A scalar counts as a row."""
+        x = x.reshape(1) if x.ndim == 0 else x.contiguous()
+        if self.peers is None:
+            return x
+        rows = [torch.empty_like(x) for _ in range(self.count)]
+        dist.all_gather(rows, x, group=self.peers)
+        return torch.cat([rows[peer] for peer in self.order])
+
+    def gather_objects(self, rows: list[Any]) -> list[Any]:
+        """Gathers rows that are Python objects, pickled."""
+        if self.peers is None:
+            return rows
+        rows_of_peers: list[Any] = [None] * self.count
+        dist.all_gather_object(rows_of_peers, rows, group=self.peers)
+        return [row for peer in self.order for row in rows_of_peers[peer]]
+
+
+def find_row_groups(method: Method) -> RowGroups:
+    """Returns the groups of ranks that share a sequence. Every rank of the default process group must call it.
+
+    Raises:
+        ValueError: on every rank, if the ranks of methods do not divide up all ranks, or groups differ in size.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return RowGroups(0, 1)
+    this_rank = [[method.shard, dist.get_rank()]]
+    shards = sorted(gather_integers(this_rank, method)) if method.shards > 1 else this_rank
+    shards_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards_of_ranks, shards)
+    groups = sorted({tuple(rank for _, rank in shards) for shards in shards_of_ranks})
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(shards_of_ranks))):
+        raise ValueError(
+            f"ranks {groups} each share a sequence: all {len(shards_of_ranks)} ranks need to be in one of these "
+            "groups, once"
+        )
+    if len({len(ranks) for ranks in groups}) > 1:
+        raise ValueError(f"ranks {groups} each share a sequence: groups of one size are needed")
+    if len(groups) == 1:
+        return RowGroups(0, 1)
+    peers = [[ranks[shard] for ranks in groups] for shard in range(method.shards)]
+    process_groups: list[Any] = [dist.new_group(ranks) for ranks in peers]  # collective: every rank makes all of them
+    own_peers = peers[method.shard]
+    return RowGroups(
+        next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks),
+        len(groups),
+        process_groups[method.shard],
+        tuple(sorted(own_peers).index(rank) for rank in own_peers),  # torch sorts the ranks of a group
+    )
+
+
+def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
+    """Makes an `accelerate.Accelerator` give all ranks of a sequence the same rows, and each group rows of its own.
+
+        cp = ContextParallel("ring", build_mesh(device, shard=2, ring=4), data="shard")
+        accelerator = Accelerator()
+        share_rows(accelerator, cp)
+        model, optimizer, loader = accelerator.prepare(cp.prepare(model), optimizer, loader)
+
+    Call it on every rank, before `prepare` is given a data loader. `accelerator.gather_for_metrics` then takes tensors
+    that all ranks of a sequence have alike, such as whole predictions, and gives each row once. Every rank reads its
+    loader: random choice and augmentation of rows must be the same on the ranks of a sequence.
+
+    Returns:
+        The groups of ranks.
+
+    Raises:
+        ValueError: the accelerator runs other processes than there are ranks, dispatches batches from one of them, or
+            has context or tensor parallelism of its own; the ranks of methods do not divide up all ranks.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if accelerator.num_processes != ranks:
+        raise ValueError(
+            f"accelerate runs {accelerator.num_processes} processes and torch.distributed {ranks}: start all of them "
+            "with torchrun or `accelerate launch`, and create the accelerator after the mesh; without a GPU, with "
+            "Accelerator(cpu=True), or ACCELERATE_USE_CPU=true in the environment"
+        )
+    if accelerator.dispatch_batches:
+        raise ValueError("dispatch_batches=True: one process would send its rows to all; remove it")
+    check_parallelism(accelerator)
+    groups = find_row_groups(cp.method)
+    accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, groups)
+    accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, groups)
+    return groups
+
+
+def check_parallelism(accelerator: Any) -> None:
+    """Raises ValueError if accelerate splits sequences or rows a second time."""
+    config = accelerator.parallelism_config
+    sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
+    if config is not None and any(size > 1 for size in sizes.values()):
+        raise ValueError(
+            f"accelerate's parallelism_config has {', '.join(f'{name}={size}' for name, size in sizes.items())}: leave "
+            "them at 1; the mesh of the ContextParallel says how many ranks share a sequence (dp_shard_size and "
+            "dp_replicate_size count all of them)"
+        )
+
+
+def _prepare_data_loader(
+    accelerator: Any, groups: RowGroups, loader: Any, device_placement: bool | None = None, **_: Any
+) -> Any:
+    """Replaces `Accelerator.prepare_data_loader`: counts groups as processes."""
+    prepare_data_loader: Any = import_module("accelerate.data_loader").prepare_data_loader
+    if getattr(loader, "_is_accelerate_prepared", False):
+        if loader not in accelerator._dataloaders:
+            accelerator._dataloaders.append(loader)
+        return loader
+    prepared = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=groups.count,
+        process_index=groups.index,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        rng_types=accelerator.rng_types.copy(),
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def _gather_for_metrics(accelerator: Any, groups: RowGroups, data: Any, use_gather_object: bool = False) -> Any:
+    """Replaces `Accelerator.gather_for_metrics`: gathers over groups, without the rows that pad their last batches."""
+    recursively_apply: Any = import_module("accelerate.utils").recursively_apply
+    objects = use_gather_object or not _only_tensors(data)
+    gathered = groups.gather_objects(data) if objects else recursively_apply(groups.gather, data)
+    state = accelerator.gradient_state
+    # `remainder` counts the rows of the last batch over all groups; accelerate repeated rows to make it even.
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return gathered
+    if objects:
+        return gathered[: state.remainder]
+    return recursively_apply(lambda x: x[: state.remainder], gathered)
+
+
+def _only_tensors(data: Any) -> bool:
+    if isinstance(data, dict):
+        return all(map(_only_tensors, data.values()))
+    return all(map(_only_tensors, data)) if isinstance(data, (list, tuple)) else isinstance(data, Tensor)
