@@ -22,7 +22,7 @@ SAVED = STEPS // 2
 
 
 def sharded_by_heads():
-    """(the model, its context parallelism) on the mesh that reads: `tp` cuts heads and MLP, FSDP2 shards over `ring`."""
+    """(the model, its context parallelism) on the mesh that reads: `tp` cuts heads and MLP, FSDP2 over `ring`."""
     mesh = build_mesh("cpu", ring=2, tp=2)
     model, cp = model_of(), ContextParallel("ring", mesh)
     columns, rows = ("attention.qkv", "mlp.1"), ("attention.out", "mlp.3")

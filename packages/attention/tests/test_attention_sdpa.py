@@ -299,7 +299,7 @@ def test_methods_called_in_the_block_use_their_kernels():
 
 def test_a_sequence_that_nothing_asked_for_is_refused():
     q = torch.randn(1, 2, 6, 8)
-    with pytest.raises(ValueError, match="nothing inside"), sequence(documents=[0, 3, 6]):
+    with pytest.raises(ValueError, match="`sequence` block"), sequence(documents=[0, 3, 6]):
         F.scaled_dot_product_attention(q, q, q)
 
 

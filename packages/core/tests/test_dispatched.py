@@ -61,7 +61,7 @@ def gathers() -> None:
 
 
 def all_reduces() -> None:
-    both_ways(all_reduce(leaf(B, T), axis()), all_reduce(leaf(dtype=torch.float64), axis()))
+    both_ways(all_reduce(leaf(B, T), axis()), all_reduce(leaf(1, dtype=torch.float64), axis()))
 
 
 def merges() -> None:

@@ -297,15 +297,15 @@ def test_a_mask_that_is_said_is_attended_with_each_layers_window(worlds):
 
 
 REFUSED = {
-    "bert, no positions": "the model makes them for its tokens as if they were the first of the sequence",
+    "bert, no positions": "as if they were the first of the sequence",
     "bert, positions of a shard": "not beyond those of the tokens before it",
     "bert, with a pooler": "BertModel.pooler (BertPooler) takes the first token of each shard",
-    "modernbert, no positions": "transformers does not look for documents: say them with sequence(documents=...)",
+    "modernbert, no positions": "transformers does not look for documents",
     "qwen2_vl, no positions": "which are not beyond",
     "mistral, full mask": "has causal=False, but the model is causal",
     "bert, causal mask": "has causal=True, but the model is bidirectional",
     "llama4, mask": "chunks of 7",
-    "gemma3, groups of its own": "numbered in a way that is not known",
+    "gemma3, groups of its own": "numbers blocks of tokens",
 }
 
 

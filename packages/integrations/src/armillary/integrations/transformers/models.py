@@ -1,7 +1,7 @@
-"""Checks of models of Hugging Face transformers: those that cannot run on a shard are refused early.
+"""Checks of models of Hugging Face transformers: those that cannot run on shards are refused early.
 
-A model that is given an implementation of ours, when it is built or later, asks `get_correct_attn_implementation`
-whether it is there. No registry is asked about the model; so that method is wrapped, once. The loss is wrapped too.
+A model that gets an implementation of ours, when it is built or later, calls `get_correct_attn_implementation` to look
+it up. No registry learns of the model, so this method is wrapped, once; `loss_function` is wrapped too.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ LAYERS = frozenset(
 
 
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
-"""In the names of modules that do so without a module of torch's."""
+"""In the class names of modules that mix tokens by a state or a convolution of their own."""
 
 MIXING_SETTINGS = {
     "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
     "token_dropout": "scales embeddings by the count of masked tokens",  # ESM
 }
-"""Attributes of modules that are True where these use other tokens of the sequence, and how."""
+"""Attributes of modules that are True if embeddings use other tokens of the sequence, and how."""
 
 POSITION_MODULES = re.compile("Rotary|Position|Sinus")
-"""In the names of modules that compute embeddings of positions."""
+"""In the class names of modules that compute embeddings of positions."""
 
 POSITION_RULE = "create_position_ids_from_input_ids"
-"""Name of the function by which RoBERTa and its kin number tokens: from padding_idx + 1, without padding."""
+"""Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, without padding."""
 
 MARK = "armillary_checks_sharding"
 
 
 def wrap_models(models: Any) -> None:
-    """Has every model of `transformers.modeling_utils` checked that is given an implementation of ours."""
+    """Makes `transformers.modeling_utils` check every model that gets an implementation of ours."""
     base = models.PreTrainedModel
     if hasattr(base.get_correct_attn_implementation, MARK):
         return
     choose, loss = base.get_correct_attn_implementation, base.loss_function
 
     @wraps(choose)
-    def checked(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    def check_and_choose(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
@@ -59,86 +59,89 @@ def wrap_models(models: Any) -> None:
         return choose(model, requested_attention, *args, **kwargs)
 
     def loss_function(model: Any) -> Callable[..., Any]:
-        chosen, shards = loss.fget(model), shards_of(model.config)
-        return chosen if shards == 1 or hasattr(model, "_loss_function") else partial(_loss, chosen, model.config)
+        function = loss.fget(model)
+        # A `_loss_function` was set by the user, who knows what it does.
+        unchecked = shards_of(model.config) == 1 or hasattr(model, "_loss_function")
+        return function if unchecked else partial(_checked_loss, function, model.config)
 
-    setattr(checked, MARK, True)
-    base.get_correct_attn_implementation = checked
+    setattr(check_and_choose, MARK, True)
+    base.get_correct_attn_implementation = check_and_choose
     base.loss_function = property(loss_function, loss.fset)
 
 
 def check_model(model: type, config: Any) -> None:
-    """Refuses models whose tokens see each other by other means than the attention function that we replace.
+    """Raises ValueError for a class whose tokens see each other by other means than the replaced attention function.
 
     Raises:
         ValueError: it carries a state along the sequence (Mamba, RWKV, xLSTM), has layers of an unknown kind, or
-            computes attention by itself (Falcon, GPT-J, BLOOM).
+            computes attention itself (Falcon, GPT-J, BLOOM).
     """
     kinds = check_layers(config, model.__name__)
     if not kinds and getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
-            "whose tokens see each other by attention alone can be sharded so"
+            "whose tokens see each other by attention alone can be sharded"
         )
     if not calls_attention(model):
         raise ValueError(
-            f"{model.__name__} computes attention by itself, without transformers' attention interface, so that no "
-            'attn_implementation but its own can be used: keep "eager" or "sdpa", outside of register_transformers, or '
-            'name the parts that are sharded: attn_implementation={"text_config": ...}'
+            f"{model.__name__} computes attention itself, without transformers' attention interface, so only its own "
+            'attn_implementation works: keep "eager" or "sdpa", without context parallelism, or name the parts to '
+            'shard: attn_implementation={"text_config": ...}'
         )
 
 
 def check_layers(config: Any, name: str | None = None) -> set[str]:
-    """The kinds of layers that a config names; refuses those that do not see other ranks' tokens."""
+    """Returns the kinds of layers in a config; raises ValueError for kinds that do not see other ranks' tokens."""
     kinds: set[str] = set()
     for field in ("layer_types", "layers_block_type"):
         kinds |= {str(kind) for kind in getattr(config, field, None) or ()}
-    if others := sorted(kinds - LAYERS):
+    if unknown := sorted(kinds - LAYERS):
         raise ValueError(
-            f"{name or type(config).__name__} has layers of kind {', '.join(others)}, which do not see other ranks' "
-            "tokens; only models whose tokens see each other by attention alone can be sharded so"
+            f"{name or type(config).__name__} has layers of kind {', '.join(unknown)}, which do not see other ranks' "
+            "tokens; only models whose tokens see each other by attention alone can be sharded"
         )
     return kinds
 
 
 def check_modules(model: nn.Module, shards: int = 1) -> None:
-    """Refuses a model with modules that mix tokens along the sequence, whatever its config says.
+    """Raises ValueError for modules that mix tokens along the sequence, whatever the config says.
 
-    Parts with an implementation of their own that is none of ours, such as the tower of images, are left out.
+    Parts with another implementation than ours, such as the image tower, are not checked.
     """
     for name, module in sharded_modules(model):
+        label = f"{type(model).__name__}.{name} ({type(module).__name__})"
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
         if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise ValueError(
-                f"{type(model).__name__}.{name} ({type(module).__name__}) lets tokens see each other without "
-                "attention, within each shard only; such a model cannot be sharded so"
+                f"{label} lets tokens see each other without attention, within each shard only; such a model cannot be "
+                "sharded"
             )
         if shards > 1:
-            _check_sharded(f"{type(model).__name__}.{name} ({type(module).__name__})", module)
+            _check_sharded(label, module)
 
 
-def _check_sharded(name: str, module: nn.Module) -> None:
-    """Refuses a module that is right on one rank only."""
+def _check_sharded(label: str, module: nn.Module) -> None:
+    """Raises ValueError for a module that is right on one rank only."""
     if type(module).__name__.endswith("Pooler"):
         raise ValueError(
-            f"{name} takes the first token of each shard for that of the sequence: make the model with "
+            f"{label} takes the first token of each shard for that of the sequence: create the model with "
             "add_pooling_layer=False"
         )
     for setting, use in MIXING_SETTINGS.items():
         if getattr(module, setting, False) is True:
-            raise ValueError(f"{name} {use}, within each shard only: set {setting}=False in the config")
+            raise ValueError(f"{label} {use}, within each shard only: set {setting}=False in the config")
     if POSITION_MODULES.search(type(module).__name__) and "position_ids" not in signature(module.forward).parameters:
         raise ValueError(
-            f"{name} takes no position_ids: it counts positions from the first token of each shard; modules that take "
+            f"{label} takes no position_ids: it counts positions from the first token of each shard; modules that take "
             "them can be sharded"
         )
 
 
 def padding_idx_of(model: nn.Module) -> int | None:
-    """Returns the padding_idx after which a model counts position ids (RoBERTa and its kin); None if it counts from 0.
+    """Returns the padding_idx after which a model counts position ids (RoBERTa and related); None if it counts from 0.
 
     Raises:
-        ValueError: the model makes position ids by a rule that is not known.
+        ValueError: the model counts position ids by an unknown rule.
     """
     values = {padding_idx for _, module in sharded_modules(model) if (padding_idx := _padding_idx(module)) is not None}
     if len(values) > 1:
@@ -156,37 +159,36 @@ def _padding_idx(module: nn.Module) -> int | None:
     if padding_idx is None or not calls_rule or getattr(module, "position_embedding_type", "absolute") != "absolute":
         return None
     rule = getattr(module, POSITION_RULE, None) or forward.__globals__[POSITION_RULE]
-    other = padding_idx + 1
-    if rule(torch.tensor([[other, padding_idx, other]]), padding_idx).tolist() != [[other, padding_idx, other + 1]]:
+    token = padding_idx + 1
+    if rule(torch.tensor([[token, padding_idx, token]]), padding_idx).tolist() != [[token, padding_idx, token + 1]]:
         raise ValueError(f"{type(module).__name__}.{POSITION_RULE} does not count tokens from padding_idx + 1")
     return padding_idx
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules of a model, without parts that attend by an implementation that is none of ours."""
-    names = [name for name, module in model.named_modules() if module is not model and _is_elsewhere(module)]
+    """Yields the named modules of a model, without parts that attend by another implementation than ours."""
+    unsharded = [name for name, module in model.named_modules() if module is not model and _is_unsharded(module)]
     for name, module in model.named_modules():
-        if not any(name == part or name.startswith(f"{part}.") for part in names):
+        if not any(name == part or name.startswith(f"{part}.") for part in unsharded):
             yield name, module
 
 
-def _is_elsewhere(module: nn.Module) -> bool:
-    """Returns whether a submodel attends by another implementation than ours."""
-    found, config = Registries.imported(), getattr(module, "config", None)
+def _is_unsharded(module: nn.Module) -> bool:
+    """Returns True for a submodel that attends by another implementation than ours."""
+    registries, config = Registries.imported(), getattr(module, "config", None)
     name = getattr(config, "_attn_implementation", None)
-    is_model = hasattr(type(module), "get_correct_attn_implementation")
-    return (
-        is_model and found is not None and name is not None and not method_of_implementation(found.attention.get(name))
-    )
+    if registries is None or name is None or not hasattr(type(module), "get_correct_attn_implementation"):
+        return False
+    return not method_of_implementation(registries.attention.get(name))
 
 
 def calls_attention(model: type) -> bool:
-    """Returns whether the source of a class or of its bases uses the interface, has no attention or is unknown."""
-    for part in model.__mro__:
-        if part.__module__ == "transformers.modeling_utils":
+    """Returns False if the source of a class has attention, but does not call the attention interface."""
+    for base in model.__mro__:
+        if base.__module__ == "transformers.modeling_utils":
             return False
         try:
-            source = getsource(sys.modules[part.__module__])
+            source = getsource(sys.modules[base.__module__])
         except (KeyError, OSError, TypeError):
             return True
         if "ALL_ATTENTION_FUNCTIONS" in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
@@ -195,7 +197,7 @@ def calls_attention(model: type) -> bool:
 
 
 def computes_loss(model: type) -> bool:
-    """Returns whether a class computes its loss without transformers' loss function (Whisper's decoder)."""
+    """Returns True if a class computes its loss without transformers' loss function (Whisper's decoder)."""
     try:
         source = getsource(unwrap(model.forward))
     except (OSError, TypeError):
@@ -204,54 +206,50 @@ def computes_loss(model: type) -> bool:
 
 
 def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before `forward` of a model that `computes_loss`.
-
-    Raises:
-        ValueError: there are labels, and other ranks have more of them.
-    """
+    """Pre-forward hook that raises ValueError for labels given to a model that `computes_loss`, on several ranks."""
     if kwargs.get("labels") is not None and shards_of(model.config) > 1:
         raise ValueError(
-            f"{type(model).__name__} computes its loss by itself, as a mean over the labels of this shard alone: leave "
-            "labels out, and divide the sum of the losses of its logits by the number of all ranks' labels"
+            f"{type(model).__name__} computes its loss itself, as a mean over the labels of this shard alone: do not "
+            "pass labels, and give its logits to cp.loss"
         )
 
 
 ROUTERS = (
-    "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so that those of shards do "
-    "not add up to the sequence's; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
+    "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
+    "add up to that of the sequence; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
 )
 
 
 def shards_of(config: Any) -> int:
-    """The ranks that share a sequence under an implementation of ours that a config or a part names; 1 without one."""
+    """Returns the number of ranks that share a sequence under our implementations in a config; 1 without one."""
     return max((method.shards for method in methods_of(config)), default=1)
 
 
 def methods_of(config: Any) -> list[Method]:
-    """The methods behind the implementations of ours that a config or a part names."""
-    found = Registries.imported()
+    """Returns the methods behind our implementations that a config or its parts name."""
+    registries = Registries.imported()
     names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
-    functions: list[Any] = [found.attention.get(name) for name in names] if found else []
+    functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
     return [method for function in functions if (method := method_of_implementation(function))]
 
 
 def parts_of(config: Any) -> list[Any]:
-    """A config and those of its text, vision or audio parts."""
+    """Returns a config and those of its text, vision or audio parts."""
     parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
     return [config, *(part for part in parts if part is not None)]
 
 
-def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """A model's own loss, refused where that of a shard would be another than its share of the sequence's.
+def _checked_loss(function: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a model's own loss if that of a shard is its share of the sequence's.
 
     Raises:
         ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss of
             something else than the next token, or an auxiliary loss, which is no sum over tokens.
     """
-    if "shift_labels" not in signature(chosen).parameters:
+    if "shift_labels" not in signature(function).parameters:
         raise ValueError(
-            f"{getattr(chosen, '__name__', chosen)} takes no shift_labels: it is no loss of the next token, which is "
-            "the only one that a shard is given labels for"
+            f"{getattr(function, '__name__', function)} takes no shift_labels: it is no loss of the next token, and a "
+            "shard has labels for no other loss"
         )
     missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
     if missing:
@@ -261,4 +259,4 @@ def _loss(chosen: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) ->
         )
     if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
         raise ValueError(ROUTERS)
-    return chosen(*args, **kwargs)
+    return function(*args, **kwargs)

@@ -16,24 +16,26 @@ from armillary.integrations.transformers.masks import Rule
 
 
 class ShardMask:
-    """Who sees whom in the layers of one kind, and how the sequence is sharded.
+    """The mask of the layers of one kind, and the sharding of the sequence.
 
     Args:
-        rule: the mask function of the model; None where it is not known and `sequence(mask=...)` replaces it.
-        groups: [B, N], as the rule has them for the whole sequence.
-        position_ids: those that the maker of masks, or its caller, knows.
-        uncounted: the model was given no position ids and would count from the first token of the shard.
+        sharding: the `sequence` block of the forward.
+        layout: over all ranks of the method.
+        rule: the mask function of the model; None if it is unknown and the mask of the block replaces it.
+        groups: [B, N], the rule's groups for the whole sequence.
+        position_ids: of the functions that called the maker of masks.
+        uncounted: the model got no position ids and would count from the first token of the shard.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
         refusal: reason for which layers cannot use the mask. A model makes masks of kinds that no layer has
-            (Qwen2-MoE with sliding_window=0), so it is raised by the first layer that is handed the mask.
+            (Qwen2-MoE with sliding_window=0), so it is raised by the first layer that gets the mask.
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
     __slots__ = (
+        "cached_mask",
         "first_position",
         "groups",
         "layout",
-        "made",
         "position_ids",
         "refusal",
         "rule",
@@ -55,8 +57,9 @@ class ShardMask:
         self.sharding, self.layout, self.rule, self.groups = sharding, layout, rule, groups
         self.position_ids, self.uncounted, self.first_position = position_ids, uncounted, first_position
         self.refusal = refusal
-        self.made: tuple[Documents | None, AttentionMask] | None = None
+        self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
 
+    # Models that compute with their mask would compute nonsense on a shard: any use as a tensor raises.
     def __getattr__(self, name: str) -> NoReturn:
         raise NoTensorError(name)
 
@@ -68,44 +71,43 @@ class ShardMask:
         raise NoTensorError(getattr(func, "__name__", str(func)))
 
     def with_documents(self, documents: Documents | None) -> AttentionMask:
-        """The mask of a sequence packed from these; made once for all layers of the kind."""
-        if self.made is None or (self.made[0] is not documents and self.made[0] != documents):
-            self.made = documents, self._make(documents)
-        return self.made[1]
+        """Returns the mask of a sequence packed from documents; computed once for all layers of the kind."""
+        if self.cached_mask is None or (self.cached_mask[0] is not documents and self.cached_mask[0] != documents):
+            block_mask = self.sharding.mask
+            if block_mask is None:
+                assert self.rule is not None
+                mask = mask_of(self.rule, self.groups, documents, self.layout.length)
+            else:
+                mask = block_mask if self.rule is None else narrowed(block_mask, self.rule)
+            self.cached_mask = documents, mask
+        return self.cached_mask[1]
 
-    def _make(self, documents: Documents | None) -> AttentionMask:
-        told = self.sharding.mask
-        if told is not None:
-            return told if self.rule is None else narrowed(told, self.rule)
-        assert self.rule is not None
-        return mask_of(self.rule, self.groups, documents, self.layout.length)
 
-
-def narrowed(told: AttentionMask, rule: Rule) -> AttentionMask:
-    """A mask that was said for all layers, with the window of those of one kind.
+def narrowed(mask: AttentionMask, rule: Rule) -> AttentionMask:
+    """Returns a mask for all layers, narrowed by the window of the layers of one kind.
 
     Raises:
-        ValueError: it contradicts what the model says.
+        ValueError: the mask contradicts the model.
     """
     if rule.chunk is not None:
         raise ValueError(
-            f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot say those "
-            "of each; leave mask out, the model says its own"
+            f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot have the "
+            "chunks of some; remove mask, the model has its own"
         )
-    if told.causal and not rule.causal:
-        raise ValueError(f"sequence(mask=...) has causal=True, but the model is bidirectional: {told}")
-    if rule.causal and not told.causal and told.pattern is None:
-        raise ValueError(f"sequence(mask=...) has causal=False, but the model is causal: {told}")
+    if mask.causal and not rule.causal:
+        raise ValueError(f"sequence(mask=...) has causal=True, but the model is bidirectional: {mask}")
+    if rule.causal and not mask.causal and mask.pattern is None:
+        raise ValueError(f"sequence(mask=...) has causal=False, but the model is causal: {mask}")
     left, right = rule.window or (None, None)
-    mask = told.narrowed(left)
+    narrow = mask.narrowed(left)
     if right is None:
-        return mask
-    before, after = mask.window or (None, None)
-    return replace(mask, window=(before, right if after is None else min(after, right)))
+        return narrow
+    before, after = narrow.window or (None, None)
+    return replace(narrow, window=(before, right if after is None else min(after, right)))
 
 
 class NoTensorError(ValueError, AttributeError):
-    """A model computes with what stands for its mask. An AttributeError too, for code that asks what it can do."""
+    """A model computes with the object in place of its mask. An AttributeError too, for code that probes attributes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
