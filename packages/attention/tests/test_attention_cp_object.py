@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Slice, Ulysses, sdpa_parallel
+from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 
 VOCABULARY, EMBED, HEADS = 32, 16, 4
@@ -243,6 +244,8 @@ def refusals() -> list[str]:
         "layout=": lambda: batch.attend(q, q, q, layout=longer.layout),
         "shift_labels": lambda: cp.shard(ids, mask=AttentionMask.of_slices([Slice(range(20), range(20))])),
         "DDP": lambda: cp.reduce_gradients(DistributedDataParallel(new_model())),
+        "Sequential is under": lambda: cp.reduce_gradients(nn.Sequential(DistributedDataParallel(new_model()))),
+        "FSDP2": lambda: cp.reduce_gradients(fully_shard(new_model(), mesh=init_device_mesh("cpu", (RANKS,)))),
         "Model": lambda: cp.prepare(model),
         "no forward has used": recompute_with_the_next_batch,
     }
@@ -259,3 +262,63 @@ def refusals() -> list[str]:
 
 def test_wrong_use_is_refused_on_every_rank(worlds):
     assert worlds(RANKS).run(refusals) == [[]] * RANKS
+
+
+def recompute_with_another_forward() -> str:
+    """Two forwards, and a model that keeps the attention of the last batch, which then recomputes both."""
+    cp, model = ContextParallel("ring", mesh(ring=RANKS)), new_model()
+    model.recompute, losses, kept = True, [], {}
+    for documents in ([0, 20], [0, 7, 20]):
+        batch = cp.shard(torch.arange(20)[None], documents=documents)
+        kept["attend"] = batch.attend
+        logits = model(batch.ids, batch.position_ids, lambda q, k, v: kept["attend"](q, k, v))
+        losses.append(cp.loss(logits, batch))
+    with pytest.raises(CheckpointError) as raised:
+        sum(losses).backward()
+    return str(raised.value)
+
+
+def test_a_recompute_with_the_batch_of_another_forward_raises(worlds):
+    assert all("metadata" in message for message in worlds(RANKS).run(recompute_with_another_forward))
+
+
+def loss_traffic() -> dict[str, int]:
+    """Bytes that a loss sends in each phase; checks those of reduced gradients."""
+    cp, model = ContextParallel("ring", mesh(shard=2, ring=2), data="shard"), new_model()
+    batch = cp.shard(torch.arange(20)[None])
+    logits = model(batch.ids, batch.position_ids, batch.attend).detach().requires_grad_()
+    with CommLedger() as ledger:
+        loss = cp.loss(logits, batch)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loss_bytes = {phase: ledger.bytes(kind="all_reduce", phase=phase) for phase in ("forward", "backward")}
+        cp.reduce_gradients(model)
+    sizes = [p.nbytes for p in model.parameters()]
+    gradient_bytes = sum(sizes) + 8 * len(sizes)  # and an integer for each parameter
+    assert ledger.bytes("ring") == ledger.bytes("shard") == gradient_bytes + 16
+    assert ledger.bytes() == ledger.bytes(kind="all_reduce")
+    return loss_bytes
+
+
+def test_a_loss_sends_one_number_each_way_and_gradients_their_own_bytes(worlds):
+    # An all-reduce over 2 ranks sends 2 x 1/2 of a tensor; over two axes twice.
+    assert worlds(RANKS).run(loss_traffic) == [{"forward": 16, "backward": 16}] * RANKS
+
+
+def take_and_gather() -> bool:
+    axes = mesh(ring=2, ulysses=2)
+    cp, x = ContextParallel("usp", axes), torch.arange(2 * 41 * 3.0).view(2, 41, 3)
+    batch = cp.shard(torch.zeros((2, 41), dtype=torch.long))
+    shard = batch.take(x)
+    return torch.equal(batch.gather(shard), x) and shard.shape[:2] == batch.ids.shape
+
+
+def test_a_batch_takes_shards_of_whole_sequences_and_gathers_them(worlds):
+    assert all(worlds(RANKS).run(take_and_gather))
+
+
+def test_a_method_by_name_or_data_axes_need_a_mesh():
+    for arguments in (("ring",), (Local(), None, "shard")):
+        with pytest.raises(ValueError, match="mesh"):
+            ContextParallel(*arguments)

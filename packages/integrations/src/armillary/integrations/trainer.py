@@ -70,6 +70,7 @@ class ContextParallelTrainer(Trainer):
         cp.padding_idx = padding_idx_of(self.model)
         self.cp = cp
         self._share_rows()
+        # The trainer lets the smoother shift labels of causal models; those of a shard are shifted already.
         smoother: Any = self.label_smoother
         self.label_smoother = smoother and partial(_smooth_shifted, smoother)
 
@@ -81,6 +82,7 @@ class ContextParallelTrainer(Trainer):
 
     def _share_rows(self) -> None:
         share_rows(self.accelerator, self.cp)
+        # The trainer kept the accelerator's own function when it was created.
         objects = self.args.eval_use_gather_object
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from armillary.attention.context_parallel.padding import IGNORED
+from armillary.attention.context_parallel.rows import IGNORED
 from armillary.attention.context_parallel.sdpa import in_backward
 from armillary.core.compat import is_dtensor
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, cast
 
+import torch
 from torch import Tensor
 
 from armillary.attention.context_parallel.communication import gather_tokens
@@ -50,7 +52,7 @@ class ContextParallelBatch:
         self.documents = rows.documents
         self._replaces_mask = replaces_mask  # of the model, inside the `with` block
         self._block: AbstractContextManager[None] | None = None
-        self._attended, self.inputs_read = False, False
+        self._number, self._attended, self.inputs_read = next(_NUMBERS), False, False
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -100,10 +102,14 @@ class ContextParallelBatch:
         Bytes sent: those of the method.
 
         Raises:
-            ValueError: another layout; backward recomputes a call of another batch.
+            ValueError: another layout; backward recomputes with a batch that no forward has used.
+            torch.utils.checkpoint.CheckpointError: backward recomputes a call of another batch (non-reentrant
+                checkpointing).
         """
         if layout is not None and layout != self.layout:
             raise ValueError(f"layout={layout}: the batch was sharded by {self.layout}")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            q = cast(Tensor, _BatchMark.apply(q, self._number))
         if not in_backward():
             self._attended = True
         elif not self._attended:
@@ -129,3 +135,25 @@ class ContextParallelBatch:
         block, self._block = self._block, None
         assert block is not None
         block.__exit__(*raised)
+
+
+class _BatchMark(torch.autograd.Function):
+    """The identity, which saves an empty tensor with the batch's number in its shape.
+
+    Non-reentrant checkpointing compares the shapes of saved and recomputed tensors, so it raises if backward recomputes
+    a call with another batch, whose documents may differ.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, number: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(q.new_empty((0, number)))
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Checkpointing recomputes when saved tensors are read, so this read is the check.
+        assert ctx.saved_tensors
+        return gradient, None
+
+
+_NUMBERS = count(1)

@@ -61,6 +61,7 @@ def check_positions(position_ids: Tensor, layout: SequenceLayout, method: Method
     Raises:
         ValueError: on every rank, with the first position id that does not rise.
     """
+    # One row of position ids may serve several rows of documents.
     mask = AttentionMask(documents=documents)
     rows = max(len(position_ids), len(documents) if mask.per_row else 1)
     mask.check(layout.length, layout.length, rows)

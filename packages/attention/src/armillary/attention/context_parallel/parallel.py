@@ -185,17 +185,20 @@ class ContextParallel:
                     "a scalar loss of a model that was not given batch.inputs may be a mean over one rank: "
                     "give cp.loss the logits, or call model(**batch.inputs)"
                 )
-            share = logits_or_share
+            share = logits_or_share  # transformers divided it by num_items_in_batch, the labels of all ranks
         else:
             if logits_or_share.ndim != 3 or logits_or_share.shape[:2] != batch.labels.shape:
                 raise ValueError(
                     f"logits {tuple(logits_or_share.shape)} for a batch of tokens {tuple(batch.labels.shape)}: "
                     "[B, T, V] of this batch's own tokens is needed"
                 )
+            # Sums and not means: a rank without labels contributes 0, and its mean would be NaN.
             flat = logits_or_share.flatten(0, 1)
             sum_dtype = torch.promote_types(flat.dtype, torch.float32)
             total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
             share = total / batch.labelled
+        # Backward sums too: each rank gets P times the gradient of its share, and FSDP2's or DDP's average over the P
+        # ranks is the gradient of the whole loss.
         return sum_over_axes(share, self._axes)
 
     @torch.no_grad()
@@ -209,8 +212,8 @@ class ContextParallel:
         Raises:
             ValueError: the model's gradients are reduced already, by DDP or FSDP2.
         """
-        reduced = isinstance(model, DistributedDataParallel) or any(is_dtensor(p) for p in model.parameters())
-        if reduced:
+        in_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        if in_ddp or any(is_dtensor(p) for p in model.parameters()):
             raise ValueError(
                 f"{type(model).__name__} is under FSDP2, DDP or tensor parallelism, which reduce gradients themselves: "
                 "do not call reduce_gradients"
@@ -244,6 +247,7 @@ class ContextParallel:
         Raises:
             ValueError: no installed package prepares models of this library, or the model cannot be sharded.
         """
+        # All base classes count, so that a user's subclass is found by its base in transformers or diffusers.
         libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
         preparers = {point.name: point for point in entry_points(group=PREPARERS)}
         point = next((preparers[name] for name in preparers if name in libraries), None)

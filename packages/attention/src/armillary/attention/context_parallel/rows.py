@@ -52,6 +52,7 @@ def complete_rows(
     first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, least=0)
     if padding_idx is not None and position_ids is None:
         _check_padding_hidden(ids, padding_idx, attention_mask)
+    # Packed rows of collators come without boundaries: their position ids restart.
     if documents is None and position_ids is not None:
         documents = _restarts(position_ids - first)
     mask = AttentionMask(documents=(0, length) if documents is None else documents)
@@ -126,6 +127,7 @@ def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:
 def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
     """Returns the label of each token's next token, none for the last token of each document."""
     shifted = labels.roll(-1, 1)
+    # The next token of a document's last one belongs to another document, which it does not predict.
     for row, ends in zip(shifted, boundaries, strict=True):
         row[[end - 1 for end in ends[1:]]] = IGNORED
     return shifted

@@ -64,6 +64,7 @@ def layout_over_ranks(layout: SequenceLayout, method: Method) -> SequenceLayout:
     if layout.shards not in (method.shards, method.sequence_shards):
         accepted = " or ".join(str(n) for n in sorted({method.shards, method.sequence_shards}))
         raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted}")
+    # Head-axis methods (Ulysses) cut each shard of the sequence axis once more.
     head_ranks = method.shards // layout.shards
     return layout if head_ranks == 1 else layout.refine(head_ranks)
 
@@ -127,13 +128,14 @@ def sequence(
         for each in (packed, mask):
             if each is not None:
                 each.check(layout.length, layout.length, each.batch or 1)
+    # A context variable, and no argument of the model: its layers call attention without knowing of shards.
     block, outer = Sharding(layout, restarts, padded, mask), current()
     token = _current.set(block)
     try:
         yield
     finally:
         _current.reset(token)
-        if outer is not None:
+        if outer is not None:  # a use inside of the inner block is one inside of the outer block
             outer.used |= block.used
     if not block.used and not (layout is None and documents is None and mask is None):
         raise ValueError(UNUSED)

@@ -86,6 +86,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
             _route_attention(name, module, JointRouting(state, order), plan)
     for _, module in modules_named(model, plan.output):
         module.register_forward_hook(lambda _, __, out: state.streams().gather(out))
+    # A copy of the model shares the hooks, so the mark on each module tells which of them were replaced since.
     for _, module in changed_modules(model, plan):
         setattr(module, MARK, True)
     _wrap_forward(model, plan, state, compare)

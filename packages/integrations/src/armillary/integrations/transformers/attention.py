@@ -136,6 +136,7 @@ class Implementation(ShardedImplementation):
         position_ids, uncounted = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
+        # An unknown mask is refused by the first layer that gets it: models also make masks that no layer uses.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
@@ -181,6 +182,7 @@ class Implementation(ShardedImplementation):
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         _check_layer(name, attention_mask, sliding_window, causal)
         _check_options(name, options)
+        # Routers' logits may be asked for at a call, which the checks of the config do not see.
         if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
             raise ValueError(ROUTERS)
         layout, documents = attention_mask.layout, attention_mask.sharding.documents
@@ -188,6 +190,7 @@ class Implementation(ShardedImplementation):
             documents = documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, layout)
         documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, documents)
         mask = attention_mask.with_documents(documents)
+        # Llama 4 has scaled queries by positions counted from the shard's first token.
         query = scale_by_position(module, query, layout.positions(self.method.shard))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.method(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None

@@ -39,6 +39,7 @@ class DocumentFinder:
         Raises:
             ValueError: position ids that do not fit, or none if they are needed; on every rank.
         """
+        # Layers get none in some models, and M-RoPE's three rows in others; the maker of masks may have seen them.
         if position_ids is None or position_ids.ndim != 2:
             position_ids = mask.position_ids
         if position_ids is None or not (position_ids.ndim == 2 or (position_ids.ndim == 3 and len(position_ids) == 3)):
@@ -50,6 +51,7 @@ class DocumentFinder:
         cached = self.cache.get(position_ids)
         if cached is not None and version is not None and cached[0] == key:
             return cached[1]
+        # Every rank communicates before any of them raises, so that all raise the same error.
         check_shards(tokens, position_ids.shape[-1], mask.layout, self.method)
         if mask.first_position:
             check_first_position(name, position_ids, mask.first_position, self.method)

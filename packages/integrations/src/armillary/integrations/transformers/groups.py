@@ -54,13 +54,14 @@ class GroupFinder:
         if self.method.shards == 1:
             return rule.groups.cpu()
         types, number_groups = _find_numbering(rule.groups, callers)
-        key = (types._version, layout)
-        cached = None if types.is_inference() else self.cache.get(types)
-        if cached is not None and cached[0] == key:
+        # Inference tensors have no version, so changes in place could not be seen: gather these every time.
+        version = None if types.is_inference() else types._version
+        cached = self.cache.get(types)
+        if cached is not None and version is not None and cached[0] == (version, layout):
             return cached[1]
         check_shards(layout.sizes[self.method.shard], types.shape[1], layout, self.method)
         groups = number_groups(gather_tokens(types.int(), self.method, layout).cpu())
-        self.cache[types] = (key, groups)
+        self.cache[types] = ((version, layout), groups)
         return groups
 
 
@@ -72,6 +73,7 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
         number_groups = caller.globals.get("get_block_sequence_ids_for_mask")
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = caller.locals.get(name)
+            # The function must give the groups of the mask again: a model may have numbered others.
             if (
                 number_groups is not None
                 and isinstance(types, Tensor)
@@ -109,6 +111,7 @@ def _mask_of_row(rule: Rule, groups: Tensor, ends: Sequence[int] | None, length:
     images = [(group, span) for runs in runs_of_documents for group, span in runs if group >= 0]
     left = (rule.window or (None,))[0]
     contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
+    # The usual case has a compact form: causal, and each image is one run whose tokens see all of it.
     if rule.causal and rule.apart and contiguous and rule.within == (rule.apart[0], FAR):
         spans = [span for _, span in images if len(span) > 1]
         if not spans:
@@ -144,7 +147,7 @@ def _split_keys(group: int, runs: Runs) -> list[tuple[bool, range]]:
     """Returns the keys of a document in the fewest runs: (True for keys of this group, positions)."""
     split: list[tuple[bool, range]] = []
     for key_group, keys in runs:
-        same_group = key_group == group and group >= 0
+        same_group = key_group == group and group >= 0  # tokens of no group do not form one
         if split and split[-1][0] == same_group:
             split[-1] = (same_group, range(split[-1][1].start, keys.stop))
         else:

@@ -32,6 +32,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
     Raises:
         ValueError: ranks were given different rows; inputs whose shard is unknown; errors of `ContextParallel.shard`.
     """
+    # First of all: ranks with different rows would find different errors, or wait for each other in attention.
     check_same_rows(cp.method, inputs)
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):
@@ -86,6 +87,7 @@ def _fingerprint(x: Any) -> tuple[int, int]:
     """Returns the size and a hash of a tensor of integers (torch's integers wrap around)."""
     if not isinstance(x, Tensor):
         return -1, 0
+    # Weights depend on the position, so that rows in another order have another hash.
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x9E3779B97F4A7C1 | 1
     mixed = (x.flatten().long() + x.shape[-1]) * weights
     return x.numel(), int((mixed ^ (mixed >> 29)).sum())
@@ -122,6 +124,7 @@ def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]
                 "attention_mask out of packed rows"
             )
         return [0, length]
+    # transformers begins a document wherever positions do not continue, also if they do not restart at 0.
     starts = [(row.nonzero().flatten() + 1).tolist() for row in (positions.diff(dim=1) != 1).cpu()]
     boundaries = [[0, *row, length] for row in starts]
     return boundaries if len(boundaries) > 1 else boundaries[0]

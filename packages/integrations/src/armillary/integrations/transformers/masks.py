@@ -91,11 +91,13 @@ def _read(function: Any) -> Rule:
         for further in further_rules:
             rule = _intersect(rule, further) if name == "and_masks" else _unite(rule, further)
         return rule
+    # transformers wraps a mask so that positions restart in each document; the mask itself is inside.
     if name == PACKED_POSITIONS:
         return _read(closure["mask_function"])
     if name not in MAKERS:
         raise UnknownMaskError(name)
     rule = MAKERS[name](closure)
+    # Functions in the files of models may differ behind one name, so their values are compared too.
     if name == MODEL_FUNCTION:
         _probe(function, rule, name)
     return rule
@@ -126,6 +128,7 @@ def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
 
 def _read_constant(function: Any) -> Rule:
     """Reads a function without a closure that ignores its arguments and returns True (Gemma 3's, bidirectional)."""
+    # A function is called only if its bytecode loads no argument and no closure: it then has one value everywhere.
     code = getattr(function, "__code__", None)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
     if code is None or code.co_freevars or not set(code.co_names) <= {"torch", "tensor", "bool"}:
@@ -166,6 +169,7 @@ MODEL_FUNCTION = "_bidirectional_window_overlay"
 MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "causal_mask_function": lambda closure: _band_rule(-FAR, 0),
     "bidirectional_mask_function": lambda closure: _band_rule(*EVERYTHING, bidirectional=True),
+    # Windows count the query's own key, except in the bidirectional overlay, which counts neighbours on each side.
     "sliding_window_overlay": lambda closure: _band_rule(1 - _window(closure), FAR),
     "sliding_window_bidirectional_overlay": lambda closure: _band_rule(
         -int(closure["sliding_window"]), int(closure["sliding_window"])
@@ -197,6 +201,7 @@ def _unite(a: Rule, b: Rule) -> Rule:
 
 
 def _common_groups(a: Rule, b: Rule) -> Tensor | None:
+    # By identity: equal numbers of two tensors may be images here and something else on another rank.
     if a.groups is not None and b.groups is not None and a.groups is not b.groups:
         raise UnknownMaskError("blocks of two kinds")
     return a.groups if b.groups is None else b.groups
@@ -212,6 +217,7 @@ def _intersect_bands(a: Band | None, b: Band | None) -> Band | None:
 def _unite_bands(a: Band | None, b: Band | None) -> Band | None:
     if a is None or b is None:
         return b if a is None else a
+    # Two bands with a gap between them are no band.
     if max(a[0], b[0]) > min(a[1], b[1]) + 1:
         raise UnknownMaskError(f"windows {a} and {b}, which do not meet")
     return min(a[0], b[0]), max(a[1], b[1])

@@ -52,6 +52,7 @@ def wrap_models(models: Any) -> None:
 
     @wraps(choose)
     def check_and_choose(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        # The choice of other implementations, of image towers for example, is not ours to check.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
@@ -110,6 +111,7 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
     """
     for name, module in sharded_modules(model):
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
+        # A convolution over one token is a linear layer (GPT-2's are written so).
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
         if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise ValueError(
@@ -158,6 +160,7 @@ def _padding_idx(module: nn.Module) -> int | None:
     # ESM with rotary embeddings calls the function and does not use its result.
     if padding_idx is None or not calls_rule or getattr(module, "position_embedding_type", "absolute") != "absolute":
         return None
+    # The rule is tried on three tokens, because releases of transformers may change it behind its name.
     rule = getattr(module, POSITION_RULE, None) or forward.__globals__[POSITION_RULE]
     token = padding_idx + 1
     if rule(torch.tensor([[token, padding_idx, token]]), padding_idx).tolist() != [[token, padding_idx, token + 1]]:
@@ -186,7 +189,7 @@ def calls_attention(model: type) -> bool:
     """Returns False if the source of a class has attention, but does not call the attention interface."""
     for base in model.__mro__:
         if base.__module__ == "transformers.modeling_utils":
-            return False
+            return False  # no file of the model's own calls the interface
         try:
             source = getsource(sys.modules[base.__module__])
         except (KeyError, OSError, TypeError):
