@@ -111,7 +111,7 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
     """
     for name, module in sharded_modules(model):
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
-        # A convolution over one token is a linear layer (GPT-2's are written so).
+        # A convolution over one token is a linear layer.
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
         if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
             raise ValueError(
@@ -189,7 +189,7 @@ def calls_attention(model: type) -> bool:
     """Returns False if the source of a class has attention, but does not call the attention interface."""
     for base in model.__mro__:
         if base.__module__ == "transformers.modeling_utils":
-            return False  # no file of the model's own calls the interface
+            return False  # the files of all classes below it have attention without the interface
         try:
             source = getsource(sys.modules[base.__module__])
         except (KeyError, OSError, TypeError):
