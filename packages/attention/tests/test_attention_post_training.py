@@ -178,7 +178,7 @@ def test_ranks_give_the_loss_metrics_and_gradients_of_one(worlds, count):
             loss, metrics, _, sent = found[name, gradients]
             assert torch.equal(loss, ranks[0][3][name, gradients][0])
             check(name, loss, metrics, whole, count if gradients == "averaged" else 1)
-            # (R - 1) S K w for each axis
+            # 2 (R - 1) / R S K w for each axis, of 2 ranks
             assert sent == (count // 2) * SEQUENCES * columns.get(name, 6) * 8
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.context_parallel.packing import method_axes, sum_over_axes
+from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
 from armillary.attention.methods.base import Method
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
@@ -39,7 +39,7 @@ def segment_sum(
         gradients: how those of parameters are reduced over these ranks afterwards: "summed" (`sum_gradients`), or
             "averaged", as by FSDP2 and DDP alone: then gradients are multiplied by the number of ranks.
 
-    Bytes sent: (R - 1) count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_gather".
+    Bytes sent: 2 (R - 1) / R count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_reduce".
 
     Raises:
         ValueError: shapes that do not match, or a sequence of `count` or more. Raised before any communication.
