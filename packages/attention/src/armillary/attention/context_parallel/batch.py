@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from armillary.attention.context_parallel.rows import Rows
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
 from armillary.attention.context_parallel.sequence import sequence
 from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-
-if TYPE_CHECKING:
-    from armillary.attention.context_parallel.parallel import ContextParallel
 
 
 class ContextParallelBatch:
@@ -26,7 +24,7 @@ class ContextParallelBatch:
     As a context manager it opens the `sequence` block of the batch, for `sdpa_parallel` and models of transformers.
 
     Attributes:
-        owner: the `ContextParallel` that made it.
+        owner, method: the `ContextParallel` that made it, and its method.
         ids: token ids [B, T].
         position_ids: [B or 1, T], counted from the start of each document.
         labels: [B, T], shifted; -100 if a token has none.
@@ -39,14 +37,15 @@ class ContextParallelBatch:
 
     def __init__(
         self,
-        owner: ContextParallel,
+        owner: object,
+        method: Method,
         rows: Rows,
         layout: SequenceLayout,
         labelled: int,
         mask: AttentionMask,
         replaces_mask: bool,
     ) -> None:
-        self.owner, self.layout, self.labelled, self.mask = owner, layout, labelled, mask
+        self.owner, self.method, self.layout, self.labelled, self.mask = owner, method, layout, labelled, mask
         self.ids, self.position_ids, self.labels = (self.take(x) for x in (rows.ids, rows.position_ids, rows.labels))
         self.attention_mask = None if rows.attention_mask is None else self.take(rows.attention_mask)
         self.documents = rows.documents
@@ -65,7 +64,7 @@ class ContextParallelBatch:
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a tensor of the whole sequence: [B, N, ...] -> [B, T, ...]."""
-        return self.layout.take(x, self.owner.method.shard, dim)
+        return self.layout.take(x, self.method.shard, dim)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers tensors of shards, such as logits, in sequence order: [B, T, ...] -> [B, N, ...], without a gradient.
@@ -77,7 +76,7 @@ class ContextParallelBatch:
         Raises:
             ValueError: x has another number of tokens than the batch.
         """
-        return gather_tokens(x, self.owner.method, self.layout)
+        return gather_tokens(x, self.method, self.layout)
 
     def attend(
         self,
@@ -118,7 +117,7 @@ class ContextParallelBatch:
                 "pass batch.attend to the model as an argument, instead of keeping it where the next batch replaces it"
             )
         layer_mask = self.mask if mask is None else with_documents(mask, self.mask.documents)
-        return self.owner.method(q, k, v, mask=layer_mask, layout=self.layout, **options)
+        return self.method(q, k, v, mask=layer_mask, layout=self.layout, **options)
 
     def __enter__(self) -> Self:
         if self._block is not None:

@@ -154,7 +154,9 @@ class ContextParallel:
         packed = documents is not None or position_ids is not None or attention_mask is not None
         if packed and takes_documents(batch_mask):
             batch_mask = with_documents(replace(batch_mask, documents=None), rows.documents)
-        return ContextParallelBatch(self, rows, layout, labelled, batch_mask, replaces_mask=mask is not None)
+        return ContextParallelBatch(
+            self, self.method, rows, layout, labelled, batch_mask, replaces_mask=mask is not None
+        )
 
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:
         """Returns the mean loss over all labels of all ranks and data axes, the same bits on every rank.
