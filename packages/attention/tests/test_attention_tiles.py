@@ -254,3 +254,12 @@ def test_a_causal_window_on_one_shard_is_one_band():
 def test_a_shard_that_holds_nothing_has_no_tiles():
     for queries, keys in (((range(3),), ()), ((), (range(3),)), ((), ())):
         assert tiles(queries, keys, AttentionMask()) == ()
+
+
+def test_pairs_beyond_64_bits_are_exact():
+    length, shards = 10**12, 4
+    zigzag, mask = SequenceLayout.zigzag(length, shards), AttentionMask()
+    grid = Grid(zigzag, zigzag, mask)
+    total = length * (length + 1) // 2
+    assert sum(grid.pairs(i, j, batch=3) for i, j in product(range(shards), repeat=2)) == 3 * total
+    assert mask.pairs(length) == total

@@ -1,5 +1,6 @@
 """`armillary-plan memory`: presets, the search for the longest sequence, and the command."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -80,11 +81,23 @@ def by_formulas(job: Job, _progress: object) -> StepMemory:
 
 @pytest.mark.parametrize(
     "argv",
+    ["search --tokens 1000G --attention ring usp", "bytes --tokens 1000G --attention ring", "steps --tokens 1000G"],
+)
+def test_no_figure_of_a_sequence_that_fits_nowhere_overflows(capsys, argv):
+    with contextlib.suppress(SystemExit):
+        main([*argv.split(), "--json"])
+    numbers = re.findall(r"(?<=[:\[ ])-?\d[\d.e+]*(?=[,\n\]])", capsys.readouterr().out)
+    assert len(numbers) > 20 and not [each for each in numbers if each.startswith("-")]
+
+
+@pytest.mark.parametrize(
+    "argv",
     [
         "memory --tokens 1000G",
         "memory --model llama3-70b --tokens 2M --json",
         "memory --model llama3-70b --tokens 8k --no-on-host --max-context",
-        "search --tokens 1000G",
+        "search --tokens 1000G --attention usp upipe",
+        "run --recipe llama3_8b_1m --data.sequence-length 1000G",
         "search --model llama3-70b --tokens 4M --attention ring --json",
         "search --tokens 64M --attention ulysses",
     ],

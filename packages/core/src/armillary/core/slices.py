@@ -87,6 +87,11 @@ def band(causal: bool, window: Window | None) -> Window:
     return None if left is None else -left, right
 
 
+def widened(counts: Integers, rows: int, columns: int) -> Integers:
+    """Returns integers in which so many rows times columns can be counted: Python's, if 64 bits are too few."""
+    return counts.astype(object) if rows * columns > FAR else counts
+
+
 def mirrored(slices: Slices) -> Slices:
     """Returns the slices with queries and keys exchanged."""
     turned = slices[:, [2, 3, 0, 1, 5, 4]]
@@ -122,7 +127,8 @@ class KeyCounts:
     @classmethod
     def of(cls, slices: Slices) -> KeyCounts:
         """A query at i sees the keys from max(k0, i + low) to min(k1 - 1, i + high): each bound has one bend."""
-        q0, q1, k0, k1, low, high = trimmed(slices).T
+        slices = trimmed(slices)
+        q0, q1, k0, k1, low, high = widened(slices, *(int(slices[:, i].max(initial=0)) for i in (1, 3))).T
         # The upper bound rises with i until `until`, the lower bound from `since` on; both are constant elsewhere.
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
         one = np.ones_like(q0)
@@ -145,6 +151,7 @@ class KeyCounts:
     def before(self, positions: Integers) -> Integers:
         """Returns the number of (query, key) pairs of all queries before each of these positions."""
         piece = np.searchsorted(self.starts, positions, side="right")
+        positions = positions.astype(self.sums.dtype)
         triangle = positions * (positions - 1) // 2
         return self.slopes[piece] * triangle + self.constants[piece] * positions - self.sums[piece]
 

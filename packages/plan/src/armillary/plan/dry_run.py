@@ -17,7 +17,7 @@ from armillary.plan.comm_time.step_time import StepTime, step_time
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.memory.report import COLUMNS, fullness, memory_rows
-from armillary.plan.memory.room import Room
+from armillary.plan.memory.room import Room, check_simulated
 from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
@@ -95,16 +95,21 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
 
     Raises:
         ValueError: a configuration that could not be trained, or an unknown cluster.
+        DoesNotFitError: so far from fitting that a simulation would take too long.
     """
     machines = cluster_of(cluster)
     run = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
     job = job_of(config, run.axes, run.model, precision_of(config))
+    room = Room.of(machines)
+    assert isinstance(job.attention, AttentionChoice)
+    if not job.attention.method.missing("forward_memory", "backward_memory"):
+        check_simulated(job, machines, room, "--data.sequence-length")
     # Neither simulation nor communication plans cover tensor parallelism; plans do not cover replicas either.
     simulated = run.axes["tp"] == 1
     return Prediction(
         run=run,
         cluster=machines,
-        room=Room.of(machines),
+        room=room,
         memory=memory_of(config, job, run.local_parameters, progress) if simulated else None,
         bound=config.checkpointing.policy == "none",
         time=time_of(config, job, machines) if simulated and run.axes["replicate"] == 1 else None,

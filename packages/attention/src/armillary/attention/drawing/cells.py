@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
-from armillary.core.slices import Integers, Slices
+from armillary.core.slices import Integers, Slices, widened
 
 
 def cell_edges(length: int, most: int) -> Integers:
@@ -48,8 +48,9 @@ class KeyCells:
         tiles = tile_array(SpanTable.of([tuple(piece for _, piece in pieces)]), self._table, slices)
         starts = np.cumsum([0, *(len(piece) for _, piece in pieces)])
         rows = np.array([cell for cell, _ in pieces])[np.searchsorted(starts, tiles[:, 1], side="right") - 1]
-        pairs = np.zeros((self.shards, self.cells, self.cells), dtype=np.int64)
-        np.add.at(pairs, (tiles[:, 0] // self.cells, rows, tiles[:, 0] % self.cells), pair_counts(tiles))
+        counts = pair_counts(tiles)
+        pairs = np.zeros((self.shards, self.cells, self.cells), dtype=counts.dtype)
+        np.add.at(pairs, (tiles[:, 0] // self.cells, rows, tiles[:, 0] % self.cells), counts)
         return pairs
 
 
@@ -70,4 +71,5 @@ def count_positions(spans: Iterable[range], edges: Integers) -> Integers:
 def cell_areas(edges: Integers) -> Integers:
     """Returns the number of pairs of each cell, visible or not."""
     sizes = np.diff(edges)
+    sizes = widened(sizes, int(sizes.max()), int(sizes.max()))
     return sizes[:, None] * sizes[None, :]

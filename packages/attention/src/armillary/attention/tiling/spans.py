@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from armillary.core import SequenceLayout
 from armillary.core.layout import Spans
-from armillary.core.slices import FAR, Integers, Slices
+from armillary.core.slices import FAR, Integers, Slices, widened
 
 TileArray = NDArray[np.int64]
 """[n, 7]: key shard, then q0, q1, k0, k1, low, high as in `Tile`, with -FAR and FAR for bounds of None."""
@@ -148,7 +148,7 @@ def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integ
 
 def pair_counts(tiles: TileArray) -> Integers:
     """Returns the number of visible pairs of each tile."""
-    _, q0, q1, k0, k1, low, high = tiles.T
+    _, q0, q1, k0, k1, low, high = widened(tiles, *(int(tiles[:, i].max(initial=0)) for i in (2, 4))).T
     rows, columns, shift = q1 - q0, k1 - k0, k0 - q0
     low, high = np.maximum(low - shift, 1 - rows), np.minimum(high - shift, columns - 1)
 

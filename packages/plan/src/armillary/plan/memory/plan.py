@@ -18,15 +18,12 @@ from armillary.plan.memory.room import (
     DoesNotFitError,
     LongestFit,
     Room,
+    check_simulated,
     longest_fit,
     more_devices,
 )
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
-
-SIMULATED_SHARE = 4
-"""Largest estimated share of the room that is still simulated: a simulation takes as long as its step has chunks."""
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -142,13 +139,7 @@ def plan_memory(
         device, host = (a + more * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
         return replace(three, device=device, host=host)
 
-    # Refuse before simulating: the formulas are instantaneous.
-    job = job_of(plan, axes, length)
-    if room.share(usage := estimate(job)) > SIMULATED_SHARE:
-        raise DoesNotFitError(
-            f"--tokens {length:,} does not fit {cluster.name}: {room.comparison(usage)}; "
-            f"{more_devices(job, cluster, room)}"
-        )
+    check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
     step = 1024 * cluster.ranks
     try:
         fit = longest_fit(measure, outlook, room, step, start=length) if plan.max_context else None

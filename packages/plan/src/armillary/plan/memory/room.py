@@ -13,6 +13,9 @@ from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 RESERVE, HOST_RESERVE = "5GiB", "100GB"
 """Default memory of a device and of a machine that is not available to torch's tensors."""
 
+SIMULATED_SHARE = 4
+"""Largest estimated share of the room that is still simulated: a simulation takes as long as its step has chunks."""
+
 Usage = StepMemory | Estimate
 Measure = Callable[[int], StepMemory]
 """Simulates a step with a sequence of this length."""
@@ -81,6 +84,22 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
                 f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
             )
     return "by formulas no number of accelerators suffices: what does not shrink with their number is too much"
+
+
+def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
+    """Refuses a step that needs far more memory than there is, by formulas: simulating it would take too long.
+
+    Args:
+        flag: flag of the sequence length.
+
+    Raises:
+        DoesNotFitError: with the number of accelerators that would suffice.
+    """
+    if room.share(usage := estimate(job)) > SIMULATED_SHARE:
+        raise DoesNotFitError(
+            f"{flag} {job.length:,} does not fit {cluster.name}: {room.comparison(usage)}; "
+            f"{more_devices(job, cluster, room)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def shapes_of(
 ) -> dict[str, tuple[int, ...]]:
     """Tensors of a micro-batch, and the queries and keys of one attention kernel call."""
     rows, tp, ranks = config.rows_per_batch, axes["tp"], axes["ulysses"]
-    tokens = len(attention.layout(config.data.sequence_length).positions(attention.shard))
+    tokens = attention.layout(config.data.sequence_length).sizes[attention.shard]
     shapes = {
         "tokens": (rows, tokens),
         "hidden": (rows, tokens, model.dim),
