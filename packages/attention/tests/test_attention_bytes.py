@@ -292,3 +292,28 @@ def wrong_with_holes() -> list[str]:
 
 def test_every_method_sends_what_its_plan_says_where_masks_leave_holes(worlds):
     assert worlds(4).run(wrong_with_holes) == [[]] * 4
+
+
+# -- hops that nobody needs ------------------------------------------------------------------------------------------
+
+WHOLE_AND_CUT = AttentionMask(documents=(0, 16, 32, 64))
+"""Two documents that each fit a shard of 16 tokens, and one on two shards."""
+
+
+def messages_of_documents() -> dict[str, tuple[int, int]]:
+    """Messages of this rank, forward and backward, of each method."""
+    layout = SequenceLayout.contiguous(64, 4)
+    work = work_of(replace(SMALL, mask=WHOLE_AND_CUT, length=64), layout, layout, False)
+    found = dict[str, tuple[int, int]]()
+    for name in (*RINGS, "wallfacer-1"):
+        ledger = attend(Composition.of(name, ring=4).build(), work)
+        found[name] = ledger.messages(phase="forward"), ledger.messages(phase="backward")
+    return found
+
+
+def test_ranks_whose_documents_are_whole_take_part_in_no_hop(worlds):
+    first, second, third, last = worlds(4).run(messages_of_documents)
+    for name in first:
+        assert first[name] == second[name] == (0, 0), name
+        # One hop of keys or queries to the neighbour, and one message back where results or gradients return.
+        assert third[name][0] + last[name][0] <= 2 and third[name][1] + last[name][1] <= 2, name

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import flash_stub
 import pytest
@@ -18,7 +18,6 @@ from armillary.attention.call.spec import AttentionSpec
 from armillary.attention.kernels import (
     EFFICIENCY,
     KERNELS,
-    Backward,
     CpuFlash,
     CudaFlash,
     Cudnn,
@@ -27,7 +26,6 @@ from armillary.attention.kernels import (
     FlashAttn2,
     FlashAttn3,
     FlashAttn4,
-    Forward,
     Inputs,
     Kernel,
     Scores,
@@ -36,15 +34,17 @@ from armillary.attention.kernels import (
     cudnn,
     efficient,
 )
+from armillary.attention.kernels.flash import Flash
 from armillary.attention.kernels.installed import module_exists, parameters
-from armillary.attention.kernels.packing import packed_lengths
+from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.local import Local
 from armillary.attention.tiling.block import BlockAttention
-from armillary.attention.tiling.merge import Merge, Sum, TilePart
+from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum, TilePart
+from armillary.attention.tiling.packs import Shards, SingleCall, pack_calls
 from armillary.core import SequenceLayout
 
 FLASH = (CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4())
@@ -244,10 +244,10 @@ def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel)
 # -- small pieces together -------------------------------------------------------------------------------------------
 
 
-def run_block(kernel, mask, key_heads=(0, 0, 1, 1)):
+def run_block(kernel, mask, key_heads=(0, 0, 1, 1), tokens=64):
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 64, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
-    layout = SequenceLayout.zigzag(64, 1)
+    q, k, v, dout = (torch.randn(2, tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    layout = SequenceLayout.zigzag(tokens, 1)
     block = AttentionSpec(mask, layout, layout, Scores(0.4), key_heads, kernel).block(0, 0)
     merge, sums = Merge.of(q, v), [Sum.like(x) for x in (q, k, v)]
     block.forward(q, k, v, merge)
@@ -281,6 +281,39 @@ def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask,
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
 
 
+class NoFlash(Flash):
+    """Calls nothing, so that only the host's work is left."""
+
+    name = "none"
+
+    def call_forward(self, q, k, v, window, scores, lengths):
+        return q, q.new_zeros(q.shape[:-1]).mT
+
+    def call_backward(self, tensors, window, scores, lengths):
+        return tensors[1:4]
+
+
+class Counted(TorchDispatchMode):
+    """The number of operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_documents_take_no_more_operations():
+    def operations(documents: int) -> int:
+        mask = AttentionMask(documents=range(0, 513, 512 // documents))
+        run_block(NoFlash(), mask, tokens=512)  # boundaries are copied once
+        with Counted() as counted:
+            run_block(NoFlash(), mask, tokens=512)
+        return counted.count
+
+    assert operations(64) == operations(4)
+
+
 @pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)
 def test_small_tiles_of_no_rows_are_a_batch_of_none(kernel):
     q = torch.zeros(0, 4, 2, 8, requires_grad=True)
@@ -297,22 +330,48 @@ def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
     monkeypatch.setattr(type(kernel), "forward", lambda *given: calls.append(len(given[1])) or forward(*given))
     run_block(kernel, mask)
     assert len(calls) <= sum(calls) / 4, f"batches of {calls}"
-    monkeypatch.setattr(type(kernel), "groups", Kernel.groups)
+    monkeypatch.setattr(type(kernel), "pack_key", Kernel.pack_key)
     for got, wanted in zip(together, run_block(kernel, mask), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 
 
+def tokens_of(run: range) -> TilePart:
+    return EVERYTHING._replace(tokens=slice(run.start, run.stop))
+
+
+def packed(kernel, sides: list[tuple[range, range]], band=(None, 0)) -> list[int]:
+    """The number of pieces of each call of a block with these queries and keys."""
+    calls = [(tokens_of(q), tokens_of(k), band) for q, k in sides]
+    shards = Shards(1, max(q.stop for q, _ in sides), max(k.stop for _, k in sides), torch.device("cpu"))
+    found = pack_calls(calls, kernel, shards)
+    return [1 if isinstance(call, SingleCall) else len(call.sequences.queries) for call in found]
+
+
+def runs(*sizes: int) -> list[range]:
+    ends = [0, *accumulate(sizes)]
+    return [range(*pair) for pair in pairwise(ends)]
+
+
 def test_large_tiles_go_alone_and_packs_are_closed_when_full():
-    from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, group_pieces
+    documents = runs(3, MIN_SINGLE_TOKENS, 4)
+    assert sorted(packed(CudaFlash(), list(zip(documents, documents, strict=True)))) == [1, 2]
+    documents = runs(*[MIN_SINGLE_TOKENS - 1] * 40)
+    found = packed(CudaFlash(), list(zip(documents, documents, strict=True)))
+    assert sum(found) == 40
+    assert max(found) * (MIN_SINGLE_TOKENS - 1) <= MAX_PACKED_TOKENS + MIN_SINGLE_TOKENS
 
-    def piece(tokens: int) -> Forward:
-        x = torch.empty(1, 1, 1, 1).expand(1, tokens, 1, 8)
-        return Forward(x, x, x, (None, 0))
 
-    assert list(group_pieces([piece(3), piece(MIN_SINGLE_TOKENS), piece(4)])) == [[1], [0, 2]]
-    found = list(group_pieces([piece(MIN_SINGLE_TOKENS - 1)] * 40))
-    assert sorted(i for pack in found for i in pack) == list(range(40))
-    assert max(len(pack) for pack in found) * (MIN_SINGLE_TOKENS - 1) <= MAX_PACKED_TOKENS + MIN_SINGLE_TOKENS
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30, unique=True))
+def test_no_token_is_twice_in_a_pack(cells):
+    parts = [[tokens_of(range(4 * cell[side], 4 * cell[side] + 4)) for cell in cells] for side in (0, 1)]
+    calls = [(*pair, (None, None)) for pair in zip(*parts, strict=True)]
+    found = pack_calls(calls, CpuFlash(), Shards(2, 40, 40, torch.device("cpu")))
+    every = torch.arange(80).view(2, 40, 1)
+    for side in (0, 1):
+        tokens = [call[side].of(every).flatten() for call in found]
+        assert all(index.unique().numel() == index.numel() for index in tokens)
+        expected = torch.cat([part.of(every).flatten() for part in parts[side]])
+        assert torch.cat(tokens).sort().values.equal(expected.sort().values)
 
 
 def bfloats(*shape: int) -> torch.Tensor:
@@ -348,16 +407,25 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
     for name in ("_forward", "_backward"):
         monkeypatch.setattr(TORCHS[kernel], name, spied(getattr(TORCHS[kernel], name)))
     q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
-    every = [Forward(q, k, v, (None, -1))] * pieces
-    assert [list(group) for group in kernel.groups(every)] == [list(range(pieces))]
-    found = list(kernel.forward_packed(every, Scores(0.3))) if pieces > 1 else [kernel.forward(*every[0], Scores(0.3))]
-    out, lse = found[0]
-    assert len(found) == pieces and out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    band, sequences = (None, -1), Sequences((6,) * 2 * pieces, (5,) * 2 * pieces, (None, -1))
+
+    def pack(x):
+        return torch.cat([x.flatten(0, 1)] * pieces)
+
+    if pieces == 1:
+        out, lse = kernel.forward(q, k, v, band, Scores(0.3))
+    else:
+        q, k, v, dout = map(pack, (q, k, v, dout))
+        out, lse = kernel.forward_packed(q, k, v, sequences, Scores(0.3))
+    assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
     if kernel == Efficient() and "out" not in [p.name for p in parameters(meta__efficient_attention_backward)]:
         return  # in torch 2.11 that function, which has nothing to do with the op on CUDA, lacks an argument of it
-    back = [Backward(dout, q, k, v, out, lse, (None, -1))] * pieces
-    grads = list(kernel.backward_packed(back, Scores(0.3))) if pieces > 1 else [kernel.backward(*back[0], Scores(0.3))]
-    assert len(grads) == pieces and [x.shape for x in grads[0]] == [x.shape for x in (q, k, v)]
+    tensors = (dout, q, k, v, out, lse)
+    if pieces == 1:
+        grads = kernel.backward(*tensors, band, Scores(0.3))
+    else:
+        grads = kernel.backward_packed(*tensors, sequences, Scores(0.3))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -396,23 +464,20 @@ def test_the_emulation_has_the_schema_of_torchs_op(op):
 def test_packed_calls_fit_the_schema_of_cudnns_op(monkeypatch):
     """There is no meta function; but the arguments are looked at before a CPU tensor is refused."""
     monkeypatch.undo()
-    q, kv = torch.randn(2, 6, 4, 8).bfloat16(), torch.randn(2, 6, 2, 8).bfloat16()
-    forward, backward = Forward(q, kv, kv, (None, 0)), Backward(q, q, kv, kv, q, torch.randn(2, 6, 4), (None, 0))
-    for function, piece in ((Cudnn().forward_packed, forward), (Cudnn().backward_packed, backward)):
+    q, kv = torch.randn(36, 4, 8).bfloat16(), torch.randn(36, 2, 8).bfloat16()
+    sequences = Sequences((6,) * 6, (6,) * 6, (None, 0))
+    backward = (q, q, kv, kv, q, torch.randn(36, 4))
+    for function, tensors in ((Cudnn().forward_packed, (q, kv, kv)), (Cudnn().backward_packed, backward)):
         with pytest.raises(NotImplementedError, match=r"aten::_cudnn_attention_.*'CPU' backend"):
-            list(function([piece] * 3, Scores(0.3)))
+            function(*tensors, sequences, Scores(0.3))
 
 
 def test_cudnn_packs_only_where_torch_hands_on_the_longest_length(monkeypatch):
-    def piece(tokens):
-        x = torch.empty(1, tokens, 1, 8)
-        return Forward(x, x, x, (None, 0))
-
-    pieces = [piece(3), piece(1), piece(9)]
-    assert list(Cudnn().groups(pieces)) == [[0, 1, 2]]
-    assert list(Cudnn().groups(pieces[1:2] * 2)) == [(0,), (1,)]
+    documents = runs(3, 1, 9)
+    sides = list(zip(documents, documents, strict=True))
+    assert sorted(packed(Cudnn(), sides)) == [1, 2]  # a sequence of one token alone
     monkeypatch.setattr(cudnn, "_can_pack", lambda: False)
-    assert list(Cudnn().groups(pieces)) == [(0,), (1,), (2,)]
+    assert packed(Cudnn(), sides) == [1, 1, 1]
 
 
 def test_cudnn_refuses_an_lse_of_another_layout(monkeypatch):
@@ -648,14 +713,14 @@ def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, modul
 
 
 def test_lengths_of_packed_pieces_are_sent_once_and_fake_ones_stay_in_their_mode():
-    def pieces(*sizes):
-        tensors = [torch.zeros(2, size, 1, 8) for size in sizes]
-        return [Forward(x, x, x, (None, None)) for x in tensors]
+    def lengths(*sizes):
+        counts = tuple(size for size in sizes for _ in range(2))
+        return Sequences(counts, counts, (None, None)).lengths(torch.zeros(()).device)
 
-    first, again, other = packed_lengths(pieces(3, 5)), packed_lengths(pieces(3, 5)), packed_lengths(pieces(5, 3))
+    first, again, other = lengths(3, 5), lengths(3, 5), lengths(5, 3)
     assert first.queries is first.keys is again.queries and other.queries is not first.queries
     assert first.queries.tolist() == [0, 3, 6, 11, 16] and first.queries.dtype == torch.int32
     for _ in range(2):
         with FakeTensorMode(), torch.device("cuda"):
-            assert packed_lengths(pieces(3, 5)).queries.device.type == "cuda"
-    assert packed_lengths(pieces(3, 5)).queries is first.queries
+            assert lengths(3, 5).queries.device.type == "cuda"
+    assert lengths(3, 5).queries is first.queries

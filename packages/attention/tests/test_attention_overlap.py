@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
-from armillary.attention.call import validation
-from armillary.attention.kernels import choose_kernel
+from armillary.attention.tiling.block import BlockAttention
 from armillary.core import FlatBuffer
 from armillary.core.collectives import exchange
 from armillary.core.testing import mesh
@@ -43,11 +42,15 @@ class Recorder:
 
         return started
 
-    def chooser(self, original):
-        def chosen(inputs, name=None):
-            return RecordedKernel(original(inputs, name), self)
+    def computed(self, original):
+        """A method of a block, written down where it calls kernels: once, however many."""
 
-        return chosen
+        def run(block, *tensors):
+            if block.calls:
+                self.events.append(("kernel", self.next("kernel")))
+            return original(block, *tensors)
+
+        return run
 
 
 class RecordedWork:
@@ -60,33 +63,6 @@ class RecordedWork:
         if ("wait", self.name) not in self.events:
             self.events.append(("wait", self.name))
         return self.work.wait(*timeout)
-
-
-class RecordedKernel:
-    """A kernel that says when it runs: once for each cell, however many tiles that has."""
-
-    def __init__(self, kernel, recorder: Recorder) -> None:
-        self.kernel, self.recorder, self.name = kernel, recorder, kernel.name
-        self.cut, self.refuses = kernel.cut, kernel.refuses
-
-    def __hash__(self) -> int:
-        return hash(self.kernel)
-
-    def groups(self, pieces):
-        self.recorder.events.append(("kernel", self.recorder.next("kernel")))
-        return self.kernel.groups(pieces)
-
-    def forward(self, *pieces):
-        return self.kernel.forward(*pieces)
-
-    def forward_packed(self, *pieces):
-        return self.kernel.forward_packed(*pieces)
-
-    def backward(self, *pieces):
-        return self.kernel.backward(*pieces)
-
-    def backward_packed(self, *pieces):
-        return self.kernel.backward_packed(*pieces)
 
 
 def build(name: str, ranks: int = P):
@@ -104,7 +80,8 @@ def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str
     recorder = Recorder(attend.axis.group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange.compat, "start_batch", recorder.batch(exchange.compat.start_batch))
-        patch.setattr(validation, "choose_kernel", recorder.chooser(choose_kernel))
+        for name in ("forward", "backward"):
+            patch.setattr(BlockAttention, name, recorder.computed(getattr(BlockAttention, name)))
         out = attend(q, k, v, mask=mask, layout=layout)
         forward, recorder.events[:] = list(recorder.events), []
         recorder.counts |= dict.fromkeys(recorder.counts, 0)

@@ -24,8 +24,6 @@ from armillary.attention.kernels.flash_attn_3 import FlashAttn3
 from armillary.attention.kernels.flash_attn_4 import FlashAttn4
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import (
-    Backward,
-    Forward,
     Kernel,
     Scores,
     check_softcap,
@@ -35,7 +33,6 @@ from armillary.attention.kernels.kernel import (
 __all__ = [
     "EFFICIENCY",
     "KERNELS",
-    "Backward",
     "CpuFlash",
     "CudaFlash",
     "Cudnn",
@@ -45,7 +42,6 @@ __all__ = [
     "FlashAttn2",
     "FlashAttn3",
     "FlashAttn4",
-    "Forward",
     "Inputs",
     "Kernel",
     "KernelCandidate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from armillary.attention.kernels.dense import Dense
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import ALIGNMENT, Backward, Forward, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import ALIGNMENT, Scores, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
-from armillary.attention.kernels.packing import group_pieces, pack, packed_lengths, unpack
-from armillary.attention.kernels.top_left import BackwardTensors, TopLeft, flip_tokens, is_causal
+from armillary.attention.kernels.packing import Sequences
+from armillary.attention.kernels.top_left import BackwardTensors, TopLeft, is_causal, is_reversed
+from armillary.attention.mask import Window
 
 _forward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_cudnn_attention
 _backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_cudnn_attention_backward
@@ -83,34 +84,47 @@ class Cudnn(TopLeft):
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
-    def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[Sequence[int]]:
+    def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
         # Packed calls take no sequence of one token.
-        for group in group_pieces(pieces):
-            longest = [max(getattr(pieces[i], name).shape[1] for i in group) for name in ("q", "k")]
-            yield from [group] if 1 not in longest and _can_pack() else ((i,) for i in group)
+        return None if 1 in (queries, keys) or not _can_pack() else (is_causal(band), is_reversed(band))
 
-    def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
-        band = pieces[0].band
-        queries, keys, values = zip(*(flip_tokens(band, *piece[:3]) for piece in pieces), strict=True)
-        q, k, v = pack(queries), pack(keys), pack(values)
-        options = (*packed_lengths(pieces), True, 0.0, is_causal(band), False)
-        out, lse, *_ = _packed_forward(q, k, v, None, *options, scale=scores.scale)
-        for results in zip(unpack(out, queries), unpack(lse.mT, queries), strict=True):
-            out, lse = flip_tokens(band, *results)
-            yield out, lse
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        band, lengths = sequences.band, sequences.lengths(q.device)
+        (q,) = _flip_sequences(band, sequences.queries, q)
+        k, v = _flip_sequences(band, sequences.keys, k, v)
+        out, lse, *_ = _packed_forward(q, k, v, None, *lengths, True, 0.0, is_causal(band), False, scale=scores.scale)
+        out, lse = _flip_sequences(band, sequences.queries, out, lse.mT)
+        return out, lse
 
-    def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        band, lengths = pieces[0].band, packed_lengths(pieces)
-        douts, queries, keys, values, outs, lses = zip(
-            *(flip_tokens(band, *piece[:6]) for piece in pieces), strict=True
-        )
-        dout, q, k, v, out = pack(douts), pack(queries), pack(keys), pack(values), pack(outs)
-        tensors = (dout, q, k, v, out, pack(lses).mT.contiguous())
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        band, lengths = sequences.band, sequences.lengths(q.device)
+        dout, q, out, lse = _flip_sequences(band, sequences.queries, dout, q, out, lse)
+        k, v = _flip_sequences(band, sequences.keys, k, v)
+        tensors = (dout, q, k, v, out, lse.mT.contiguous())
         options = (*_unused_rng_state(q), None, *lengths, 0.0, is_causal(band))
         dq, dk, dv = _packed_backward(*tensors, *options, scale=scores.scale)
-        for grads in zip(unpack(dq, queries), unpack(dk, keys), unpack(dv, values), strict=True):
-            dq, dk, dv = flip_tokens(band, *grads)
-            yield dq, dk, dv
+        (dq,) = _flip_sequences(band, sequences.queries, dq)
+        dk, dv = _flip_sequences(band, sequences.keys, dk, dv)
+        return dq, dk, dv
+
+
+def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
+    """Does `flip_tokens` to each of the packed sequences."""
+    if not is_reversed(band):
+        return list(packed)
+    return [torch.cat([sequence.flip(0) for sequence in x.split_with_sizes(lengths)]) for x in packed]
 
 
 @cache

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import ALIGNMENT, Backward, Forward, Kernel, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import ALIGNMENT, Kernel, Scores, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
-from armillary.attention.kernels.packing import Lengths, group_pieces, pack, packed_lengths, piece_window, unpack
+from armillary.attention.kernels.packing import Lengths, Sequences
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import BackwardTensors
 from armillary.attention.kernels.windows import cut_rows, window_of
@@ -60,18 +60,29 @@ class Flash(Kernel):
         tensors = (dout, q, k, v, out, lse.mT.contiguous())  # lse [B, H, T]
         return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
 
-    def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterator[list[int]]:
-        return group_pieces(pieces)
+    def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
+        return window_of(band, queries, keys)  # an argument of the call
 
-    def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
-        queries, keys, values, _ = zip(*pieces, strict=True)
-        q, k, v = pack(queries), pack(keys), pack(values)
-        out, lse = self.call_forward(q, k, v, piece_window(pieces[0]), scores, packed_lengths(pieces))
-        return zip(unpack(out, queries), unpack(lse.mT, queries), strict=True)
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self.call_forward(q, k, v, _window(sequences), scores, sequences.lengths(q.device))
+        return out, lse.mT
 
-    def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        douts, queries, keys, values, outs, lses, _ = zip(*pieces, strict=True)
-        dout, q, k, v, out = pack(douts), pack(queries), pack(keys), pack(values), pack(outs)
-        tensors = (dout, q, k, v, out, pack(lses).mT.contiguous())
-        dq, dk, dv = self.call_backward(tensors, piece_window(pieces[0]), scores, packed_lengths(pieces))
-        return zip(unpack(dq, queries), unpack(dk, keys), unpack(dv, values), strict=True)
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (dout, q, k, v, out, lse.mT.contiguous())
+        return self.call_backward(tensors, _window(sequences), scores, sequences.lengths(q.device))
+
+
+def _window(sequences: Sequences) -> tuple[int, int]:
+    return window_of(sequences.band, sequences.queries[0], sequences.keys[0])

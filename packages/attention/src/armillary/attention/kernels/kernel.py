@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.limits import Limits
+from armillary.attention.kernels.packing import Sequences
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
 from armillary.core.validation import number
@@ -37,27 +38,6 @@ class Scores(NamedTuple):
     def with_positive_scale(self) -> Scores:
         """The same scores for q multiplied by `sign`."""
         return self if self.scale > 0 else self._replace(scale=abs(self.scale) or 1.0)
-
-
-class Forward(NamedTuple):
-    """Arguments of `Kernel.forward` except the scores."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    band: Window
-
-
-class Backward(NamedTuple):
-    """Arguments of `Kernel.backward` except the scores."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    band: Window
 
 
 class Kernel(Protocol):
@@ -95,20 +75,32 @@ class Kernel(Protocol):
         """Returns the tile's share of (dq, dk, dv), from out and lse over *all* keys, not only those of the tile."""
         ...
 
-    def groups(self, pieces: Sequence[Forward] | Sequence[Backward]) -> Iterable[Sequence[int]]:
-        """Groups pieces, by index, that one call computes together. The order is the same in every run.
+    def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
+        """Returns a value that is equal for pieces that one packed call may compute together; None: only alone.
 
-        By default every piece is a group. Override it together with `forward_packed` and `backward_packed`.
+        By default None. Override it together with `forward_packed` and `backward_packed`.
         """
-        return ((i,) for i in range(len(pieces)))
+        return None
 
-    def forward_packed(self, pieces: Sequence[Forward], scores: Scores) -> Iterable[tuple[Tensor, Tensor]]:
-        """Returns the results of `forward` for the pieces of a group."""
-        return [self.forward(*piece, scores) for piece in pieces]
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Computes `forward` of several sequences: q [queries, H, D], k and v [keys, K, ...], lse [queries, H]."""
+        raise NotImplementedError(f"{self.name} packs nothing")
 
-    def backward_packed(self, pieces: Sequence[Backward], scores: Scores) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-        """Returns the results of `backward` for the pieces of a group."""
-        return [self.backward(*piece, scores) for piece in pieces]
+    def backward_packed(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes `backward` of several sequences, shaped as in `forward_packed`."""
+        raise NotImplementedError(f"{self.name} packs nothing")
 
 
 def check_softcap(softcap: float | None) -> None:

@@ -50,9 +50,14 @@ def is_causal(band: Window) -> bool:
     return band != (None, None)
 
 
+def is_reversed(band: Window) -> bool:
+    """True if a piece of `cut_band` is causal in reverse order."""
+    return band[0] is not None
+
+
 def flip_tokens(band: Window, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Reverses the tokens of [B, T, ...] tensors where that makes the band causal. Its own inverse."""
-    return tensors if band[0] is None else tuple(x.flip(1) for x in tensors)
+    return tuple(x.flip(1) for x in tensors) if is_reversed(band) else tensors
 
 
 def cut_band(tile: Tile) -> tuple[Tile, ...]:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from armillary.attention.kernels import Backward, Forward, Kernel, Scores, contiguous_rows
-from armillary.attention.mask import Window
+from armillary.attention.kernels import Kernel, Scores, contiguous_rows
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
-from armillary.core import Trace, span
+from armillary.attention.tiling.packs import KernelCall, PackedCall, Shards, SingleCall, pack_calls
+from armillary.core import Trace, compat, span
 from armillary.core.observe.trace import IDLE
 from armillary.core.token_ranges import TokenRanges
-
-KernelCall = tuple[TilePart, TilePart, Window]
-"""Part of the queries, part of the keys, and the visible band."""
 
 
 class HeadRun(NamedTuple):
@@ -44,7 +42,8 @@ class RingBlock(Protocol):
         ...
 
 
-class BlockAttention(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BlockAttention:
     """Attention of some queries over some keys, as a list of kernel calls.
 
     Args:
@@ -60,52 +59,55 @@ class BlockAttention(NamedTuple):
     scores: Scores
     sign: int
     calls: tuple[KernelCall, ...]
+    _packs: dict[Shards, tuple[SingleCall | PackedCall, ...]] = field(
+        default_factory=dict[Shards, tuple[SingleCall | PackedCall, ...]], init=False, repr=False
+    )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
         """Merges the block's partial result into `accumulator`. Does nothing where no pair is visible."""
-        if not self.calls:
+        if not self.calls or not q.shape[0]:  # a rank may have no row of the batch
             return
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         k, v = contiguous_rows(k), contiguous_rows(v)
-        pieces = [Forward(rows.of(q), columns.of(k), columns.of(v), band) for rows, columns, band in self.calls]
         kernel, scores = self.kernel, self.scores
         with IDLE if Trace.current is None else self._span("forward"):
-            for group in kernel.groups(pieces):
-                if len(group) == 1:  # no packing: the usual case
-                    accumulator.add(self.calls[group[0]][0], *kernel.forward(*pieces[group[0]], scores))
-                    continue
-                results = kernel.forward_packed([pieces[i] for i in group], scores)
-                for i, (out, lse) in zip(group, results, strict=True):
-                    accumulator.add(self.calls[i][0], out, lse)
+            for call in self._calls_on(q, k):
+                rows, columns, _ = call
+                tensors = rows.of(q), columns.of(k), columns.of(v)
+                if isinstance(call, SingleCall):
+                    accumulator.add(rows, *kernel.forward(*tensors, call.band, scores))
+                else:
+                    accumulator.add(rows, *kernel.forward_packed(*tensors, call.sequences, scores))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
         """Adds the block's gradients to dq, dk and dv; out and lse are over all keys of these queries."""
-        if not self.calls:
+        if not self.calls or not q.shape[0]:  # a rank may have no row of the batch
             return
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         dout, k, v, out = contiguous_rows(dout), contiguous_rows(k), contiguous_rows(v), contiguous_rows(out)
-        pieces = [
-            Backward(rows.of(dout), rows.of(q), columns.of(k), columns.of(v), rows.of(out), rows.of(lse), band)
-            for rows, columns, band in self.calls
-        ]
         kernel, scores = self.kernel, self.scores
-
-        def add(i: int, block_dq: Tensor, block_dk: Tensor, block_dv: Tensor) -> None:
-            rows, columns, _ = self.calls[i]
-            dq.add(rows, block_dq if self.sign == 1 else block_dq * self.sign)
-            dk.add(columns, block_dk)
-            dv.add(columns, block_dv)
-
         with IDLE if Trace.current is None else self._span("backward"):
-            for group in kernel.groups(pieces):
-                if len(group) == 1:
-                    add(group[0], *kernel.backward(*pieces[group[0]], scores))
-                    continue
-                results = kernel.backward_packed([pieces[i] for i in group], scores)
-                for i, grads in zip(group, results, strict=True):
-                    add(i, *grads)
+            for call in self._calls_on(q, k):
+                rows, columns, _ = call
+                tensors = rows.of(dout), rows.of(q), columns.of(k), columns.of(v), rows.of(out), rows.of(lse)
+                if isinstance(call, SingleCall):
+                    grads = kernel.backward(*tensors, call.band, scores)
+                else:
+                    grads = kernel.backward_packed(*tensors, call.sequences, scores)
+                dq.add(rows, grads[0] if self.sign == 1 else grads[0] * self.sign)
+                dk.add(columns, grads[1])
+                dv.add(columns, grads[2])
+
+    def _calls_on(self, q: Tensor, k: Tensor) -> tuple[SingleCall | PackedCall, ...]:
+        """Returns the calls, small ones packed. Their indices are copied to the device once."""
+        shards = Shards(q.shape[0], q.shape[1], k.shape[1], q.device)
+        if (calls := self._packs.get(shards)) is None:
+            calls = pack_calls(self.calls, self.kernel, shards)
+            if not compat.fakes_tensors():  # a fake tensor belongs to its mode and must not outlive it
+                self._packs[shards] = calls
+        return calls
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         return span(f"{name} q{self.query} k{self.key}", query=self.query, key=self.key)

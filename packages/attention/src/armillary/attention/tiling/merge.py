@@ -29,6 +29,31 @@ class TilePart(NamedTuple):
             return x if tokens is ALL else x.narrow(1, tokens.start, tokens.stop - tokens.start)
         return x[rows, tokens, heads]
 
+    def ranges(self, batch: int, tokens: int) -> tuple[range, range]:
+        """Returns the rows and the tokens of this part, of so many."""
+        return range(*self.rows.indices(batch)), range(*self.tokens.indices(tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """Tokens from all over a tensor, none of them twice, packed as [n, h, ...].
+
+    Args:
+        index: of each packed token in all rows of the batch, one after another: int64 [n].
+        heads: as in `TilePart`.
+    """
+
+    index: Tensor
+    heads: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """Returns these tokens of x [B, T, H, ...]: a copy."""
+        return x.flatten(0, 1)[:, self.heads].index_select(0, self.index)
+
+    def put(self, x: Tensor, packed: Tensor) -> None:
+        """Overwrites these tokens of a contiguous x [B, T, H, ...] in place."""
+        x.view(-1, *x.shape[2:])[:, self.heads].index_copy_(0, self.index, packed)
+
 
 EVERYTHING = TilePart(ALL, ALL, ALL)
 
@@ -51,8 +76,15 @@ class Merge:
         """Returns an empty accumulator for queries q [B, T, H, D] and values v [B, S, K, Dv]."""
         return cls((*q.shape[:3], v.shape[3]), q.dtype, q.device)
 
-    def add(self, part: TilePart, out: Tensor, lse: Tensor) -> None:
-        """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`."""
+    def add(self, part: TilePart | PackedTokens, out: Tensor, lse: Tensor) -> None:
+        """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`, or packed ones [n, h, ...]."""
+        if isinstance(part, PackedTokens):
+            self.out, self.lse = total_out, total_lse = [x.contiguous() for x in self.start()]
+            packed_out, packed_lse = part.of(total_out), part.of(total_lse)
+            merge_(packed_out, packed_lse, out, lse)
+            part.put(total_out, packed_out)
+            part.put(total_lse, packed_lse)
+            return
         if self.out is None and out.shape == self.shape:  # the first result covers everything: keep it as it is
             self.out, self.lse = out, lse
             return
@@ -103,7 +135,11 @@ class Sum:
     def like(cls, x: Tensor) -> Sum:
         return cls(tuple(x.shape), accumulation_dtype(x.dtype), x.device)
 
-    def add(self, part: TilePart, gradient: Tensor) -> None:
+    def add(self, part: TilePart | PackedTokens, gradient: Tensor) -> None:
+        if isinstance(part, PackedTokens):
+            self.total = self.value().contiguous()
+            part.put(self.total, part.of(self.total).add_(gradient))
+            return
         if self.total is None and gradient.shape == self.shape:
             self.total = gradient
             return

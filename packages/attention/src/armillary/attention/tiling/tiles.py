@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.spans import SpanTable, TileArray, tile_array
 from armillary.core.layout import Spans
-from armillary.core.slices import FAR
+from armillary.core.slices import FAR, Integers
 
 
 def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tuple[Tile, ...]:
@@ -32,28 +35,60 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
 
 def join_tiles(array: TileArray) -> tuple[Tile, ...]:
     """Returns the same pairs in fewer tiles: neighbours that form one band are joined, along keys and then queries."""
-    rows: list[list[int]] = array.tolist()
-    cells = [Tile(q0, q1, k0, k1, _bound(low), _bound(high)) for _, q0, q1, k0, k1, low, high in rows]
-    wide = _join(cells, lambda tile: (tile.k0, tile.k1), _join_columns)
-    return tuple(_join(wide, lambda tile: (tile.q0, tile.q1), _join_rows))
+    rows = _join(_join(array[:, 1:], KEYS, _join_columns), QUERIES, _join_rows)
+    return tuple(_tiles_of(rows[np.lexsort(rows[:, 3::-1].T)]))
 
 
-def _bound(value: int) -> int | None:
-    return None if abs(value) == FAR else value
+KEYS, QUERIES = slice(2, 4), slice(0, 2)
+"""Columns of a tile's row that hold its edges along one side."""
 
 
-def _join(
-    cells: list[Tile], edges: Callable[[Tile], tuple[int, int]], join: Callable[[Tile, Tile], Tile | None]
-) -> list[Tile]:
-    """Joins each tile to one that ends where it starts, if the two form a band."""
+def _tiles_of(rows: Integers) -> list[Tile]:
+    bounds = [[None if abs(bound) == FAR else bound for bound in column] for column in rows[:, 4:].T.tolist()]
+    return list(map(Tile, *rows[:, :4].T.tolist(), *bounds)) if len(rows) else []
+
+
+def _rows_of(tiles: list[Tile]) -> Integers:
+    rows = [
+        (*tile[:4], -FAR if tile.low is None else tile.low, FAR if tile.high is None else tile.high) for tile in tiles
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def _join(rows: Integers, side: slice, join: Callable[[Tile, Tile], Tile | None]) -> Integers:
+    """Joins each tile [n, 6] to one that ends where it starts along `side`, if the two form a band."""
+    near = _may_join(rows, side)
+    if not near.any():
+        return rows
     by_end = dict[int, list[Tile]]()
-    for tile in sorted(cells, key=lambda tile: (edges(tile)[0], tile.q0, tile.k0)):
-        candidates = by_end.get(edges(tile)[0], [])
+    for tile in sorted(_tiles_of(rows[near]), key=lambda tile: (_edges(tile, side)[0], tile.q0, tile.k0)):
+        candidates = by_end.get(_edges(tile, side)[0], [])
         previous, union = next(((old, both) for old in candidates if (both := join(old, tile))), (None, tile))
         if previous is not None:
             candidates.remove(previous)
-        by_end.setdefault(edges(union)[1], []).append(union)
-    return sorted((tile for same_end in by_end.values() for tile in same_end), key=lambda tile: tile[:4])
+        by_end.setdefault(_edges(union, side)[1], []).append(union)
+    joined = [tile for same_end in by_end.values() for tile in same_end]
+    return np.concatenate((rows[~near], _rows_of(joined)))
+
+
+def _edges(tile: Tile, side: slice) -> tuple[int, int]:
+    return (tile.k0, tile.k1) if side == KEYS else (tile.q0, tile.q1)
+
+
+def _may_join(rows: Integers, side: slice) -> NDArray[np.bool_]:
+    """Returns which tiles [n, 6] start or end where another one ends or starts that they may form a band with.
+
+    If no tile is bounded from below, as under a causal mask, joined ones must reach the same edge there
+    (`_join_columns`, `_join_rows`); from above likewise. Thousands of documents and their neighbours do not.
+    """
+    lower, upper = (rows[:, 4] != -FAR).any(), (rows[:, 5] != FAR).any()
+    if lower and upper:  # a window: unions have bounds that their tiles lack, so any two may be part of one
+        return np.ones(len(rows), dtype=np.bool_)
+    edge = (0 if lower else 1) if side == KEYS else (3 if lower else 2)  # column of `rows` with that edge
+    # Edges as their ranks, so that two of them make one number.
+    rank = np.unique(rows[:, :4], return_inverse=True)[1].reshape(-1, 4)
+    starts, stops = (rank[:, side] + rank[:, edge : edge + 1] * rank.size).T
+    return np.isin(starts, stops) | np.isin(stops, starts)
 
 
 def _join_columns(a: Tile, b: Tile) -> Tile | None:

@@ -1,0 +1,133 @@
+"""Kernel calls of a block, small ones packed: which of them, and the indices of their tokens.
+
+A pack is gathered, computed and merged as one, whatever the number of its pieces, so that a block with thousands of
+documents costs the host no more than one without.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from armillary.attention.kernels import Kernel
+from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
+from armillary.attention.mask import Window
+from armillary.attention.tiling.merge import PackedTokens, TilePart
+from armillary.attention.tiling.spans import repeat_indices
+from armillary.core.to_device import to_device
+
+KernelCall = tuple[TilePart, TilePart, Window]
+"""Part of the queries, part of the keys, and the visible band."""
+
+
+class SingleCall(NamedTuple):
+    """A kernel call on part of the queries and of the keys."""
+
+    queries: TilePart
+    keys: TilePart
+    band: Window
+
+
+class PackedCall(NamedTuple):
+    """A kernel call on sequences from all over the queries and keys, none of which is there twice."""
+
+    queries: PackedTokens
+    keys: PackedTokens
+    sequences: Sequences
+
+
+@dataclass
+class OpenPack:
+    """Pieces, by index, that may go into one call, and the tokens that they take."""
+
+    pieces: list[int] = field(default_factory=list[int])
+    size: int = 0
+    queries: list[range] = field(default_factory=list[range])
+    keys: list[range] = field(default_factory=list[range])
+
+
+class Shards(NamedTuple):
+    """The tensors that a block's calls are on: rows of the batch, and tokens of the queries and of the keys."""
+
+    rows: int
+    queries: int
+    keys: int
+    device: torch.device
+
+
+def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
+    """Returns the calls, small ones of one `Kernel.pack_key` and of the same heads together. Same in every run.
+
+    No two pieces of a pack share queries, so that one merge adds all, or keys, whose gradients they add to.
+    """
+    ordered = list[list[int]]()
+    open_packs = dict[Hashable, list[OpenPack]]()
+    for index, (query_part, key_part, band) in enumerate(calls):
+        rows, queries = query_part.ranges(shards.rows, shards.queries)
+        _, keys = key_part.ranges(shards.rows, shards.keys)
+        size = len(rows) * max(len(queries), len(keys))
+        key = None if size >= MIN_SINGLE_TOKENS else kernel.pack_key(len(queries), len(keys), band)
+        if key is None:
+            ordered.append([index])
+            continue
+        # Rows one after another; calls of a block are on all rows each, or on one.
+        queries = _shifted(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
+        keys = _shifted(keys, 0 if len(rows) > 1 else rows.start * shards.keys)
+        heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
+        packs = open_packs.setdefault((key, heads), [])
+        for pack in packs:
+            at, key_at = _gap(pack.queries, queries), _gap(pack.keys, keys)
+            if at is not None and key_at is not None:
+                break
+        else:
+            packs.append(pack := OpenPack())
+            ordered.append(pack.pieces)
+            at = key_at = 0
+        pack.pieces.append(index)
+        pack.queries.insert(at, queries)
+        pack.keys.insert(key_at, keys)
+        pack.size += size
+        if pack.size >= MAX_PACKED_TOKENS:
+            packs.remove(pack)
+    return tuple(_call_of([calls[index] for index in pieces], shards) for pieces in ordered)
+
+
+def _shifted(tokens: range, offset: int) -> range:
+    return range(tokens.start + offset, tokens.stop + offset)
+
+
+def _gap(ranges: list[range], tokens: range) -> int | None:
+    """Returns where `tokens` belong among sorted ranges; None if they overlap one."""
+    at = bisect_left(ranges, tokens.start, key=lambda run: run.start)
+    overlap = (at > 0 and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop)
+    return None if overlap else at
+
+
+def _call_of(calls: Sequence[KernelCall], shards: Shards) -> SingleCall | PackedCall:
+    if len(calls) == 1:
+        return SingleCall(*calls[0])
+    queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries, shards.device)
+    keys, key_lengths = _packed_tokens([call[1] for call in calls], shards.rows, shards.keys, shards.device)
+    return PackedCall(queries, keys, Sequences(query_lengths, key_lengths, calls[0][2]))
+
+
+def _packed_tokens(
+    parts: Sequence[TilePart], batch: int, tokens: int, device: torch.device
+) -> tuple[PackedTokens, tuple[int, ...]]:
+    """Returns the tokens of the parts, and the number of tokens of each sequence."""
+    runs = [
+        (row * tokens + run.start, len(run))
+        for part in parts
+        for rows, run in [part.ranges(batch, tokens)]
+        for row in rows
+    ]
+    start, count = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    run, number = repeat_indices(count)
+    # `tensor` and not `from_numpy`, which under a fake mode makes a real one.
+    index = to_device(torch.tensor(start[run] + number), device)
+    return PackedTokens(index, parts[0].heads), tuple(count.tolist())
