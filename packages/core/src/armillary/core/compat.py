@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -387,6 +388,20 @@ def constant_when_traced(function: F) -> F:
     """`torch.compiler.assume_constant_result` without importing the compiler, which takes seconds."""
     cast(Any, function)._dynamo_marked_constant = True
     return function
+
+
+def outside_graphs(function: F) -> F:
+    """Marks a function that torch.compile leaves out of its graphs.
+
+    A graph break where a graph calls it; eager calls don't import dynamo, which takes seconds.
+    """
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def assert_later(condition: Tensor, message: str) -> None:

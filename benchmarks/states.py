@@ -1,0 +1,85 @@
+"""Layers with a state against causal attention on one process: forward and backward, seconds of processor time.
+
+    uv run python benchmarks/states.py                 # 4,096 tokens, 8 heads of 64
+    uv run python benchmarks/states.py --tokens 16k
+
+Medians of ratios to torch's CPU flash attention kernel, layers and attention by turns in one run. Exits with 1 where
+the delta rule or ssd takes more than 3 times its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
+
+from armillary.attention import gated_delta_rule, ssd
+from armillary.data.console.quantity import count_argument
+
+BAR = 3.0
+BOUND = ("delta rule", "ssd")
+"""The layers that the bar is for."""
+
+Layer = tuple[Callable[..., Tensor], list[Tensor]]
+
+
+def layers(tokens: int, heads: int, dim: int) -> dict[str, Layer]:
+    """Returns for each name a function and its inputs."""
+    q, k, v = (torch.randn(1, tokens, heads, dim) for _ in range(3))
+    q, k, beta = normalize(q, dim=-1), normalize(k, dim=-1), torch.rand(1, tokens, heads)
+    g, channels = -torch.rand(1, tokens, heads), -torch.rand(1, tokens, heads, dim)
+    dt, rates = softplus(torch.randn(1, tokens, heads)), -torch.rand(heads)
+    return {
+        "attention": (attention, [x.transpose(1, 2).contiguous() for x in (q, k, v)]),
+        "delta rule": (lambda *x: gated_delta_rule(*x)[0], [q, k, v, g, beta]),
+        "delta rule, a decay for each channel": (lambda *x: gated_delta_rule(*x)[0], [q, k, v, channels, beta]),
+        "ssd": (lambda *x: ssd(*x)[0], [v, dt, rates, k, q]),
+    }
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def seconds(function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
+    """Returns the processor time of forward and backward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    start = time.process_time()
+    out = function(*leaves)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=count_argument, default=4096)
+    parser.add_argument("--heads", type=count_argument, default=8)
+    parser.add_argument("--dim", type=count_argument, default=64)
+    parser.add_argument("--turns", type=count_argument, default=5)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    measured = layers(options.tokens, options.heads, options.dim)
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    for turn in range(options.turns + 1):
+        for name, layer in measured.items():
+            times[name] += [seconds(*layer)] if turn else [seconds(*layer)][:0]  # the first turn warms up
+    ratios = {
+        name: median(a / b for a, b in zip(of_layer, times["attention"], strict=True))
+        for name, of_layer in times.items()
+    }
+    for name, ratio in ratios.items():
+        print(f"{name:40} {median(times[name]):8.3f} s  {ratio:6.2f} of attention")
+    sys.exit(any(ratios[name] > BAR for name in BOUND))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The plan of a scan: how each rank's tokens are cut into chunks, and which state enters which chunk.
+
+A *run* is a span of a shard cut at the boundaries of segments. The run before it ends with the token that precedes its
+first token along the path: in the same segment, or at the end of the parent segment. That run may be on another rank.
+Runs are cut into *chunks*. The chunks of a rank are trees: a chunk's parent is the chunk that ends right before it, if
+this rank holds it. Ranks exchange the states at the ends of some runs; those are a forest too.
+
+Everything here is computed on the host from the layout and the segments, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from armillary.core.collectives.token_moves import Owners
+from armillary.core.layout import SequenceLayout
+from armillary.core.neighbours import runs_of
+from armillary.core.segments import NONE, Segments
+
+MAX_CHUNK = 64
+"""Tokens of a chunk: within it matrices of chunk x chunk are computed, between chunks states are passed on."""
+
+
+class Run(NamedTuple):
+    """Neighbouring tokens start..stop - 1 of one segment on one rank. `previous` is a run's index, or -1."""
+
+    rank: int
+    row: int
+    start: int
+    stop: int
+    previous: int
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Nodes by depth, roots first.
+
+    Args:
+        sizes: nodes of each depth.
+        parents: for each node but the roots the index of its parent.
+    """
+
+    sizes: tuple[int, ...]
+    parents: Tensor
+
+    @classmethod
+    def sort(cls, parents: Sequence[int], device: torch.device) -> tuple[Forest, list[int]]:
+        """Returns the forest of nodes with these parents (earlier nodes, -1 for roots), and its nodes in its order."""
+        depths = list[int]()
+        for parent in parents:
+            depths.append(0 if parent == NONE else depths[parent] + 1)
+        order = np.argsort(depths, kind="stable").tolist()
+        place = {node: index for index, node in enumerate(order)}
+        sizes = np.bincount(depths, minlength=1).tolist()
+        sorted_parents = [place[parents[node]] for node in order[sizes[0] :]]
+        return cls(tuple(sizes), _indices(sorted_parents, device)), order
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """The states that ranks tell each other, and the forest that these form.
+
+    A rank gathers its *entries*: states at the ends of runs. Some have the map from the state that enters the rank's
+    tree there, because that state comes from another rank; these are the non-roots of the forest.
+
+    Args:
+        states, maps: number of states and maps that each rank gathers.
+        own_states: chunks of this rank after which its states are.
+        own_maps: the same for maps, as indices of `ScanPlan.entered`.
+        state_order, map_order: indices of the gathered states in the order of the forest, and of the gathered maps.
+        forest: an entry's parent is the entry that enters the tree in which it is.
+        entering: the entry that enters the tree of each of `ScanPlan.entered`.
+        last: the entry after the last token of each row.
+    """
+
+    states: tuple[int, ...]
+    maps: tuple[int, ...]
+    own_states: Tensor
+    own_maps: Tensor
+    state_order: Tensor
+    map_order: Tensor
+    forest: Forest
+    entering: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ScanPlan:
+    """One rank's part of a scan. Tokens are those of all rows of the local batch, row by row.
+
+    Args:
+        tokens: [chunks * chunk], the tokens of the chunks in the order of `forest`; any token where there is padding.
+        chunk: tokens of a chunk.
+        padding: bool [chunks, 1, chunk, 1], True where a chunk has no token; None if all are full.
+        places: for each token its index in `tokens`.
+        forest: of this rank's chunks.
+        first_chunks, first_rows: the roots that hold a row's position 0, and these rows.
+        entered: chunks of trees that a state of another rank enters.
+        entered_forest: of these.
+        exchange: None if there is one rank.
+        last_chunks: the chunk that holds the last token of each row, if there is one rank.
+    """
+
+    tokens: Tensor
+    chunk: int
+    padding: Tensor | None
+    places: Tensor
+    forest: Forest
+    first_chunks: Tensor
+    first_rows: Tensor
+    entered: Tensor
+    entered_forest: Forest
+    exchange: Exchange | None
+    last_chunks: Tensor
+
+
+# Plans are asked for by every layer and step, of few layouts and documents.
+@lru_cache(maxsize=32)
+def plan_scan(layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device) -> ScanPlan:
+    """Returns the plan of a rank. `rows` has the segments of each row of the batch."""
+    runs = _runs(layout, rows)
+    roots = _tree_roots(runs)
+    own = [index for index, run in enumerate(runs) if run.rank == rank]
+    longest = max((runs[index].stop - runs[index].start for index in own), default=1)
+    chunk = min(MAX_CHUNK, 1 << (longest - 1).bit_length())
+
+    # Chunks run by run: a run comes after the one before it, so parents come first.
+    parents, chunk_runs, starts = list[int](), list[int](), list[int]()
+    last_of_run = dict[int, int]()
+    for index in own:
+        parent = last_of_run.get(runs[index].previous, NONE)
+        for start in range(runs[index].start, runs[index].stop, chunk):
+            parents.append(parent)
+            parent = len(chunk_runs)
+            chunk_runs.append(index)
+            starts.append(start)
+        last_of_run[index] = parent
+    forest, order = Forest.sort(parents, device)
+    place = {node: index for index, node in enumerate(order)}
+    last_of_run = {run: place[node] for run, node in last_of_run.items()}
+    chunk_runs, starts = [chunk_runs[node] for node in order], [starts[node] for node in order]
+
+    root_runs = [(index, run) for index, run in enumerate(chunk_runs[: forest.sizes[0]]) if runs[run].start == 0]
+    entered = [index for index, run in enumerate(chunk_runs) if runs[roots[run]].previous != NONE]
+    entered_place = {node: index for index, node in enumerate(entered)}
+    entered_parents = [
+        NONE if index < forest.sizes[0] else entered_place[int(forest.parents[index - forest.sizes[0]])]
+        for index in entered
+    ]
+    entered_forest, _ = Forest.sort(entered_parents, device)  # in order already, as they are among all chunks
+    exchange, last_chunks = None, list[int]()
+    if layout.shards == 1:
+        last_chunks = [last_of_run[index] for index, run in enumerate(runs) if run.stop == layout.length]
+    else:
+        entering_runs = [runs[roots[chunk_runs[index]]].previous for index in entered]
+        exchange = _exchange(runs, roots, layout, rank, last_of_run, entered_place, entering_runs, device)
+
+    owners, tokens_per_row = Owners.of(layout), layout.sizes[rank]
+    lengths = [min(chunk, runs[run].stop - start) for run, start in zip(chunk_runs, starts, strict=True)]
+    _, local = owners.find(np.array(starts, dtype=np.int64))
+    first = local + np.array([runs[run].row for run in chunk_runs], dtype=np.int64) * tokens_per_row
+    # The tokens of a span with step 1 are neighbours on their rank too. Padding reads the chunk's first token.
+    within = np.arange(chunk)
+    is_token = within < np.array(lengths, dtype=np.int64).reshape(-1, 1)
+    tokens = np.where(is_token, first.reshape(-1, 1) + within, first.reshape(-1, 1)).reshape(-1)
+    places = np.empty(len(rows) * tokens_per_row, dtype=np.int64)
+    places[tokens[is_token.reshape(-1)]] = np.flatnonzero(is_token)
+    return ScanPlan(
+        torch.from_numpy(tokens).to(device),
+        chunk,
+        None if is_token.all() else torch.from_numpy(~is_token).view(-1, 1, chunk, 1).to(device),
+        torch.from_numpy(places).to(device),
+        forest,
+        _indices([index for index, _ in root_runs], device),
+        _indices([runs[run].row for _, run in root_runs], device),
+        _indices(entered, device),
+        entered_forest,
+        exchange,
+        _indices(last_chunks, device),
+    )
+
+
+def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[Run]:
+    """Returns the runs of all ranks, row by row and by position, so that a run comes after the one before it."""
+    runs, by_segments = list[Run](), dict[Segments, list[tuple[int, int, int, int]]]()
+    for row, segments in enumerate(rows):
+        if segments not in by_segments:
+            spans = sorted(
+                (run.start, run.stop, s) for s in range(layout.shards) for run in runs_of(layout, s, segments)
+            )
+            before = segments.ancestors(np.array([start for start, *_ in spans]), 1)
+            ends = {stop - 1: index for index, (_, stop, _) in enumerate(spans)}
+            by_segments[segments] = [
+                (shard, start, stop, ends.get(position, NONE))
+                for (start, stop, shard), position in zip(spans, before.tolist(), strict=True)
+            ]
+        offset = len(runs)
+        runs += [
+            Run(shard, row, start, stop, previous if previous == NONE else previous + offset)
+            for shard, start, stop, previous in by_segments[segments]
+        ]
+    return runs
+
+
+def _tree_roots(runs: Sequence[Run]) -> list[int]:
+    """Returns for each run the first run of its tree: the path back to it does not leave the rank."""
+    roots = list[int]()
+    for index, run in enumerate(runs):
+        same_rank = run.previous != NONE and runs[run.previous].rank == run.rank
+        roots.append(roots[run.previous] if same_rank else index)
+    return roots
+
+
+def _exchange(
+    runs: Sequence[Run],
+    roots: Sequence[int],
+    layout: SequenceLayout,
+    rank: int,
+    last_of_run: dict[int, int],
+    entered_place: dict[int, int],
+    entering_runs: Sequence[int],
+    device: torch.device,
+) -> Exchange:
+    """Computes what the ranks tell each other. `entering_runs` has the run before the tree of each entered chunk."""
+    needed = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
+    last = [index for index, run in enumerate(runs) if run.stop == layout.length]
+    by_position = sorted(needed | {*last})
+    entry = {run: index for index, run in enumerate(by_position)}
+    before_tree = [runs[roots[run]].previous for run in by_position]
+    forest, order = Forest.sort([entry.get(run, NONE) for run in before_tree], device)
+    place = {by_position[node]: index for index, node in enumerate(order)}
+
+    gathered = sorted(by_position, key=lambda run: runs[run].rank)  # stable: by rank, then by position
+    with_maps = [run for run in gathered if runs[roots[run]].previous != NONE]
+    state_at = {run: index for index, run in enumerate(gathered)}
+    map_at = {run: index for index, run in enumerate(with_maps)}
+    in_forest = [by_position[node] for node in order]
+    own_states, own_maps = ([run for run in some if runs[run].rank == rank] for some in (gathered, with_maps))
+    ranks = range(layout.shards)
+    return Exchange(
+        tuple(sum(runs[run].rank == other for run in gathered) for other in ranks),
+        tuple(sum(runs[run].rank == other for run in with_maps) for other in ranks),
+        _indices([last_of_run[run] for run in own_states], device),
+        _indices([entered_place[last_of_run[run]] for run in own_maps], device),
+        _indices([state_at[run] for run in in_forest], device),
+        _indices([map_at[run] for run in in_forest[forest.sizes[0] :]], device),
+        forest,
+        _indices([place[run] for run in entering_runs], device),
+        _indices([place[run] for run in last], device),
+    )
+
+
+def _indices(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device)

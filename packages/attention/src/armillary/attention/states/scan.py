@@ -1,0 +1,200 @@
+"""The scan over all ranks: local chunks, one all-gather of states, and the states that enter from other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from armillary.attention.call.recompute import outside_autocast
+from armillary.attention.states.chunks import apply_map, chunk_maps
+from armillary.attention.states.plan import Exchange, Forest, ScanPlan
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+from armillary.core.mesh import Axis
+from armillary.core.observe.ledger import phase
+
+
+class Operands(NamedTuple):
+    """The inputs of a recurrence, in the dtype of its states.
+
+    Args:
+        q, k: [B, T, K, Dk].
+        v: [B, T, H, Dv].
+        g: [B, T, H, 1 or Dk], logarithms of decays.
+        beta: [B, T, H, 1] of the delta rule; None without.
+        initial_state: [B, H, Dk, Dv], or None for zeros.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    initial_state: Tensor | None
+
+
+MakeOperands = Callable[..., Operands]
+"""Makes a layer's operands of its inputs."""
+Gather = Callable[[Tensor, Sequence[int]], Tensor]
+"""Gathers the elements [n] of all ranks, of which each rank has as many as the sizes say."""
+
+
+def scan(
+    make_operands: MakeOperands, plan: ScanPlan, axis: Axis | None, *inputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]), differentiable.
+
+    Args:
+        make_operands: called with the inputs, in forward and again in backward.
+        axis: of the ranks; None for one rank.
+    """
+    return cast("tuple[Tensor, Tensor]", _Scan.apply(make_operands, plan, axis, *inputs))
+
+
+class _Scan(torch.autograd.Function):
+    """The scan as one function. Keeps its inputs and the gathered states, and recomputes everything else in backward.
+
+    One function, so that the backward collective runs on every rank, also on one whose loss needs no state of another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, make_operands: MakeOperands, plan: ScanPlan, axis: Axis | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        gathered = list[Tensor]()
+
+        def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
+            assert axis is not None
+            gathered.append(start_all_gather(x, axis, sizes, 0).wait())
+            return gathered[0]
+
+        with outside_autocast(_device_type(inputs)):
+            results = _run(make_operands(*inputs), plan, gather)
+        ctx.call = make_operands, plan, axis
+        ctx.save_for_backward(*inputs, *gathered)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        make_operands, plan, axis = ctx.call
+        count = len(ctx.needs_input_grad) - len(ctx.call)
+        inputs, gathered = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        # All leaves need a gradient, whichever the caller asked for: the states depend on some of them on every rank.
+        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+
+        def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
+            return cast(Tensor, _Regathered.apply(x, gathered[0], axis, sizes))
+
+        with torch.enable_grad(), outside_autocast(_device_type(inputs)), phase("backward"):
+            results = _run(make_operands(*leaves), plan, gather)
+            tensors = [x for x in leaves if x is not None]
+            leaf_grads = iter(torch.autograd.grad(results, tensors, grads, allow_unused=True))
+        return *[None] * len(ctx.call), *(None if x is None else next(leaf_grads) for x in leaves)
+
+
+class _Regathered(torch.autograd.Function):
+    """The gathered elements once more, without communication. The gradient is summed over ranks and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+        ctx.call = axis, sizes
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with phase("backward"):
+            axis, sizes = ctx.call
+            return start_reduce_scatter(grads[0], axis, sizes, 0).wait(), None, None, None
+
+
+def _run(operands: Operands, plan: ScanPlan, gather: Gather) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = (None if x is None else _cut(x, plan) for x in operands[:5])
+    assert q is not None and k is not None and v is not None and g is not None
+    heads_per_key = operands.v.shape[2] // operands.k.shape[2]
+    if heads_per_key > 1:
+        q, k = (x.repeat_interleave(heads_per_key, 1) for x in (q, k))
+    chunks = chunk_maps(q, k, v, g, beta)
+
+    # First as if no state of another rank entered.
+    roots = plan.forest.sizes[0]
+    entering_roots = v.new_zeros(roots, *chunks.state.shape[1:])
+    if operands.initial_state is not None:
+        initial = operands.initial_state.index_select(0, plan.first_rows)
+        entering_roots = entering_roots.index_add(0, plan.first_chunks, initial)
+    leaving_roots = apply_map(chunks.state_map[:roots], entering_roots) + chunks.state[:roots]
+    leaving = _follow(leaving_roots, chunks.state_map, chunks.state, plan.forest)
+    entering = torch.cat([entering_roots, leaving.index_select(0, plan.forest.parents)])
+    if plan.exchange is None:
+        final = leaving.index_select(0, plan.last_chunks)
+    else:
+        # The maps from the state that enters a tree to those that leave its chunks.
+        maps = chunks.state_map.index_select(0, plan.entered)
+        roots = plan.entered_forest.sizes[0]
+        leaving_maps = _follow(maps[:roots], maps, None, plan.entered_forest)
+        states, final = _exchange_states(leaving, leaving_maps, plan.exchange, gather)
+        identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand(roots, maps.shape[1], -1, -1)
+        entering_maps = torch.cat([identity, leaving_maps.index_select(0, plan.entered_forest.parents)])
+        entering = entering.index_add(0, plan.entered, apply_map(entering_maps, states))
+    out = chunks.output_map @ entering + chunks.output
+    return _join(out, plan, operands.v.shape), final
+
+
+def _exchange_states(
+    leaving: Tensor, leaving_maps: Tensor, exchange: Exchange, gather: Gather
+) -> tuple[Tensor, Tensor]:
+    """Returns the states that enter the trees of the plan's `entered` chunks, and the final states."""
+    own = [leaving.index_select(0, exchange.own_states), leaving_maps.index_select(0, exchange.own_maps)]
+    shapes = [x.shape[1:] for x in own]
+    state_sizes, map_sizes = (
+        [count * shape.numel() for count in counts]
+        for counts, shape in zip((exchange.states, exchange.maps), shapes, strict=True)
+    )
+    sizes = [a + b for a, b in zip(state_sizes, map_sizes, strict=True)]
+    gathered = gather(torch.cat([x.flatten() for x in own]), sizes)
+    # Each rank's states and then its maps.
+    both = gathered.split([size for pair in zip(state_sizes, map_sizes, strict=True) for size in pair])
+    states, maps = (torch.cat(both[i::2]).view(-1, *shapes[i]) for i in (0, 1))
+    states, maps = states.index_select(0, exchange.state_order), maps.index_select(0, exchange.map_order)
+    roots = exchange.forest.sizes[0]
+    complete = _follow(
+        states[:roots], torch.cat([maps.new_empty(roots, *maps.shape[1:]), maps]), states, exchange.forest
+    )
+    return complete.index_select(0, exchange.entering), complete.index_select(0, exchange.last)
+
+
+def _follow(roots: Tensor, maps: Tensor, states: Tensor | None, forest: Forest) -> Tensor:
+    """Returns x with x at a node = its map applied to x at its parent, plus its state: depth by depth, in order.
+
+    Args:
+        roots: x at the roots.
+        maps, states: of all nodes; those of roots are not read.
+    """
+    depths, first = [roots], forest.sizes[0]
+    parents_start = 0
+    for size in forest.sizes[1:]:
+        parents = forest.parents[first - forest.sizes[0] : first - forest.sizes[0] + size] - parents_start
+        x = apply_map(maps[first : first + size], depths[-1].index_select(0, parents))
+        depths.append(x if states is None else x + states[first : first + size])
+        parents_start, first = first, first + size
+    return torch.cat(depths)
+
+
+def _cut(x: Tensor, plan: ScanPlan) -> Tensor:
+    """Returns the chunks of [B, T, heads, D] as [n, heads, C, D], zeros where there is no token."""
+    tokens = x.flatten(0, 1).index_select(0, plan.tokens)
+    chunks = tokens.unflatten(0, (-1, plan.chunk)).transpose(1, 2)
+    return chunks.contiguous() if plan.padding is None else chunks.masked_fill(plan.padding, 0)
+
+
+def _join(chunks: Tensor, plan: ScanPlan, shape: Sequence[int]) -> Tensor:
+    """Returns [B, T, H, D] of this rank's tokens: the inverse of `_cut`."""
+    return chunks.transpose(1, 2).flatten(0, 1).index_select(0, plan.places).view(*shape[:-1], chunks.shape[-1])
+
+
+def _device_type(inputs: Sequence[Tensor | None]) -> str:
+    return next(x.device.type for x in inputs if x is not None)

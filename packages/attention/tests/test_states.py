@@ -1,0 +1,316 @@
+"""Layers with a state on sharded sequences against the recurrences token by token, in worlds of gloo ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from states_oracle import worst_errors
+from torch.nn import functional as F
+
+from armillary.attention import AttentionMask, gated_delta_rule, ssd
+from armillary.core import Axis, CommLedger, SequenceLayout
+from armillary.core.testing import mesh, relative_error
+
+TOLERANCE = 1e-10
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_cases_are_the_recurrence(worlds, ranks):
+    seeds = list(range(1000 * ranks, 1000 * ranks + 15))
+    for errors in worlds(ranks).run(worst_errors, seeds):
+        assert not {seed: found for seed, found in errors.items() if not found[0] < TOLERANCE}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_a_thousand_random_cases_are_the_recurrence(worlds, ranks):
+    seeds = list(range(100_000 * ranks, 100_000 * ranks + 200))
+    for errors in worlds(ranks).run(worst_errors, seeds, timeout=3000):
+        assert not {seed: found for seed, found in errors.items() if not found[0] < TOLERANCE}
+    print(f"{len(seeds)} random cases on {ranks} ranks")
+
+
+def inputs_of(kind: str, length: int, dtype: torch.dtype = torch.float64, heads: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    if kind == "ssd":
+        values = {"x": normal(2, length, heads, 5), "Bm": normal(2, length, 2, 6), "Cm": normal(2, length, 2, 6)}
+        wide = {"dt": F.softplus(normal(2, length, heads)), "A": -normal(heads).abs()}
+    else:
+        q, k = (F.normalize(normal(2, length, 2, 6), dim=-1) for _ in range(2))
+        values = {"q": q, "k": k, "v": normal(2, length, heads, 5), "beta": normal(2, length, heads).sigmoid()}
+        wide = {"g": -normal(2, length, heads, *((6,) if kind == "channels" else ())).abs()}
+    wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return {name: x.to(dtype) for name, x in values.items()} | {name: x.to(wide_dtype) for name, x in wide.items()}
+
+
+def own_inputs(inputs: dict[str, torch.Tensor], layout: SequenceLayout, rank: int) -> dict[str, torch.Tensor]:
+    return {name: x if name == "A" else layout.take(x, rank) for name, x in inputs.items()}
+
+
+def layer_of(kind: str):
+    return ssd if kind == "ssd" else gated_delta_rule
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+def test_a_tree_is_its_unshared_sequences(kind):
+    ends, parents = [0, 9, 14, 15, 40, 47, 52], [-1, 0, 1, 0, 3, 3]
+    leaves, paths = [2, 4, 5], [[0, 1, 2], [0, 3, 4], [0, 3, 5]]
+    inputs = inputs_of(kind, ends[-1])
+    weights = torch.rand(3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dout = torch.randn(2, ends[-1], 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def gradients(loss_of) -> list[torch.Tensor]:
+        tensors = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        return [*torch.autograd.grad(loss_of(tensors), list(tensors.values()))]
+
+    def tree_loss(tensors) -> torch.Tensor:
+        out, _ = layer_of(kind)(**tensors, mask=AttentionMask.tree(ends, parents))
+        share = torch.zeros(ends[-1], dtype=torch.float64)
+        for weight, path in zip(weights, paths, strict=True):
+            for segment in path:
+                share[ends[segment] : ends[segment + 1]] += weight
+        return (out * dout * share.view(-1, 1, 1)).sum()
+
+    def unshared_loss(tensors) -> torch.Tensor:
+        loss = torch.zeros((), dtype=torch.float64)
+        for weight, path in zip(weights, paths, strict=True):
+            tokens = torch.cat([torch.arange(ends[s], ends[s + 1]) for s in path])
+            own = {name: x if name == "A" else x[:, tokens] for name, x in tensors.items()}
+            loss = loss + weight * (layer_of(kind)(**own)[0] * dout[:, tokens]).sum()
+        return loss
+
+    assert leaves == [path[-1] for path in paths]
+    for tree, unshared in zip(gradients(tree_loss), gradients(unshared_loss), strict=True):
+        assert relative_error(tree, unshared) < 1e-12
+
+
+def gathered_bytes(kind: str, layout: SequenceLayout, mask: AttentionMask | None, inputs) -> tuple[int, int]:
+    ring = mesh(ring=layout.shards)["ring"]
+    own = own_inputs(inputs, layout, Axis.of(ring).rank)
+    leaves = [x.requires_grad_() for x in own.values()]
+    with CommLedger() as ledger:
+        out, _ = layer_of(kind)(**own, layout=layout, axis=ring, mask=mask)
+        torch.autograd.grad(out.sum(), leaves)
+    assert ledger.bytes() == ledger.bytes(kind="all_gather") + ledger.bytes(kind="reduce_scatter")
+    return ledger.bytes(kind="all_gather", phase="forward"), ledger.bytes(kind="reduce_scatter", phase="backward")
+
+
+def expected_bytes(kind: str, layout: SequenceLayout, ends: list[int]) -> list[tuple[int, int]]:
+    """Of float64 states of two rows of documents: at each end of a run that another rank continues, or the row ends."""
+    heads, channels, width = 4, 6, 5
+    elements = []
+    spans = {
+        (run.start, run.stop): shard
+        for shard in range(layout.shards)
+        for start, stop in itertools.pairwise(ends)
+        for span in layout.spans(shard)
+        if (run := range(max(span.start, start), min(span.stop, stop)))
+    }
+    by_start, by_stop = ({span[i]: shard for span, shard in spans.items()} for i in (0, 1))
+    for rank in range(layout.shards):
+        total = 0
+        for start, stop in (span for span, shard in spans.items() if shard == rank):
+            follows = stop not in ends and by_start[stop] != rank
+            tree_start = start
+            while tree_start not in ends and by_stop[tree_start] == rank:
+                tree_start = next(a for a, b in spans if b == tree_start)
+            if follows or stop == ends[-1]:
+                total += heads * channels * width
+                if tree_start not in ends:
+                    total += heads * (1 if kind == "ssd" else channels**2)
+        elements.append(2 * 8 * total)
+    return [((layout.shards - 1) * max(elements), sum(elements) - own) for own in elements]
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+def test_bytes_are_those_of_states_and_maps_whatever_the_length(worlds, kind):
+    for factor in (1, 2):
+        length = 48 * factor
+        ragged = [[(0, 5), (20, 30)], [(5, 14), (40, 44)], [(14, 20), (30, 40)], [(44, 48)]]
+        layouts = [
+            SequenceLayout.contiguous(length, 4),
+            SequenceLayout.zigzag(length, 4),
+            SequenceLayout([[range(factor * a, factor * b) for a, b in shard] for shard in ragged]),
+        ]
+        found = list[object]()
+        for layout in layouts:
+            for ends in ([0, length], [0, 13 * factor, 24 * factor, length]):
+                arguments = kind, layout, AttentionMask(documents=ends), inputs_of(kind, length)
+                found.append(worlds(4).run(gathered_bytes, *arguments))
+                assert found[-1] == expected_bytes(kind, layout, ends)
+        if factor == 1:
+            before = found
+    assert found == before
+    # A zigzag shard has two spans: two states and two maps of each row, and the gradients of the three others'.
+    state, one_map = 4 * 6 * 5, 4 if kind == "ssd" else 4 * 6 * 6
+    assert before[2][1][0] == 3 * 2 * 8 * 2 * (state + one_map)
+
+
+def dtypes(kind: str) -> None:
+    ring = mesh(ring=2)["ring"]
+    layout, rank = SequenceLayout.zigzag(40, 2), Axis.of(ring).rank
+    narrow = inputs_of(kind, 40, torch.bfloat16)
+    shape = (2, 4, 5, 6) if kind == "ssd" else (2, 4, 6, 5)
+    initial = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    results = []
+    for cast, autocast in (
+        (lambda x: x, False),
+        (lambda x: x, True),
+        (torch.Tensor.float, False),
+        (torch.Tensor.double, False),
+    ):
+        own = {name: cast(x).requires_grad_() for name, x in own_inputs(narrow, layout, rank).items()}
+        state = cast(initial).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, final = layer_of(kind)(**own, layout=layout, axis=ring, initial_state=state)
+        grads = torch.autograd.grad(
+            (out, final), [*own.values(), state], (torch.ones_like(out), torch.ones_like(final))
+        )
+        assert all(grad.dtype == x.dtype for grad, x in zip(grads, [*own.values(), state], strict=True))
+        results.append((out, final, *grads))
+    narrow_out, narrow_final = results[0][:2]
+    assert narrow_out.dtype == torch.bfloat16 and narrow_final.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))  # autocast changes nothing
+    # States and their gradients are those of float32 inputs, and outputs are these rounded once.
+    assert torch.equal(narrow_final, results[2][1]) and torch.equal(narrow_out, results[2][0].bfloat16())
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(results[0], results[2], strict=True))
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(results[2], results[3], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+def test_states_of_bfloat16_inputs_are_float32(worlds, kind):
+    worlds(2).run(dtypes, kind)
+
+
+def poisoned(kind: str) -> None:
+    """Uninitialized memory is NaN, and so is a document of padding."""
+    ring = mesh(ring=2)["ring"]
+    layout, rank = SequenceLayout([[range(9), range(31, 40)], [range(9, 31)]]), Axis.of(ring).rank
+    inputs = inputs_of(kind, 40)
+    mask = AttentionMask(documents=[0, 6, 20, 40])
+    clean = own_inputs(inputs, layout, rank)
+    expected = layer_of(kind)(**clean, layout=layout, axis=ring, mask=mask)
+    padded = {name: x if name == "A" else x.clone() for name, x in inputs.items()}
+    for name, x in padded.items():
+        if name != "A":
+            x[:, :6] = torch.nan
+    own = {name: x.requires_grad_() for name, x in own_inputs(padded, layout, rank).items()}
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory
+    try:
+        out, final = layer_of(kind)(**own, layout=layout, axis=ring, mask=mask)
+        real = layout.positions(rank) >= 6
+        dout = torch.zeros_like(out)
+        dout[:, real] = 1
+        names = [name for name in own if name != "A"]
+        grads = torch.autograd.grad((out, final), [own[name] for name in names], (dout, torch.ones_like(final)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(out[:, real], expected[0][:, real]) and torch.equal(final, expected[1])
+    assert out[:, ~real].isnan().all()
+    assert all(grad[:, real].isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+def test_poisoned_memory_and_documents_of_padding_reach_nothing(worlds, kind):
+    worlds(2).run(poisoned, kind)
+
+
+def uses_of_results() -> None:
+    """Each rank's loss may use outputs, final states, or only some of either."""
+    ring = mesh(ring=2)["ring"]
+    layout, rank = SequenceLayout.contiguous(20, 2), Axis.of(ring).rank
+    inputs = inputs_of("delta", 20)
+    for used in ((0, 0), (1, 1), (0, 1), (1, 0)):
+        own = {name: x.requires_grad_() for name, x in own_inputs(inputs, layout, rank).items()}
+        initial = torch.zeros(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
+        results = gated_delta_rule(**own, layout=layout, axis=ring, initial_state=initial)
+        results[used[rank]].sum().backward()
+        assert own["v"].grad is not None and initial.grad is not None
+        assert bool(initial.grad.any()) == (rank == 0)
+    initial.grad = None
+    own = own_inputs(inputs, layout, rank)
+    gated_delta_rule(**own, layout=layout, axis=ring, initial_state=initial)[1].sum().backward()  # its gradient alone
+    assert initial.grad is not None
+
+
+def test_losses_of_ranks_may_use_different_results(worlds):
+    worlds(2).run(uses_of_results)
+
+
+def test_one_rank_needs_neither_layout_nor_axis():
+    inputs = inputs_of("delta", 30)
+    plain = gated_delta_rule(**inputs)
+    ring = mesh(ring=1)["ring"]
+    on_mesh = gated_delta_rule(**inputs, layout=SequenceLayout.contiguous(30, 1), axis=ring)
+    assert all(torch.equal(a, b) for a, b in zip(plain, on_mesh, strict=True))
+    reordered = SequenceLayout([[range(17, 30), range(17)]])
+    out, final = gated_delta_rule(**own_inputs(inputs, reordered, 0), layout=reordered)
+    assert relative_error(out, reordered.take(plain[0], 0)) < 1e-12 and relative_error(final, plain[1]) < 1e-12
+
+
+def refusals() -> None:
+    ring = mesh(ring=2)["ring"]
+    layout, rank = SequenceLayout.contiguous(20, 2), Axis.of(ring).rank
+    delta, mamba = (own_inputs(inputs_of(kind, 20), layout, rank) for kind in ("delta", "ssd"))
+    where = {"layout": layout, "axis": ring}
+    striped = SequenceLayout.striped(20, 2)
+    cases = {
+        "relayout": lambda: gated_delta_rule(**delta, layout=striped, axis=ring),
+        "3 shards": lambda: gated_delta_rule(**delta, layout=SequenceLayout.contiguous(20, 3), axis=ring),
+        "2 shards": lambda: gated_delta_rule(**delta, layout=layout),
+        "layout=None": lambda: gated_delta_rule(**delta, axis=ring),
+        "10 tokens": lambda: gated_delta_rule(**delta, layout=SequenceLayout.contiguous(18, 2), axis=ring),
+        "window": lambda: gated_delta_rule(**delta, **where, mask=AttentionMask(window=(4, 0))),
+        "causal": lambda: ssd(**mamba, **where, mask=AttentionMask(causal=False)),
+        "Prefix": lambda: ssd(**mamba, **where, mask=AttentionMask.prefix([0, 20], [3])),
+        "object": lambda: gated_delta_rule(**delta, **where, mask=object()),
+        "3 rows": lambda: gated_delta_rule(**delta, **where, mask=AttentionMask(documents=[[0, 20]] * 3)),
+        "q ": lambda: gated_delta_rule(**delta | {"q": delta["q"][..., :4]}, **where),
+        "k ": lambda: gated_delta_rule(**delta | {"q": delta["q"][:, :4], "k": delta["k"][:, :4]}, **where),
+        "k has 3 heads": lambda: gated_delta_rule(
+            **delta | {name: delta[name][:, :, :1].repeat(1, 1, 3, 1) for name in ("q", "k")}, **where
+        ),
+        "g ": lambda: gated_delta_rule(**delta | {"g": delta["g"][..., :3]}, **where),
+        "beta ": lambda: gated_delta_rule(**delta | {"beta": delta["g"].long()}, **where),
+        "initial_state": lambda: gated_delta_rule(**delta, **where, initial_state=torch.zeros(2, 4, 5, 6)),
+        "scale": lambda: gated_delta_rule(**delta, **where, scale=float("nan")),
+        "dt ": lambda: ssd(**mamba | {"dt": mamba["dt"][..., :1]}, **where),
+        "A ": lambda: ssd(**mamba | {"A": mamba["A"][:1]}, **where),
+        "Cm ": lambda: ssd(**mamba | {"Cm": mamba["Cm"][..., :1]}, **where),
+        "v is a list": lambda: gated_delta_rule(**delta | {"v": [1.0]}, **where),
+    }
+    for words, call in cases.items():
+        with CommLedger() as ledger, pytest.raises(ValueError, match=words):
+            call()
+        assert not ledger.messages()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
+    worlds(2).run(refusals)
+
+
+def compiled_and_eager() -> None:
+    ring = mesh(ring=2)["ring"]
+    layout, rank = SequenceLayout.zigzag(24, 2), Axis.of(ring).rank
+    own = {name: x.requires_grad_() for name, x in own_inputs(inputs_of("delta", 24), layout, rank).items()}
+    mask = AttentionMask(documents=[0, 10, 24])
+
+    def block(q, k, v, g, beta) -> torch.Tensor:
+        out, final = gated_delta_rule(q, k, 2 * v, g, beta.sigmoid(), layout=layout, axis=ring, mask=mask)
+        return (out * out).sum() + final.sum()
+
+    results = []
+    for function in (block, torch.compile(block, backend="aot_eager")):
+        loss = function(*(own[name] for name in ("q", "k", "v", "g", "beta")))
+        results.append((loss, *torch.autograd.grad(loss, list(own.values()))))
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(*results, strict=True))
+
+
+def test_compiled_callers_have_a_graph_break_and_the_same_results(worlds):
+    worlds(2).run(compiled_and_eager)
