@@ -28,7 +28,7 @@ MAX_CHUNK = 64
 """Tokens of a chunk: within it matrices of chunk x chunk are computed, between chunks states are passed on."""
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """Neighbouring tokens start..stop - 1 of one segment on one rank. `previous` is a run's index, or -1."""
 
     rank: int
@@ -64,7 +64,7 @@ class Forest:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class StateExchange:
     """The states that ranks tell each other, and the forest that these form.
 
     A rank gathers its *entries*: states at the ends of runs. Some have the map from the state that enters the rank's
@@ -117,7 +117,7 @@ class ScanPlan:
     first_rows: Tensor
     entered: Tensor
     entered_forest: Forest
-    exchange: Exchange | None
+    exchange: StateExchange | None
     last_chunks: Tensor
 
 
@@ -187,9 +187,9 @@ def plan_scan(layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, dev
     )
 
 
-def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[Run]:
+def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
     """Returns the runs of all ranks, row by row and by position, so that a run comes after the one before it."""
-    runs, by_segments = list[Run](), dict[Segments, list[tuple[int, int, int, int]]]()
+    runs, by_segments = list[ShardRun](), dict[Segments, list[tuple[int, int, int, int]]]()
     for row, segments in enumerate(rows):
         if segments not in by_segments:
             spans = sorted(
@@ -203,13 +203,13 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[Run]:
             ]
         offset = len(runs)
         runs += [
-            Run(shard, row, start, stop, previous if previous == NONE else previous + offset)
+            ShardRun(shard, row, start, stop, previous if previous == NONE else previous + offset)
             for shard, start, stop, previous in by_segments[segments]
         ]
     return runs
 
 
-def _tree_roots(runs: Sequence[Run]) -> list[int]:
+def _tree_roots(runs: Sequence[ShardRun]) -> list[int]:
     """Returns for each run the first run of its tree: the path back to it does not leave the rank."""
     roots = list[int]()
     for index, run in enumerate(runs):
@@ -219,7 +219,7 @@ def _tree_roots(runs: Sequence[Run]) -> list[int]:
 
 
 def _exchange(
-    runs: Sequence[Run],
+    runs: Sequence[ShardRun],
     roots: Sequence[int],
     layout: SequenceLayout,
     rank: int,
@@ -227,7 +227,7 @@ def _exchange(
     entered_place: dict[int, int],
     entering_runs: Sequence[int],
     device: torch.device,
-) -> Exchange:
+) -> StateExchange:
     """Computes what the ranks tell each other. `entering_runs` has the run before the tree of each entered chunk."""
     needed = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
     last = [index for index, run in enumerate(runs) if run.stop == layout.length]
@@ -244,7 +244,7 @@ def _exchange(
     in_forest = [by_position[node] for node in order]
     own_states, own_maps = ([run for run in some if runs[run].rank == rank] for some in (gathered, with_maps))
     ranks = range(layout.shards)
-    return Exchange(
+    return StateExchange(
         tuple(sum(runs[run].rank == other for run in gathered) for other in ranks),
         tuple(sum(runs[run].rank == other for run in with_maps) for other in ranks),
         _indices([last_of_run[run] for run in own_states], device),

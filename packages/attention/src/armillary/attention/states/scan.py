@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.states.chunks import apply_map, chunk_maps
-from armillary.attention.states.plan import Exchange, Forest, ScanPlan
+from armillary.attention.states.plan import StateExchange, Forest, ScanPlan
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.mesh import Axis
@@ -145,7 +145,7 @@ def _run(operands: Operands, plan: ScanPlan, gather: Gather) -> tuple[Tensor, Te
 
 
 def _exchange_states(
-    leaving: Tensor, leaving_maps: Tensor, exchange: Exchange, gather: Gather
+    leaving: Tensor, leaving_maps: Tensor, exchange: StateExchange, gather: Gather
 ) -> tuple[Tensor, Tensor]:
     """Returns the states that enter the trees of the plan's `entered` chunks, and the final states."""
     own = [leaving.index_select(0, exchange.own_states), leaving_maps.index_select(0, exchange.own_maps)]
