@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.states.chunks import apply_map, chunk_maps
-from armillary.attention.states.plan import StateExchange, Forest, ScanPlan
+from armillary.attention.states.plan import Forest, ScanPlan, StateExchange
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.mesh import Axis

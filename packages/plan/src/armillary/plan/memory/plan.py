@@ -25,6 +25,7 @@ from armillary.plan.memory.room import (
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Simulates a training step without a GPU: its peak memory, by category.
