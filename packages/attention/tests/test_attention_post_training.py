@@ -215,6 +215,12 @@ def test_segment_sum_refuses(change, named):
         segment_sum(**arguments)
 
 
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_sequence_beyond_the_count_is_refused(number):
+    with pytest.raises(IndexError):
+        segment_sum(torch.ones(3), torch.tensor([0, 1, number]), 2)
+
+
 def test_losses_refuse():
     logprobs, _, reference, _, sequences, advantages = values()
     with pytest.raises(ValueError, match="pairs"):

@@ -3,5 +3,12 @@
 from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer import ContextParallelTrainer
 from armillary.integrations.transformers.attention import register_transformers
+from armillary.integrations.trl import ContextParallelDPOTrainer, ContextParallelGRPOTrainer
 
-__all__ = ["ContextParallelTrainer", "register_transformers", "share_rows"]
+__all__ = [
+    "ContextParallelDPOTrainer",
+    "ContextParallelGRPOTrainer",
+    "ContextParallelTrainer",
+    "register_transformers",
+    "share_rows",
+]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from armillary.attention import ContextParallel
 from armillary.attention.context_parallel.communication import gather_tokens
 from armillary.attention.context_parallel.sequence import layout_over_ranks
-from armillary.integrations.accelerate import share_rows
+from armillary.integrations.accelerate import RowGroups, share_rows
 from armillary.integrations.trainer_checks import check_trainer, method_of
 from armillary.integrations.transformers.inputs import shard_inputs
 from armillary.integrations.transformers.models import padding_idx_of
@@ -24,7 +24,37 @@ else:
     Trainer = object  # the real base class comes after the mixin, so that this module does not import transformers
 
 
-class ContextParallelTrainer(Trainer):
+class SharedRowsTrainer(Trainer):
+    """The base of mixins before a Trainer: the ranks of a method read the same rows.
+
+    Attributes:
+        cp: the `ContextParallel` of the model's method; None until the Trainer has been initialized.
+        groups: the groups of ranks that read the same rows.
+    """
+
+    cp: Any = None
+    groups: RowGroups
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Creates the accelerator: in `__init__`, before the method is known, and in each hyperparameter trial."""
+        super().create_accelerator_and_postprocess()
+        if self.cp is not None:
+            self.share_rows(self.cp)
+
+    def share_rows(self, cp: ContextParallel) -> None:
+        """Makes the trainer's accelerator count groups of ranks that share a sequence."""
+        cp.padding_idx = padding_idx_of(self.model)
+        self.cp, self.groups = cp, share_rows(self.accelerator, cp)
+        # The trainer kept the accelerator's own function when it was created.
+        objects = self.args.eval_use_gather_object
+        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
+
+    def get_cp_size(self) -> int:
+        """Returns the number of ranks that have the same rows; the trainer divides its count of labels by it."""
+        return self.cp.ranks
+
+
+class ContextParallelTrainer(SharedRowsTrainer):
     """A mixin before a Trainer: the ranks of a method share each row of the data.
 
         cp = ContextParallel("ring", mesh)
@@ -61,34 +91,15 @@ class ContextParallelTrainer(Trainer):
     """
 
     takes_shards = False
-    cp: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         cp = ContextParallel(method_of(self.model))
         check_trainer(self, ContextParallelTrainer)
-        cp.padding_idx = padding_idx_of(self.model)
-        self.cp = cp
-        self._share_rows()
+        self.share_rows(cp)
         # The trainer lets the smoother shift labels of causal models; those of a shard are shifted already.
         smoother: Any = self.label_smoother
         self.label_smoother = smoother and partial(_smooth_shifted, smoother)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Creates the accelerator: in `__init__`, before the method is known, and in each hyperparameter trial."""
-        super().create_accelerator_and_postprocess()
-        if self.cp is not None:
-            self._share_rows()
-
-    def _share_rows(self) -> None:
-        share_rows(self.accelerator, self.cp)
-        # The trainer kept the accelerator's own function when it was created.
-        objects = self.args.eval_use_gather_object
-        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
-
-    def get_cp_size(self) -> int:
-        """Returns the number of ranks that have the same rows; the trainer divides its count of labels by it."""
-        return self.cp.ranks
 
     def compute_loss(
         self,

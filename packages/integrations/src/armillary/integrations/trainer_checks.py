@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import getsource
+from itertools import chain
 from typing import Any
 
 from armillary.attention.methods.base import Method
@@ -34,13 +35,17 @@ def method_of(model: Any) -> Method:
 
 def check_trainer(trainer: Any, mixin: type) -> None:
     """Raises ValueError for a trainer's settings that are wrong on shards, naming the setting and an alternative."""
-    if reason := next(_refusals(trainer, mixin), None):
+    check_settings(trainer, _loss_refusals(trainer, mixin))
+
+
+def check_settings(trainer: Any, refusals: Iterable[str] = ()) -> None:
+    """Raises ValueError for settings that are wrong on shards whatever the loss, after the first of `refusals`."""
+    if reason := next(chain(refusals, _setting_refusals(trainer)), None):
         raise ValueError(reason)
     check_parallelism(trainer.accelerator)
 
 
-def _refusals(trainer: Any, mixin: type) -> Iterator[str]:
-    args, config = trainer.args, trainer.model.config
+def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
     owner = loss_owner(type(trainer), mixin)
     word = LOSS_OWNERS.get(f"{owner.__module__}.{owner.__qualname__}")
     # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
@@ -54,8 +59,6 @@ def _refusals(trainer: Any, mixin: type) -> Iterator[str]:
             f"{owner.__qualname__}.compute_loss would get one rank's tokens, with labels that are shifted already; set "
             f"takes_shards = True on {type(trainer).__name__} if it takes those"
         )
-    if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
-        yield ROUTERS
     if trainer.compute_loss_func is not None:
         yield (
             "compute_loss_func gets labels that it shifts, which a shard cannot: override compute_loss in a class with "
@@ -63,6 +66,12 @@ def _refusals(trainer: Any, mixin: type) -> Iterator[str]:
         )
     if not trainer.model_accepts_loss_kwargs:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over a shard's labels"
+
+
+def _setting_refusals(trainer: Any) -> Iterator[str]:
+    args = trainer.args
+    if any(getattr(part, "output_router_logits", False) for part in parts_of(trainer.model.config)):
+        yield ROUTERS
     if getattr(args, "neftune_noise_alpha", None) is not None:
         yield "neftune_noise_alpha scales its noise by the local length, that of a shard: remove it"
     if args.use_liger_kernel:

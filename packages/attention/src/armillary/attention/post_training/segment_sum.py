@@ -42,7 +42,8 @@ def segment_sum(
     Bytes sent: 2 (R - 1) / R count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_reduce".
 
     Raises:
-        ValueError: shapes that do not match, or a sequence of `count` or more. Raised before any communication.
+        ValueError: shapes or dtypes that do not match. Raised before any communication, as torch's IndexError is for a
+            sequence of `count` or more.
     """
     check_tensor("values", values)
     check_tensor("sequences", sequences)
@@ -57,12 +58,11 @@ def segment_sum(
     if values.ndim > sequences.ndim + 1 or not values.is_floating_point():
         raise ValueError(f"values {tuple(values.shape)} {values.dtype}: floating-point [...] or [..., K] is accepted")
     along = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
-    numbers = sequences.flatten().long()
-    # Values of no sequence go to one more row, which is cut off. Out of bounds, torch raises without waiting for a GPU.
-    numbers = numbers.where(numbers >= 0, count)
-    flat = values.reshape(len(numbers), *values.shape[sequences.ndim :])
+    # Values of no sequence go to row 0, which is cut off. Out of bounds, torch raises without waiting for a GPU.
+    places = (sequences.flatten().long() + 1).clamp(min=0)
+    flat = values.reshape(len(places), *values.shape[sequences.ndim :])
     sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
-    sums = sums.index_put((numbers,), flat.to(sums.dtype), accumulate=True)[:count]
+    sums = sums.index_put((places,), flat.to(sums.dtype), accumulate=True)[1:]
     factor = prod(axis.size for axis in along) if gradients == "averaged" else 1
     return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in along if axis.size > 1], factor))
 

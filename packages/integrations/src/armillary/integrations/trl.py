@@ -1,0 +1,251 @@
+"""Context parallelism in TRL's GRPOTrainer and DPOTrainer: a mixin before either.
+
+Only a model's forward and backward are sharded. Each rank then has the log-probabilities of whole rows, one number for
+each token, and TRL computes its loss and metrics from them as it does on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from armillary.attention import ContextParallel
+from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
+from armillary.attention.post_training import segment_sum
+from armillary.integrations.accelerate import RowGroups
+from armillary.integrations.trainer import SharedRowsTrainer
+from armillary.integrations.trainer_checks import check_settings, method_of
+from armillary.integrations.transformers.inputs import shard_inputs
+from armillary.integrations.transformers.models import padding_idx_of
+
+PER_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+"""Outputs of TRL's fused LM head with one value for each token."""
+
+
+class ShardedForward:
+    """A model with TRL's fused LM head: takes whole rows, computes this rank's shard, returns values of whole rows.
+
+    The gradient of each value is multiplied by the ranks of a sequence, so that FSDP2's or DDP's average is the whole
+    gradient.
+
+    Bytes sent, beside those of the model: those of `segment_sum` of B N values, one for each of `PER_TOKEN` in use, and
+    fingerprints of the rows.
+    """
+
+    def __init__(self, model: Any, cp: ContextParallel) -> None:
+        self.model, self.cp = model, cp
+
+    def __call__(self, *, input_ids: Tensor, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        """Returns TRL's per-token outputs [B, N - 1].
+
+        Raises:
+            ValueError: a call without the fused head, whose outputs would be a shard's; errors of `shard_inputs`.
+        """
+        if not fused_lm_head:
+            raise ValueError("fused_lm_head=False: the model's logits are those of one rank's tokens")
+        rows, length = input_ids.shape
+        if inputs.get("position_ids") is None:
+            # Decoders of transformers count positions from the start of a row, padding on the left included.
+            inputs["position_ids"] = torch.arange(length, device=input_ids.device)[None]
+        batch, shard = shard_inputs(self.cp, {"input_ids": input_ids, **inputs})
+        with batch:
+            outputs = self.model(**shard, fused_lm_head=True)
+        computed = {name: getattr(outputs, name, None) for name in PER_TOKEN}
+        names = [name for name, x in computed.items() if x is not None]
+        columns = torch.stack([computed[name].to(outputs.log_probs.dtype) for name in names], -1)
+        # Each token of the rows is a sequence of its own, which one rank has.
+        positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
+        places = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
+        whole = segment_sum(columns, places, rows * length, self.cp.method, gradients="averaged")
+        values = dict(zip(names, whole.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
+        if "is_top1" in values:
+            values["is_top1"] = values["is_top1"] > 0
+        return SimpleNamespace(**dict.fromkeys(PER_TOKEN) | values)
+
+
+class GroupAccelerator:
+    """An accelerator in whose eyes the groups of ranks that share a sequence are the processes."""
+
+    def __init__(self, accelerator: Any, groups: RowGroups) -> None:
+        self._accelerator, self._groups = accelerator, groups
+
+    @property
+    def num_processes(self) -> int:
+        return self._groups.count
+
+    @property
+    def process_index(self) -> int:
+        return self._groups.index
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._groups.gather(x)
+
+    def gather_for_metrics(self, x: Tensor) -> Tensor:
+        return self._groups.gather(x)
+
+    def reduce(self, x: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        total = self._groups.gather(x[None]).sum(0) * scale
+        return total / self._groups.count if reduction == "mean" else total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+class _PolicyTrainer(SharedRowsTrainer):
+    """Shares rows in a trainer that computes its loss from log-probabilities of whole rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        cp = ContextParallel(method_of(self.model))
+        check_settings(self, self._refusals(cp))
+        self.share_rows(cp)
+
+    def _refusals(self, cp: ContextParallel) -> Generator[str]:
+        if padding_idx_of(self.model) is not None:
+            yield f"{type(self.model).__name__} counts positions without padding, which is on the left in TRL's rows"
+        reference = getattr(self, "ref_model", None)
+        if reference is not None and method_of(self.accelerator.unwrap_model(reference)) is not cp.method:
+            yield "ref_model attends by another method than the model: prepare both with one ContextParallel"
+
+    @contextmanager
+    def _counting_groups(self) -> Generator[None]:
+        """Context in which TRL gathers over groups of ranks instead of ranks, so that each row counts once."""
+        accelerator = self.accelerator
+        self.accelerator = GroupAccelerator(accelerator, self.groups)
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
+
+
+class ContextParallelGRPOTrainer(_PolicyTrainer):
+    """A mixin before TRL's GRPOTrainer: the ranks of a method share each row of prompt and completion.
+
+        cp = ContextParallel("ring", mesh)
+        model = cp.prepare(AutoModelForCausalLM.from_pretrained(folder))
+
+        class LongGRPOTrainer(ContextParallelGRPOTrainer, GRPOTrainer): ...
+
+        LongGRPOTrainer(model, reward_funcs, args, train_dataset=prompts).train()
+
+    Losses, gradients and logged metrics are those of a run with one rank per group of ranks that share a sequence, and
+    `per_device_train_batch_size` counts rows of a group. Completions are generated by transformers on every rank of a
+    group alike, from whole prompts. Rewards are those of the group's first rank.
+
+    Bytes sent, beside those of the model: see `ShardedForward`.
+
+    Raises:
+        ValueError: on every rank, when it is created: settings that are wrong on shards or untested there, such as
+            use_vllm, or a batch of a group whose completions are no whole number of `num_generations`. At a batch:
+            different rows on the ranks of a group.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.args
+        # TRL counts ranks; rows are those of groups.
+        settings.generation_batch_size = (
+            settings.per_device_train_batch_size * self.groups.count * settings.steps_per_generation
+        )
+        if settings.generation_batch_size % self.num_generations:
+            raise ValueError(
+                f"per_device_train_batch_size={settings.per_device_train_batch_size} for {self.groups.count} groups of "
+                f"ranks and {settings.steps_per_generation} steps per generation: their product must be divisible by "
+                f"num_generations={self.num_generations}"
+            )
+        evaluated = settings.per_device_eval_batch_size * self.groups.count
+        if settings.eval_strategy != "no" and evaluated % self.num_generations_eval:
+            raise ValueError(
+                f"per_device_eval_batch_size={settings.per_device_eval_batch_size} for {self.groups.count} groups of "
+                f"ranks must be divisible by {self.num_generations_eval} generations"
+            )
+        # Ranks of a group draw the same completions, and groups different ones.
+        set_seed: Any = import_module("accelerate.utils").set_seed
+        set_seed(settings.seed + self.groups.index)
+
+    def _refusals(self, cp: ContextParallel) -> Generator[str]:
+        yield from super()._refusals(cp)
+        if self.use_vllm:
+            yield "use_vllm=True has not been tested on shards: completions are generated by transformers"
+        if self.use_transformers_continuous_batching:
+            yield "use_transformers_continuous_batching=True has not been tested on shards: set it to False"
+        if self.log_completions:
+            yield "log_completions=True would log each completion once for each rank: set it to False"
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._counting_groups():
+            return super()._generate_and_score_completions(inputs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generates from whole prompts, which attention over shards cannot."""
+        model = self.accelerator.unwrap_model(self.model)
+        implementation = model.config._attn_implementation
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            model.set_attn_implementation(implementation)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Sequence[Any], *args: Any) -> Tensor:
+        """Returns the rewards of all groups; TRL gathers them from all ranks."""
+        of_ranks = super()._calculate_rewards(inputs, prompts, *args)
+        own = of_ranks.view(-1, len(prompts), of_ranks.shape[1])[dist.get_rank() if dist.is_initialized() else 0]
+        # A reward function may be random or a remote judge. All ranks of a group take the first rank's rewards.
+        from_first = own if self.cp.method.shard == 0 else torch.zeros_like(own)
+        return self.groups.gather(sum_over_axes(from_first, method_axes(self.cp.method)))
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(ShardedForward(model, self.cp), *args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        with self._counting_groups():
+            return super()._compute_loss(model, inputs)
+
+
+class ContextParallelDPOTrainer(_PolicyTrainer):
+    """A mixin before TRL's DPOTrainer: the ranks of a method share each row.
+
+        class LongDPOTrainer(ContextParallelDPOTrainer, DPOTrainer): ...
+
+        LongDPOTrainer(cp.prepare(model), cp.prepare(ref_model), args, train_dataset=preferences, ...).train()
+
+    Losses, gradients and logged metrics are those of a run with one rank per group of ranks that share a sequence, and
+    `per_device_train_batch_size` counts rows of a group.
+
+    Bytes sent, beside those of the model: see `ShardedForward`.
+
+    Raises:
+        ValueError: on every rank, when it is created: settings that are wrong on shards or untested there, such as
+            precompute_ref_log_probs or an adapter without a ref_model. At a batch: different rows on the ranks of a
+            group.
+    """
+
+    def _refusals(self, cp: ContextParallel) -> Generator[str]:
+        yield from super()._refusals(cp)
+        if self.ref_model is None:
+            yield "ref_model=None: an adapter's base model is not called on shards; pass a ref_model"
+
+    def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
+        if self.cp is None:  # TRL computes them before the trainer knows the method
+            raise ValueError("precompute_ref_log_probs=True has not been tested on shards: set it to False")
+        return super().compute_ref_log_probs(ShardedForward(model, self.cp), inputs)
+
+    def _compute_loss(self, model: Any, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
+        if return_outputs:
+            raise ValueError(
+                "return_outputs=True: logits would be those of one rank's tokens; set prediction_loss_only"
+            )
+        reference = self.ref_model
+        self.ref_model = ShardedForward(reference, self.cp)
+        try:
+            with self._counting_groups():
+                return super()._compute_loss(ShardedForward(model, self.cp), inputs, return_outputs)
+        finally:
+            self.ref_model = reference

@@ -1,0 +1,186 @@
+"""TRL's GRPOTrainer and DPOTrainer on shards: what they log and learn is what TRL does on one rank."""
+
+import pytest
+import torch
+
+from armillary.attention import build_attention
+from armillary.core.testing import mesh, relative_error
+from armillary.core.testing.accelerated import accelerated
+from armillary.integrations import ContextParallelDPOTrainer, ContextParallelGRPOTrainer, register_transformers
+
+trl = pytest.importorskip("trl")
+datasets, tokenizers, transformers = (pytest.importorskip(name) for name in ("datasets", "tokenizers", "transformers"))
+
+VOCABULARY = 32
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+METHODS = {"ring": {"ring": 2}, "ulysses": {"ulysses": 2}, "usp": {"ring": 2, "ulysses": 2}}
+GRPO = {
+    "clipped": {"beta": 0.1, "num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.1},
+    "tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.5, "num_generations": 2},
+}
+MEASURED = ("runtime", "per_second", "flos", "step_time")
+
+
+class LongGRPOTrainer(ContextParallelGRPOTrainer, trl.GRPOTrainer):
+    pass
+
+
+class LongDPOTrainer(ContextParallelDPOTrainer, trl.DPOTrainer):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model with a window, in float64, and its tokenizer."""
+    path = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, **HEADS, sliding_window=9)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    model.save_pretrained(path)
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(path)
+    return path
+
+
+def text(tokens: int, seed: int) -> str:
+    ids = torch.randint(2, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{i}" for i in ids.tolist())
+
+
+def reward(completion_ids, **_):
+    """How many tokens are even: completions of a prompt differ in it."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def rollout(prompts, trainer):
+    """Completions of rows by their place among the rows of all groups, without random numbers."""
+    groups = getattr(trainer, "groups", None)
+    first = len(prompts) * (groups.index if groups else 0)
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    completions = [
+        [
+            2 + (7 * sum(row) + 3 * (first + i) + j * (i + first + 1)) % (VOCABULARY - 2)
+            for j in range(3 + (first + i) % 4)
+        ]
+        for i, row in enumerate(ids)
+    ]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+COMMON = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+COMMON |= {"learning_rate": 2e-2, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "optim": "sgd"}
+COMMON |= {"dataloader_pin_memory": False}
+
+
+def trainer(kind: type, folder, output, implementation: str, **changes):
+    loaded = {"attn_implementation": implementation, "dtype": torch.float64}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if issubclass(kind, trl.GRPOTrainer):
+        options = COMMON | {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6}
+        functions = {"rollout_func": rollout} if changes.pop("rollout", False) else {}
+        args = trl.GRPOConfig(str(output), model_init_kwargs=loaded, **options | changes)
+        prompts = datasets.Dataset.from_list([{"prompt": text(5 + 3 * i, i)} for i in range(6)])
+        return kind(str(folder), reward, args, prompts, processing_class=tokenizer, **functions)
+    args = trl.DPOConfig(str(output), **COMMON | {"per_device_train_batch_size": 3, "beta": 0.5} | changes)
+    rows = [
+        {"prompt": text(4 + i, i), "chosen": " " + text(3 + i, 10 + i), "rejected": " " + text(9 - i, 20 + i)}
+        for i in range(6)
+    ]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    policy, reference = load(folder, **loaded), load(folder, **loaded)
+    with torch.no_grad():
+        reference.lm_head.weight.add_(policy.lm_head.weight.roll(1, 0), alpha=0.1)
+    data = datasets.Dataset.from_list(rows)
+    return kind(policy, reference, args, train_dataset=data, processing_class=tokenizer)
+
+
+def trained(kind: type, folder, output, implementation: str, **changes):
+    run = trainer(kind, folder, output, implementation, **changes)
+    run.train()
+    return run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
+
+
+def on_ranks(folder, output, name: str, cases: list):
+    over = mesh(**{"ring": 1, "ulysses": 1} | METHODS[name])
+    register_transformers(build_attention(name, over), name)
+    with accelerated():
+        return [
+            trained(kind, folder, output / f"{name}{i}", name, **changes) for i, (kind, changes) in enumerate(cases)
+        ]
+
+
+def in_groups(folder, output):
+    """Two groups of two ranks: the completions of a prompt are those of both groups."""
+    register_transformers(build_attention("ring", mesh(shard=2, ring=2)), "in groups")
+    with accelerated():
+        return trained(LongGRPOTrainer, folder, output, "in groups", num_generations=8, rollout=True)
+
+
+def check(found, expected):
+    for mine, whole in zip(found[0], expected[0], strict=True):
+        for name in whole:
+            if not any(word in name for word in MEASURED):
+                assert mine[name] == pytest.approx(whole[name], rel=2e-6, abs=5e-6), name  # differences of float32 sums
+    assert max(relative_error(a, b) for a, b in zip(found[1], expected[1], strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["ring", *(pytest.param(name, marks=pytest.mark.long) for name in METHODS if name != "ring")]
+)
+def test_steps_and_metrics_are_those_of_one_rank(worlds, folder, tmp_path, name):
+    cases = [(LongGRPOTrainer, changes) for changes in GRPO.values()] + [(LongDPOTrainer, {})]
+    ranks = 1
+    for size in METHODS[name].values():
+        ranks *= size
+    found = worlds(ranks).run(on_ranks, folder, tmp_path, name, cases)
+    kinds = {LongGRPOTrainer: trl.GRPOTrainer, LongDPOTrainer: trl.DPOTrainer}
+    for i, (kind, changes) in enumerate(cases):
+        with accelerated():
+            expected = trained(kinds[kind], folder, tmp_path / f"one{i}", "sdpa", **changes)
+        for rank in found:
+            check(rank[i], expected)
+    assert found[0][0][0][1]["clip_ratio/region_mean"] > 0 and "rewards/margins" in found[0][2][0][0]
+
+
+@pytest.mark.long
+def test_completions_of_a_prompt_may_lie_in_several_groups(worlds, folder, tmp_path):
+    found = worlds(4).run(in_groups, folder, tmp_path / "groups")
+    with accelerated():
+        options = {"num_generations": 8, "per_device_train_batch_size": 8, "rollout": True}
+        expected = trained(trl.GRPOTrainer, folder, tmp_path / "one", "sdpa", **options)
+    for rank in found:
+        check(rank, expected)
+
+
+def refused(folder, output):
+    over = mesh(ring=2)
+    register_transformers(build_attention("ring", over), "refusing")
+    said = []
+    with accelerated():
+        for kind, changes in [
+            (LongGRPOTrainer, {"log_completions": True}),
+            (LongGRPOTrainer, {"per_device_train_batch_size": 6, "num_generations": 4}),
+            (LongDPOTrainer, {"precompute_ref_log_probs": True}),
+        ]:
+            with pytest.raises(ValueError) as raised:
+                trainer(kind, folder, output, "refusing", **changes)
+            said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.long
+def test_settings_that_are_wrong_on_shards_are_refused(worlds, folder, tmp_path):
+    for said in worlds(2).run(refused, folder, tmp_path):
+        named = ("log_completions", "num_generations=4", "precompute_ref_log_probs")
+        assert all(name in message for name, message in zip(named, said, strict=True)), said
