@@ -57,17 +57,16 @@ class ShardedForward:
         batch, shard = shard_inputs(self.cp, {"input_ids": input_ids, **inputs})
         with batch:
             outputs = self.model(**shard, fused_lm_head=True)
-        computed = {name: getattr(outputs, name, None) for name in PER_TOKEN}
-        names = [name for name, x in computed.items() if x is not None]
-        columns = torch.stack([computed[name].to(outputs.log_probs.dtype) for name in names], -1)
+        values = {name: x for name in PER_TOKEN if (x := getattr(outputs, name, None)) is not None}
+        columns = torch.stack([x.to(outputs.log_probs.dtype) for x in values.values()], -1)
         # Each token of the rows is a sequence of its own, which one rank has.
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
         places = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
         whole = segment_sum(columns, places, rows * length, self.cp.method, gradients="averaged")
-        values = dict(zip(names, whole.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
+        values = dict(zip(values, whole.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
         if "is_top1" in values:
             values["is_top1"] = values["is_top1"] > 0
-        return SimpleNamespace(**dict.fromkeys(PER_TOKEN) | values)
+        return SimpleNamespace(**{name: values.get(name) for name in PER_TOKEN})
 
 
 class GroupAccelerator:

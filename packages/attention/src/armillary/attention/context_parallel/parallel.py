@@ -64,7 +64,10 @@ class ContextParallel:
         names = (data,) if isinstance(data, str) else tuple(data)
         if mesh is None and (isinstance(method, str) or names):
             raise ValueError(f"method={method!r}, data={names} without a mesh: give one, such as build_mesh(...)")
-        self.method = build_attention(method, mesh) if isinstance(method, str) and mesh is not None else method
+        if isinstance(method, str):
+            assert mesh is not None
+            method = build_attention(method, mesh)
+        self.method = method
         check_method(self.method)
         mesh_names = () if mesh is None else mesh.mesh_dim_names or ()
         if missing := [name for name in names if name not in mesh_names]:
