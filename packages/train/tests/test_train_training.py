@@ -198,7 +198,7 @@ def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[fl
     """For each step whether it was good and whether all bits stayed; what was said; rates; rows with a Z."""
     run, said = built(config), list[str]()
     poison(run, ord("Z"))
-    bad, kept, rates = BadSteps(config.train, run.training, said.append), list[tuple[bool, bool]](), list[float]()
+    bad, kept, rates = BadSteps(run, said.append), list[tuple[bool, bool]](), list[float]()
     held = [i for i in range(8 * config.train.steps) if has_z(run, i)]
     for number in range(1, config.train.steps + 1):
         before = bits(run)

@@ -25,8 +25,9 @@ from armillary.train import (
     prepare,
     process_group,
 )
+from armillary.train.bad_steps import bad_rows
 from armillary.train.model import model_config
-from armillary.train.step import backward, bad_rows, sum_over_ranks
+from armillary.train.step import backward, sum_over_ranks
 from armillary.train.validation import validate
 
 LENGTH, END = 40, 256

@@ -4,44 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from armillary.data import Batch, Batches
-from armillary.train.config import TrainConfig
-from armillary.train.step import StepResult
+import torch
+import torch.distributed as dist
+
+from armillary.data import Batch
+from armillary.train.run import Run
+from armillary.train.step import StepResult, local_loss
 
 
 class BadSteps:
     """Stops the run, or skips the update, at a step without a finite loss or gradient.
 
-    Args:
-        rows: the source of the batches.
-
     Raises (from `count`):
-        FloatingPointError: `bad_step` is "stop", or `bad_steps` came in a row; on every rank. Names the rows.
+        FloatingPointError: `train.bad_step` is "stop", or `train.bad_steps` came in a row; on every rank. Names the
+            rows.
     """
 
-    def __init__(self, config: TrainConfig, rows: Batches, say: Callable[[str], None]) -> None:
-        self.config, self.rows, self.say, self.in_a_row = config, rows, say, 0
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self.run, self.say, self.in_a_row = run, say, 0
 
     def count(self, step: int, result: StepResult, batches: list[Batch]) -> None:
         """Counts a step; every rank must call it with the same result."""
-        self.in_a_row = 0 if result.good else self.in_a_row + 1
         if result.good:
+            self.in_a_row = 0
             return
-        message = (
-            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {self._bad_rows(result, batches)}"
-        )
-        if self.config.bad_step == "stop" or self.in_a_row >= self.config.bad_steps:
+        self.in_a_row += 1
+        cause = describe_bad_rows(self.run, batches)
+        message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {cause}"
+        config = self.run.config.train
+        if config.bad_step == "stop" or self.in_a_row >= config.bad_steps:
             repeated = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
             raise FloatingPointError(f"{message}{repeated}")
         self.say(f"{message}; skipped, weights unchanged")
 
-    def _bad_rows(self, result: StepResult, batches: list[Batch]) -> str:
-        """Names the ranks and rows without a finite loss; all rows of the step if only the gradient is not finite."""
-        bad = sorted({row for rows in result.bad_rows.values() for row in rows})
-        if not bad:
-            end = self.rows.state_dict()["rows"]
-            return f"losses are finite on every rank, in rows {end - len(batches) * self.rows.rows_per_step}..{end - 1}"
-        ranks = ", ".join(map(str, sorted(result.bad_rows)))
-        shown = "; ".join(f"row {row} ({self.rows.describe(row)})" for row in bad[:4])
-        omitted = f"; and {len(bad) - 4} more rows" if len(bad) > 4 else ""
-        return f"no finite loss on rank{'s' * (len(result.bad_rows) > 1)} {ranks} in {shown}{omitted}"
+
+def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
+    """Names the ranks and rows without a finite loss; all rows of the step if only the gradient is not finite."""
+    by_rank, rows = bad_rows(run, batches), run.training
+    bad = sorted({row for of_rank in by_rank.values() for row in of_rank})
+    if not bad:
+        end = rows.state_dict()["rows"]
+        return f"losses are finite on every rank, in rows {end - len(batches) * rows.rows_per_step}..{end - 1}"
+    ranks = ", ".join(map(str, sorted(by_rank)))
+    shown = "; ".join(f"row {row} ({rows.describe(row)})" for row in bad[:4])
+    omitted = f"; and {len(bad) - 4} more rows" if len(bad) > 4 else ""
+    return f"no finite loss on rank{'s' * (len(by_rank) > 1)} {ranks} in {shown}{omitted}"
+
+
+@torch.no_grad()
+def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
+    """Returns each rank's rows without a finite loss there, evaluated one by one. Every rank must call it.
+
+    After a bad step the weights are those that it was computed with.
+    """
+    single_rows = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
+    own_rows = [batch.rows.start for batch in single_rows if not local_loss(run, batch)[0].isfinite()]
+    rows_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows_by_rank, own_rows)
+    return {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from armillary.train.config import OptimizerConfig
 
@@ -17,8 +17,3 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     undecayed = [p for p in model.parameters() if p.ndim <= 1 or id(p) in exempt]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -17,21 +17,15 @@ from armillary.core.to_device import to_device
 from armillary.data import Batch
 from armillary.models import linear_token_loss
 from armillary.train.lr_schedule import learning_rate
-from armillary.train.optimizer import set_learning_rate
 from armillary.train.run import Run
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss and gradient norm (before clipping) over all ranks. A step that is not `good` changed no weights.
-
-    Args:
-        bad_rows: after a bad step, for each rank, the numbers of rows whose tokens there have no finite loss.
-    """
+    """Loss and gradient norm (before clipping) over all ranks. A step that is not `good` changed no weights."""
 
     loss: float
     grad_norm: float
-    bad_rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @property
     def good(self) -> bool:
@@ -45,7 +39,8 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     of their weights: gradients are sums, and depend on neither mesh nor accumulation. A loss or norm that is not finite
     leaves the weights unchanged.
     """
-    set_learning_rate(run.optimizer, learning_rate(step, run.config.train.steps, run.config.optimizer))
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(step, run.config.train.steps, run.config.optimizer)
     labelled = sum_over_ranks(run, sum(batch.labelled for batch in batches))
     labelled = labelled.where(labelled > 0, 1)  # a batch of padding has no loss
     losses = [backward(run, batch, labelled) for batch in batches]
@@ -53,8 +48,6 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item())
     if result.good:
         run.optimizer.step()
-    else:
-        result = replace(result, bad_rows=bad_rows(run, batches))
     run.optimizer.zero_grad()
     return result
 
@@ -65,16 +58,6 @@ def backward(run: Run, batch: Batch, labelled: Tensor) -> Tensor:
     share = total / labelled.to(total.dtype)
     share.backward()
     return share.detach()
-
-
-@torch.no_grad()
-def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
-    """Returns each rank's rows without a finite loss there, evaluated one by one. Every rank must call it."""
-    single_rows = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
-    own_rows = [batch.rows.start for batch in single_rows if not local_loss(run, batch)[0].isfinite()]
-    rows_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(rows_by_rank, own_rows)
-    return {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}
 
 
 def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         profiler = Profiler(log.profile, log.memory_snapshot, folder, report.say)
         traced = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, report.say)
         summary = Summary(first_step=step + 1)
-        bad, watch = BadSteps(config.train, run.training, report.say), Stopwatch()
+        bad, watch = BadSteps(run, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
             lock.check()
