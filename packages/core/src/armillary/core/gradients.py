@@ -57,15 +57,14 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(gradients).to(gradients[0].dtype)
-    # Each rank scales its local tensor, also of partial sums: in-place ops on `Partial` DTensors are wrong in torch
+    # Each rank scales its local tensors, also of partial sums: in-place ops on `Partial` DTensors are wrong in torch
     # 2.11.
     on_device = defaultdict[torch.device, list[Tensor]](list)
     for gradient in gradients:
-        on_device[gradient.device].append(_local(gradient))
+        on_device[gradient.device].append(gradient.to_local() if compat.is_dtensor(gradient) else gradient)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # the epsilon of torch.nn.utils.clip_grad_norm_
     for device, tensors in on_device.items():
-        compat.scale(
-            tensors, (limit / (norm + 1e-6)).clamp(max=1.0).to(device)
-        )  # the epsilon of torch.nn.utils.clip_grad_norm_
+        compat.scale(tensors, factor.to(device))
     return norm
 
 
@@ -98,11 +97,6 @@ def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
     mesh = x.device_mesh
     replicas = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
     return x.to_local(), prod(replicas) * dist.get_world_size() // mesh.size()
-
-
-def _local(x: Tensor) -> Tensor:
-    """Returns this rank's shard, in the same memory."""
-    return x.to_local() if compat.is_dtensor(x) else x
 
 
 def _sum_in_ddp(model: DistributedDataParallel) -> None:

@@ -51,14 +51,17 @@ class HeadProjections:
     totals: GradientSums | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
-        q = self._project(self.query, self._normed(x), heads, self.heads)
-        return self._turned(q if self.query_norm is None else self.query_norm(q))
+        x = x if self.norm is None else self.norm(x)
+        q = self._project(self.query, x, heads, self.heads)
+        q = q if self.query_norm is None else self.query_norm(q)
+        return q if self.rotation is None else self.rotation(q)
 
     def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
-        x = self._normed(x)
+        x = x if self.norm is None else self.norm(x)
         k = self._project(self.key, x, heads, self.key_heads)
         v = self._project(self.value, x, heads, self.key_heads)
-        return self._turned(k if self.key_norm is None else self.key_norm(k)), v
+        k = k if self.key_norm is None else self.key_norm(k)
+        return k if self.rotation is None else self.rotation(k), v
 
     def parameters(self) -> Iterable[Tensor]:
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
@@ -95,12 +98,6 @@ class HeadProjections:
 
     def collecting(self, totals: GradientSums) -> HeadProjections:
         return replace(self, totals=totals)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        return x if self.norm is None else self.norm(x)
-
-    def _turned(self, x: Tensor) -> Tensor:
-        return x if self.rotation is None else self.rotation(x)
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
         """Computes the requested ones of `count` heads."""
