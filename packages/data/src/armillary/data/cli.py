@@ -13,10 +13,11 @@ from pathlib import Path
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
 from armillary.data.console.exit import ending
+from armillary.data.console.picture import check_picture
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
-from armillary.data.inspection.plot import check_picture, plot_lengths
+from armillary.data.inspection.plot import plot_lengths
 from armillary.data.inspection.statistics import describe, histogram, measure_packings
 from armillary.data.inspection.tables import print_info, print_omissions, print_packings
 from armillary.data.parsing import parse

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from armillary.data.console.exit import FAILED, ending, leave
-from armillary.data.inspection.plot import check_picture
+from armillary.data.console.picture import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
 from armillary.plan import comm_volume, dry_run

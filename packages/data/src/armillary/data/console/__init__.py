@@ -1,1 +1,1 @@
-"""Console programs: numbers with units, plain-text tables, and errors that end with one line and an exit code."""
+"""Parts of commands: numbers with units, tables, pictures, and errors that end with one line and an exit code."""

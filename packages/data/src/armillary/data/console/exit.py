@@ -1,4 +1,4 @@
-"""How commands end: one readable line and an exit code, for whatever their users can mend."""
+"""Ends of commands: errors that the user can correct become one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
-"""Exit codes: it cannot be started or done as asked; it failed on the way; ^C."""
+"""Exit codes: invalid arguments or input; a failure while running; ^C."""
 
 REFUSALS = (ValueError, ImportError, OSError)
-"""What is raised for arguments, files and packages that will not do."""
+"""Errors raised for invalid arguments, unusable files and missing packages."""
 
 
 class DamagedInput(ValueError):
-    """A file that is read as work goes on does not hold what was written."""
+    """A file that is read during the work is damaged."""
 
 
 FAILING = frozenset(
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EPIPE", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "ECHILD", "EAGAIN")
 )
-"""Of an `OSError` whose path is as good as any: the machine failed."""
+"""`OSError` numbers for which the machine is to blame, not the path."""
 
 ELSEWHERE = (TimeoutError, ConnectionError)
-"""Likewise: others did not answer."""
+"""Subclasses of `OSError` for which another process is to blame."""
 
 
 @contextmanager
 def ending(program: str, started: Callable[[], bool] = lambda: False) -> Generator[None]:
-    """Ends the process with one line on stderr where the block raises something that its user can mend.
+    """Context manager that prints an error of its block in one line and ends the process.
 
-    That is `REFUSALS`, which end it with 2, or 1 where a disk fails. Anything else is an error of ours and keeps its
-    traceback, as does everything that is raised once the work has `started`.
+    `REFUSALS` end it with 2, or with 1 if the machine or another process failed. Other errors are bugs and keep their
+    traceback, and so does every error after the work has `started`.
     """
     try:
         yield
@@ -50,14 +50,14 @@ def ending(program: str, started: Callable[[], bool] = lambda: False) -> Generat
         leave(program, described(error), FAILED if failed else REFUSED)
 
 
-def leave(program: str, why: str, code: int) -> None:
-    """Says why, and ends the process.
+def leave(program: str, reason: str, code: int) -> None:
+    """Prints the reason in one line and ends the process.
 
-    Under torchrun the line goes into this rank's error file too, from where torchrun prints it as the cause when all
-    ranks have ended, and only the first rank of each host prints it besides: mostly it is the same on all of them.
+    Under torchrun the line is also recorded as this rank's error, and torchrun prints it when all ranks have ended.
+    Then only the first rank of each host prints it, because most errors are the same on all ranks.
     """
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    line = f"{rank}{program}: {one_line(why)}"
+    line = f"{rank}{program}: {one_line(reason)}"
     recorded = record(line)
     if not recorded or os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
@@ -65,10 +65,10 @@ def leave(program: str, why: str, code: int) -> None:
 
 
 def record(line: str) -> bool:
-    """Leaves a line where torchrun looks for the cause of a failure; whether there is such a place.
+    """Writes a line to torchrun's error file of this rank; returns False if there is none.
 
-    torch's own `record` would put a traceback there. A message that is text is shown as it is, behind "traceback : ":
-    on a line of its own, then.
+    torch's own `record` would write a traceback. torchrun shows text behind "traceback : ", so the line begins with a
+    line break.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     with suppress(OSError):
@@ -79,13 +79,13 @@ def record(line: str) -> bool:
 
 
 def described(error: Exception) -> str:
-    """The error in words; of an `OSError` the file and the reason, without its number."""
+    """Returns the message of an error; of an `OSError`, file and reason without the number."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
     return str(error) or type(error).__name__
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, and with what a terminal would not show as it is escaped, such as in a file's name."""
+    """Returns the text without line breaks and with unprintable characters escaped, such as those of file names."""
     joined = " ".join(line.strip() for line in text.splitlines())
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in joined)

@@ -1,4 +1,7 @@
-"""Tables of plain text: as wide as they need to be on a pipe, wrapped between words on a terminal, and never cut."""
+"""Plain-text tables: as wide as needed on a pipe, wrapped between words on a terminal, and never cut.
+
+rich's tables have no lines below a row (`Column.below`) and cut words that are wider than their column.
+"""
 
 from __future__ import annotations
 
@@ -16,82 +19,85 @@ class Column:
     """A column of a table.
 
     Args:
-        head: with the unit of its numbers.
-        text: whether cells are words, which stand to the left and may be wrapped; numbers do neither.
-        below: where the table is wider than the terminal, these cells stand on lines of their own, below their rows.
+        head: its title, with the unit of numbers.
+        text: True for words: aligned to the left, and wrapped if needed. Numbers are aligned to the right.
+        below: if the table is wider than the terminal, cells are printed on lines of their own below their rows.
     """
 
     head: str
     text: bool = False
     below: bool = False
 
-    def parts(self, cell: str, width: int) -> list[str]:
-        return wrapped(cell, width) if self.text else [cell]
+    def lines(self, cell: str, width: int) -> list[str]:
+        return wrap_words(cell, width) if self.text else [cell]
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table on stdout, as wide as the terminal if that is one."""
+    """Prints a table on stdout, wrapped to the width of the terminal if there is one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(table(columns, rows, width), flush=True)
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int | None = None) -> str:
-    """Lines of cells under their heads.
+    """Returns a table as text.
 
     Args:
         rows: a cell for each column; an empty row is a ruled line.
-        width: characters of a line. Where words or numbers would have to be cut, the table is wider.
+        width: largest number of characters in a line. The table is wider where a word or number would be cut.
     """
-    rows, below = list(rows), list[int]()
-    if width is not None and span(widths_of(columns, rows)) > width:
-        below = [i for i, column in enumerate(columns) if column.below]
-    kept = [i for i in range(len(columns)) if i not in below]
-    shown, cells = [columns[i] for i in kept], [[row[i] for i in kept if row] for row in rows]
-    widths = widths_of(shown, cells, width)
-    heads = [wrapped(column.head, size) for column, size in zip(shown, widths, strict=True)]
+    rows, below = list(rows), list[Column]()
+    if width is not None and line_width(column_widths(columns, rows)) > width:
+        below = [column for column in columns if column.below]
+    inline = [i for i, column in enumerate(columns) if column not in below]
+    shown, cells = [columns[i] for i in inline], [[row[i] for i in inline if row] for row in rows]
+    widths = column_widths(shown, cells, width)
+    heads = [wrap_words(column.head, size) for column, size in zip(shown, widths, strict=True)]
     height = max(map(len, heads))
     rule = GAP.join("-" * size for size in widths)
-    lines = [*stacked(shown, [[""] * (height - len(head)) + head for head in heads], widths), rule]
-    for row, kept_cells in zip(rows, cells, strict=True):
+    lines = [*join_cells(shown, [[""] * (height - len(head)) + head for head in heads], widths), rule]
+    for row, inline_cells in zip(rows, cells, strict=True):
         if not row:
             lines.append(rule)
             continue
-        parts = [column.parts(cell, size) for column, cell, size in zip(shown, kept_cells, widths, strict=True)]
-        lines += stacked(shown, parts, widths)
-        said = [f"{columns[i].head}: {row[i]}" for i in below if row[i]]
-        lines += [f"    {part}" for cell in said for part in wrapped(cell, (width or 0) - 4)]
+        wrapped = [column.lines(cell, size) for column, cell, size in zip(shown, inline_cells, widths, strict=True)]
+        lines += join_cells(shown, wrapped, widths)
+        for column, cell in zip(columns, row, strict=True):
+            if column in below and cell:
+                lines += [f"    {line}" for line in wrap_words(f"{column.head}: {cell}", (width or 0) - 4)]
     return "\n".join(lines)
 
 
-def widths_of(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> list[int]:
-    """Characters of each column, made narrower until all fit or none can be: heads of numbers first, then words."""
+def column_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> list[int]:
+    """Returns the characters of each column, reduced to `width` in all as far as words allow.
+
+    The widest column is reduced first, and columns of numbers, whose heads wrap, before words.
+    """
     cells = [[row[i] for row in rows if row] for i in range(len(columns))]
-    widths = [longest([column.head, *found]) for column, found in zip(columns, cells, strict=True)]
-    least = [
-        longest([*column.head.split(), *(part for cell in found for part in column.parts(cell, 1))])
-        for column, found in zip(columns, cells, strict=True)
+    widths = [longest([column.head, *texts]) for column, texts in zip(columns, cells, strict=True)]
+    minima = [
+        longest([*column.head.split(), *(line for cell in texts for line in column.lines(cell, 1))])
+        for column, texts in zip(columns, cells, strict=True)
     ]
-    while width is not None and span(widths) > width and widths != least:
-        wide = [i for i in range(len(widths)) if widths[i] > least[i]]
-        widest = max(wide, key=lambda i: (not columns[i].text, widths[i]))
-        widths[widest] -= 1
+    while width is not None and line_width(widths) > width and widths != minima:
+        reducible = [i for i in range(len(widths)) if widths[i] > minima[i]]
+        widths[max(reducible, key=lambda i: (not columns[i].text, widths[i]))] -= 1
     return widths
 
 
-def stacked(columns: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    """A row in as many lines as its tallest cell, each cell in parts."""
+def join_cells(columns: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
+    """Yields the lines of a row, as many as its tallest cell has."""
     for i in range(max(map(len, cells))):
-        parts = [cell[i] if i < len(cell) else "" for cell in cells]
-        aligned = zip(columns, parts, widths, strict=True)
-        yield GAP.join(part.ljust(size) if column.text else part.rjust(size) for column, part, size in aligned).rstrip()
+        texts = [cell[i] if i < len(cell) else "" for cell in cells]
+        aligned = zip(columns, texts, widths, strict=True)
+        yield GAP.join(text.ljust(size) if column.text else text.rjust(size) for column, text, size in aligned).rstrip()
 
 
-def span(widths: Sequence[int]) -> int:
+def line_width(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Text in lines, broken between words alone."""
+def wrap_words(text: str, width: int) -> list[str]:
+    """Returns the lines of a text that is broken between words only."""
     return wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
 
 

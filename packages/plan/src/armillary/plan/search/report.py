@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from armillary.attention.registry import unplanned
-from armillary.core.files import writing
+from armillary.data.console.picture import picture
 from armillary.data.console.quantity import gib
 from armillary.data.console.table import Column, print_table
-from armillary.data.optional import optional
 from armillary.plan.memory.report import policy_text
 from armillary.plan.memory.room import more_devices
 from armillary.plan.presets import model_size
@@ -158,23 +157,20 @@ def draw(result: SearchResult, path: Path) -> Path:
     best = result.fitting[: result.plan.best]
     if not best:
         raise ValueError(f"--plot {path}: nothing fits, so there is nothing to draw")
-    size = (11, 2.2 + 0.5 * len(best))
-    figure = optional("matplotlib.figure", "plot", package="armillary-plan").Figure(size, layout="constrained")
-    axes = figure.subplots()
-    ends = [0.0] * len(best)
-    for i, name in enumerate(best[0].time.parts()):
-        widths = [choice.time.parts()[name] for choice in best]
-        if max(widths) > DRAWN_SHARE * best[-1].time.seconds:
-            axes.barh(range(len(best)), widths, left=ends, label=name, color=f"C{i}")
-        ends = [a + b for a, b in zip(ends, widths, strict=True)]
-    for i, choice in enumerate(best):
-        axes.text(ends[i], i, f" {choice.mfu:.1%} MFU", va="center", fontsize=8)
-    axes.set_yticks(range(len(best)), [f"{choice.candidate}\n{stored_text(choice)}" for choice in best], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("predicted step time (s)")
-    axes.set_title("\n".join(heading(result)), fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    with picture(path, (11, 2.2 + 0.5 * len(best)), "armillary-plan") as figure:
+        axes = figure.subplots()
+        ends = [0.0] * len(best)
+        for i, name in enumerate(best[0].time.parts()):
+            widths = [choice.time.parts()[name] for choice in best]
+            if max(widths) > DRAWN_SHARE * best[-1].time.seconds:
+                axes.barh(range(len(best)), widths, left=ends, label=name, color=f"C{i}")
+            ends = [a + b for a, b in zip(ends, widths, strict=True)]
+        for i, choice in enumerate(best):
+            axes.text(ends[i], i, f" {choice.mfu:.1%} MFU", va="center", fontsize=8)
+        axes.set_yticks(range(len(best)), [f"{choice.candidate}\n{stored_text(choice)}" for choice in best], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("predicted step time (s)")
+        axes.set_title("\n".join(heading(result)), fontsize=10, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return path

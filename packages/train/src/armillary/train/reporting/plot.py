@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.files import write_whole
-from armillary.data.optional import optional
+from armillary.data.console.picture import picture
 from armillary.train.reporting import journal
 
 WINDOWS = 25
@@ -45,24 +44,24 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
     runs = [read_curves(folder) for folder in folders]
     if not runs:
         raise ValueError("no run to draw; give at least one output folder")
-    figure = optional("matplotlib.figure", "plot", package="armillary-train").Figure((9, 6.5), layout="constrained")
-    loss, below = figure.subplots(2, sharex=True, height_ratios=[3, 1])
-    rates = below.twinx()
-    for i, run in enumerate(runs):
-        draw_loss(loss, run, f"C{i}", alone=len(runs) == 1)
-        below.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.35, linewidth=0.8)
-        rates.plot(run.steps, run.learning_rate, color=f"C{i}", linestyle="--", linewidth=1.5)
-    scale(loss, [value for run in runs for value in run.loss])
-    scale(below, [value for run in runs for value in run.grad_norm])
-    loss.set_ylabel("loss (nats a token)")
-    loss.legend(frameon=False)
-    loss.grid(alpha=0.25)
-    below.set_xlabel("step")
-    below.set_ylabel("gradient norm (solid)")
-    rates.set_ylabel("learning rate (dashed)")
-    rates.set_ylim(bottom=0)
-    rates.ticklabel_format(axis="y", scilimits=(-2, 3))
-    return write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=120))
+    with picture(path, (9, 6.5), "armillary-train") as figure:
+        loss, below = figure.subplots(2, sharex=True, height_ratios=[3, 1])
+        rates = below.twinx()
+        for i, run in enumerate(runs):
+            draw_loss(loss, run, f"C{i}", alone=len(runs) == 1)
+            below.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.35, linewidth=0.8)
+            rates.plot(run.steps, run.learning_rate, color=f"C{i}", linestyle="--", linewidth=1.5)
+        scale(loss, [value for run in runs for value in run.loss])
+        scale(below, [value for run in runs for value in run.grad_norm])
+        loss.set_ylabel("loss (nats a token)")
+        loss.legend(frameon=False)
+        loss.grid(alpha=0.25)
+        below.set_xlabel("step")
+        below.set_ylabel("gradient norm (solid)")
+        rates.set_ylabel("learning rate (dashed)")
+        rates.set_ylim(bottom=0)
+        rates.ticklabel_format(axis="y", scilimits=(-2, 3))
+    return path
 
 
 def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:

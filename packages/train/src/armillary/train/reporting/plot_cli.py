@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from armillary.data.console.exit import ending
-from armillary.data.inspection.plot import check_picture
+from armillary.data.console.picture import check_picture
 from armillary.data.parsing import parse
 from armillary.train.reporting.plot import plot_runs
 
