@@ -175,7 +175,7 @@ class Composition:
 
     def build(self, device: str = "cpu") -> Method:
         """Returns the method on this rank, one of those of `mesh`. Made once per process."""
-        return _built(self, device)
+        return built_method(self, device)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         """Returns the communication plan for `work`, over the shards of the sequence axis."""
@@ -186,7 +186,7 @@ class Composition:
 
 
 @cache
-def _built(composition: Composition, device: str) -> Method:
+def built_method(composition: Composition, device: str) -> Method:
     return METHODS[composition.method].build(composition.mesh(device))
 
 

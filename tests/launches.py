@@ -60,7 +60,8 @@ def python(script: str) -> Callable[[], None]:
 def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Callable[[], None]:
     """Returns a function that does what `torchrun *options script` does, for a script in the current folder.
 
-    The agent imports the script's imports once, before it forks the ranks: transformers takes seconds on each rank.
+    The agent imports the imports of all scripts there once, before it forks the ranks: transformers takes seconds on
+    each rank, and so does the module of a model, which one script names and another loads by its name.
 
     Args:
         wrapper: a script that the ranks run instead, with the script's name as its argument.
@@ -69,9 +70,12 @@ def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Calla
 
 
 def _run_pages_agent(options: Sequence[str], script: str, wrapper: str | None) -> None:
-    tree = ast.parse(Path(script).read_text())
-    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    exec(compile(tree, script, "exec"), {})
+    for path in sorted(Path().glob("*.py")):
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        exec(compile(tree, path, "exec"), {})
+    if "accelerate" in sys.modules:
+        import datasets  # noqa: F401  as accelerate does when it prepares a loader
     gc.freeze()
     if wrapper is None:
         agent(*options, flags=[], script=script)()

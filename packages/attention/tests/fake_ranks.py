@@ -1,0 +1,32 @@
+"""Ranks of a world that sends nothing, one after the other in this process: for tests of bytes, not of values."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from armillary.core.testing import mesh
+from conformance.compositions import built_method, group_of, submesh
+
+R = TypeVar("R")
+
+
+def on_fake_ranks(ranks: int, function: Callable[..., R], *args: object) -> list[R]:
+    """Returns what `function(*args)` returns on each rank. Received tensors are left as they were allocated."""
+    results = list[R]()
+    for rank in range(ranks):
+        forget_meshes()
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            results.append(function(*args))
+        finally:
+            dist.destroy_process_group()
+            forget_meshes()
+    return results
+
+
+def forget_meshes() -> None:
+    """Empties the caches of what belongs to a rank of a process group."""
+    for cached in (mesh, built_method, submesh, group_of):
+        cached.cache_clear()
