@@ -19,6 +19,7 @@ GRPO = {
     "clipped": {"beta": 0.1, "num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.1},
     "tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.5, "num_generations": 2},
 }
+DPO = {"gradient_checkpointing": True, "loss_type": ["sigmoid", "ipo"]}
 MEASURED = ("runtime", "per_second", "flos", "step_time")
 
 
@@ -139,7 +140,7 @@ def check(found, expected):
     "name", ["ring", *(pytest.param(name, marks=pytest.mark.long) for name in METHODS if name != "ring")]
 )
 def test_steps_and_metrics_are_those_of_one_rank(worlds, folder, tmp_path, name):
-    cases = [(LongGRPOTrainer, changes) for changes in GRPO.values()] + [(LongDPOTrainer, {})]
+    cases = [(LongGRPOTrainer, changes) for changes in GRPO.values()] + [(LongDPOTrainer, DPO)]
     ranks = 1
     for size in METHODS[name].values():
         ranks *= size

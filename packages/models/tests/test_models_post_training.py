@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from armillary.attention import AttentionMask, build_attention
 from armillary.attention.post_training import completion_labels, dpo_loss, grpo_loss, policy_gradient_loss
@@ -84,7 +85,7 @@ def unshared(name):
     return loss.detach(), metrics, [p.grad for p in policy.parameters()]
 
 
-def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, **options):
+def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, fsdp=None, **options):
     """The same from rows of trees, or from this rank's shard of them."""
     shard, tokens = 0 if method is None else method.shard, ids()[list(rows)]
     mask = AttentionMask.rows([AttentionMask.tree(*TREES[row]) for row in rows])
@@ -102,6 +103,10 @@ def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, *
                 block.attention = method
         if over_tp is not None:
             tensor_parallel(made, over_tp)
+        if fsdp is not None:
+            for block in made.model.layers:
+                fully_shard(block, mesh=fsdp["ring"])
+            fully_shard(made, mesh=fsdp["ring"], reshard_after_forward=True)
 
         def head(hidden, weight, axis=None, vocabulary=None):
             return token_logprobs(
@@ -159,6 +164,20 @@ def test_every_mesh_gives_the_loss_metrics_and_gradients_of_one_rank(worlds):
         assert len(found) == len(LOSSES) * len(METHODS)
         for (name, _), result in found.items():
             check(result, exact[name])
+
+
+def under_fsdp():
+    """Weights of blocks and head are sharded, and freed after forward: backward gathers them again."""
+    over = mesh(ring=4)
+    method = build_attention("ring", over)
+    loss, metrics, gradients = packed("grpo", method, method.layout(N), axes=method, fsdp=over, gradients="averaged")
+    return loss, metrics, [x.full_tensor() for x in gradients]
+
+
+def test_weights_sharded_by_fsdp2_give_them_too(worlds):
+    exact = unshared("grpo")
+    for found in worlds(4).run(under_fsdp):
+        check(found, exact)
 
 
 def with_tensor_parallelism():

@@ -53,6 +53,7 @@ class ContextParallel:
 
     Attributes:
         method: the method.
+        axes: those of the method and of `data`, of more than one rank each.
         padding_idx: position ids count from padding_idx + 1 (RoBERTa) and not from 0; None: from 0. `prepare` sets it.
 
     Raises:
@@ -77,13 +78,13 @@ class ContextParallel:
             raise ValueError(f"data={shared}: rows cannot differ on axes over which the method shards the sequence")
         data_axes = [Axis.of(mesh[name]) for name in names] if mesh is not None else []
         self._data_axes = [axis for axis in data_axes if axis.size > 1]
-        self._axes = [*sequence_axes, *self._data_axes]
+        self.axes = [*sequence_axes, *self._data_axes]
         self.padding_idx: int | None = None
 
     @property
     def ranks(self) -> int:
         """Number of ranks that `loss` reduces over: those of a sequence times those of `data`."""
-        return prod(axis.size for axis in self._axes)
+        return prod(axis.size for axis in self.axes)
 
     def shard(
         self,
@@ -204,7 +205,7 @@ class ContextParallel:
             share = total / batch.labelled
         # Backward sums too: each rank gets P times the gradient of its share, and FSDP2's or DDP's average over the P
         # ranks is the gradient of the whole loss.
-        return sum_over_axes(share, self._axes)
+        return sum_over_axes(share, self.axes)
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module) -> None:
@@ -228,11 +229,11 @@ class ContextParallel:
             return
         # A rank may have no gradient of a parameter that others use (an expert): it still takes part in the sum.
         has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
-        rank_counts = sum_over_axes(has_gradient, self._axes).tolist()
+        rank_counts = sum_over_axes(has_gradient, self.axes).tolist()
         for parameter, rank_count in zip(parameters, rank_counts, strict=True):
             if rank_count:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = sum_over_axes(gradient, self._axes) / self.ranks
+                parameter.grad = sum_over_axes(gradient, self.axes) / self.ranks
 
     def prepare(self, model: Model, **options: Any) -> Model:
         """Prepares an unmodified model of another library for sharded sequences, in place; returns the model.
