@@ -3,8 +3,8 @@
     python benchmarks/check_models.py                          # all: some 20 minutes on two cores
     python benchmarks/check_models.py --families mistral bert   # these, without a report
 
-Each is a tiny random copy on 4 ranks (ring=2, ulysses=2) with packed documents, activation checkpointing and two
-micro-batches. `refused`: the library does not shard this architecture. `not built`: no tiny copy of it can be made.
+Each is a tiny random copy on 4 ranks (ring=2, ulysses=2), with packed documents and activation checkpointing.
+`refused`: the library does not shard this architecture. `not built`: no tiny copy of it can be made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from armillary.core.testing import RankFailed, Worlds
 from armillary.integrations.check.cli import check_architecture, document_boundaries
 
 RING, ULYSSES, TOKENS = 2, 2, 64
-VARIANTS = ("recompute", "two micro-batches")
+VARIANTS = ("recompute",)
 
 
 def outcome(family: str, worlds: Worlds, ring: int = RING, ulysses: int = ULYSSES) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-from armillary.attention.check import StepResult, check_model
+from armillary.attention.check import StepOutput, check_model
 
 VOCABULARY, EMBED, HEADS = 64, 32, 4
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def step(model, batch, positions_restart=False):
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = loss / (batch.shifted_labels != -100).sum()
         loss.backward()
-    return StepResult(loss, positions)
+    return StepOutput(loss, positions)
 
 
 def reduce(model):

@@ -54,7 +54,12 @@ def agent(*options: str, flags: Sequence[str], script: str = TRAINER) -> Callabl
 
 def python(script: str) -> Callable[[], None]:
     """Returns a function that does what `python script` does, with everything that the script imports in one fork."""
-    return partial(run_path, script, run_name="__main__")
+    return partial(_run_script, script)
+
+
+def _run_script(script: str) -> None:
+    """Runs a script by its absolute path: ranks that it starts read it again, from another folder."""
+    run_path(str(Path(script).absolute()), run_name="__main__")
 
 
 def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Callable[[], None]:

@@ -2,10 +2,13 @@
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from armillary.attention.check import Mistake, check_model
 from armillary.core import sum_gradients
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -63,3 +66,35 @@ def norms(summed: bool) -> list[float]:
 def test_with_sum_gradients_fsdp_no_longer_averages(worlds):
     (averaged,), (summed,) = (worlds(RANKS).run(norms, summed)[0] for summed in (False, True))
     assert summed == pytest.approx(averaged * RANKS, rel=1e-9)
+
+
+def torch_training(**faults):
+    module = example("check_torch_context_parallel")
+    return module.Model(), partial(module.step, **faults), module.reduce
+
+
+def test_torch_context_parallel_is_right(worlds):
+    report = check_model(torch_training, world_size=2, dtype=torch.float32, variants=[], worlds=worlds)
+    report.assert_right()
+
+
+def test_positions_that_restart_under_torch_context_parallel_are_named(worlds):
+    wrong = partial(torch_training, positions_restart=True)
+    report = check_model(wrong, world_size=2, dtype=torch.float32, variants=[], limit=2e-5, worlds=worlds)
+    assert [x.mistake for x in report.diagnoses] == [Mistake.POSITIONS]
+
+
+def accelerate_training():
+    return example("check_accelerate").build()
+
+
+def accelerate_on_one_rank():
+    return example("check_accelerate").one_rank()
+
+
+@pytest.mark.long
+def test_accelerate_context_parallel_is_right():
+    pytest.importorskip("accelerate")
+    check_model(
+        accelerate_training, reference=accelerate_on_one_rank, world_size=2, dtype=torch.float32, variants=[]
+    ).assert_right()  # on ranks of its own, because accelerate sets environment variables

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from armillary.attention.check import CheckBatch, StepResult
+from armillary.attention.check import CheckBatch, StepOutput
 
 EMBED, HEADS, VOCABULARY, WINDOWS = 16, 2, 64, (11, None, 11)
 
@@ -155,7 +155,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def step(model, batch: CheckBatch, fault="") -> StepResult:
+def step(model, batch: CheckBatch, fault="") -> StepOutput:
     """One step without the reduction of gradients. On one rank there is no fault."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     fault = fault if ranks > 1 else ""
@@ -182,7 +182,7 @@ def step(model, batch: CheckBatch, fault="") -> StepResult:
     share.backward()
     loss = share.detach().clone()
     dist.all_reduce(loss)
-    return StepResult(loss, positions)
+    return StepOutput(loss, positions)
 
 
 def reduce(model, fault=""):

@@ -56,3 +56,24 @@ def test_a_right_model_passes(worlds, dtype):
     )
     report.assert_right()
     assert report.diagnoses == ()
+
+
+def test_the_fixture_fails_with_the_mistake(context_parallel_check):
+    arguments = check_arguments("averaged")
+    with pytest.raises(AssertionError, match=Mistake.AVERAGED):
+        context_parallel_check(world_size=2, variants=[], limit=1e-9, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"world_size": 1}, "world_size"),
+        ({"dtype": torch.int64}, "int64"),
+        ({"variants": ["recompute", "faster"]}, "faster"),
+        ({"documents": [0, 70]}, "70"),
+        ({"tokens": 3}, "tokens"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_ranks_start(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        check_model(**check_arguments(""), **arguments)

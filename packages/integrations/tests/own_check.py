@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from armillary.attention.check import StepResult
+from armillary.attention.check import StepOutput
 
 
 class Model(nn.Module):
@@ -22,7 +22,7 @@ def step(model, batch):
     logits = model(batch.ids[:, positions])
     labels = batch.shifted_labels
     total = F.cross_entropy(logits.flatten(0, 1), labels[:, positions].flatten(), reduction="sum")
-    return StepResult(total / (labels != -100).sum(), positions)
+    return StepOutput(total / (labels != -100).sum(), positions)
 
 
 def reduce(model):

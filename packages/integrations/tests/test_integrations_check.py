@@ -22,8 +22,8 @@ def folder(tmp_path, **config) -> str:
 def test_a_tiny_copy_keeps_kinds_of_layers_heads_and_windows(tmp_path):
     config = tiny_config(load_config(folder(tmp_path, **QWEN)), 64)
     assert config.num_attention_heads / config.num_key_value_heads == 4
-    assert config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
-    assert config.num_hidden_layers == 3
+    assert config.layer_types == ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    assert config.num_hidden_layers == 4
     assert 1 < config.sliding_window < 32
     assert config.hidden_size < 256
 

@@ -12,7 +12,7 @@ from armillary.attention.check.method import (
 )
 from armillary.attention.check.model import check_model, error_line
 from armillary.attention.check.report import ModelReport
-from armillary.attention.check.step import CheckBatch, StepResult
+from armillary.attention.check.step import CheckBatch, StepOutput
 
 __all__ = [
     "LIMITS",
@@ -23,7 +23,7 @@ __all__ = [
     "MethodReport",
     "Mistake",
     "ModelReport",
-    "StepResult",
+    "StepOutput",
     "check_method",
     "check_model",
     "error_line",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.check.method import root_mean_square
-from armillary.attention.check.step import RankRecord, Run
+from armillary.attention.check.step import CheckRun, RankRecord
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest relative error of a tensor, by dtype. A model's own rounding (`noise`) raises it."""
@@ -79,7 +79,7 @@ class Comparison:
         untrained: parameters whose gradient is zero on one rank, so that nothing can be compared.
     """
 
-    run: Run
+    run: CheckRun
     loss: TensorError
     tokens: tuple[TokenError, ...]
     gradients: tuple[GradientError, ...]
@@ -122,7 +122,11 @@ class Comparison:
 
 
 def compare(
-    run: Run, records: Sequence[RankRecord], expected: RankRecord, noise: RankRecord | None, limit: float | None = None
+    run: CheckRun,
+    records: Sequence[RankRecord],
+    expected: RankRecord,
+    noise: RankRecord | None,
+    limit: float | None = None,
 ) -> Comparison:
     """Compares ranks with one rank.
 

@@ -19,6 +19,8 @@ SMALL = 2e-2
 """Largest error that rounding explains."""
 MIN_GROWTH = 1.02
 """Least growth of the mean error with the number of ranks, if rounding causes it. Other mistakes stay as they are."""
+MIN_SCALE = 1e-4
+"""Least difference from 1 of a factor of all gradients. One label more or less makes a larger one."""
 SAME_FACTOR = 1e-6
 """Largest relative difference of two factors that count as one."""
 HALO = 8
@@ -151,7 +153,9 @@ def not_reduced(evidence: Evidence) -> str | None:
     if not partial:
         return None
     which = "all parameters" if len(partial) == len(comparison.gradients) else named([x.name for x in partial])
-    return f"ranks have different gradients, whose sum is right: {which}"
+    factor = partial[0].sum_factor or 1.0
+    times = "right" if abs(factor - 1) < SAME_FACTOR else f"{factor:.4g} times the right one"
+    return f"ranks have different gradients, whose sum is {times}: {which}"
 
 
 def labels_shifted_late(evidence: Evidence) -> str | None:
@@ -224,7 +228,8 @@ def low_precision(evidence: Evidence) -> str | None:
     first = comparison.first_wrong_activation
     size = error if first is None else first.error
     dtype = min(ROUNDINGS, key=lambda name: abs(log(size / ROUNDINGS[name])))
-    return f"mean error {error:.1e}, {', '.join(sizes)}; rounding to {dtype} leaves {ROUNDINGS[dtype]:.0e}"
+    harmless = "; harmless where training is in 16 bits" if dtype == "float32" else ""
+    return f"mean error {error:.1e}, {', '.join(sizes)}; rounding to {dtype} leaves {ROUNDINGS[dtype]:.0e}{harmless}"
 
 
 def documents_leak(evidence: Evidence) -> str | None:
@@ -320,6 +325,8 @@ def _one_factor(evidence: Evidence, expected: float | None) -> str | None:
     comparison = evidence.first_wrong
     factors = [x.factor for x in comparison.gradients]
     if not factors or not comparison.wrong_gradients or factors[0] is None:
+        return None
+    if abs(factors[0] - 1) < MIN_SCALE:
         return None
     if any(x is None or abs(x / factors[0] - 1) > SAME_FACTOR for x in factors):
         return None

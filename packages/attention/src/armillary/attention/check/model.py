@@ -2,9 +2,9 @@
 
 def build() -> nn.Module: ...
 
-def step(model: nn.Module, batch: CheckBatch) -> StepResult:
+def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
     ...  # shard the batch, forward, backward, reduce gradients
-    return StepResult(loss, positions)
+    return StepOutput(loss, positions)
 
 def test_my_context_parallelism():
     check_model(build, step, world_size=4).assert_right()
@@ -24,7 +24,7 @@ import torch
 from armillary.attention.check.compare import LIMITS, Comparison, compare
 from armillary.attention.check.diagnose import Evidence, named
 from armillary.attention.check.report import ModelReport
-from armillary.attention.check.step import VOCABULARY, Build, RankRecord, Reduce, Run, Step, run_step
+from armillary.attention.check.step import VOCABULARY, Build, CheckRun, RankRecord, Reduce, Step, run_step
 from armillary.attention.mask import AttentionMask
 from armillary.core.testing import RankFailed, Worlds
 from armillary.core.validation import integer
@@ -59,7 +59,7 @@ def check_model(
     Args:
         build: returns the model, the same on every rank; without `step`, (model, step) or (model, step, reduce).
         step: `step(model, batch)` runs this rank's part of a training step: it shards the batch, computes the loss, and
-            runs backward. Returns a `StepResult`, or the loss alone.
+            runs backward. Returns a `StepOutput`, or the loss alone.
         documents: boundaries (0, ..., tokens) of a second run with packed documents.
         dtype: float64, float32, bfloat16 or float16. The expected values are always computed in float64.
         reduce: `reduce(model)` reduces gradients over ranks after the last micro-batch, if `step` and the model's own
@@ -81,7 +81,9 @@ def check_model(
         sharded = _Runner(open_worlds, build, step, reduce, timeout, progress)
         exact = sharded if reference is None else _Runner(open_worlds, reference, None, None, timeout, progress)
         one_rank = _OneRank(exact, limit)
-        base = Run(world_size, tokens, rows=rows, vocabulary=vocabulary, dtype=dtype, weight_dtype=dtype, seed=seed)
+        base = CheckRun(
+            world_size, tokens, rows=rows, vocabulary=vocabulary, dtype=dtype, weight_dtype=dtype, seed=seed
+        )
         records = sharded.records(base)
         plain = one_rank.compare(base, records)
         boundaries = None if documents is None else tuple(int(end) for end in documents)
@@ -123,7 +125,7 @@ class _Runner(NamedTuple):
     timeout: float
     progress: Callable[[str], object]
 
-    def records(self, run: Run) -> list[RankRecord]:
+    def records(self, run: CheckRun) -> list[RankRecord]:
         packed = "" if run.documents is None else ", packed documents"
         ranks = f"{run.ranks} ranks" if run.ranks > 1 else "1 rank"
         self.progress(f"{run.variant} on {ranks}, {run.tokens} tokens{packed}")
@@ -135,9 +137,9 @@ class _OneRank:
 
     def __init__(self, runner: _Runner, limit: float | None) -> None:
         self.runner, self.limit = runner, limit
-        self.expected: dict[Run, tuple[RankRecord, RankRecord | None]] = {}
+        self.expected: dict[CheckRun, tuple[RankRecord, RankRecord | None]] = {}
 
-    def compare(self, run: Run, records: Sequence[RankRecord]) -> Comparison:
+    def compare(self, run: CheckRun, records: Sequence[RankRecord]) -> Comparison:
         # Recompute and compile must not change any number: they are compared with the plain step of one rank.
         variant = run.variant if run.variant == "two micro-batches" else "plain"
         exact_run = replace(run, ranks=1, variant=variant, dtype=torch.float64)

@@ -58,7 +58,7 @@ class CheckBatch:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepOutput:
     """What a step returns.
 
     Args:
@@ -74,7 +74,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Run:
+class CheckRun:
     """One run of the step.
 
     Args:
@@ -87,10 +87,10 @@ class Run:
 
     ranks: int
     tokens: int
-    variant: str = "plain"
-    documents: tuple[int, ...] | None = None
     rows: int = 1
     vocabulary: int = VOCABULARY
+    variant: str = "plain"
+    documents: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
     weight_dtype: torch.dtype = torch.float64
     perturbed: bool = False
@@ -136,13 +136,13 @@ class RankRecord:
     activations: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-Step = Callable[[nn.Module, CheckBatch], StepResult | Tensor]
+Step = Callable[[nn.Module, CheckBatch], StepOutput | Tensor]
 Reduce = Callable[[nn.Module], object]
 Training = tuple[nn.Module, Step] | tuple[nn.Module, Step, Reduce]
 Build = Callable[[], nn.Module | Training]
 
 
-def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: Run) -> RankRecord:
+def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckRun) -> RankRecord:
     """Builds the model, runs forward and backward, and returns this rank's record. Called on every rank of a world."""
     torch.manual_seed(run.seed)
     built = build()
@@ -155,17 +155,17 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: Run) -
     model = model.to(run.weight_dtype).to(run.dtype).train()
     if run.perturbed:
         _perturb(model)
-    if run.variant == "recompute":
-        _checkpoint_layers(model)
+    if run.variant == "recompute" and not _checkpoint_layers(model):
+        raise ValueError("the model has no nn.ModuleList or nn.Sequential of layers")
     if run.variant == "compile":
         model.compile(backend="aot_eager")
     # A hook would break the graph of a compiled model.
     recorder = _Recorder(model, hooks=run.variant != "compile", activations=run.variant == "plain")
-    result = StepResult(torch.zeros(()))
+    result = StepOutput(torch.zeros(()))
     for batch in run.batches():
         recorder.clear()
         output = step(model, batch)
-        result = output if isinstance(output, StepResult) else StepResult(output)
+        result = output if isinstance(output, StepOutput) else StepOutput(output)
         if result.loss.requires_grad and all(p.grad is None for p in model.parameters()):
             result.loss.backward()
     if reduce is not None:
@@ -181,14 +181,17 @@ def _perturb(model: nn.Module) -> None:
             parameter.mul_(1 + ROUNDING * noise.to(parameter.dtype))
 
 
-def _checkpoint_layers(model: nn.Module) -> None:
-    """Wraps the layers of the outermost module lists in activation checkpointing."""
+def _checkpoint_layers(model: nn.Module) -> int:
+    """Wraps the layers of the outermost module lists in activation checkpointing. Returns how many there are."""
+    count = 0
     for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 0:
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
             for i, layer in enumerate(child):
                 child[i] = checkpoint_wrapper(layer)
+            count += len(child)
         else:
-            _checkpoint_layers(child)
+            count += _checkpoint_layers(child)
+    return count
 
 
 class _Recorder:
@@ -234,7 +237,7 @@ class _Recorder:
 
         return keep
 
-    def record(self, result: StepResult, run: Run) -> RankRecord:
+    def record(self, result: StepOutput, run: CheckRun) -> RankRecord:
         positions = result.positions
         tokens = run.tokens if positions is None else positions.numel()
         if positions is None and run.ranks == 1:

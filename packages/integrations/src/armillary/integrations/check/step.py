@@ -14,9 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention import ContextParallel
-from armillary.attention.check import CheckBatch, StepResult
+from armillary.attention.check import CheckBatch, StepOutput
 from armillary.core.testing import mesh
-from armillary.integrations.check.tiny import model_class
+from armillary.integrations.check.tiny import VOCABULARY, model_class
 
 SPREAD = 0.1
 """Random numbers of this size are added to all weights, so that those that start at 0 or 1 matter too."""
@@ -41,12 +41,12 @@ class InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
-        if func is torch.Tensor.to and args[0].dtype is torch.float64 and torch.float32 in (*args, *kwargs.values()):
-            return args[0]
-        if func is F.softmax and args[0].dtype is torch.float64:
-            kwargs.pop("dtype", None)
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            casts = func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in args[1:]
+            if casts or func is torch.Tensor.float:
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 
@@ -81,12 +81,12 @@ def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
     return new_model(architecture), one_rank_step
 
 
-def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepResult:
+def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
     ends = batch.documents or (0, batch.ids.shape[1])
     logits = torch.cat([_logits(model(batch.ids[:, a:b], **_uncached(model))) for a, b in pairwise(ends)], 1)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
     loss.backward()
-    return StepResult(loss, logits=logits)
+    return StepOutput(loss, logits=logits)
 
 
 def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
@@ -96,13 +96,13 @@ def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
     return model, partial(sharded_step, cp, architecture.is_causal_lm), cp.reduce_gradients
 
 
-def sharded_step(cp: ContextParallel, is_causal_lm: bool, model: nn.Module, batch: CheckBatch) -> StepResult:
+def sharded_step(cp: ContextParallel, is_causal_lm: bool, model: nn.Module, batch: CheckBatch) -> StepOutput:
     with cp.shard(batch.ids, batch.labels, documents=batch.documents) as shard:
         inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
         output = model(**inputs, **_uncached(model))
         loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
     loss.backward()
-    return StepResult(loss, shard.layout.positions(cp.method.shard), _logits(output))
+    return StepOutput(loss, shard.layout.positions(cp.method.shard), _logits(output))
 
 
 def _uncached(model: Any) -> dict[str, Any]:
@@ -110,5 +110,9 @@ def _uncached(model: Any) -> dict[str, Any]:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    """Returns logits [B, T, V], or the hidden states of a model without a head."""
-    return output.logits if "logits" in output else output[0]
+    """Returns logits [B, T, V], of a model without a head by a random one."""
+    if "logits" in output:
+        return output.logits
+    hidden = output[0]
+    generator = torch.Generator().manual_seed(2)
+    return hidden @ torch.randn(hidden.shape[-1], VOCABULARY, generator=generator, dtype=torch.float64).to(hidden.dtype)

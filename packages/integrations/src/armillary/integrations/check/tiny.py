@@ -39,7 +39,7 @@ AT_MOST: Mapping[str, int] = {
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 """In the names of fields that are set to 0: shards draw other random numbers than one rank."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
-    "esm": {"pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
 }
 """Fields without which a model type cannot be built from its own defaults."""
@@ -62,7 +62,10 @@ def load_config(source: str) -> Any:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
     elif source in transformers.CONFIG_MAPPING:
-        config = transformers.CONFIG_MAPPING[source](**NEEDED.get(source, {}))
+        try:
+            config = transformers.CONFIG_MAPPING[source](**NEEDED.get(source, {}))
+        except Exception as error:  # a model made of other models has no defaults
+            raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
     else:
         raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")
     return config.get_text_config(decoder=True)
@@ -71,8 +74,11 @@ def load_config(source: str) -> Any:
 def tiny_config(config: Any, tokens: int) -> Any:
     """Returns a small config of the same class for sequences of `tokens` tokens.
 
-    Layers are the first of each kind, in order, and the first kind again. Windows and chunks are a third of the
-    sequence. Dropout is 0.
+    Layers are the first of each kind, in order, then the first kind again, and the last one. Windows and chunks are a
+    third of the sequence. Dropout is 0.
+
+    Raises:
+        ValueError: the class refuses these sizes.
     """
     fields: dict[str, Any] = config.to_dict()
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
@@ -88,9 +94,12 @@ def tiny_config(config: Any, tokens: int) -> Any:
     }
     changes |= _heads(fields)
     changes |= _positions(fields, changes, tokens)
-    changes |= _layers(fields)
+    changes |= _layers(fields, changes)
     fields.pop("model_type", None)
-    return type(config)(**fields | changes)
+    try:
+        return type(config)(**fields | changes)
+    except Exception as error:
+        raise _not_built(config, error) from error
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,14 +123,7 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """Lengths and rotary embeddings. Rotary scaling starts within the sequence."""
-    old = _first(fields, ("head_dim", "qk_rope_head_dim")) or fields.get("hidden_size", 1) // max(
-        _first(fields, HEADS) or 1, 1
-    )
-    new = (
-        changes.get("qk_rope_head_dim")
-        or changes.get("head_dim")
-        or (_first(changes, HIDDEN) or 1) // (_first(changes, HEADS) or 1)
-    )
+    old, new = _rotary_dim(fields), _rotary_dim({**fields, **changes})
     sizes: dict[str, Any] = {
         name: 4 * tokens + 2 for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields
     }
@@ -133,6 +135,12 @@ def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: in
         if isinstance(fields.get(name), dict):
             sizes[name] = _shrink_rope(fields[name], new / old, tokens)
     return sizes
+
+
+def _rotary_dim(fields: Mapping[str, Any]) -> int:
+    """Head dim that rotary embeddings are applied to."""
+    width, heads = _first(fields, HIDDEN) or 1, _first(fields, HEADS) or 1
+    return _first(fields, ("qk_rope_head_dim", "head_dim")) or max(width // heads, 1)
 
 
 def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str
     return shrunk
 
 
-def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The number of layers, and the fields with one value per layer."""
     count = _first(fields, LAYERS) or 2
     indices = {name for name, x in fields.items() if name.endswith("layers") and _are_indices(x)}
@@ -163,12 +171,28 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
         for name, x in fields.items()
         if isinstance(x, (list, tuple)) and len(x) == count > 1 and name not in indices
     }
-    kinds = [str([values[i] for values in per_layer.values()]) for i in range(count)]
-    layers = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())[: MAX_LAYERS - 1]
+    overrides = {int(layer): sizes for layer, sizes in (fields.get("per_layer_config") or {}).items()}
+    kinds = [str([*(values[i] for values in per_layer.values()), overrides.get(i)]) for i in range(count)]
+    layers = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())[: MAX_LAYERS - 2]
     layers.append(next((i for i in range(layers[-1] + 1, count) if kinds[i] == kinds[0]), layers[0]))
+    if kinds[-1] != kinds[0]:  # Gemma 4 needs a certain kind there
+        layers.append(count - 1)
     sizes: dict[str, Any] = dict.fromkeys((name for name in LAYERS if name in fields), len(layers))
     sizes |= {name: [values[i] for i in layers] for name, values in per_layer.items()}
-    return sizes | {name: [i for i, layer in enumerate(layers) if layer in fields[name]] for name in indices}
+    sizes |= {name: [i for i, layer in enumerate(layers) if layer in fields[name]] for name in indices}
+    if overrides:
+        own = {i: overrides[layer] for i, layer in enumerate(layers) if layer in overrides}
+        sizes["per_layer_config"] = {
+            i: {name: _in_ratio(value, fields.get(name), changes.get(name)) for name, value in override.items()}
+            for i, override in own.items()
+        }
+    return sizes
+
+
+def _in_ratio(value: Any, old: Any, new: Any) -> Any:
+    """Shrinks one layer's size as that of all layers was shrunk."""
+    sizes = (value, old, new)
+    return max(value * new // old, 1) if all(type(size) is int for size in sizes) else value
 
 
 def _are_indices(values: Any) -> bool:
@@ -195,8 +219,13 @@ def check_size(config: Any) -> None:
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(config).from_config(config).parameters())
-    except Exception as error:  # the sizes of an architecture may depend on each other in ways that no rule knows
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}") from error
+    except Exception as error:
+        raise _not_built(config, error) from error
     if size > MAX_PARAMETERS:
         raise ValueError(f"the tiny copy of {type(config).__name__} has {size:,} parameters: a size was not shrunk")
+
+
+def _not_built(config: Any, error: Exception) -> ValueError:
+    """The sizes of an architecture may depend on each other in ways that no rule above knows."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}")
