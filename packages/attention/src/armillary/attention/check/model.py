@@ -110,9 +110,9 @@ def error_line(failure: RankFailed) -> str:
     if raised is None:  # ranks died or hung
         return lines[1]
     ends = [i for i, line in enumerate(lines) if re.match(r"rank \d+ ", line) and i > raised]
-    own = lines[raised + 1 : ends[0] if ends else None]
-    last_frame = max(i for i, line in enumerate(own) if line.startswith("  File "))
-    return next((line for line in own[last_frame + 1 :] if line and not line.startswith(" ")), own[-1])
+    traceback = lines[raised + 1 : ends[0] if ends else None]
+    last_frame = max(i for i, line in enumerate(traceback) if line.startswith("  File "))
+    return next((line for line in traceback[last_frame + 1 :] if line and not line.startswith(" ")), traceback[-1])
 
 
 class _Runner(NamedTuple):
@@ -162,12 +162,12 @@ def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _O
     other = replace(run, ranks=run.ranks // 2 if run.ranks > 2 else 2 * run.ranks)
     longer = replace(run, tokens=2 * run.tokens)
     changed = replace(run, changed_token=True)
-    closer = list[Comparison | None]()
-    for each in (other, longer):
+    comparisons = list[Comparison | None]()
+    for variation in (other, longer):
         try:
-            closer.append(one_rank.compare(each, sharded.records(each)))
+            comparisons.append(one_rank.compare(variation, sharded.records(variation)))
         except RankFailed:  # a step may be written for this number of ranks or tokens alone
-            closer.append(None)
+            comparisons.append(None)
     reaches = None
     if evidence.plain.token_error("logits") is not None and not evidence.plain.forward_right:
         pairs = [
@@ -176,7 +176,7 @@ def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _O
             if before.positions is not None and 0 not in before.positions
         ]
         reaches = any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
-    return replace(evidence, other_ranks=closer[0], longer=closer[1], first_token_reaches=reaches)
+    return replace(evidence, other_ranks=comparisons[0], longer=comparisons[1], first_token_reaches=reaches)
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -198,11 +198,11 @@ def _worlds(worlds: Worlds | None) -> Generator[Worlds]:
     if worlds is not None:
         yield worlds
         return
-    own = Worlds()
+    new_worlds = Worlds()
     try:
-        yield own
+        yield new_worlds
     finally:
-        own.close()
+        new_worlds.close()
 
 
 def _check_arguments(

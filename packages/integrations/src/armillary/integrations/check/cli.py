@@ -113,8 +113,8 @@ def check_architecture(
         ring = 4
     config = tiny_config(load_config(source), options.get("tokens", 64))
     check_size(config)
-    chosen = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
-    architecture = Architecture(config, chosen, ring, ulysses)
+    method = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
+    architecture = Architecture(config, method, ring, ulysses)
     return check_model(
         partial(on_shards, architecture),
         reference=partial(one_rank, architecture),

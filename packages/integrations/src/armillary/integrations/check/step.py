@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import ContextParallel
+from armillary.attention import ContextParallel, build_attention
 from armillary.attention.check import CheckBatch, StepOutput
 from armillary.core.testing import mesh
 from armillary.integrations.check.tiny import VOCABULARY, model_class
@@ -91,18 +91,22 @@ def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
 
 def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
     """Returns the model, its step and its reduction of gradients on the ranks of a mesh."""
-    cp = ContextParallel(architecture.method, mesh(ring=architecture.ring, ulysses=architecture.ulysses))
+    ranks = mesh(ring=architecture.ring, ulysses=architecture.ulysses)
+    attend = build_attention(architecture.method, ranks)
+    cp = ContextParallel(attend, ranks)
     model = cp.prepare(new_model(architecture))
-    return model, partial(sharded_step, cp, architecture.is_causal_lm), cp.reduce_gradients
+    return model, partial(sharded_step, cp, attend.shard, architecture.is_causal_lm), cp.reduce_gradients
 
 
-def sharded_step(cp: ContextParallel, is_causal_lm: bool, model: nn.Module, batch: CheckBatch) -> StepOutput:
+def sharded_step(
+    cp: ContextParallel, shard_index: int, is_causal_lm: bool, model: nn.Module, batch: CheckBatch
+) -> StepOutput:
     with cp.shard(batch.ids, batch.labels, documents=batch.documents) as shard:
         inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
         output = model(**inputs, **_uncached(model))
         loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
     loss.backward()
-    return StepOutput(loss, shard.layout.positions(cp.method.shard), _logits(output))
+    return StepOutput(loss, shard.layout.positions(shard_index), _logits(output))
 
 
 def _uncached(model: Any) -> dict[str, Any]:

@@ -106,34 +106,34 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of heads, in the ratio of the config, and the width of the model."""
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
     key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
-    group = min(max(heads // key_heads, 1), 8)
-    few = 1 if key_heads == 1 and heads > 1 else 2 if group > 1 else 4
-    if few * group % 4:  # so that 4 ranks can share the heads
-        few *= 2
-    wide = "partial_rotary_factor" in str(fields) or "rotary_pct" in fields or "mrope_section" in str(fields)
-    head_dim = WIDE_HEAD_DIM if wide else HEAD_DIM
+    group_size = min(max(heads // key_heads, 1), 8)
+    new_key_heads = 1 if key_heads == 1 and heads > 1 else 2 if group_size > 1 else 4
+    if new_key_heads * group_size % 4:  # so that 4 ranks can share the heads
+        new_key_heads *= 2
     if "kv_lora_rank" in fields:  # multi-head latent attention: each head has keys of its own
-        few, group = 4, 1
-    sizes = dict.fromkeys((name for name in HIDDEN if name in fields), few * group * head_dim)
-    sizes |= dict.fromkeys((name for name in HEADS if name in fields), few * group)
-    sizes |= {name: few for name in KEY_HEADS if fields.get(name) is not None}
+        new_key_heads, group_size = 4, 1
+    partly_rotary = "partial_rotary_factor" in str(fields) or "rotary_pct" in fields or "mrope_section" in str(fields)
+    head_dim, new_heads = WIDE_HEAD_DIM if partly_rotary else HEAD_DIM, new_key_heads * group_size
+    sizes = dict.fromkeys((name for name in HIDDEN if name in fields), new_heads * head_dim)
+    sizes |= dict.fromkeys((name for name in HEADS if name in fields), new_heads)
+    sizes |= {name: new_key_heads for name in KEY_HEADS if fields.get(name) is not None}
     sizes |= {name: head_dim for name in ("head_dim", "kv_channels", "d_kv") if isinstance(fields.get(name), int)}
     return sizes
 
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """Lengths and rotary embeddings. Rotary scaling starts within the sequence."""
-    old, new = _rotary_dim(fields), _rotary_dim({**fields, **changes})
+    old_dim, new_dim = _rotary_dim(fields), _rotary_dim({**fields, **changes})
     sizes: dict[str, Any] = {
         name: 4 * tokens + 2 for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields
     }
     if isinstance(fields.get("original_max_position_embeddings"), int):
         sizes["original_max_position_embeddings"] = tokens // 2
     if isinstance(fields.get("rotary_dim"), int):
-        sizes["rotary_dim"] = max(fields["rotary_dim"] * new // old, 2)
+        sizes["rotary_dim"] = max(fields["rotary_dim"] * new_dim // old_dim, 2)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict):
-            sizes[name] = _shrink_rope(fields[name], new / old, tokens)
+            sizes[name] = _shrink_rope(fields[name], new_dim / old_dim, tokens)
     return sizes
 
 
@@ -181,10 +181,10 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     sizes |= {name: [values[i] for i in layers] for name, values in per_layer.items()}
     sizes |= {name: [i for i, layer in enumerate(layers) if layer in fields[name]] for name in indices}
     if overrides:
-        own = {i: overrides[layer] for i, layer in enumerate(layers) if layer in overrides}
         sizes["per_layer_config"] = {
-            i: {name: _in_ratio(value, fields.get(name), changes.get(name)) for name, value in override.items()}
-            for i, override in own.items()
+            i: {name: _in_ratio(x, fields.get(name), changes.get(name)) for name, x in overrides[layer].items()}
+            for i, layer in enumerate(layers)
+            if layer in overrides
         }
     return sizes
 
