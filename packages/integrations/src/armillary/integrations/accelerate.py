@@ -61,6 +61,7 @@ def find_row_groups(method: Method) -> RowGroups:
         return RowGroups(0, 1)
     this_rank = [[method.shard, dist.get_rank()]]
     shards = sorted(gather_integers(this_rank, method)) if method.shards > 1 else this_rank
+    # Methods communicate over their own axes alone; the groups of other ranks come over the default process group.
     shards_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shards_of_ranks, shards)
     groups = sorted({tuple(rank for _, rank in shards) for shards in shards_of_ranks})
@@ -114,6 +115,7 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         raise ValueError("dispatch_batches=True: one process would send its rows to all; remove it")
     check_parallelism(accelerator)
     groups = find_row_groups(cp.method)
+    # Replaced on the instance: other accelerators of the process keep their own rows.
     accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, groups)
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, groups)
     return groups
@@ -136,6 +138,7 @@ def _prepare_data_loader(
 ) -> Any:
     """Replaces `Accelerator.prepare_data_loader`: counts groups as processes."""
     prepare_data_loader: Any = import_module("accelerate.data_loader").prepare_data_loader
+    # As Accelerator.prepare_data_loader, except for num_processes and process_index.
     if getattr(loader, "_is_accelerate_prepared", False):
         if loader not in accelerator._dataloaders:
             accelerator._dataloaders.append(loader)

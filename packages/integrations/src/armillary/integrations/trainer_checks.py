@@ -70,8 +70,10 @@ def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
 
 def _setting_refusals(trainer: Any) -> Iterator[str]:
     args = trainer.args
+    # Losses that are not a sum over tokens divided by num_items_in_batch.
     if any(getattr(part, "output_router_logits", False) for part in parts_of(trainer.model.config)):
         yield ROUTERS
+    # Options that depend on the local length, or are not tested on shards.
     if getattr(args, "neftune_noise_alpha", None) is not None:
         yield "neftune_noise_alpha scales its noise by the local length, that of a shard: remove it"
     if args.use_liger_kernel:
@@ -84,6 +86,7 @@ def _setting_refusals(trainer: Any) -> Iterator[str]:
         yield "DeepSpeed is not tested on shards: use FSDP2 (fsdp, fsdp_config), or DDP"
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
         yield 'FSDP1 is not tested on shards: use FSDP2, fsdp_config={"version": 2}'
+    # Loaders that decide which rank reads which rows.
     if str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"):
         yield 'train_sampling_strategy="batch_rebalance" counts every rank as one that reads rows: use another'
     if args.accelerator_config.dispatch_batches:

@@ -19,6 +19,7 @@ from armillary.core.validation import check_tensor
 
 def find_axes(method: Method) -> list[Axis] | None:
     """Returns the axes of more than one rank that a method and its inner methods run on; None if they are unknown."""
+    # A method of another library may have ranks without an axis that can be seen: then the product is too small.
     axes: list[Axis] = []
     level: Any = method
     while level is not None:
@@ -45,6 +46,7 @@ def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[
     for axis in method_axes(method):
         width = len(gathered[0])
         local = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
+        # Ranks may have different numbers of rows: their counts are exchanged first, then rows padded to the most.
         counts = [int(count) for count in _all_gather(axis, torch.tensor([len(gathered)], device=local.device))]
         padded = local.new_zeros((max(counts), width))
         padded[: len(local)] = local
@@ -59,6 +61,7 @@ def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     Bytes sent: those of `all_reduce` on each axis. Every rank must call it.
     """
     device = x.device
+    # Axis by axis: all ranks of an axis then add the same numbers in the same order.
     for axis in axes:
         x = all_reduce(x.to(_device(axis)), axis)
     return x.to(device)
@@ -85,6 +88,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
         )
     if method.shards == 1:
         return x.detach()
+    # Shards differ in length, and torch gathers tensors of one shape.
     padded = x.new_zeros((x.shape[0], max(layout.sizes), *x.shape[2:]))
     padded[:, : x.shape[1]] = x.detach()
     gathered = [padded]

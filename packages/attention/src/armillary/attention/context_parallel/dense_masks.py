@@ -139,6 +139,7 @@ def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
 
 
 def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
+    # Runs begin and end where visibility changes; a hidden column on each side makes those at the edges change too.
     padded = np.zeros((len(visible), visible.shape[1] + 2), dtype=np.int8)
     padded[:, 1:-1] = visible
     steps = np.diff(padded, axis=1)
@@ -149,7 +150,7 @@ def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
 
 def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
     """Returns a mask of causality, window and documents alone, if they describe the runs; else None."""
-    if (np.diff(runs.first) != 1).any():
+    if (np.diff(runs.first) != 1).any():  # causal, window and documents give each query one run of keys
         return None
     queries, starts, ends = np.arange(length), runs.starts, runs.ends
     # A document begins at a query that no earlier query sees beyond, and before which no later query sees.
@@ -162,6 +163,7 @@ def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
     left, right = int((queries - starts).max()), int((ends - 1 - queries).max())
     if left < 0 or right < 0:
         return None
+    # A side without a window reaches the document's end; one with a window is cut off there.
     before = None if (starts == low).all() else left
     after = None if (ends == high).all() else right
     if before is not None and not (starts == np.maximum(low, queries - before)).all():
@@ -214,6 +216,7 @@ def _last_alike(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integer
 
 
 def _slice(first: int, last: int, start: int, end: int, start_moves: int, end_moves: int) -> Slice:
+    # Moving ends are bounds on j - i; fixed ends are those of the key range.
     keys = range(start, end + end_moves * (last - first))
     low = start - first if start_moves else None
     high = end - 1 - first if end_moves else None

@@ -90,6 +90,7 @@ def _runs(
     runs: list[PackedRun] = []
     for row, ids in enumerate(position_ids.cpu().long()):
         ends = torch.tensor(boundaries[row] if boundaries else (0,))
+        # Tokens of one document have one start; with boundaries, equal starts in two documents are two runs.
         keys = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
         keys, run_of_token = keys.unique(dim=1, return_inverse=True)
         first = torch.full_like(keys[1], 2**62).scatter_reduce(0, run_of_token, positions, "amin")
@@ -112,6 +113,7 @@ def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
 
     Ids that skip positions make `start` fall from run to run, so they rise exactly if runs of lower starts come later.
     """
+    # In order of positions; runs of different starts must neither overlap nor have rising starts.
     ordered = sorted(_spans(runs).items(), key=lambda span: span[1])
     for (start, (_, last)), (next_start, (first, _)) in pairwise(ordered):
         if last > first or next_start > start:
@@ -127,6 +129,7 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
     starts = sorted(spans)
     ends = (*starts, length)
     for start, end in pairwise(ends):
+        # A document's first and last token must be those of its boundaries; a hole would be another document's start.
         if spans[start] != (start, end - 1):
             position = spans[start][0]
             raise ValueError(
@@ -146,6 +149,7 @@ def _check_not_shards(boundaries: Sequence[tuple[int, ...]], layout: SequenceLay
 
     That is a model counting its own tokens far more often than documents exactly as long as shards.
     """
+    # Only in layouts with one span per shard: in others (zigzag) such ids contradict each other, see `_boundaries`.
     shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])
     firsts = (*(spans[0][0] for spans in shards), layout.length)
     if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and any(ends == firsts for ends in boundaries):

@@ -17,6 +17,7 @@ class Registries(NamedTuple):
     @staticmethod
     def imported() -> Registries | None:
         """Returns the registries of transformers if this process has imported it, else None."""
+        # Looked up and not imported: whoever uses torch alone must not wait for transformers.
         models, masks = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils"))
         attention_functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
         mask_functions = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
@@ -55,6 +56,7 @@ def refuse_models(reason: str) -> list[Refusal]:
     if registries is None:
         return []
     functions = registries.attention
+    # Models with our implementations see masks and windows, so they may be called inside sdpa_parallel.
     ours = {name for name in functions if method_of_implementation(functions[name])}
     return [
         Refusal(registry, name, reason) for registry in registries for name in registry.valid_keys() if name not in ours

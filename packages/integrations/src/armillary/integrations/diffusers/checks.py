@@ -26,6 +26,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         raise ValueError(f"this {kind} is prepared already; call cp.prepare once")
     routed = {name: module for pattern in plan.attention for name, module in modules_named(model, pattern)}
     supported = routed.keys() | {name for pattern in plan.whole_keys for name, _ in modules_named(model, pattern)}
+    # Attention outside of the plan would attend to this rank's tokens alone.
     if unknown := sorted(attention_modules(model).keys() - supported):
         patterns = ", ".join((*plan.attention, *plan.whole_keys))
         raise ValueError(f"{kind} has attention of an unknown kind, {unknown[0]}; {patterns} are supported")
@@ -54,6 +55,7 @@ def check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p:
             raise ValueError(f"{name} has dropout {module.p}, which draws other numbers on each rank; set p=0")
+        # Caches compare activations between steps, and would skip blocks on some ranks only.
         registry = getattr(module, "_diffusers_hook", None)
         for hook in registry.hooks.values() if registry is not None else ():
             if type(hook).__module__.rsplit(".", 1)[-1] not in HARMLESS:
@@ -96,6 +98,7 @@ def check_equal_over_ranks(arguments: Mapping[str, Any], method: Method) -> None
     if method.shards == 1:
         return
     values = [(name, x) for name, value in arguments.items() for x in pytree.tree_leaves(value) if isinstance(x, PLAIN)]
+    # 56-bit hashes, so that any values are compared by one gather of integers.
     digests: dict[int, list[int]] = {}
     for i, digest in gather_integers([[i, _digest(x)] for i, (_, x) in enumerate(values)], method):
         digests.setdefault(i, []).append(digest)

@@ -50,6 +50,7 @@ class Plan:
             ValueError: there is none.
         """
         for base in type(model).__mro__:
+            # A subclass with a forward of its own may use tokens in ways that the plan does not know.
             plan = PLANS.get(base.__name__) if base.__module__.startswith("diffusers.") else None
             if plan is not None and type(model).forward is base.forward:
                 return plan

@@ -101,6 +101,7 @@ def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
     Then no rank has two more tokens than another, and methods that divide heads get the sizes that they cut themselves.
     Text may be shorter than the number of ranks.
     """
+    # Text fills up each rank to an even share of both together.
     image_pieces = cut(range(image), shards)
     text_sizes = [
         len(both) - len(piece) for both, piece in zip(cut(range(image + text), shards), image_pieces, strict=True)
@@ -144,6 +145,7 @@ class ForwardState:
     @contextmanager
     def running(self, streams: Streams | None) -> Generator[None]:
         """Context of a forward with these streams."""
+        # Backward recomputes blocks of one forward while another may run, so the outer streams are restored.
         outer, self._streams = self._streams, streams
         try:
             yield

@@ -33,6 +33,7 @@ def calling_functions() -> list[Caller]:
         code = frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         caller = Caller(str(frame.f_globals.get("__name__", "")), frame.f_locals, frame.f_globals, parameters)
+        # The innermost module is the one that makes the mask; its callers may have other tokens.
         module = calling_module(callers)
         if module is not None and caller.locals.get("self") is not module:
             break

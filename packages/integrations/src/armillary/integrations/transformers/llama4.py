@@ -17,6 +17,7 @@ def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
         return query
     local_positions = torch.arange(len(positions), device=query.device)
     local_scale, scale = (_scale(module, x.to(query.device)).double() for x in (local_positions, positions))
+    # In float32 or wider: a ratio of two bfloat16 scales would round twice.
     ratio = (scale / local_scale).to(torch.promote_types(query.dtype, torch.float32))
     return (query * ratio[:, None]).to(query.dtype)
 
