@@ -6,9 +6,10 @@ accelerators count groups of ranks instead of ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from armillary.attention import ContextParallel, Method
 from armillary.attention.context_parallel.communication import gather_integers
 
 
-class RowGroups(NamedTuple):
+@dataclass(frozen=True)
+class RowGroups:
     """Numbered groups of ranks that share a sequence. Each group reads rows of its own.
 
     Args:
@@ -173,7 +175,11 @@ def _gather_for_metrics(accelerator: Any, groups: RowGroups, data: Any, use_gath
         return gathered
     if objects:
         return gathered[: state.remainder]
-    return recursively_apply(lambda x: x[: state.remainder], gathered)
+
+    def first_rows(x: Tensor) -> Tensor:
+        return x[: state.remainder]
+
+    return recursively_apply(first_rows, gathered)
 
 
 def _only_tensors(data: Any) -> bool:

@@ -85,7 +85,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
         for name, module in modules_named(model, pattern):
             _route_attention(name, module, JointRouting(state, order), plan)
     for _, module in modules_named(model, plan.output):
-        module.register_forward_hook(lambda _, __, out: state.streams().gather(out))
+        module.register_forward_hook(_gather_hook(state))
     # A copy of the model shares the hooks, so the mark on each module tells which of them were replaced since.
     for _, module in changed_modules(model, plan):
         setattr(module, MARK, True)
@@ -169,6 +169,15 @@ def _shard_results_hook(splits: tuple[Split, ...], state: ForwardState) -> Hook:
         if isinstance(out, Tensor):
             return streams.take(splits[0], out)
         return tuple(streams.take(split, x) for split, x in zip(splits, out, strict=True))
+
+    return hook
+
+
+def _gather_hook(state: ForwardState) -> Hook:
+    """Returns a forward hook that replaces this rank's piece of the image by the whole image."""
+
+    def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return state.streams().gather(out)
 
     return hook
 
