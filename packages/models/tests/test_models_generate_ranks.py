@@ -276,9 +276,9 @@ def test_completions_are_those_of_runs_of_their_own(worlds, world):
     for texts, caches, sent in worlds(4).run(several, world):
         assert all(torch.equal(together, apart) for together, apart in texts)
         assert all(held == formula for held, formula in caches)
-        # (P - 1) B n H (D e + w) for each layer, whichever axes
-        assert sent == 3 * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8) or world is USP
-        assert sent <= 3 * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8)
+        # B n H (D e + w) of each layer to each peer on an axis, of B = 2 prompts with n = 3 completions
+        peers = world.ring - 1 + world.ulysses - 1
+        assert sent == peers * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8)
 
 
 def test_ranks_that_choose_differently_take_the_token_of_the_first(worlds):

@@ -70,7 +70,7 @@ class ShardedForward:
 
 
 class GroupAccelerator:
-    """An accelerator in whose eyes the groups of ranks that share a sequence are the processes."""
+    """An accelerator that counts groups of ranks that share a sequence as processes."""
 
     def __init__(self, accelerator: Any, groups: RowGroups) -> None:
         self._accelerator, self._groups = accelerator, groups
