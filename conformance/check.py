@@ -61,30 +61,40 @@ def errors(
     """
     placing = Placing(case, over)
     sharding = CaseSharding.of(attend, case, *placing.sizes())
-    results = all_ranks(_run_twice(Calling(attend, case, sharding, placing), device))
-    judge_rank = next(rank for rank, result in enumerate(results) if result is not None and result.case == case)
-    verdict = all_ranks(_judge_results(case, sharding, results) if _rank() == judge_rank else None)[judge_rank]
+    results = _gather_on_last(_run_twice(Calling(attend, case, sharding, placing), device))
+    # The last rank judges for all: it has a part in every case, since methods run on the last ranks of the world.
+    verdicts: list[tuple[Case, dict[str, Off] | str]] = []
+    for judged in dict.fromkeys(result.case for result in results if result is not None):
+        judged_sharding = CaseSharding.of(attend, judged, *Placing(judged, over).sizes())
+        verdicts.append((judged, _judge_results(judged, judged_sharding, results)))
+    verdict = next(verdict for judged, verdict in _broadcast_from_last(verdicts) if judged == case)
     assert isinstance(verdict, dict), verdict
-    return cast(dict[str, Off], verdict)
+    return verdict
 
 
 def attend_nothing() -> None:
     """Takes part in the communication of `errors` on a rank without a part in the case."""
-    all_ranks(None)
-    all_ranks(None)
+    _gather_on_last(None)
+    _broadcast_from_last(None)
 
 
-def all_ranks(value: Any) -> list[Any]:
-    """Returns the value that each rank of the world passes, in rank order."""
+def _gather_on_last(value: RankResult | None) -> list[RankResult | None]:
+    """Returns the value of each rank of the world on the last rank, and nothing on the others."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    last = dist.get_world_size() - 1
+    values: list[RankResult | None] = [None] * (last + 1 if dist.get_rank() == last else 0)
+    dist.gather_object(value, values or None, dst=last)
     return values
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _broadcast_from_last(value: Any) -> Any:
+    """Returns the last rank's value on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_world_size() - 1)
+    return values[0]
 
 
 def _judge_results(case: Case, sharding: CaseSharding, results: Sequence[RankResult | None]) -> dict[str, Off] | str:
