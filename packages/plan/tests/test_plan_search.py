@@ -363,7 +363,7 @@ def test_every_other_choice_has_a_reason():
 
 
 def test_command_line_and_file_reproduce_the_choice(tmp_path):
-    for model, attention in (("llama3-8b", ()), ("gpt-3b", ("wallfacer",)), ("qwen3-32b", ("upipe",))):
+    for model, attention in (("llama3-8b", ("usp",)), ("gpt-3b", ("wallfacer",)), ("qwen3-32b", ("upipe",))):
         found = search(SearchPlan(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
         config = trainer_config(found, found.choices[0])
         line = command_line(found, found.choices[0])
