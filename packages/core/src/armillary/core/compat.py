@@ -231,6 +231,14 @@ def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     return flat
 
 
+def flatten_axes(axes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Returns the 1-D mesh over 1-D meshes that were sliced from one mesh, in that mesh's order."""
+    root = cast(DeviceMesh, cast(Any, axes[0])._get_root_mesh())
+    sliced = {name for axis in axes for name in axis.mesh_dim_names or ()}
+    names = [name for name in root.mesh_dim_names or () if name in sliced]
+    return flatten(root, names, "_".join(names))
+
+
 def parallel_ranks(mesh: DeviceMesh) -> list[list[int]]:
     """Returns the ranks of a 1-D mesh and of every parallel 1-D mesh that was sliced from the same mesh with it."""
     private = cast(Any, mesh)

@@ -83,7 +83,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         make_operands, plan, axis = ctx.call
         count = len(ctx.needs_input_grad) - len(ctx.call)
-        inputs, gathered = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
+        inputs, gathered = saved[:count], saved[count:]
         # All leaves need a gradient, whichever the caller asked for: the states depend on some of them on every rank.
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
 

@@ -30,6 +30,7 @@ from armillary.integrations.transformers.models import (
     wrap_models,
 )
 from armillary.integrations.transformers.shard_mask import ShardMask
+from armillary.integrations.transformers.states import OPTION, has_state_functions
 
 
 def prepare_transformers(model: Any, cp: ContextParallel) -> None:
@@ -124,13 +125,14 @@ class Implementation(ShardedImplementation):
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
-        check_layers(config)
         # transformers passes neither position ids nor token types to mask functions; the frames of its callers have
         # them.
         callers = calling_functions()
         if any(caller.locals.get("encoder_hidden_states") is not None for caller in callers[:1]):
             raise ValueError("the model asks for a mask of cross-attention, which is not supported on shards")
-        first_position = self._check_model(calling_module(callers))
+        model = calling_module(callers)
+        check_layers(config, states=model is not None and has_state_functions(type(model)))
+        first_position = self._check_model(model)
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.method, q_length)
         position_ids, uncounted = _position_ids(callers, self.method.shards)
@@ -255,7 +257,7 @@ def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_caus
 HARMLESS = frozenset(
     {"cache_position", "deterministic", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch"}
     | {"output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "training", "use_cache"}
-    | {"seq_idx", "shift_labels"}
+    | {"seq_idx", "shift_labels", OPTION}
 )
 """Options of layers that do not change attention. `seq_idx` is for layers that carry a state."""
 

@@ -18,6 +18,14 @@ from torch import nn
 
 from armillary.attention.context_parallel.registries import Registries, method_of_implementation
 from armillary.attention.methods.base import Method
+from armillary.integrations.transformers.states import (
+    STATE_LAYERS,
+    StateHook,
+    has_state_functions,
+    mixes_unknown,
+    route_states,
+    shards_states,
+)
 
 LAYERS = frozenset(
     {"attention", "full_attention", "sliding_attention", "chunked_attention"} | {"moe", "sparse", "dense", "mlp"}
@@ -55,6 +63,10 @@ def wrap_models(models: Any) -> None:
         # The choice of other implementations, of image towers for example, is not ours to check.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
+            hooks = model._forward_pre_hooks.values()
+            if has_state_functions(type(model)) and not any(isinstance(hook, StateHook) for hook in hooks):
+                route_states(type(model))
+                model.register_forward_pre_hook(StateHook(method_of), with_kwargs=True)
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
                 model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         return choose(model, requested_attention, *args, **kwargs)
@@ -74,11 +86,12 @@ def check_model(model: type, config: Any) -> None:
     """Raises ValueError for a class whose tokens see each other by other means than the replaced attention function.
 
     Raises:
-        ValueError: it carries a state along the sequence (Mamba, RWKV, xLSTM), has layers of an unknown kind, or
-            computes attention itself (Falcon, GPT-J, BLOOM).
+        ValueError: it carries a state along the sequence by other functions than those of `states` (RWKV, xLSTM,
+            Mamba-1), has layers of an unknown kind, or computes attention itself (Falcon, GPT-J, BLOOM).
     """
-    kinds = check_layers(config, model.__name__)
-    if not kinds and getattr(model, "_is_stateful", False):
+    states = has_state_functions(model)
+    kinds = check_layers(config, model.__name__, states)
+    if not kinds and not states and getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
             "whose tokens see each other by attention alone can be sharded"
@@ -91,12 +104,16 @@ def check_model(model: type, config: Any) -> None:
         )
 
 
-def check_layers(config: Any, name: str | None = None) -> set[str]:
-    """Returns the kinds of layers in a config; raises ValueError for kinds that do not see other ranks' tokens."""
+def check_layers(config: Any, name: str | None = None, states: bool = False) -> set[str]:
+    """Returns the kinds of layers in a config; raises ValueError for kinds that do not see other ranks' tokens.
+
+    Args:
+        states: layers with a state are sharded too; `check_modules` looks at each.
+    """
     kinds: set[str] = set()
     for field in ("layer_types", "layers_block_type"):
         kinds |= {str(kind) for kind in getattr(config, field, None) or ()}
-    if unknown := sorted(kinds - LAYERS):
+    if unknown := sorted(kinds - LAYERS - (STATE_LAYERS if states else frozenset[str]())):
         raise ValueError(
             f"{name or type(config).__name__} has layers of kind {', '.join(unknown)}, which do not see other ranks' "
             "tokens; only models whose tokens see each other by attention alone can be sharded"
@@ -109,11 +126,15 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
     Parts with another implementation than ours, such as the image tower, are not checked.
     """
+    states = {name for name, module in sharded_modules(model) if shards_states(module)}
     for name, module in sharded_modules(model):
+        if name in states or name.rpartition(".")[0] in states:  # a layer whose functions are ours, or its convolution
+            continue
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
         # A convolution over one token is a linear layer.
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-        if convolves or isinstance(module, nn.RNNBase) or MIXERS.search(type(module).__name__):
+        mixes = mixes_unknown(module) if has_state_functions(type(module)) else MIXERS.search(type(module).__name__)
+        if convolves or isinstance(module, nn.RNNBase) or mixes:
             raise ValueError(
                 f"{label} lets tokens see each other without attention, within each shard only; such a model cannot be "
                 "sharded"
@@ -234,6 +255,11 @@ def methods_of(config: Any) -> list[Method]:
     names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
     functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
     return [method for function in functions if (method := method_of_implementation(function))]
+
+
+def method_of(config: Any) -> Method | None:
+    """Returns the method with most ranks behind our implementations in a config; None without one."""
+    return max(methods_of(config), key=lambda method: method.shards, default=None)
 
 
 def parts_of(config: Any) -> list[Any]:

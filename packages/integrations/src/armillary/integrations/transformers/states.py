@@ -1,0 +1,251 @@
+"""Layers with a state in models of transformers: Mamba-2, Gated DeltaNet, Kimi's delta attention, short convolutions.
+
+In transformers these layers call module-level functions of their model's file, which have the same names in all files.
+They are replaced by functions that call ours on sharded sequences and the original ones otherwise. Which sequence they
+are on travels as an option of the model's forward, which hands options on to all layers: so a layer recomputed in
+backward, in any thread, has the layout and the documents of its own forward.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
+from inspect import signature, unwrap
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
+from armillary.attention.context_parallel.communication import gather_integers, method_axes
+from armillary.attention.context_parallel.sequence import Sharding, current
+from armillary.core import Axis, SequenceLayout, compat
+from armillary.core.neighbours import short_convolution
+
+OPTION = "armillary_sequence"
+"""Name of the option that carries the `StateSequence` from a model to its layers."""
+
+STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+"""Kinds of layers, in configs, that carry a state or convolve."""
+
+
+class StateSequence(NamedTuple):
+    """The sequence of a call: its layout over the ranks of an axis, and its documents or tree."""
+
+    layout: SequenceLayout
+    axis: Axis
+    mask: AttentionMask | None
+
+
+def convolve(
+    sequence: StateSequence, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """`causal_conv1d_fn` of transformers: hidden_states [B, C, T], weight [C, W] -> [B, C, T]."""
+    x = hidden_states.transpose(1, 2).to(weight.dtype)
+    out = short_convolution(x, weight, sequence.layout, sequence.axis, bias, mask=sequence.mask)
+    if activation is not None:
+        out = import_module("transformers.activations").ACT2FN[activation](out)
+    return out.transpose(1, 2).to(hidden_states.dtype)
+
+
+def delta_rule(
+    sequence: StateSequence,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+) -> tuple[Tensor, None]:
+    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: query, key, value [B, T, heads, ...]."""
+    _refuse_cache(initial_state, output_final_state)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v, g, beta = (x.to(dtype) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out, _ = gated_delta_rule(q, k, v, g, beta, layout=sequence.layout, axis=sequence.axis, mask=sequence.mask)
+    return out.to(query.dtype), None
+
+
+def chunk_scan(
+    sequence: StateSequence,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_states: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    return_final_states: bool,
+    z: Tensor | None = None,
+) -> Tensor:
+    """`mamba2_chunk_scan`: hidden_states [B, T, H, D], B and C [B, T, G, N] -> [B, T, H, D] in float32 or wider."""
+    _refuse_cache(initial_states, return_final_states)
+    if z is not None:
+        raise ValueError("a gate z inside of mamba2_chunk_scan is not supported on shards")
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    out, _ = ssd(x, dt, A, B, C, layout=sequence.layout, axis=sequence.axis, mask=sequence.mask)
+    return out if D is None else out + D.unsqueeze(-1) * x
+
+
+def _refuse_cache(state: Tensor | None, returns_state: bool) -> None:
+    if state is not None or returns_state:
+        raise ValueError("a sharded sequence has no cache of states: call the model with use_cache=False")
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any] | None] = {
+    "causal_conv1d_fn": convolve,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": chunk_scan,
+    "mamba2_split_conv1d_scan_combined": None,
+}
+"""Ours for each function of transformers. None: it may return None, and the layer then calls the others."""
+
+
+STEPS = frozenset(
+    {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
+    | {"mamba2_selective_state_update"}
+)
+"""Functions that go on from a cache by a token. A sharded sequence has no cache."""
+
+MIXING = re.compile("^(?!.*mask).*(conv1d|scan|delta|recurren|selective|state_update|linear_attn|retention)")
+"""Names of functions that mix tokens."""
+
+
+def shards_states(module: nn.Module) -> bool:
+    """Returns True if the forward of a module mixes tokens by `FUNCTIONS` alone, and so can be sharded."""
+    return any(name in FUNCTIONS for name in _mixing_functions(module)) and not mixes_unknown(module)
+
+
+def mixes_unknown(module: nn.Module) -> bool:
+    """Returns True if the forward of a module mixes tokens by functions that cannot be sharded."""
+    return any(name not in FUNCTIONS and name not in STEPS for name in _mixing_functions(module))
+
+
+def _mixing_functions(module: nn.Module) -> list[str]:
+    forward = unwrap(type(module).forward)
+    names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
+    return [name for name in names if MIXING.search(name) and callable(forward.__globals__.get(name))]
+
+
+def has_state_functions(model: type) -> bool:
+    """Returns True if the file of a model has `FUNCTIONS`."""
+    return any(hasattr(sys.modules.get(base.__module__), "causal_conv1d_fn") for base in model.__mro__)
+
+
+def route_states(model: type) -> None:
+    """Replaces the `FUNCTIONS` of the files of a model's classes, once."""
+    for file in {base.__module__ for base in model.__mro__}:
+        namespace = vars(sys.modules[file]) if file.startswith("transformers.models.") else {}
+        for name, ours in FUNCTIONS.items():
+            if name in namespace and not hasattr(namespace[name], OPTION):
+                namespace[name] = _routed(namespace[name], ours)
+
+
+def _routed(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Callable[..., Any]:
+    parameters = signature(unwrap(original))
+    own = [] if ours is None else list(signature(ours).parameters)[1:]
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        sequence = kwargs.pop(OPTION, None)
+        if sequence is None:
+            if current() is not None:
+                raise ValueError(
+                    f"{original.__name__} inside a `sequence` block is not told of it: its model has another attention "
+                    "implementation than ours, or does not hand its options on to its layers"
+                )
+            return original(*args, **kwargs)
+        if ours is None:
+            return None
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        extra = bound.arguments.get("kwargs", {})
+        given = {**bound.arguments, **extra}
+        return ours(sequence, **{name: given[name] for name in own if name in given})
+
+    setattr(call, OPTION, True)
+    return call
+
+
+_axes: WeakKeyDictionary[Method, Axis] = WeakKeyDictionary()
+
+
+def axis_of(method: Method) -> Axis:
+    """Returns one axis over all ranks of a method. The first call for a method of several axes creates a group.
+
+    Raises:
+        ValueError: the axes are unknown, no part of one mesh, or in another order than the shards.
+    """
+    if method not in _axes:
+        _axes[method] = _flat_axis(method)
+    return _axes[method]
+
+
+def _flat_axis(method: Method) -> Axis:
+    axes = method_axes(method)
+    if not axes:
+        return Axis.alone("sequence")
+    if len(axes) == 1:
+        return axes[0]
+    meshes = [axis.mesh for axis in axes]
+    name = type(method).__name__
+    if any(mesh is None for mesh in meshes):
+        raise ValueError(f"{name}: layers with a state need the mesh of its axes; give it axes of one DeviceMesh")
+    flat = Axis.of(compat.flatten_axes([mesh for mesh in meshes if mesh is not None]))
+    if flat.rank != method.shard:
+        raise ValueError(
+            f"{name}: shard {method.shard} is on rank {flat.rank} of its axes together; layers with a state need "
+            "shards in the order of the mesh, with ring outside of ulysses"
+        )
+    return flat
+
+
+class StateHook:
+    """Pre-forward hook of a model: adds the option for its layers with a state."""
+
+    def __init__(self, method_of: Callable[[Any], Method | None]) -> None:
+        self.method_of = method_of
+        self.checked: Any = WeakTensorKeyDictionary()
+        """position ids without restarts -> (their version, layout)."""
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        method = self.method_of(model.config)
+        if method is None or OPTION in kwargs or (current() is None and method.shards == 1):
+            return None
+        tokens = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+        sharding = current() or Sharding()
+        layout = sharding.layout_for(method, tokens.shape[1])
+        mask = sharding.mask
+        if mask is None and sharding.documents is not None:
+            mask = AttentionMask(documents=sharding.documents)
+        if mask is None and kwargs.get("position_ids") is not None:
+            self._check_positions(method, layout, kwargs["position_ids"])
+        return args, {**kwargs, OPTION: StateSequence(layout, axis_of(method), mask)}
+
+    def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
+        """Raises ValueError on every rank if position ids restart: attention would find documents, and states not."""
+        if self.checked.get(position_ids) == (position_ids._version, layout):
+            return
+        expected = layout.positions(method.shard).to(position_ids.device)
+        restart = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
+        if any(flag for (flag,) in gather_integers([[int(restart)]], method)):
+            raise ValueError(
+                "position_ids are not those of one document from position 0 on, and layers with a state do not take "
+                "documents from them: give documents= to cp.shard or to `sequence`"
+            )
+        self.checked[position_ids] = position_ids._version, layout

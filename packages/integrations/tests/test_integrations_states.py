@@ -1,0 +1,145 @@
+"""Unmodified hybrids of transformers on shards: logits and gradients of each document alone on one rank."""
+
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from armillary.attention import Ring, Ulysses, sequence
+from armillary.core.testing import mesh, relative_error
+from armillary.integrations import register_transformers
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, VOCABULARY = 72, 64
+SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "pad_token_id": 0}
+SMALL |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+LINEAR, FULL = "linear_attention", "full_attention"
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA |= {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+MODELS = {
+    "Qwen3Next": DELTA | EXPERTS | {"head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3_5": DELTA | {"head_dim": 8},
+    "OlmoHybrid": DELTA | {"linear_num_key_heads": 4},
+    "KimiLinear": EXPERTS
+    | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_num_heads": 4, "linear_head_dim": 8}
+    | {"num_experts": 4, "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    | {"v_head_dim": 8, "num_key_value_heads": 4},
+    "Lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"]},
+    "Bamba": MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "GraniteMoeHybrid": MAMBA | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "num_local_experts": 0},
+    "FalconH1": MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64},
+    "NemotronH": {"layers_block_type": [LINEAR, FULL, "mlp", LINEAR], "mamba_num_heads": 4, "mamba_head_dim": 16}
+    | {"n_groups": 2, "ssm_state_size": 8, "chunk_size": 16, "head_dim": 8},
+    "Zamba2": {"num_hidden_layers": 3, "layers_block_type": [LINEAR, "hybrid", LINEAR], "mamba_d_state": 8}
+    | {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "chunk_size": 16, "num_key_value_heads": 4},
+}
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def build(family: str, implementation: str):
+    """A tiny one with the same random weights wherever it is built."""
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+        **SMALL | MODELS[family], attn_implementation=implementation
+    )
+    torch.manual_seed(0)
+    built = getattr(transformers, f"{family}ForCausalLM")(config).double().train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.1)
+    return built
+
+
+@contextmanager
+def in_float64():
+    """Keeps float64 where models compute in float32 whatever they are in; in recomputation too, unlike a mode."""
+    tensor, softmax = torch.Tensor, F.softmax
+    originals = tensor.float, tensor.to, tensor.type
+
+    def converted(original):
+        def convert(x, *args, **kwargs):
+            narrows = original is originals[0] or torch.float32 in (*args, *kwargs.values())
+            return x if narrows and x.dtype is torch.float64 else original(x, *args, **kwargs)
+
+        return convert
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, original in zip(("float", "to", "type"), originals, strict=True):
+            patch.setattr(tensor, name, converted(original))
+        patch.setattr(F, "softmax", lambda x, dim=None, dtype=None, **options: softmax(x, dim=dim, **options))
+        yield
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
+    return ids, torch.randn(2, LENGTH, VOCABULARY, generator=generator, dtype=torch.float64)
+
+
+METHODS = {
+    "ring": lambda: Ring(mesh(ring=4)["ring"]),
+    "usp": lambda: Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"])),
+}
+DOCUMENTS = {
+    "one": None,
+    "each row its own": ((0, 2, 31, 40, LENGTH), (0, 47, LENGTH)),
+}
+
+
+def on_a_shard(family: str, method: str, kind: str, documents, checkpointed: bool):
+    """This rank's logits, and the sum of its gradients with those of the other ranks."""
+    attend = METHODS[method]()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH, kind)
+    ids, dout = (layout.take(x, attend.shard) for x in tokens())
+    built = build(family, "armillary")
+    if checkpointed:
+        built.gradient_checkpointing_enable({"use_reentrant": False})
+    with in_float64():
+        with sequence(layout=layout, documents=documents):
+            logits = built(ids, position_ids=layout.positions(attend.shard)[None], use_cache=False).logits
+        logits.backward(dout)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in built.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad)
+    return layout.positions(attend.shard), logits.detach(), grads
+
+
+def on_one_rank(family: str, documents):
+    built, (ids, dout) = build(family, "eager"), tokens()
+    rows = [(0, LENGTH)] * 2 if documents is None else documents
+    logits = []
+    for row, ends in enumerate(rows):
+        with in_float64():
+            parts = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
+        logits.append(torch.cat(parts, dim=1))
+    torch.cat(logits).backward(dout)
+    return torch.cat(logits).detach(), {name: p.grad for name, p in built.named_parameters()}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("method", "kind", "documents", "checkpointed"),
+    [("ring", "zigzag", "each row its own", True), ("usp", "contiguous", "one", False)],
+)
+def test_a_hybrid_on_shards_is_that_on_one_rank(worlds, family, method, kind, documents, checkpointed):
+    logits, grads = on_one_rank(family, DOCUMENTS[documents])
+    ranks = worlds(4).run(on_a_shard, family, method, kind, DOCUMENTS[documents], checkpointed)
+    for positions, part, _ in ranks:
+        assert relative_error(part, logits[:, positions]) < 1e-9
+    for (name, grad), found in zip(grads.items(), ranks[0][2], strict=True):
+        if grad is None or not grad.any():
+            assert not found.any(), name
+        else:
+            assert relative_error(found, grad) < 1e-8, name
