@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from armillary.attention import Ring, Ulysses, sequence
+from armillary.attention import AttentionMask, Local, Ring, Ulysses, sequence
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import register_transformers
 
@@ -39,6 +39,8 @@ MODELS = {
     "Zamba2": {"num_hidden_layers": 3, "layers_block_type": [LINEAR, "hybrid", LINEAR], "mamba_d_state": 8}
     | {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "chunk_size": 16, "num_key_value_heads": 4},
 }
+MODELS["Mamba2"] = {"num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2}
+MODELS["Mamba2"] |= {"chunk_size": 16}
 CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 
@@ -128,11 +130,16 @@ def on_one_rank(family: str, documents):
     return torch.cat(logits).detach(), {name: p.grad for name, p in built.named_parameters()}
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize(
-    ("method", "kind", "documents", "checkpointed"),
-    [("ring", "zigzag", "each row its own", True), ("usp", "contiguous", "one", False)],
-)
+CASES = [
+    *((family, "ring", "zigzag", "each row its own", True) for family in MODELS),
+    *(
+        pytest.param(family, "usp", "contiguous", "one", False, marks=[] if family == "Qwen3Next" else pytest.mark.long)
+        for family in MODELS
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "method", "kind", "documents", "checkpointed"), CASES)
 def test_a_hybrid_on_shards_is_that_on_one_rank(worlds, family, method, kind, documents, checkpointed):
     logits, grads = on_one_rank(family, DOCUMENTS[documents])
     ranks = worlds(4).run(on_a_shard, family, method, kind, DOCUMENTS[documents], checkpointed)
@@ -143,3 +150,59 @@ def test_a_hybrid_on_shards_is_that_on_one_rank(worlds, family, method, kind, do
             assert not found.any(), name
         else:
             assert relative_error(found, grad) < 1e-8, name
+
+
+def test_documents_restart_states_on_one_rank_too():
+    register_transformers(Local())
+    documents = DOCUMENTS["each row its own"]
+    (expected, _), ids = on_one_rank("Bamba", documents), tokens()[0]
+    with in_float64(), sequence(layout=Local().layout(LENGTH), documents=documents):
+        logits = build("Bamba", "armillary")(ids, use_cache=False).logits
+    assert relative_error(logits, expected) < 1e-9
+
+
+TREE = AttentionMask.tree((0, 20, 31, 50, LENGTH), (-1, 0, 1, 0))
+
+
+def test_a_tree_is_its_paths():
+    register_transformers(Local())
+    ids, built = tokens()[0], build("Qwen3Next", "armillary")
+    positions = torch.cat([torch.arange(50), torch.arange(20, 42)])
+    with in_float64(), sequence(layout=Local().layout(LENGTH), mask=TREE):
+        logits = built(ids, position_ids=positions.expand(2, -1), use_cache=False).logits
+    alone = build("Qwen3Next", "eager")
+    for path in ([(0, 50)], [(0, 20), (50, LENGTH)]):
+        tokens_of_path = torch.cat([torch.arange(*run) for run in path])
+        with in_float64():
+            expected = alone(ids[:, tokens_of_path], use_cache=False).logits
+        assert relative_error(logits[:, tokens_of_path], expected) < 1e-9
+
+
+def refused(**options) -> str:
+    attend = METHODS["ring"]()
+    register_transformers(attend)
+    layout = attend.layout(LENGTH, options.pop("kind", "zigzag"))
+    positions = options.pop("positions", torch.arange(LENGTH))[None]
+    with sequence(layout=layout, documents=options.pop("documents", None)):
+        try:
+            build("Bamba", "armillary").float()(
+                layout.take(tokens()[0], attend.shard),
+                position_ids=layout.take(positions, attend.shard),
+                **{"use_cache": False} | options,
+            )
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"positions": torch.arange(LENGTH) % 40}, "position_ids"),
+        ({"kind": "striped"}, "relayout"),
+        ({"use_cache": True}, "use_cache"),
+    ],
+    ids=["position ids that restart", "a striped layout", "a cache"],
+)
+def test_what_states_cannot_do_is_refused_on_every_rank(worlds, options, named):
+    assert all(named in answer for answer in worlds(4).run(refused, **options))

@@ -564,8 +564,7 @@ def test_cross_attention_is_refused():
 
 
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
-STATES = {"Mamba": {}, "Mamba2": {}, "Rwkv": {}, "xLSTM": {}, "FalconMamba": {}, "Jamba": {}, "Qwen3Next": {}}
-STATES |= {"Zamba": {}, "FalconH1": {}, "Lfm2": {"full_attn_idxs": [2]}, "Bamba": {}}
+STATES = {"Mamba": {}, "Rwkv": {}, "xLSTM": {}, "FalconMamba": {}, "Jamba": {}, "Zamba": {}}
 ALONE = ("Falcon", "GPTJ", "GPTNeo", "Bloom", "Mpt", "XGLM", "CodeGen", "CpmAnt", "OpenAIGPT", "XLM")
 
 

@@ -30,7 +30,7 @@ from armillary.integrations.transformers.models import (
     wrap_models,
 )
 from armillary.integrations.transformers.shard_mask import ShardMask
-from armillary.integrations.transformers.states import OPTION, has_state_functions
+from armillary.integrations.transformers.states import OPTION, has_sharded_states
 
 
 def prepare_transformers(model: Any, cp: ContextParallel) -> None:
@@ -63,7 +63,8 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
 
     Every rank has all parameters (or FSDP's shard of them). Each layer keeps its own mask, read from the mask functions
     that the model passes: windows, chunks, images whose tokens see each other, or everything; `sequence(mask=...)`
-    replaces it. Softcap and sinks are the model's own.
+    replaces it. Softcap and sinks are the model's own. Layers with a state (Mamba-2, the gated delta rule, Kimi's delta
+    attention, short convolutions) take the block's documents or tree; a striped layout is refused.
 
     Documents of packed rows come from `sequence(documents=...)`; else from cu_seq_lens_q, of the whole sequence; else
     from position ids that restart at 0. With documents in the block, position ids may start anywhere and skip
@@ -74,12 +75,13 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     is inside one checkpoint.
 
     Bytes sent, beside those of the method: a few integers to each rank for each new position_ids tensor, so create the
-    tensor once and not in every step; the token types of models with images.
+    tensor once and not in every step; the token types of models with images; those of `gated_delta_rule`, `ssd` and
+    `short_convolution`.
 
     Raises:
         ImportError: transformers is not installed, or too old to have the two registries.
-        ValueError: when a model gets the implementation: it mixes tokens without attention (Mamba, RWKV, linear
-            attention, convolution), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-attention,
+        ValueError: when a model gets the implementation: it mixes tokens in other ways (Mamba-1, RWKV, other linear
+            attention, other convolutions), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-attention,
             masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout, attention weights
             as output, position ids that do not fit the layout, that are below the model's first one (`padding_idx`) or
             that the model would count itself, a pooler of the first token, labels without shift_labels and
@@ -131,7 +133,7 @@ class Implementation(ShardedImplementation):
         if any(caller.locals.get("encoder_hidden_states") is not None for caller in callers[:1]):
             raise ValueError("the model asks for a mask of cross-attention, which is not supported on shards")
         model = calling_module(callers)
-        check_layers(config, states=model is not None and has_state_functions(type(model)))
+        check_layers(config, states=model is not None and has_sharded_states(type(model)))
         first_position = self._check_model(model)
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.method, q_length)

@@ -21,7 +21,7 @@ from armillary.attention.methods.base import Method
 from armillary.integrations.transformers.states import (
     STATE_LAYERS,
     StateHook,
-    has_state_functions,
+    has_sharded_states,
     mixes_unknown,
     route_states,
     shards_states,
@@ -64,9 +64,9 @@ def wrap_models(models: Any) -> None:
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
             hooks = model._forward_pre_hooks.values()
-            if has_state_functions(type(model)) and not any(isinstance(hook, StateHook) for hook in hooks):
+            if has_sharded_states(type(model)) and not any(isinstance(hook, StateHook) for hook in hooks):
                 route_states(type(model))
-                model.register_forward_pre_hook(StateHook(method_of), with_kwargs=True)
+                model.register_forward_pre_hook(StateHook(method_of, check_modules), with_kwargs=True)
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
                 model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         return choose(model, requested_attention, *args, **kwargs)
@@ -89,7 +89,7 @@ def check_model(model: type, config: Any) -> None:
         ValueError: it carries a state along the sequence by other functions than those of `states` (RWKV, xLSTM,
             Mamba-1), has layers of an unknown kind, or computes attention itself (Falcon, GPT-J, BLOOM).
     """
-    states = has_state_functions(model)
+    states = has_sharded_states(model)
     kinds = check_layers(config, model.__name__, states)
     if not kinds and not states and getattr(model, "_is_stateful", False):
         raise ValueError(
@@ -126,14 +126,16 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
     Parts with another implementation than ours, such as the image tower, are not checked.
     """
-    states = {name for name, module in sharded_modules(model) if shards_states(module)}
+    states = {name for name, module in sharded_modules(model) if shards_states(type(module))}
     for name, module in sharded_modules(model):
         if name in states or name.rpartition(".")[0] in states:  # a layer whose functions are ours, or its convolution
             continue
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
         # A convolution over one token is a linear layer.
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-        mixes = mixes_unknown(module) if has_state_functions(type(module)) else MIXERS.search(type(module).__name__)
+        mixes = (
+            mixes_unknown(type(module)) if has_sharded_states(type(module)) else MIXERS.search(type(module).__name__)
+        )
         if convolves or isinstance(module, nn.RNNBase) or mixes:
             raise ValueError(
                 f"{label} lets tokens see each other without attention, within each shard only; such a model cannot be "

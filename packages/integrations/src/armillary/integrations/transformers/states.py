@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -126,25 +126,32 @@ MIXING = re.compile("^(?!.*mask).*(conv1d|scan|delta|recurren|selective|state_up
 """Names of functions that mix tokens."""
 
 
-def shards_states(module: nn.Module) -> bool:
-    """Returns True if the forward of a module mixes tokens by `FUNCTIONS` alone, and so can be sharded."""
-    return any(name in FUNCTIONS for name in _mixing_functions(module)) and not mixes_unknown(module)
+def shards_states(layer: type) -> bool:
+    """Returns True if the forward of a class of modules mixes tokens by `FUNCTIONS` alone, and so can be sharded."""
+    return any(name in FUNCTIONS for name in _mixing_functions(layer)) and not mixes_unknown(layer)
 
 
-def mixes_unknown(module: nn.Module) -> bool:
-    """Returns True if the forward of a module mixes tokens by functions that cannot be sharded."""
-    return any(name not in FUNCTIONS and name not in STEPS for name in _mixing_functions(module))
+def mixes_unknown(layer: type) -> bool:
+    """Returns True if the forward of a class of modules mixes tokens by functions that cannot be sharded."""
+    return any(name not in FUNCTIONS and name not in STEPS for name in _mixing_functions(layer))
 
 
-def _mixing_functions(module: nn.Module) -> list[str]:
-    forward = unwrap(type(module).forward)
+def _mixing_functions(layer: type) -> list[str]:
+    forward = unwrap(getattr(layer, "forward", None))
     names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
     return [name for name in names if MIXING.search(name) and callable(forward.__globals__.get(name))]
 
 
-def has_state_functions(model: type) -> bool:
-    """Returns True if the file of a model has `FUNCTIONS`."""
-    return any(hasattr(sys.modules.get(base.__module__), "causal_conv1d_fn") for base in model.__mro__)
+def has_sharded_states(model: type) -> bool:
+    """Returns True if the file of a model has layers with a state that can be sharded, and no others."""
+    return any(_states_of_file(base.__module__) for base in model.__mro__ if base.__module__ in sys.modules)
+
+
+@cache
+def _states_of_file(file: str) -> bool:
+    values = list(vars(sys.modules[file]).values()) if file.startswith("transformers.models.") else []
+    layers = [x for x in values if isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == file]
+    return any(map(shards_states, layers)) and not any(map(mixes_unknown, layers))
 
 
 def route_states(model: type) -> None:
@@ -218,8 +225,11 @@ def _flat_axis(method: Method) -> Axis:
 class StateHook:
     """Pre-forward hook of a model: adds the option for its layers with a state."""
 
-    def __init__(self, method_of: Callable[[Any], Method | None]) -> None:
-        self.method_of = method_of
+    def __init__(
+        self, method_of: Callable[[Any], Method | None], check_modules: Callable[[nn.Module, int], None]
+    ) -> None:
+        self.method_of, self.check_modules = method_of, check_modules
+        self.checked_models: WeakSet[nn.Module] = WeakSet()
         self.checked: Any = WeakTensorKeyDictionary()
         """position ids without restarts -> (their version, layout)."""
 
@@ -227,6 +237,9 @@ class StateHook:
         method = self.method_of(model.config)
         if method is None or OPTION in kwargs or (current() is None and method.shards == 1):
             return None
+        if model not in self.checked_models:
+            self.check_modules(model, method.shards)
+            self.checked_models.add(model)
         tokens = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
         sharding = current() or Sharding()
         layout = sharding.layout_for(method, tokens.shape[1])
