@@ -81,11 +81,11 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     Raises:
         ImportError: transformers is not installed, or too old to have the two registries.
         ValueError: when a model gets the implementation: it mixes tokens in other ways (Mamba-1, RWKV, other linear
-            attention, other convolutions), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-attention,
-            masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout, attention weights
-            as output, position ids that do not fit the layout, that are below the model's first one (`padding_idx`) or
-            that the model would count itself, a pooler of the first token, labels without shift_labels and
-            num_items_in_batch. On every rank alike, unless only the arguments of one rank are wrong.
+            attention, other convolutions), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-
+            attention, masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout,
+            attention weights as output, position ids that do not fit the layout, that are below the model's first one
+            (`padding_idx`) or that the model would count itself, a pooler of the first token, labels without
+            shift_labels and num_items_in_batch. On every rank alike, unless only the arguments of one rank are wrong.
     """
     check_method(attend)
     try:
