@@ -16,7 +16,8 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 
 SEQUENCES, TOKENS = 6, 40
-NAMES = ["dpo", "dpo, smoothed", "grpo", "grpo, tokens", "grpo, off-policy", "policy gradient"]
+NAMES = ["dpo", "dpo, smoothed", "grpo", "grpo, tokens", "grpo, off-policy", "grpo, off-policy, weighted"]
+NAMES += ["policy gradient"]
 
 
 def values():
@@ -69,6 +70,7 @@ def by_formula(name, logprobs, old, reference, entropy, sequences, advantages):
         ratio = (pi - (old[tokens] if "off-policy" in name else pi.detach())).exp()
         clipped = torch.stack([ratio, torch.full_like(ratio, 0.8)]).amax(0).minimum(torch.full_like(ratio, 1.3))
         kl = (reference[tokens] - pi).exp() - (reference[tokens] - pi) - 1
+        kl = kl * ratio if "weighted" in name else kl
         loss = -torch.minimum(ratio * A, clipped * A) + 0.04 * kl
         every.append(loss)
         per_sequence.append(loss.mean())
@@ -116,6 +118,7 @@ def loss_of(name, logprobs, old, reference, entropy, sequences, advantages, axes
         reference_logprobs=reference,
         clip=(0.2, 0.3),
         beta=0.04,
+        weight_kl="weighted" in name,
         normalize="token" if "tokens" in name else "sequence",
         **options,
     )

@@ -16,7 +16,7 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 METHODS = {"ring": {"ring": 2}, "ulysses": {"ulysses": 2}, "usp": {"ring": 2, "ulysses": 2}}
 GRPO = {
-    "clipped": {"beta": 0.1, "num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.1},
+    "clipped": {"loss_type": "grpo", "beta": 0.1, "num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.1},
     "tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.5, "num_generations": 2},
 }
 DPO = {"gradient_checkpointing": True, "loss_type": ["sigmoid", "ipo"]}

@@ -105,6 +105,7 @@ def grpo_loss(
     reference_logprobs: Tensor | None = None,
     clip: tuple[float, float] = (0.2, 0.2),
     beta: float = 0.0,
+    weight_kl: bool = False,
     normalize: Normalization = "sequence",
     gradients: Reduction = "summed",
     statistics: Mapping[str, Tensor] | None = None,
@@ -123,6 +124,8 @@ def grpo_loss(
         reference_logprobs: needed if beta is not 0.
         clip: bounds of the ratio below and above 1.
         beta: weight of the KL divergence from the reference.
+        weight_kl: multiplies KL by the ratio, which makes its gradient unbiased (DeepSeek-V3.2, arXiv 2512.02556; TRL's
+            default).
         normalize: see `Normalization`.
         statistics: further per-token values, shaped as `logprobs`, whose means over tokens become metrics of these
             names, such as "entropy".
@@ -145,7 +148,7 @@ def grpo_loss(
     if beta:
         assert reference_logprobs is not None
         log_ratio = reference_logprobs - logprobs
-        values["kl"] = log_ratio.exp() - log_ratio - 1
+        values["kl"] = (log_ratio.exp() - log_ratio - 1) * (ratio if weight_kl else 1)
         losses = losses + beta * values["kl"]
     values |= statistics or {}
     sums = segment_sum(_columns(sequences, losses, **values), sequences, len(advantages), axes, gradients=gradients)
