@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.models.auto import modeling_auto as auto
 
 from armillary.attention import ContextParallel, Ring, sdpa_parallel
 from armillary.core.testing import World, mesh, relative_error
 from armillary.integrations import register_transformers
+from armillary.integrations.check.step import InFloat64
 from armillary.integrations.transformers.models import padding_idx_of
 
 RANKS, LENGTH, VOCABULARY = 4, 64, 64
@@ -127,18 +127,6 @@ def model_of(family: str, implementation: str) -> nn.Module:
         for parameter in built.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.1)
     return built.train()
-
-
-class InFloat64(TorchFunctionMode):
-    """Keeps float64 where models round to float32 whatever they are in."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
-        if func is nn.functional.softmax:
-            kwargs.pop("dtype", None)
-        return func(*args, **kwargs)
 
 
 Answer = tuple[Tensor, list[Tensor | None]] | str

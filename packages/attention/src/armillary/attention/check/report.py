@@ -20,11 +20,13 @@ class ModelReport:
         evidence: all comparisons.
         notes: what was not compared, and why.
         seconds: wall time of the check.
+        title: what was checked, for the first line of the table.
     """
 
     evidence: Evidence
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    title: str = ""
 
     @property
     def right(self) -> bool:
@@ -48,6 +50,7 @@ class ModelReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as JSON values."""
         return {
+            "title": self.title,
             "right": self.right,
             "diagnoses": [{"mistake": x.mistake.name.lower(), "evidence": x.evidence} for x in self.diagnoses],
             "runs": {name: _run_dict(x) for name, x in self.evidence.comparisons.items()},
@@ -60,7 +63,8 @@ class ModelReport:
         rows += [_row(name, comparison) for name, comparison in self.evidence.comparisons.items()]
         run = self.evidence.plain.run
         limit = max(x.limit for x in self.evidence.plain.tensors)
-        lines = [
+        lines = [self.title] if self.title else []
+        lines += [
             f"{run.ranks} ranks against one: {run.rows} x {run.tokens} tokens, {str(run.dtype)[6:]}.",
             f"Errors are relative to one rank's norms; up to {limit:.0e} is right.",
             "",

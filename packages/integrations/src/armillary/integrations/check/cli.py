@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from os import getcwd
@@ -107,21 +108,26 @@ def check_architecture(
     """
     # transformers is imported first, so that ranks are forked with it.
     from armillary.integrations.check.step import Architecture, on_shards, one_rank
-    from armillary.integrations.check.tiny import VOCABULARY, check_size, load_config, tiny_config
+    from armillary.integrations.check.tiny import VOCABULARY, check_size, describe, load_config, tiny_config
 
     if ring == ulysses == 1:
         ring = 4
-    config = tiny_config(load_config(source), options.get("tokens", 64))
+    whole_config = load_config(source)
+    text_config = whole_config.get_text_config(decoder=True)
+    config = tiny_config(text_config, options.get("tokens", 64))
     check_size(config)
     method = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
     architecture = Architecture(config, method, ring, ulysses)
-    return check_model(
+    report = check_model(
         partial(on_shards, architecture),
         reference=partial(one_rank, architecture),
         world_size=ring * ulysses,
         vocabulary=VOCABULARY,
         **options,
     )
+    notes = () if text_config is whole_config else (f"of {source}, the text part was checked",)
+    title = f"{describe(config)}\n{method} on ring={ring}, ulysses={ulysses}"
+    return replace(report, title=title, notes=(*report.notes, *notes))
 
 
 def document_boundaries(tokens: int) -> tuple[int, ...]:

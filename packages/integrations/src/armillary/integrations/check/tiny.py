@@ -27,7 +27,7 @@ FIXED: Mapping[str, int] = {
     **dict.fromkeys(("intermediate_size_mlp", "mlp_hidden_size", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim"), 16),
     **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
     "pad_token_id": 2,
 }
@@ -48,8 +48,6 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 def load_config(source: str) -> Any:
     """Returns the config of a local folder, of a config.json, or of a model type with its defaults; no code is run.
 
-    Multimodal models are checked by their text part.
-
     Raises:
         ValueError: no such folder or model type, or a model whose code is not part of transformers.
     """
@@ -68,7 +66,7 @@ def load_config(source: str) -> Any:
             raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
     else:
         raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")
-    return config.get_text_config(decoder=True)
+    return config
 
 
 def tiny_config(config: Any, tokens: int) -> Any:
@@ -202,6 +200,19 @@ def _are_indices(values: Any) -> bool:
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
     return next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+
+
+def describe(config: Any) -> str:
+    """Returns a line about a tiny copy: layers, heads and windows."""
+    fields: dict[str, Any] = config.to_dict()
+    heads = _first(fields, HEADS)
+    kinds = fields.get("layer_types")
+    layers = f"{_first(fields, LAYERS)} layers" + (f" ({', '.join(kinds)})" if kinds else "")
+    windows = [f"{name}={fields[name]}" for name in WINDOWS if isinstance(fields.get(name), int)]
+    key_heads = _first(fields, KEY_HEADS) or heads
+    return ", ".join(
+        [f"tiny {config.model_type}: {layers}", f"{heads} query and {key_heads} key/value heads", *windows]
+    )
 
 
 def model_class(config: Any) -> Any:

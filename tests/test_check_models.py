@@ -1,0 +1,37 @@
+"""`armillary-check` calls no architecture wrong that the report of `benchmarks/check_models.py` has as right."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parent.parent
+
+
+def rows() -> list[dict[str, object]]:
+    return json.loads((ROOT / "docs/benchmarks/check.json").read_text())["rows"]
+
+
+def benchmark():
+    sys.path.append(str(ROOT / "benchmarks"))  # a script finds what lies beside it
+    spec = importlib.util.spec_from_file_location("check_models", ROOT / "benchmarks/check_models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_report_has_sixty_right_architectures_and_no_wrong_one():
+    verdicts = [row["verdict"] for row in rows()]
+    assert verdicts.count("right") >= 60
+    assert set(verdicts) == {"right"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [row["model type"] for row in rows()])
+def test_a_right_architecture_is_called_right(worlds, family):
+    outcome = benchmark().outcome(family, worlds)
+    assert outcome["verdict"] == "right", outcome["reason"]
