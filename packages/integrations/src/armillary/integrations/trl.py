@@ -62,8 +62,8 @@ class ShardedForward:
         # Each token of the rows is a sequence of its own, which one rank has.
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
         places = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
-        whole = segment_sum(columns, places, rows * length, self.cp.method, gradients="averaged")
-        values = dict(zip(values, whole.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
+        row_values = segment_sum(columns, places, rows * length, self.cp.method, gradients="averaged")
+        values = dict(zip(values, row_values.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
         if "is_top1" in values:
             values["is_top1"] = values["is_top1"] > 0
         return SimpleNamespace(**{name: values.get(name) for name in PER_TOKEN})
@@ -195,9 +195,10 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Sequence[Any], *args: Any) -> Tensor:
         """Returns the rewards of all groups; TRL gathers them from all ranks."""
         of_ranks = super()._calculate_rewards(inputs, prompts, *args)
-        own = of_ranks.view(-1, len(prompts), of_ranks.shape[1])[dist.get_rank() if dist.is_initialized() else 0]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        local = of_ranks.view(-1, len(prompts), of_ranks.shape[1])[rank]
         # A reward function may be random or a remote judge. All ranks of a group take the first rank's rewards.
-        from_first = own if self.cp.method.shard == 0 else torch.zeros_like(own)
+        from_first = local if self.cp.method.shard == 0 else torch.zeros_like(local)
         return self.groups.gather(sum_over_axes(from_first, method_axes(self.cp.method)))
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

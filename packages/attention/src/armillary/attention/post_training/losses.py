@@ -1,7 +1,7 @@
 """Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
 
-They take what each rank has: log-probabilities of its labels, and the number of each label's sequence. One message for
-each loss carries all sums of all sequences, so loss and metrics are the same on every rank and on every mesh.
+Each rank passes log-probabilities of its labels and the number of each label's sequence. One message for each loss
+carries the sums of all sequences, so loss and metrics are the same on every rank and on every mesh.
 
 Letters: M labels on this rank, S sequences of all ranks.
 """

@@ -131,8 +131,8 @@ class CachedAttention:
             self.new[0][:, last], self.new[1][:, last] = k[:, 0], v[:, 0]
         result = Merge.of(q, v)
         # Completions attend to the keys of their prompt as n queries [B, n, H, D] of one call.
-        together = q.reshape(-1, self.completions, *q.shape[2:])
-        self._attend(result, together, self.prompt, holdings.prompt_spans, mask)
+        completion_queries = q.reshape(-1, self.completions, *q.shape[2:])
+        self._attend(result, completion_queries, self.prompt, holdings.prompt_spans, mask)
         self._attend(result, q, self.new, holdings.new_spans, mask)
         return merge_partial_attention(*result.result(), self.axes)
 

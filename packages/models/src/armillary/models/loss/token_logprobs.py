@@ -223,7 +223,7 @@ class ChunkLabelList(NamedTuple):
     within: slice
     tokens: Tensor
     places: Tensor
-    here: Tensor
+    is_local: Tensor
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def add_gradient(
     """Adds a chunk's gradients. Overwrites its softmax [C, V_r] and logits `narrow`."""
     weights = upstream[labels.within]
     total = weights.new_zeros(len(softmax)).index_put_((labels.tokens,), weights, accumulate=True).unsqueeze(1)
-    chunk = SeveralOfChunk(total, labels.tokens, labels.places, weights.where(labels.here, 0))
+    chunk = SeveralOfChunk(total, labels.tokens, labels.places, weights.where(labels.is_local, 0))
     chunk.logits_gradient(softmax, total, narrow)
     gradients.add(part, narrow.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
 
@@ -331,7 +331,7 @@ def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: Logpro
         logits: [C, V_r], or [C, 1] of -inf for a rank without rows.
         rows: V_r.
     """
-    chosen = logits[labels.tokens, labels.places].where(labels.here, 0)
+    chosen = logits[labels.tokens, labels.places].where(labels.is_local, 0)
     columns = [logits.logsumexp(1), chosen]
     if spec.statistics:
         probabilities = logits.softmax(1)
