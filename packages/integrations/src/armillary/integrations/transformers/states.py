@@ -137,7 +137,7 @@ def mixes_unknown(layer: type) -> bool:
 
 
 def _mixing_functions(layer: type) -> list[str]:
-    forward = unwrap(getattr(layer, "forward", None))
+    forward: Any = unwrap(layer.forward) if issubclass(layer, nn.Module) else None
     names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
     return [name for name in names if MIXING.search(name) and callable(forward.__globals__.get(name))]
 
