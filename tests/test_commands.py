@@ -11,6 +11,7 @@ import pytest
 from armillary.data import cli as data
 from armillary.data.loader.batches import check_minimum
 from armillary.data.parsing import parse
+from armillary.integrations.check import cli as check
 from armillary.plan import cli as plan
 from armillary.plan.comm_volume import BytesPlan
 from armillary.plan.dry_run import read_plan
@@ -170,6 +171,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-data": lambda words: parse(words, data.DataCommand, "armillary-data"),
     "armillary-export": lambda words: parse(words, Export, "armillary-export"),
     "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
+    "armillary-check": check.parse,
     "conformance": conformance.parsed,
 }
 MODULES = {
@@ -183,6 +185,7 @@ HELPS = {
     "export": export.main,
     "plot": plot_cli.main,
     "tune": tune.main,
+    "check": check.main,
     **{f"plan {command}".strip(): plan.main for command in ("", *plan.COMMANDS)},
     **{f"data {command}".strip(): data.main for command in ("", *DATA_COMMANDS)},
     "conformance": conformance.main,

@@ -18,10 +18,14 @@ from armillary.attention.check import ModelReport, check_model, error_line
 from armillary.core.testing import RankFailed, Worlds
 
 PROGRAM = "armillary-check"
-EXAMPLES = """examples:
-  armillary-check path/to/model --ring 2 --ulysses 2 --documents   # a folder or config.json: a tiny random copy of it
-  armillary-check gemma3_text --method token_ring --ring 4         # a model type of transformers, with its defaults
-  armillary-check my_module:build --ranks 4 --tokens 512           # your own: build() returns (model, step)
+DESCRIPTION = """Compares one training step on CPU ranks with the same step on one rank, and names the mistake.
+
+  # a folder or config.json: a tiny random copy of the architecture
+  armillary-check path/to/model --ring 2 --ulysses 2 --documents
+  # a model type of transformers, with its defaults
+  armillary-check gemma3_text --method token_ring --ring 4
+  # your own: build() returns (model, step)
+  armillary-check my_module:build --ranks 4 --tokens 512
 
 Exit codes: 0 right; 1 wrong; 2 if it could not be checked. Nothing needs a GPU or a network."""
 RIGHT, WRONG, NOT_CHECKED = 0, 1, 2
@@ -38,8 +42,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
-        description="Compares one training step on CPU ranks with the same step on one rank, and names the mistake.",
-        epilog=EXAMPLES,
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="folder, config.json, model type of transformers, or module:function of your own")
