@@ -2,9 +2,11 @@
 
     uv run python benchmarks/states.py                 # 4,096 tokens, 8 heads of 64
     uv run python benchmarks/states.py --tokens 16k
+    uv run python benchmarks/states.py --tree          # a prompt of 4k with 16 answers of 256, against 16 sequences
 
 Medians of ratios to torch's CPU flash attention kernel, layers and attention by turns in one run. Exits with 1 where
-the delta rule or ssd takes more than 3 times its time.
+the delta rule or ssd takes more than 3 times its time. With `--tree` medians of ratios of a tree to its unshared
+sequences, of which the ratio of tokens is the least.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
 
-from armillary.attention import gated_delta_rule, ssd
+from armillary.attention import AttentionMask, gated_delta_rule, ssd
 from armillary.data.console.quantity import count_argument
 
 BAR = 3.0
@@ -49,6 +51,37 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def trees(prompt: int, answers: int, answer: int, heads: int, dim: int) -> dict[str, tuple[Layer, Layer]]:
+    """Returns for each layer the step of a tree, and that of the sequences that repeat the prompt."""
+    ends = [0, *(prompt + i * answer for i in range(answers + 1))]
+    mask = AttentionMask.tree(ends, [-1, *[0] * answers])
+    packed = layers(ends[-1], heads, dim)
+    apart = {name: x for name, (_, x) in layers(prompt + answer, heads, dim).items()}
+
+    def batch(x: Tensor) -> Tensor:
+        return x if x.ndim == 1 else x.expand(answers, *x.shape[1:]).contiguous()
+
+    return {
+        "delta rule": (
+            (lambda *x: gated_delta_rule(*x, mask=mask)[0], packed["delta rule"][1]),
+            (lambda *x: gated_delta_rule(*x)[0], [batch(x) for x in apart["delta rule"]]),
+        ),
+        "ssd": (
+            (lambda *x: ssd(*x, mask=mask)[0], packed["ssd"][1]),
+            (lambda *x: ssd(*x)[0], [batch(x) for x in apart["ssd"]]),
+        ),
+    }
+
+
+def compare_trees(heads: int, dim: int, turns: int) -> None:
+    prompt, answers, answer = 4096, 16, 256
+    least = (prompt + answers * answer) / (answers * (prompt + answer))
+    for name, (tree, sequences) in trees(prompt, answers, answer, heads, dim).items():
+        times = [(seconds(*tree), seconds(*sequences)) for _ in range(turns + 1)][1:]
+        ratio, apart = median(a / b for a, b in times), median(b for _, b in times)
+        print(f"{name:40} {median(a for a, _ in times):8.3f} s  {ratio:6.3f} of {apart:.3f} s; at best {least:.3f}")
+
+
 def seconds(function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
     """Returns the processor time of forward and backward."""
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -64,9 +97,13 @@ def main() -> None:
     parser.add_argument("--heads", type=count_argument, default=8)
     parser.add_argument("--dim", type=count_argument, default=64)
     parser.add_argument("--turns", type=count_argument, default=5)
+    parser.add_argument("--tree", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if options.tree:
+        compare_trees(options.heads, options.dim, options.turns)
+        return
     measured = layers(options.tokens, options.heads, options.dim)
     times: dict[str, list[float]] = {name: [] for name in measured}
     for turn in range(options.turns + 1):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from states_oracle import worst_errors
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from armillary.attention import AttentionMask, gated_delta_rule, ssd
@@ -283,6 +284,9 @@ def refusals() -> None:
         "dt ": lambda: ssd(**mamba | {"dt": mamba["dt"][..., :1]}, **where),
         "A ": lambda: ssd(**mamba | {"A": mamba["A"][:1]}, **where),
         "Cm ": lambda: ssd(**mamba | {"Cm": mamba["Cm"][..., :1]}, **where),
+        "to_local": lambda: gated_delta_rule(
+            **delta | {"k": DTensor.from_local(delta["k"], ring, [Shard(1)])}, **where
+        ),
         "v is a list": lambda: gated_delta_rule(**delta | {"v": [1.0]}, **where),
     }
     for words, call in cases.items():

@@ -1,4 +1,4 @@
-"""What a chunk does to a state, and the outputs within it: matrix products instead of a loop over tokens.
+"""Chunks of tokens as affine maps of the state that enters them: matrix products instead of a loop over tokens.
 
 With u_t the value that the token t writes, the recurrences are
 

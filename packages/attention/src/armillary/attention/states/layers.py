@@ -175,9 +175,11 @@ def _plan(
 
 
 def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:
-    """Raises ValueError unless all are floating-point tensors on one device with so many dims (None: 3 or 4)."""
+    """Raises ValueError unless all are local floating-point tensors on one device with so many dims (None: 3 or 4)."""
     for name, x, dims in tensors:
         check_tensor(name, x)
+        if compat.is_dtensor(x):
+            raise ValueError(f"{name} is a DTensor; give this rank's tokens, {name}.to_local()")
         if x.ndim not in ((3, 4) if dims is None else (dims,)):
             raise ValueError(f"{name} {tuple(x.shape)}: {dims or '3 or 4'} dims are needed")
         if not x.dtype.is_floating_point:

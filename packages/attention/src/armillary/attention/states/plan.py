@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from armillary.core.collectives.token_moves import Owners
 from armillary.core.layout import SequenceLayout
 from armillary.core.neighbours import runs_of
 from armillary.core.segments import NONE, Segments
+from armillary.core.slices import Integers
 
 MAX_CHUNK = 64
 """Tokens of a chunk: within it matrices of chunk x chunk are computed, between chunks states are passed on."""
@@ -45,22 +48,33 @@ class Forest:
     Args:
         sizes: nodes of each depth.
         parents: for each node but the roots the index of its parent.
+        parents_by_depth: the same from depth 1 on, as indices among the nodes of the depth above.
     """
 
     sizes: tuple[int, ...]
     parents: Tensor
+    parents_by_depth: tuple[Tensor, ...]
 
     @classmethod
-    def sort(cls, parents: Sequence[int], device: torch.device) -> tuple[Forest, list[int]]:
-        """Returns the forest of nodes with these parents (earlier nodes, -1 for roots), and its nodes in its order."""
-        depths = list[int]()
-        for parent in parents:
-            depths.append(0 if parent == NONE else depths[parent] + 1)
-        order = np.argsort(depths, kind="stable").tolist()
-        place = {node: index for index, node in enumerate(order)}
-        sizes = np.bincount(depths, minlength=1).tolist()
-        sorted_parents = [place[parents[node]] for node in order[sizes[0] :]]
-        return cls(tuple(sizes), _indices(sorted_parents, device)), order
+    def of(cls, parents: Sequence[int], device: torch.device) -> Forest:
+        """Returns the forest of nodes in depth order with these parents, -1 for roots."""
+        sizes = np.bincount(_depths(parents), minlength=1).tolist()
+        indices = _indices(parents[sizes[0] :], device)
+        starts = accumulate(sizes, initial=0)
+        by_depth = [part - start for part, start in zip(indices.split(sizes[1:]), starts, strict=False)]
+        return cls(tuple(sizes), indices, tuple(by_depth))
+
+
+def depth_order(parents: Sequence[int]) -> list[int]:
+    """Returns nodes by depth. Their parents are earlier nodes, or -1 for roots."""
+    return np.argsort(_depths(parents), kind="stable").tolist()
+
+
+def _depths(parents: Sequence[int]) -> Integers:
+    depths = list[int]()
+    for parent in parents:
+        depths.append(0 if parent == NONE else depths[parent] + 1)
+    return np.array(depths, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,65 +135,94 @@ class ScanPlan:
     last_chunks: Tensor
 
 
-# Plans are asked for by every layer and step, of few layouts and documents.
-@lru_cache(maxsize=32)
+class RunChunks(NamedTuple):
+    """The chunks of one rank in the order of their forest.
+
+    Args:
+        size: tokens of a chunk; the last one of a run may have fewer.
+        runs: the index of each chunk's run.
+        starts: the first position of each.
+        parents: the chunk before each, or -1.
+        last_of_run: for each run of this rank its last chunk.
+    """
+
+    size: int
+    runs: list[int]
+    starts: list[int]
+    parents: list[int]
+    last_of_run: dict[int, int]
+
+    @classmethod
+    def cut(cls, runs: Sequence[ShardRun], rank: int) -> RunChunks:
+        own_runs = [index for index, run in enumerate(runs) if run.rank == rank]
+        longest = max((runs[index].stop - runs[index].start for index in own_runs), default=1)
+        size = min(MAX_CHUNK, 1 << (longest - 1).bit_length())
+        # A run comes after the one before it, and so does a chunk after its parent.
+        parents, chunk_runs, starts = list[int](), list[int](), list[int]()
+        last_of_run = dict[int, int]()
+        for index in own_runs:
+            parent = last_of_run.get(runs[index].previous, NONE)
+            for start in range(runs[index].start, runs[index].stop, size):
+                parents.append(parent)
+                parent = len(chunk_runs)
+                chunk_runs.append(index)
+                starts.append(start)
+            last_of_run[index] = parent
+        order = depth_order(parents)
+        place = {NONE: NONE} | {node: index for index, node in enumerate(order)}
+        return cls(
+            size,
+            [chunk_runs[node] for node in order],
+            [starts[node] for node in order],
+            [place[parents[node]] for node in order],
+            {run: place[node] for run, node in last_of_run.items()},
+        )
+
+    def tokens(self, runs: Sequence[ShardRun], layout: SequenceLayout, rank: int) -> tuple[Integers, NDArray[np.bool_]]:
+        """Returns (the local index of each token, True where there is one), both [chunks, size].
+
+        Padding has the index of the chunk's first token.
+        """
+        stops = np.array([runs[run].stop for run in self.runs], dtype=np.int64)
+        starts = np.array(self.starts, dtype=np.int64)
+        rows = np.array([runs[run].row for run in self.runs], dtype=np.int64)
+        _, first = Owners.of(layout).find(starts)
+        first = (first + rows * layout.sizes[rank]).reshape(-1, 1)
+        # Neighbours in a span with step 1 are neighbours on their rank too.
+        within = np.arange(self.size)
+        is_token = within < (stops - starts).reshape(-1, 1)
+        return np.where(is_token, first + within, first), is_token
+
+
+# All layers of a step share a plan, whose indices are as long as the shard: few are kept.
+@lru_cache(maxsize=8)
 def plan_scan(layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device) -> ScanPlan:
     """Returns the plan of a rank. `rows` has the segments of each row of the batch."""
     runs = _runs(layout, rows)
     roots = _tree_roots(runs)
-    own = [index for index, run in enumerate(runs) if run.rank == rank]
-    longest = max((runs[index].stop - runs[index].start for index in own), default=1)
-    chunk = min(MAX_CHUNK, 1 << (longest - 1).bit_length())
-
-    # Chunks run by run: a run comes after the one before it, so parents come first.
-    parents, chunk_runs, starts = list[int](), list[int](), list[int]()
-    last_of_run = dict[int, int]()
-    for index in own:
-        parent = last_of_run.get(runs[index].previous, NONE)
-        for start in range(runs[index].start, runs[index].stop, chunk):
-            parents.append(parent)
-            parent = len(chunk_runs)
-            chunk_runs.append(index)
-            starts.append(start)
-        last_of_run[index] = parent
-    forest, order = Forest.sort(parents, device)
-    place = {node: index for index, node in enumerate(order)}
-    last_of_run = {run: place[node] for run, node in last_of_run.items()}
-    chunk_runs, starts = [chunk_runs[node] for node in order], [starts[node] for node in order]
-
-    root_runs = [(index, run) for index, run in enumerate(chunk_runs[: forest.sizes[0]]) if runs[run].start == 0]
-    entered = [index for index, run in enumerate(chunk_runs) if runs[roots[run]].previous != NONE]
-    entered_place = {node: index for index, node in enumerate(entered)}
-    entered_parents = [
-        NONE if index < forest.sizes[0] else entered_place[int(forest.parents[index - forest.sizes[0]])]
-        for index in entered
-    ]
-    entered_forest, _ = Forest.sort(entered_parents, device)  # in order already, as they are among all chunks
+    chunks = RunChunks.cut(runs, rank)
+    # Chunks of trees that begin behind another rank's state, and their forest: in order, as they are among all chunks.
+    entered = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != NONE]
+    entered_place = {NONE: NONE} | {chunk: index for index, chunk in enumerate(entered)}
+    entered_forest = Forest.of([entered_place[chunks.parents[chunk]] for chunk in entered], device)
+    first_chunks = [chunk for chunk, run in enumerate(chunks.runs) if chunks.starts[chunk] == runs[run].start == 0]
     exchange, last_chunks = None, list[int]()
     if layout.shards == 1:
-        last_chunks = [last_of_run[index] for index, run in enumerate(runs) if run.stop == layout.length]
+        last_chunks = [chunks.last_of_run[index] for index, run in enumerate(runs) if run.stop == layout.length]
     else:
-        entering_runs = [runs[roots[chunk_runs[index]]].previous for index in entered]
-        exchange = _exchange(runs, roots, layout, rank, last_of_run, entered_place, entering_runs, device)
-
-    owners, tokens_per_row = Owners.of(layout), layout.sizes[rank]
-    lengths = [min(chunk, runs[run].stop - start) for run, start in zip(chunk_runs, starts, strict=True)]
-    _, local = owners.find(np.array(starts, dtype=np.int64))
-    first = local + np.array([runs[run].row for run in chunk_runs], dtype=np.int64) * tokens_per_row
-    # The tokens of a span with step 1 are neighbours on their rank too. Padding reads the chunk's first token.
-    within = np.arange(chunk)
-    is_token = within < np.array(lengths, dtype=np.int64).reshape(-1, 1)
-    tokens = np.where(is_token, first.reshape(-1, 1) + within, first.reshape(-1, 1)).reshape(-1)
-    places = np.empty(len(rows) * tokens_per_row, dtype=np.int64)
-    places[tokens[is_token.reshape(-1)]] = np.flatnonzero(is_token)
+        entering_runs = [runs[roots[chunks.runs[chunk]]].previous for chunk in entered]
+        exchange = _exchange(runs, roots, layout, rank, chunks, entered_place, entering_runs, device)
+    tokens, is_token = chunks.tokens(runs, layout, rank)
+    places = np.empty(len(rows) * layout.sizes[rank], dtype=np.int64)
+    places[tokens[is_token]] = np.flatnonzero(is_token)
     return ScanPlan(
-        torch.from_numpy(tokens).to(device),
-        chunk,
-        None if is_token.all() else torch.from_numpy(~is_token).view(-1, 1, chunk, 1).to(device),
+        torch.from_numpy(tokens.reshape(-1)).to(device),
+        chunks.size,
+        None if is_token.all() else torch.from_numpy(~is_token).view(-1, 1, chunks.size, 1).to(device),
         torch.from_numpy(places).to(device),
-        forest,
-        _indices([index for index, _ in root_runs], device),
-        _indices([runs[run].row for _, run in root_runs], device),
+        Forest.of(chunks.parents, device),
+        _indices(first_chunks, device),
+        _indices([runs[chunks.runs[chunk]].row for chunk in first_chunks], device),
         _indices(entered, device),
         entered_forest,
         exchange,
@@ -223,7 +266,7 @@ def _exchange(
     roots: Sequence[int],
     layout: SequenceLayout,
     rank: int,
-    last_of_run: dict[int, int],
+    chunks: RunChunks,
     entered_place: dict[int, int],
     entering_runs: Sequence[int],
     device: torch.device,
@@ -233,27 +276,28 @@ def _exchange(
     last = [index for index, run in enumerate(runs) if run.stop == layout.length]
     by_position = sorted(needed | {*last})
     entry = {run: index for index, run in enumerate(by_position)}
-    before_tree = [runs[roots[run]].previous for run in by_position]
-    forest, order = Forest.sort([entry.get(run, NONE) for run in before_tree], device)
-    place = {by_position[node]: index for index, node in enumerate(order)}
+    parents = [entry.get(runs[roots[run]].previous, NONE) for run in by_position]
+    order = depth_order(parents)
+    place = {NONE: NONE} | {node: index for index, node in enumerate(order)}
+    forest = Forest.of([place[parents[node]] for node in order], device)
+    in_forest = [by_position[node] for node in order]
 
     gathered = sorted(by_position, key=lambda run: runs[run].rank)  # stable: by rank, then by position
     with_maps = [run for run in gathered if runs[roots[run]].previous != NONE]
     state_at = {run: index for index, run in enumerate(gathered)}
     map_at = {run: index for index, run in enumerate(with_maps)}
-    in_forest = [by_position[node] for node in order]
     own_states, own_maps = ([run for run in some if runs[run].rank == rank] for some in (gathered, with_maps))
     ranks = range(layout.shards)
     return StateExchange(
         tuple(sum(runs[run].rank == other for run in gathered) for other in ranks),
         tuple(sum(runs[run].rank == other for run in with_maps) for other in ranks),
-        _indices([last_of_run[run] for run in own_states], device),
-        _indices([entered_place[last_of_run[run]] for run in own_maps], device),
+        _indices([chunks.last_of_run[run] for run in own_states], device),
+        _indices([entered_place[chunks.last_of_run[run]] for run in own_maps], device),
         _indices([state_at[run] for run in in_forest], device),
         _indices([map_at[run] for run in in_forest[forest.sizes[0] :]], device),
         forest,
-        _indices([place[run] for run in entering_runs], device),
-        _indices([place[run] for run in last], device),
+        _indices([place[entry[run]] for run in entering_runs], device),
+        _indices([place[entry[run]] for run in last], device),
     )
 
 

@@ -175,13 +175,13 @@ def _follow(roots: Tensor, maps: Tensor, states: Tensor | None, forest: Forest) 
         roots: x at the roots.
         maps, states: of all nodes; those of roots are not read.
     """
-    depths, first = [roots], forest.sizes[0]
-    parents_start = 0
-    for size in forest.sizes[1:]:
-        parents = forest.parents[first - forest.sizes[0] : first - forest.sizes[0] + size] - parents_start
-        x = apply_map(maps[first : first + size], depths[-1].index_select(0, parents))
-        depths.append(x if states is None else x + states[first : first + size])
-        parents_start, first = first, first + size
+    depths = [roots]
+    # Split at once: backward of a slice for each depth would fill as many tensors of all nodes.
+    maps_by_depth = maps.split(forest.sizes)[1:]
+    states_by_depth = [None] * len(maps_by_depth) if states is None else states.split(forest.sizes)[1:]
+    for state_map, state, parents in zip(maps_by_depth, states_by_depth, forest.parents_by_depth, strict=True):
+        x = apply_map(state_map, depths[-1].index_select(0, parents))
+        depths.append(x if state is None else x + state)
     return torch.cat(depths)
 
 
