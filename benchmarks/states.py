@@ -93,10 +93,10 @@ def seconds(function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=count_argument, default=4096)
-    parser.add_argument("--heads", type=count_argument, default=8)
-    parser.add_argument("--dim", type=count_argument, default=64)
-    parser.add_argument("--turns", type=count_argument, default=5)
+    parser.add_argument("--tokens", type=count_argument(), default=4096)
+    parser.add_argument("--heads", type=count_argument(), default=8)
+    parser.add_argument("--dim", type=count_argument(), default=64)
+    parser.add_argument("--turns", type=count_argument(), default=5)
     parser.add_argument("--tree", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
