@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import report
 
-from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
+from armillary.models import Checkpointing
+from armillary.plan.memory.estimate import AttentionChoice
+from paper_tables.steps import predicted
+from paper_tables.table import NOT_AVAILABLE, NOT_RUN, Paper, Row, Table
 
 
 def paper() -> Paper:
-    return Paper("UPipe", "2602.21196", [stages(), figure_1()])
+    return Paper("UPipe", "2602.21196", [stages(), figure_1(), throughput_1(), figure_2(), figure_5()])
 
 
 def stored(name: str) -> tuple[str, list[dict[str, Any]]]:
@@ -61,3 +65,66 @@ def figure_1() -> Table:
             *(Row(f"{name}, million tokens", NOT_AVAILABLE, node[name]) for name in ("ulysses", "usp", "ring")),
         ],
     )
+
+
+M = 10**6
+OFFLOADED = Checkpointing("layer", offload=True, prefetch=False)
+NODE = {"upipe": 8, "ulysses": 8, "usp": 4, "ring": 1}
+"""Methods on 8 H100, and their ranks on the head axis."""
+
+
+def throughput_1() -> Table:
+    rows = list[Row]()
+    for length, (name, ulysses) in product((1, 3, 5), NODE.items()):
+        found = predicted("llama3-8b", "8xh100", length * M, AttentionChoice(name), ulysses, OFFLOADED, on_host=True)
+        tokens = length * M / found.time.seconds / 8
+        shown = f"{tokens:.0f} tokens a second and GPU, MFU {found.mfu:.1%}"
+        verdict = "" if found.fits else f"does not fit: {found.gib:.1f} of {found.room.device / 2**30:.1f} GiB"
+        rows.append(Row(f"{name}, {length}M", NOT_AVAILABLE, shown, verdict))
+    rows.append(Row("FPDT", NOT_AVAILABLE, NOT_RUN, "no method here has query chunks around offloaded keys"))
+    text = (
+        "Predicted: each block's input on the host, no prefetch. The text says that UPipe matches the throughput of "
+        "other methods; curves are not available."
+    )
+    return Table("Figure 1, throughput", text, rows)
+
+
+def figure_2() -> Table:
+    policies = {"AC": Checkpointing("layer"), "AO": OFFLOADED}
+    rows = list[Row]()
+    for (label, policy), (name, ulysses) in product(policies.items(), NODE.items()):
+        found = predicted("llama3-8b", "8xh100", 3 * M, AttentionChoice(name), ulysses, policy, on_host=True)
+        parts = {part: size / 2**30 for part, size in list(found.memory.device_breakdown.items())[:4]}
+        verdict = "" if found.fits else f"out of memory: {found.gib:.1f} of {found.room.device / 2**30:.1f} GiB"
+        shown = ", ".join(f"{part} {size:.1f}" for part, size in parts.items())
+        rows.append(Row(f"{label}, {name}", NOT_AVAILABLE, f"{found.gib:.1f} GiB: {shown}", verdict))
+    text = (
+        "LLaMA-3-8B, 3M tokens on 8 H100, by formulas, optimizer on the host. AC: each block's input is stored; AO: on "
+        "the host. The text has no numbers of the figure."
+    )
+    return Table("Figure 2, memory at 3M tokens", text, rows)
+
+
+def figure_5() -> Table:
+    command, contexts = stored("contexts")
+    tokens = {row["attention"].split()[0]: row["tokens, M"] for row in contexts if row["cluster"].startswith("16 ")}
+    rows = [
+        Row("UPipe hybrid, million tokens", 8.0, tokens["upipe+ring"], "2 x 1.9 TB of hosts hold 14.1M tokens' inputs"),
+        Row(
+            "USP hybrid, million tokens",
+            6.0,
+            tokens["usp"],
+            "all inputs on the host: 10.5M; the paper's steps are 2M",
+        ),
+        Row("UPipe over USP", 8 / 6, tokens["upipe+ring"] / tokens["usp"]),
+    ]
+    for length in (2, 4, 6, 8):
+        steps = [
+            predicted("llama3-8b", "16xh100", length * M, AttentionChoice(name), 8, OFFLOADED, on_host=True)
+            for name in ("upipe+ring", "usp")
+        ]
+        upipe, usp = steps
+        why = f"{upipe.gib:.1f} and {usp.gib:.1f} GiB: {upipe.gib / usp.gib:.2f} of the memory"
+        rows.append(Row(f"{length}M: throughput over USP", 1.0, usp.time.seconds / upipe.time.seconds, why))
+    text = f"LLaMA-3-8B on 16 x H100: lengths simulated by `{command}`, throughput predicted, memory by formulas."
+    return Table("Figure 5, lengths, memory and throughput on 16 H100", text, rows, ["curves are not available"])

@@ -41,6 +41,7 @@ class Case:
     tokens: int = N
     z_loss: float = 0.0
     packed: bool = False
+    zero_stage: int = 3
     """Each row has documents of its own, and positions count from their starts."""
 
     def mask(self, share: slice = slice(None)) -> AttentionMask:
@@ -117,6 +118,7 @@ def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         model = build(case.config, dtype)
     precision = dtype if case.sharded else None
     options = {"checkpointing": case.checkpointing, "compiler": case.compiler, "precision": precision}
+    options["zero_stage"] = case.zero_stage
     parallelize(model, over, attention=attend, **options)
     model.to_empty(device="cpu")
     initialize(model, 0)
@@ -172,7 +174,7 @@ GROUPS = {
     ],
     "4 ranks": [
         Case({"tp": 2, "ulysses": 2}, "ulysses", GROUPED, LAYER),
-        Case({"replicate": 2, "ulysses": 2}, "upipe", LEARNED, LAYER),
+        Case({"replicate": 2, "ulysses": 2}, "upipe", LEARNED, LAYER, zero_stage=2),
         Case({"tp": 4}, "local", FEW_TIED, KEEP, sharded=False, tokens=13),
     ],
     "2 ranks": [

@@ -108,11 +108,14 @@ def test_the_command_prints_json(capsys):
     assert output["mfu"] == pytest.approx(output["run"]["flops"] / (16 * 312e12 * seconds))
 
 
-def test_parts_without_a_model_are_left_out(capsys):
-    output = printed(capsys, *DEBUG, "--cluster", "8xh100", "--parallel.tp", "2")
-    assert "memory: not simulated under tensor parallelism" in output and "MFU" not in output
-    output = printed(capsys, *DEBUG, "--cluster", "8xh100", "--parallel.replicate", "2")
-    assert "memory: fits" in output and "not predicted" in output
+@pytest.mark.parametrize("axis", ["tp", "replicate"])
+def test_tensor_parallelism_and_replicas_are_predicted(capsys, axis):
+    output = json.loads(printed(capsys, *DEBUG, "--cluster", "8xh100", f"--parallel.{axis}", "2", "--json"))
+    assert output["fits"] and output["mfu"] > 0 and output["run"]["axes"][axis] == 2
+    assert (output["time"]["tensor"] > 0) == (axis == "tp")
+
+
+def test_a_step_that_does_not_fit_exits_with_1(capsys):
     large = ["--recipe", "llama3_8b_1m", "--parallel.attention", "ulysses", "--checkpointing.policy", "none"]
     with pytest.raises(SystemExit) as stop:
         printed(capsys, *large, "--checkpointing.no-offload", "--model.layers", "4")

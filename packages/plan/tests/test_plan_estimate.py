@@ -57,8 +57,14 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
         job(QWEN, axes=R8, name="all_gather", checkpointing=replace(OUTPUT, offload=True)),
         pytest.param(job(GPT, axes=R8, name="wallfacer", team=2, length=2**17, on_host=False), marks=pytest.mark.long),
         job(GPT, axes=R8, name="ring", length=2**17, checkpointing=Checkpointing("none"), on_host=False),
+        job(GPT, {"ring": 4, "tp": 2}, "ring", 2**17, Checkpointing("none"), on_host=False),
+        job(GPT, {"ring": 4}, "ring", 2**17, Checkpointing("none", tiled=True), on_host=False, zero_stage=2),
+        job(axes={"ring": 2, "tp": 4}, name="ring", length=2**18, on_host=False, zero_stage=2),
+        pytest.param(
+            job(axes={"ulysses": 2, "tp": 4}, length=2**18, checkpointing=OUTPUT, on_host=False), marks=pytest.mark.long
+        ),
     ],
-    ids=lambda job: f"{job.attention.name}-{job.checkpointing.policy}-{job.length}",
+    ids=lambda job: f"{job.attention.name}-{job.checkpointing.policy}-{job.length}-tp{job.axes.get('tp', 1)}",
 )
 def test_the_estimate_agrees_with_the_simulation(job):
     simulated, estimated = simulate(job), estimate(job)

@@ -1,6 +1,7 @@
 """The planner's search: predictions against published measurements, and the command."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -349,6 +350,48 @@ def test_candidates_use_all_ranks():
     assert (
         "wallfacer C=4 p2p_intra on ring 16" in named and "upipe+ring, 16 heads a stage on ring 2 x ulysses 8" in named
     )
+
+
+def test_candidates_over_tensor_parallelism_and_replicas():
+    found = list(candidates(heads=8, ranks=16, rows=4, tensor_parallel=(1, 2, 4), replicate=(1, 2)))
+    assert len(set(found)) == len(found)
+    assert {(c.mesh.tp, c.mesh.replicate) for c in found} == {(tp, n) for tp in (1, 2, 4) for n in (1, 2)}
+    for each in found:
+        assert math.prod(each.mesh.axes.values()) == 16 and 4 % each.mesh.replicas == 0
+        assert each.mesh.ulysses * each.mesh.tp <= 8
+
+
+def test_groups_of_ranks_gather_side_by_side():
+    two, size = Cluster.named("16xh100"), 16e9
+    tp = all_gather_seconds(two, size, 8)
+    assert tp == pytest.approx(size * 7 / 8 / two.within.bandwidth + two.within.latency, rel=1e-3)
+    strided = all_gather_seconds(two, size, 8, 2)  # 4 ranks on each node, whose rings cross at 4 cards
+    assert strided == pytest.approx(size * 7 / 8 / min(two.within.bandwidth, 4 * two.between.bandwidth), rel=1e-2)
+    replicas = all_gather_seconds(two, size, 2, 8)
+    assert replicas == pytest.approx(size / 2 / two.between.bandwidth, rel=1e-2)
+    assert all_gather_seconds(two, size, 1) == 0
+
+
+def test_tensor_parallel_ranks_interleave():
+    """The ring of every other rank takes as long as on half of the ranks, with twice the load of each card."""
+    work = AttentionShape.of(
+        SequenceLayout.zigzag(2**16, 8), AttentionMask(), heads=8, kv_heads=8, head_dim=128, dtype=torch.bfloat16
+    )
+    steps = RingPlan().comm_plan(work).forward
+    strided = plan_seconds(steps, Cluster.named("16xh100"), 1e-18, copies=2, stride=2)
+    blocks = plan_seconds(steps, Cluster.named("16xh100"), 1e-18, copies=2)
+    assert strided.exchange > 4 * blocks.exchange  # it crosses nodes; in blocks it does not
+
+
+def test_a_larger_batch_prefers_data_parallelism_and_says_why():
+    """USP (arXiv 2405.07719), figure 5 and tip 2: LLaMA2-7B, a global batch of 8 on 8 A800."""
+    found = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp")))
+    best = found.fitting[0]
+    assert best.candidate.mesh.shard == 8
+    split = next(each for each in found.fitting if each.candidate.mesh.shard == 4)
+    assert "slower: " in found.reason(split)
+    one = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="32Ki", attention=("ring", "ulysses", "usp")))
+    assert one.fitting[0].candidate.mesh.shard == 1
 
 
 def test_every_other_choice_has_a_reason():

@@ -60,31 +60,30 @@ class Prediction:
     """A run on a cluster, from the view of rank 0.
 
     Args:
-        memory: of a step; None under tensor parallelism, which is not simulated.
+        memory: of a step, simulated.
         bound: whether `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
             the tensors that CUDA's do.
-        time: None with replicas and under tensor parallelism, whose messages are in no communication plan.
         limit: seconds after which the run's watchdog ends a step.
     """
 
     run: DryRun
     cluster: Cluster
     room: Room
-    memory: StepMemory | None
+    memory: StepMemory
     bound: bool
-    time: StepTime | None
+    time: StepTime
     limit: float
 
     @property
-    def fits(self) -> bool | None:
-        """True if memory suffices; None if it is not simulated."""
-        return None if self.memory is None else self.room.share(self.memory) <= 1
+    def fits(self) -> bool:
+        """True if memory suffices."""
+        return self.room.share(self.memory) <= 1
 
     @property
-    def mfu(self) -> float | None:
+    def mfu(self) -> float:
         """The model's FLOPs over those of the cluster's peak in the predicted time."""
         peak = self.cluster.ranks * self.cluster.accelerator.flops
-        return None if self.time is None else self.run.flops / (self.time.seconds * peak)
+        return self.run.flops / (self.time.seconds * peak)
 
 
 def predict(config: Config, cluster: str, progress: Progress = lambda _done, _total: None) -> Prediction:
@@ -104,15 +103,13 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
     assert isinstance(job.attention, AttentionChoice)
     if not job.attention.method.missing("forward_memory", "backward_memory"):
         check_simulated(job, machines, room, "--data.sequence-length")
-    # Neither simulation nor communication plans cover tensor parallelism; plans do not cover replicas either.
-    simulated = run.axes["tp"] == 1
     return Prediction(
         run=run,
         cluster=machines,
         room=room,
-        memory=memory_of(config, job, run.local_parameters, progress) if simulated else None,
+        memory=memory_of(config, job, run.local_parameters, progress),
         bound=config.checkpointing.policy == "none",
-        time=time_of(config, job, machines) if simulated and run.axes["replicate"] == 1 else None,
+        time=time_of(config, job, machines),
         limit=60 * config.train.timeout_minutes,
     )
 
@@ -135,8 +132,8 @@ def memory_of(config: Config, job: Job, local_parameters: int, progress: Progres
 def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     """Predicted time of a step: that of one micro-batch, as many times, and one optimizer update."""
     assert isinstance(job.attention, AttentionChoice)
-    mesh = Mesh(job.axes["shard"], job.axes["ring"], job.axes["ulysses"])
-    rows = job.rows * mesh.shard
+    mesh = Mesh(**job.axes)
+    rows = job.rows * mesh.replicas
     kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
     passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, kernel, margin)
     micro_batch = step_time(job, passes, cluster)
@@ -156,6 +153,7 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
         length=config.data.sequence_length,
         rows=config.rows_per_batch,
         checkpointing=config.checkpointing,
+        zero_stage=parallel.zero_stage,
         on_host=config.optimizer.cpu_offload,
         precision=dtype,
     )
@@ -172,26 +170,19 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
 def show(prediction: Prediction) -> None:
     """Prints the trainer's dry run, then memory and time."""
     report.show(prediction.run, f", on {prediction.cluster.name}")
-    if prediction.memory is not None:
-        print_table(COLUMNS, memory_rows(prediction.memory, prediction.room))
-        print()
+    print_table(COLUMNS, memory_rows(prediction.memory, prediction.room))
+    print()
     print(*verdict(prediction), sep="\n")
 
 
 def verdict(prediction: Prediction) -> Iterator[str]:
     """Lines on fit and step time."""
-    if prediction.memory is None:
-        yield "memory: not simulated under tensor parallelism"
-    else:
-        fits = "fits" if prediction.fits else "does not fit"
-        yield f"memory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}"
-        if prediction.bound:
-            yield "an upper bound: with --checkpointing.policy none, CUDA's kernels save less than the simulated ones"
+    fits = "fits" if prediction.fits else "does not fit"
+    yield f"memory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}"
+    if prediction.bound:
+        yield "an upper bound: with --checkpointing.policy none, CUDA's kernels save less than the simulated ones"
     time, run = prediction.time, prediction.run
     work = f"{run.tokens_per_step:,} tokens, {run.flops:.3g} FLOPs"
-    if time is None:
-        yield f"a step: {work}; its time is not predicted with replicas or under tensor parallelism"
-        return
     yield f"a step: {work}, {duration(time.seconds)} by its communication plan, an MFU of {prediction.mfu:.1%}"
     if time.seconds > prediction.limit:
         yield f"longer than --train.timeout-minutes ({duration(prediction.limit)}), after which the run would end"

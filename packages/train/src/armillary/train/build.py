@@ -140,6 +140,7 @@ def shard_model(
         precision=precision,
         cpu_offload=config.optimizer.cpu_offload,
         compiler=parallel.compiler,
+        zero_stage=parallel.zero_stage,
     )
     return model, attention
 

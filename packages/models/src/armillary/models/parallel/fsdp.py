@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,11 +16,15 @@ from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 
+ZeroStage = Literal[2, 3]
+
 SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 """Axes over which parameters are sharded, as one."""
 
 
-def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False) -> None:
+def shard_parameters(
+    model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False, zero_stage: ZeroStage = 3
+) -> None:
     """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, replicated over replicate
     (HSDP).
 
@@ -30,6 +35,8 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
         mesh: a mesh with some of these axes, and any others, such as `build_mesh` makes.
         precision: of forward and backward; gradients are reduced in float32 (float64 for float64).
         cpu_offload: keeps parameters, gradients and optimizer state in the host's memory.
+        zero_stage: 3 frees a block's gathered parameters after its forward and gathers them again in backward; 2 keeps
+            them in between. Gradients and optimizer state are sharded under both.
 
     Raises:
         ValueError: the mesh has none of the axes.
@@ -38,7 +45,13 @@ def shard_parameters(model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtyp
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     over = sharding_mesh(mesh)
     for module, keep in units(model):
-        fully_shard(module, mesh=over, mp_policy=policy, offload_policy=place, reshard_after_forward=not keep)
+        fully_shard(
+            module,
+            mesh=over,
+            mp_policy=policy,
+            offload_policy=place,
+            reshard_after_forward=zero_stage == 3 and not keep,
+        )
     sum_gradients(model)
 
 

@@ -16,7 +16,7 @@ from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.parallel.fsdp import shard_parameters, sharding_axes
+from armillary.models.parallel.fsdp import ZeroStage, shard_parameters, sharding_axes
 from armillary.models.parallel.tensor import styles_for, tensor_parallel
 
 
@@ -29,6 +29,7 @@ def parallelize(
     precision: torch.dtype | None = torch.float32,
     cpu_offload: bool = False,
     compiler: str | None = None,
+    zero_stage: ZeroStage = 3,
 ) -> None:
     """Puts the model onto the mesh, in place. It is called as before, on this rank's tokens of the sequence.
 
@@ -54,6 +55,7 @@ def parallelize(
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Where blocks are run in
             parts (a checkpoint policy), what follows attention is compiled, and attention is not. Shards of more than a
             few different layouts are run as they are, with a warning: a graph is made for a layout.
+        zero_stage: under FSDP2, 2 gathers a block's parameters once for forward and backward, 3 once for each.
 
     Raises:
         ValueError: something does not fit the model or the mesh. Raised before any module or parameter is changed.
@@ -72,7 +74,7 @@ def parallelize(
         for block in blocks:
             compile_block(block, compiler)
     if precision is not None:
-        shard_parameters(model, mesh, precision, cpu_offload)
+        shard_parameters(model, mesh, precision, cpu_offload, zero_stage)
 
 
 def check(

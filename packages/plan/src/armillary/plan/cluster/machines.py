@@ -37,6 +37,8 @@ NVLINK_4 = Link(bandwidth=370e9, latency=8e-6, disturbs=0.1)
 NVLINK_3 = Link(bandwidth=240e9, latency=8e-6, disturbs=0.1)
 NDR = Link(bandwidth=46e9, latency=12e-6, disturbs=0.1)
 """InfiniBand, 400 Gb/s for each rank."""
+NVLINK_A800 = Link(bandwidth=160e9, latency=8e-6, disturbs=0.1)
+"""An A800's 400 GB/s, both ways together, where an A100 has 600."""
 HDR = Link(bandwidth=23e9, latency=12e-6, disturbs=0.1)
 """InfiniBand, 200 Gb/s for each rank."""
 ETHERNET = Link(bandwidth=11e9, latency=50e-6, per="group", disturbs=0.1)
@@ -49,6 +51,7 @@ HOST_BRIDGES = Link(bandwidth=17.5e9, latency=20e-6, disturbs=1.0, crowding=1.6)
 _H100 = Node(name="H100 80 GB", ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR)
 _H200 = replace(_H100, name="H200 141 GB", accelerator=H200)
 _A100 = Node(name="A100 80 GB", ranks_per_node=8, accelerator=A100_80, host_memory=TB, within=NVLINK_3, between=HDR)
+_A800 = replace(_A100, name="A800 80 GB", accelerator=replace(A100_80, name="A800 80 GB"), within=NVLINK_A800)
 _A100_40 = replace(_A100, name="A100 40 GB", accelerator=A100_40)
 _L20 = Node(
     name="L20 48 GB on PCIe", ranks_per_node=8, accelerator=L20, host_memory=TB, within=HOST_BRIDGES, between=ETHERNET
@@ -66,6 +69,7 @@ MACHINES = {
     "h200-ethernet": _over_ethernet(_H200),
     "a100-80": _A100,
     "a100-80-ethernet": _over_ethernet(_A100),
+    "a800": _A800,
     "a100-40": _A100_40,
     "a100-40-ethernet": _over_ethernet(_A100_40),
     "a100-40x16-ethernet": _over_ethernet(_A100_40, ", 16 a machine,", ranks=16),

@@ -99,7 +99,12 @@ class Clocks(NamedTuple):
 
 
 def plan_seconds(
-    steps: Sequence[Step], cluster: Cluster, seconds_per_pair: float, copies: int = 1, overlap: bool = True
+    steps: Sequence[Step],
+    cluster: Cluster,
+    seconds_per_pair: float,
+    copies: int = 1,
+    overlap: bool = True,
+    stride: int = 1,
 ) -> Span:
     """Time of one pass of attention, until the last rank is done.
 
@@ -112,12 +117,13 @@ def plan_seconds(
         seconds_per_pair: kernel seconds per visible (query, key) pair of a head.
         copies: number of groups that run the plan side by side, on ranks 0..P-1, P..2P-1, ..., and share links.
         overlap: False for a kernel that leaves no multiprocessor to NCCL: a step's moves then start after it.
+        stride: distance of a group's ranks; as many groups interleave (tensor parallelism), which `copies` contains.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step
     clocks, kernel_seconds, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
     for step in steps:
         compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
-        moves, leaving = step_deliveries(step.moves, step.later_moves, cluster, copies)
+        moves, leaving = step_deliveries(step.moves, step.later_moves, cluster, copies, stride)
         clocks = clocks.after(compute, moves, leaving, overlap)
         if compute:
             kernel_seconds = [a + b for a, b in zip(kernel_seconds, compute, strict=True)]
@@ -131,7 +137,7 @@ def plan_seconds(
 
 @lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are mostly equal
 def step_deliveries(
-    moves: tuple[Move, ...], leaving: tuple[Move, ...], cluster: Cluster, copies: int
+    moves: tuple[Move, ...], leaving: tuple[Move, ...], cluster: Cluster, copies: int, stride: int = 1
 ) -> tuple[list[Delivery], list[Delivery]]:
     """Timing of a step's (moves, leaving) in the first of `copies` groups, while the others send the same.
 
@@ -141,18 +147,19 @@ def step_deliveries(
     sends = [send for move in moves for send in rounds_of(move)]
     leaving_sends = [send for move in leaving for send in rounds_of(move)]
     all_sends = [
-        Send(first + source, first + target, size)
-        for first in range(0, copies * ranks, ranks)
+        Send(first + stride * source, first + stride * target, size)
+        for block in range(0, copies * ranks, stride * ranks)
+        for first in range(block, block + stride)
         for source, target, size in (*sends, *leaving_sends)
     ]
     timed = cluster.deliveries(all_sends)
     # Groups may cross nodes differently: of each send, the slowest group counts.
     per_group = len(timed) // copies
     slowest = (max(timed[i::per_group], key=lambda one: one.seconds) for i in range(per_group))
-    delays = collective_delays(moves, cluster)
+    delays = collective_delays(moves, cluster, stride)
     result = list[Delivery]()
     for delivery in slowest:
-        source, target = delivery.source % ranks, delivery.target % ranks
+        source, target = (rank // stride % ranks for rank in (delivery.source, delivery.target))
         seconds = delivery.seconds + delays[source, target]
         result.append(delivery._replace(source=source, target=target, seconds=seconds))
     return result[: len(sends)], result[len(sends) :]
@@ -165,7 +172,7 @@ def rounds_of(move: Move) -> Iterator[Send]:
         yield from [send._replace(bytes=send.bytes // rounds)] * rounds
 
 
-def collective_delays(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, float]:
+def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) -> Mapping[Ends, float]:
     """Seconds that collectives take beyond the transfer of their bytes, by (source, target).
 
     Each round of an all-gather waits for the round before. In all-gathers and reduce-scatters, ranks that send to each
@@ -176,7 +183,7 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, 
     for move in moves:
         # A round passes on the shard of the round before, so each round pays the latency.
         if move.kind == "all_gather":
-            slowest = max(cluster.transit([send._replace(bytes=1)]) for send in move.sends)
+            slowest = max(cluster.transit([Send(stride * a, stride * b, 1)]) for a, b, _ in move.sends)
             for send in move.sends:
                 delays[send.source, send.target] += (ring_peers(move, send.source) - 1) * slowest
         # The opposite direction waits for a share (`turns`) of this one.
@@ -184,10 +191,12 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster) -> Mapping[Ends, 
             by_source = defaultdict[int, list[Send]](list)
             for send in move.sends:
                 by_source[send.source].append(send)
-            for sends in by_source.values():
-                for delivery in cluster.deliveries(sends):
-                    if any(back.target == delivery.source for back in by_source[delivery.target]):
-                        delays[delivery.target, delivery.source] += delivery.link.turns * delivery.seconds
+            for source, sends in by_source.items():
+                placed = (Send(stride * source, stride * send.target, send.bytes) for send in sends)
+                for delivery in cluster.deliveries(placed):
+                    target = delivery.target // stride
+                    if any(back.target == source for back in by_source[target]):
+                        delays[target, source] += delivery.link.turns * delivery.seconds
     return delays
 
 
@@ -201,19 +210,30 @@ def ring_peers(move: Move, rank: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def all_gather_seconds(cluster: Cluster, size: float) -> float:
-    """Seconds to all-gather a tensor of `size` bytes over all ranks, or to reduce-scatter it.
+def all_gather_seconds(cluster: Cluster, size: float, ranks: int | None = None, stride: int = 1) -> float:
+    """Seconds to all-gather a tensor of `size` bytes, or to reduce-scatter it, in all groups of ranks at once.
 
-    Like NCCL: one ring per network card. A ring passes through each node's ranks and leaves the node at a different
-    rank, so all cards are used.
+    Like NCCL: one ring per network card. A ring passes through the ranks of a group on each node and leaves the node at
+    a different one, so all cards are used.
+
+    Args:
+        ranks: number of a group's ranks; by default all.
+        stride: distance of a group's ranks. As many groups interleave in a block of ranks, and blocks fill the cluster.
     """
-    ranks, per_node = cluster.ranks, cluster.ranks_per_node
+    ranks, per_node = ranks or cluster.ranks, cluster.ranks_per_node
     if ranks == 1:
         return 0.0
     # Each rank passes all shards but one on to its neighbor in the node...
     passed = int(size * (ranks - 1) / ranks)
-    sends = [Send(rank, rank - rank % per_node + (rank + 1) % per_node, passed) for rank in range(ranks)]
-    # ...and one ring per rank of a node crosses to the next node there, with its share of the bytes.
-    if cluster.nodes > 1:
-        sends += [Send(rank, (rank + per_node) % ranks, passed // per_node) for rank in range(ranks)]
+    block, sends = ranks * stride, list[Send]()
+    for rank in range(cluster.ranks):
+        start, place = rank - rank % block, rank % block
+        # Places of the same group on the same node.
+        on_node = [p for p in range(place % stride, block, stride) if (start + p) // per_node == rank // per_node]
+        following = on_node[(on_node.index(place) + 1) % len(on_node)]
+        sends.append(Send(rank, start + following, passed))
+        # ...and one ring per rank of the node crosses to the next node there, with its share of the bytes.
+        if len(on_node) < ranks:
+            across = start + (place + max(per_node, stride)) % block
+            sends.append(Send(rank, across, passed // len(on_node)))
     return cluster.transit(sends)

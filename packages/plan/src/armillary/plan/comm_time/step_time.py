@@ -31,6 +31,7 @@ class StepTime:
         head: the loss.
         exchange: waiting for attention's communication, and the slowdown of kernels beside it.
         steps: launches and merges of attention's steps.
+        tensor: all-gathers and reduce-scatters of tensor parallelism.
         parameters: waiting for all-gathers of parameters and reduce-scatters of gradients.
         offload: waiting for copies to and from the host.
         optimizer: the update.
@@ -42,6 +43,7 @@ class StepTime:
     head: float = 0.0
     exchange: float = 0.0
     steps: float = 0.0
+    tensor: float = 0.0
     parameters: float = 0.0
     offload: float = 0.0
     optimizer: float = 0.0
@@ -77,6 +79,7 @@ class Passes:
         tokens: int,
         kernel: str | None = None,
         margin: int = 0,
+        stride: int = 1,
     ) -> Passes:
         """Times the plan, run by `copies` groups of ranks side by side.
 
@@ -84,6 +87,7 @@ class Passes:
 
         Args:
             tokens, kernel, margin: as in `Accelerator.attention_shares`.
+            stride: as in `plan_seconds`.
         """
         device = cluster.accelerator
         overlap = margin > 0 or not device.is_persistent(kernel)
@@ -91,8 +95,8 @@ class Passes:
         forward = FORWARD * head_dim / (device.flops * forward_share)
         backward = BACKWARD * head_dim / (device.flops * backward_share)
         return cls(
-            plan_seconds(plan.forward, cluster, forward, copies, overlap),
-            plan_seconds(plan.backward, cluster, backward, copies),
+            plan_seconds(plan.forward, cluster, forward, copies, overlap, stride),
+            plan_seconds(plan.backward, cluster, backward, copies, stride=stride),
             overlap,
         )
 
@@ -125,6 +129,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         head=6 * step.model.vocabulary * step.model.dim * tokens / products,
         exchange=attention.exposed + recomputed_attention.exposed,
         steps=attention.overhead + recomputed_attention.overhead,
+        tensor=tensor_transfers(step, cluster),
         parameters=sum(exposed(gather, each) for each in computing) + segment_gathers + root_transfers(step, cluster),
         offload=sum(block_offload(step, i, cluster, each) for i, each in enumerate(computing)) + segment_copies,
         optimizer=optimizer_update(step, cluster),
@@ -180,6 +185,8 @@ def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
     from the host, and the tensors that recomputation stores there for them.
     """
     peaks, gathers, copied = Peaks(step), 0, 0.0
+    if len(step.segments) == len(step.keeps):
+        return 0.0, 0.0  # every block stores its input
     for segment in step.segments:
         gathers += len(segment[:-2])
         copied += sum(
@@ -188,20 +195,47 @@ def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
     return gathers * parameter_transfers(step, cluster)[0], copied / cluster.accelerator.host_bandwidth
 
 
+def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
+    """All-gathers and reduce-scatters of [B, T, E] over the tensor-parallel ranks. Computation waits for them.
+
+    A block has two of each, forward and backward; embedding and loss together have four. Recomputed are, without
+    policy "none", attention's gather for its backward, and again if attention is recomputed; and the three of the part
+    after attention, whose last output nobody needs, but which is reduced all the same.
+    """
+    if step.tp == 1:
+        return 0.0
+    layers, policy = step.model.layers, step.checkpointing
+    count = 8 * layers + 4
+    if policy.policy != "none":
+        count += 4 * layers + sum(not keep.attended for keep in step.keeps) + 3 * sum(not keep.x for keep in step.keeps)
+    elif policy.tiled:
+        count += 3 * layers
+    return count * all_gather_seconds(cluster, step.tp * step.x, step.tp)
+
+
 def parameter_transfers(step: StepSizes, cluster: Cluster) -> Seconds:
-    """All-gather of a block's parameters in forward; in backward also the reduce-scatter of its gradients."""
-    if step.sharing == 1:
-        return 0.0, 0.0
-    gather, reduce = (all_gather_seconds(cluster, step.model.block * size) for size in (step.e, MASTER))
-    return gather, gather + reduce
+    """A block's parameters and gradients: (all-gather in forward, transfers in backward)."""
+    gather = sharded_seconds(step, cluster, step.model.block * step.e)
+    again = gather if step.zero_stage == 3 else 0.0
+    return gather, again + reduced_seconds(step, cluster, step.model.block)
 
 
 def root_transfers(step: StepSizes, cluster: Cluster) -> float:
-    """All-gather of embedding and head, and reduce-scatter of their gradients. Nothing hides these."""
-    if step.sharing == 1:
-        return 0.0
+    """All-gather of embedding and head, and reduction of their gradients. Nothing hides these."""
     parameters = step.model.table + step.model.head + step.model.root
-    return all_gather_seconds(cluster, parameters * step.e) + all_gather_seconds(cluster, parameters * MASTER)
+    return sharded_seconds(step, cluster, parameters * step.e) + reduced_seconds(step, cluster, parameters)
+
+
+def sharded_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
+    """All-gather, or reduce-scatter, of `size` bytes over the ranks that share parameters."""
+    return all_gather_seconds(cluster, size, step.sharing, step.tp)
+
+
+def reduced_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
+    """Reduce-scatter of gradients, and all-reduce of the result over replicas."""
+    replicas, apart = cluster.ranks // (step.sharing * step.tp), step.sharing * step.tp
+    over_replicas = 2 * all_gather_seconds(cluster, MASTER * parameters / step.sharing, replicas, apart)
+    return sharded_seconds(step, cluster, MASTER * parameters) + over_replicas
 
 
 def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds) -> float:
@@ -209,6 +243,8 @@ def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds)
 
     Backward of the block above hides the copy back, if it is prefetched.
     """
+    if not step.checkpointing.offload:
+        return 0.0
     peaks, bandwidth = Peaks(step), cluster.accelerator.host_bandwidth
     to_host = sum(peaks.stored([i], host=True).values())
     from_host = to_host + sum(peaks.recomputed_checkpoints([i], host=True).values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 from armillary.attention.registry import ALIASES, variants
@@ -12,14 +14,22 @@ from armillary.plan.memory.estimate import AttentionChoice
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the mesh axes, without tensor parallelism."""
+    """Sizes of the mesh axes."""
 
     shard: int
     ring: int
     ulysses: int
+    replicate: int = 1
+    tp: int = 1
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.axes.items() if size > 1) or "1 rank"
+        order = ("replicate", "shard", "ring", "ulysses", "tp")
+        return " x ".join(f"{name} {self.axes[name]}" for name in order if self.axes[name] > 1) or "1 rank"
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel groups, each with rows of its own."""
+        return self.replicate * self.shard
 
     @property
     def axes(self) -> dict[str, int]:
@@ -39,26 +49,37 @@ class Candidate:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """Fields of the trainer's `ParallelConfig`."""
-        options = asdict(self.attention)
-        return {**self.mesh.axes, "cp": None, "attention": options.pop("name"), **options}
+        """Fields of the trainer's `ParallelConfig`, except replicate and tp."""
+        options, mesh = asdict(self.attention), self.mesh
+        axes = {"shard": mesh.shard, "ring": mesh.ring, "ulysses": mesh.ulysses}
+        return {**axes, "cp": None, "attention": options.pop("name"), **options}
 
 
-def candidates(heads: int, ranks: int, rows: int, names: Sequence[str] = ()) -> Iterator[Candidate]:
+def candidates(
+    heads: int,
+    ranks: int,
+    rows: int,
+    names: Sequence[str] = (),
+    tensor_parallel: Sequence[int] = (1,),
+    replicate: Sequence[int] = (1,),
+) -> Iterator[Candidate]:
     """All meshes over all ranks, with all methods that use them.
 
     Args:
         heads: query heads.
-        rows: sequences per step, which `shard` must divide.
+        rows: sequences per step, which replicate x shard must divide.
         names: only these methods; "usp" is ulysses+ring.
+        tensor_parallel, replicate: sizes of these axes to try; those that do not divide the ranks are left out.
     """
     allowed = [ALIASES.get(name, name) for name in names]
-    for shard in divisors(ranks):
-        for ulysses in divisors(ranks // shard):
-            mesh = Mesh(shard, ranks // shard // ulysses, ulysses)
-            if rows % shard or ulysses > heads:
+    for tp, replicas in product(tensor_parallel, replicate):
+        if ranks % (tp * replicas):
+            continue
+        for shard, ulysses in product(divisors(ranks // (tp * replicas)), repeat=2):
+            mesh = Mesh(shard, ranks // (tp * replicas * shard * ulysses), ulysses, replicas, tp)
+            if prod(mesh.axes.values()) != ranks or rows % mesh.replicas or ulysses > heads // tp:
                 continue
-            for method in variants(mesh.ring, mesh.ulysses, heads):
+            for method in variants(mesh.ring, mesh.ulysses, heads // tp):
                 if not allowed or method.name in allowed:
                     yield Candidate(mesh, AttentionChoice.of(method))
 

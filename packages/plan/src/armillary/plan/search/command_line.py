@@ -35,7 +35,13 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
     return replace(
         recipe,
         model=model_flags(result.model),
-        parallel=ParallelConfig(**choice.candidate.parallel, kernel=result.plan.kernel),
+        parallel=ParallelConfig(
+            **choice.candidate.parallel,
+            replicate=choice.candidate.mesh.replicate,
+            tp=choice.candidate.mesh.tp,
+            zero_stage=choice.job.zero_stage,
+            kernel=result.plan.kernel,
+        ),
         checkpointing=choice.job.checkpointing,
         data=DataConfig(sequence_length=result.length, global_batch_size=result.plan.rows),
         optimizer=replace(recipe.optimizer, cpu_offload=choice.job.on_host),

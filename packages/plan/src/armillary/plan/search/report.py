@@ -45,6 +45,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
                 "axes": choice.candidate.mesh.axes,
                 "attention": asdict(choice.candidate.attention),
                 "checkpointing": asdict(choice.job.checkpointing),
+                "zero_stage": choice.job.zero_stage,
                 "on_host": choice.job.on_host,
                 "fits": choice.fits,
                 "seconds": choice.time.seconds,
@@ -124,7 +125,8 @@ def stored_text(choice: Choice) -> str:
         ", chunked MLP" if policy.tiled else "",
         ", optimizer on the host" if choice.job.on_host else "",
     )
-    return f"{checkpoints}{chunked}{optimizer}"
+    stage = ", ZeRO-2" if choice.job.zero_stage == 2 else ""
+    return f"{checkpoints}{chunked}{stage}{optimizer}"
 
 
 def policy_rows(result: SearchResult) -> Iterator[list[str]]:

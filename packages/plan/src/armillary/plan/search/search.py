@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from math import gcd, inf
 from pathlib import Path
 
 import torch
@@ -14,14 +15,15 @@ from armillary.attention import AttentionMask
 from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.planning.comm_plan import AttentionShape
-from armillary.models import Checkpointing
+from armillary.models import Checkpointing, LlamaConfig
+from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
-from armillary.plan.search.candidates import Candidate, candidates
+from armillary.plan.search.candidates import Candidate, candidates, divisors
 from armillary.plan.search.fit_policy import POLICIES, fitted
 from armillary.train.config.limits import Count, check_limits
 
@@ -141,7 +143,9 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
-    every = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention))
+    degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
+    replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica holds whole nodes
+    every = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate))
     if not plan.attention:
         every = [candidate for candidate in every if not candidate.attention.method.missing(*NEEDED)]
     if not every:
@@ -161,7 +165,16 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
 
     choices.sort(key=lambda per_policy: order(best_of(per_policy, room)))
     best = [best_of(per_policy, room) for per_policy in choices]
-    return SearchResult(plan, model, cluster, room, length, best, sorted(choices[0], key=order))
+    first = best[0].candidate
+    passes = passes_of(first, model, cluster, length, plan.rows, plan.kernel)
+    policies = choices_of(first, model, cluster, length, plan.rows, room, passes, all_policies=True)
+    return SearchResult(plan, model, cluster, room, length, best, sorted(policies, key=order))
+
+
+def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
+    """Sizes of `tp` that divide heads and key heads, the MLP's width and a node, whose links its collectives need."""
+    width = model.hidden_dim if isinstance(model, LlamaConfig) else 4 * model.dim
+    return divisors(gcd(model.heads, model.kv_heads, width, ranks_per_node))
 
 
 def passes_of(
@@ -179,37 +192,60 @@ def passes_of(
         kernel: by name; by default the fastest that torch ships.
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
     """
-    mesh, attention = candidate.mesh, candidate.attention
+    mesh, attention, tp = candidate.mesh, candidate.attention, candidate.mesh.tp
     shape = AttentionShape.of(
         attention.layout(length, mesh.ring),
         AttentionMask(),
-        heads=model.heads,
-        kv_heads=model.kv_heads,
+        heads=model.heads // tp,
+        kv_heads=model.kv_heads // tp,
         head_dim=model.head_dim,
         dtype=torch.bfloat16,
-        batch=rows // mesh.shard,
+        batch=rows // mesh.replicas,
     )
-    # Groups along `shard` run the same plan side by side and share the links between nodes.
+    # Groups along replicate, shard and tp run the same plan side by side and share the links between nodes.
     plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
-    return Passes.of(plan, cluster, model.head_dim, mesh.shard, length, kernel, margin)
+    copies = mesh.replicas * tp
+    return Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
 
 
 def choices_of(
-    candidate: Candidate, model: Model, cluster: Cluster, length: int, rows: int, room: Room, passes: Passes
+    candidate: Candidate,
+    model: Model,
+    cluster: Cluster,
+    length: int,
+    rows: int,
+    room: Room,
+    passes: Passes,
+    all_policies: bool = False,
 ) -> list[Choice]:
-    """A candidate under all checkpoint policies, with the optimizer on the device and on the host."""
-    mesh, choices = candidate.mesh, list[Choice]()
+    """A candidate under checkpoint policies, ZeRO stages, and with the optimizer on the device and on the host.
+
+    Args:
+        all_policies: also those that are slower than another one that fits, which cannot be the best.
+    """
+    mesh, choices, fastest = candidate.mesh, list[Choice](), inf
     flops = rows * length * model.flops_per_token(length)
-    for policy, on_host in product(POLICIES, (False, True)):
+    stages: tuple[ZeroStage, ...] = (2, 3) if mesh.shard * mesh.ring * mesh.ulysses > 1 else (3,)
+    least_seconds = dict[tuple[Checkpointing, bool, int], float]()
+    for policy, on_host, zero_stage in product(POLICIES, (False, True), stages):
         job = Job(
             model=model,
             axes=mesh.axes,
             attention=candidate.attention,
             length=length,
-            rows=rows // mesh.shard,
+            rows=rows // mesh.replicas,
+            zero_stage=zero_stage,
             on_host=on_host,
         )
+        if fastest < inf and not all_policies:
+            # No variant of a policy, with fewer checkpoints or on the host, takes less than without copies.
+            on_device = Checkpointing(policy.policy, tiled=policy.tiled)
+            key = on_device, on_host, zero_stage
+            if key not in least_seconds:
+                least_seconds[key] = step_time(replace(job, checkpointing=on_device), passes, cluster).seconds
+            if least_seconds[key] > (1 + TIE) * fastest:
+                continue
 
         # `fitted` bisects over counts and asks for the same policies repeatedly.
         @cache
@@ -222,6 +258,7 @@ def choices_of(
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
             choice = Choice(candidate, job, time, usage, room.share(usage) <= 1, mfu)
             choices.append(choice)
+            fastest = min(fastest, time.seconds if choice.fits else inf)
             if checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:
                 break  # storing fewer checkpoints would be slower, with nothing gained
     return choices

@@ -80,6 +80,8 @@ class ParallelConfig:
     """ring+ring, ring+token_ring: nodes that the ring's ranks are on; by default those of the run."""
     kernel: str | None = None
     """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
+    zero_stage: Literal[2, 3] = 3
+    """FSDP: 3 frees a block's gathered parameters between forward and backward; 2 keeps them, and sends less."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default none."""
 

@@ -54,11 +54,17 @@ class Peaks:
         rotation = step.tokens * model.head_dim * MASTER if model.gated else 0
         return self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
 
+    def kept_gathered(self, blocks: int) -> float:
+        """Parameters that ZeRO stage 2 keeps gathered after the forward of so many blocks: theirs and the table's."""
+        step = self.step
+        return step.e * (blocks * step.model.block + step.model.table) if step.zero_stage == 2 else 0
+
     def in_backward(self, i: int) -> CategoryBytes:
         """FSDP's memory in block i's backward.
 
-        This unit and the one below are gathered. Gradients of the one above are reduced; their unsharded float32 copy
-        is freed by the next reduction. A tied table's gradient from the head waits for that from the embedding.
+        This unit and the one below are gathered; under ZeRO stage 2 all below. Gradients of the one above are reduced;
+        their unsharded float32 copy is freed by the next reduction. A tied table's gradient from the head waits for
+        that from the embedding.
         """
         step, model = self.step, self.step.model
         last = i == model.layers - 1
@@ -66,7 +72,8 @@ class Peaks:
         reducing = MASTER * (model.head if last else model.block)
         reduced = self.shard(model.head + (model.layers - 1 - i) * model.block)
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
-        memory = CategoryBytes(parameters=step.e * (model.block + unit_below), gradients=reducing + reduced + tied)
+        gathered = self.kept_gathered(i + 1) or step.e * (model.block + unit_below)
+        memory = CategoryBytes(parameters=gathered, gradients=reducing + reduced + tied)
         return self.always() + memory
 
     # -- tensors stored for backward ----------------------------------------------------------------------------------
@@ -111,7 +118,7 @@ class Peaks:
     def saved_to_attention(self) -> CategoryBytes:
         """Autograd's tensors up to attention: x, its norm, and those of attention."""
         step = self.step
-        return CategoryBytes(other=2 * step.x, attention=step.kept_attention())
+        return CategoryBytes(other=step.x + (step.gathered or step.x), attention=step.kept_attention())
 
     def saved_after_attention(self) -> CategoryBytes:
         """Autograd's tensors after attention: out, unless attention saves the same one, and the MLP's.
@@ -121,7 +128,7 @@ class Peaks:
         """
         step = self.step
         out = step.out if step.ulysses > 1 and not step.projects_in_stages else 0
-        mlp = 2 * step.x + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
+        mlp = step.x + (step.gathered or step.x) + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
         return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
     def stored_at(self, i: int) -> CategoryBytes:
@@ -150,8 +157,9 @@ class Peaks:
         largest_copy = max(range(model.layers - 1), key=lambda i: sum(self.outgoing(i).values()), default=-1)
         candidates = (self.stored_below(i) for i in {model.layers - 1, largest_copy + 1})
         lower_blocks = max(candidates, key=lambda stored: sum(stored.values()))
-        attention = step.out + step.lse + step.attention_forward()
-        block = CategoryBytes(parameters=2 * step.e * model.block, checkpoints=step.x, attention=attention)
+        attention = step.out + step.lse + step.attention_forward() + step.gathered
+        parameters = 2 * step.e * model.block + self.kept_gathered(model.layers - 1)
+        block = CategoryBytes(parameters=parameters, checkpoints=step.x, attention=attention)
         return self.always() + lower_blocks + block
 
     def loss(self) -> CategoryBytes:
@@ -160,10 +168,11 @@ class Peaks:
         The head is gathered into a copy first.
         """
         step, model = self.step, self.step.model
-        chunk = chunk_rows(step.rows * step.tokens, model.dim, model.vocabulary, step.e)
+        chunk = chunk_rows(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
-        head = CategoryBytes(parameters=2 * step.e * model.head, other=2 * step.x, loss=gradients + logits)
+        parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
+        head = CategoryBytes(parameters=parameters, other=2 * step.x, loss=gradients + logits)
         return self.always() + self.stored_below(model.layers) + head
 
     def loss_backward(self) -> CategoryBytes:
@@ -171,7 +180,8 @@ class Peaks:
         step, model = self.step, self.step.model
         table = model.vocabulary * model.dim
         loss = 2 * step.x + (MASTER + step.e) * table
-        head = CategoryBytes(parameters=step.e * (model.head + model.block), other=step.x, loss=loss)
+        parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * model.block)
+        head = CategoryBytes(parameters=parameters, other=step.x, loss=loss)
         return self.always() + self.stored_below(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
@@ -180,7 +190,8 @@ class Peaks:
         memory = self.in_backward(i) + self.stored_at(i) + CategoryBytes(gradients=step.x)
         last_matrix = step.e * model.inner * model.dim
         if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
-            return memory + CategoryBytes(mlp=(2 if model.gated else 1) * step.tensor(model.inner) + last_matrix)
+            mlp = (2 if model.gated else 1) * step.tensor(model.inner) + last_matrix + step.gathered
+            return memory + CategoryBytes(mlp=mlp)
         if step.checkpointing.policy == "none":
             memory += CategoryBytes(gradients=step.x)
         chunk = max(self.mlp_chunk() + last_matrix, step.e * model.rest)
@@ -195,7 +206,8 @@ class Peaks:
         GELU, and the gradients after and before it.
         """
         step, inner = self.step, self.step.model.inner
-        return step.tensor(3 * step.model.dim + (6 if step.model.gated else 3) * inner, step.piece)
+        inside = step.tensor((6 if step.model.gated else 3) * inner, step.tp * step.piece)
+        return inside + step.tensor(3 * step.model.dim, step.piece)
 
     def recomputed_output(self, i: int) -> CategoryBytes:
         """Out and lse of block i in its backward, if they are recomputed."""
@@ -203,13 +215,16 @@ class Peaks:
         return CategoryBytes(attention=self.step.out + self.step.lse if recomputed else 0)
 
     def backward_attention(self, i: int) -> CategoryBytes:
-        """Backward of attention in block i, at its peak: dx, dout, and accumulated gradients of later layers."""
+        """Backward of attention in block i, at its peak: dx, dout, and accumulated gradients of later layers.
+
+        Under tensor parallelism also the gathered input and its gradient.
+        """
         step = self.step
         if step.checkpointing.policy == "none":
             return self.backward_saved_attention(i)
         memory = self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i)
         accumulated = step.total * step.model.rest
-        attention = step.out + self.projection_gradients() + step.attention_backward()
+        attention = step.out + self.projection_gradients() + step.attention_backward() + 2 * step.gathered
         return memory + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
 
     def projection_gradients(self) -> float:
@@ -243,5 +258,9 @@ class Peaks:
         reduced = self.shard(model.all - numbers)
         before_reduction = step.e * numbers * 2 + step.x + MASTER * model.block
         before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0
+        if step.tp > 1:
+            # The gradient of positions, which each rank has whole, is a partial sum: copied, and still beside them.
+            whole = model.root - (model.vocabulary * model.dim if model.tied else 0)
+            before_reduction += step.e * (model.root + 4 * whole)
         reduction = (MASTER + step.e) * numbers
         return self.state() + CategoryBytes(gradients=reduced + max(before_reduction, reduction))

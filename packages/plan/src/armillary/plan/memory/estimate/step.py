@@ -28,9 +28,12 @@ class StepSizes:
     """Sizes of a job's tensors on a rank, in bytes.
 
     Args:
-        tokens: local tokens T of each of `rows` sequences (B).
+        model: of one tensor-parallel rank.
+        tokens: local tokens T of each of `rows` sequences (B), in attention and inside the MLP.
         e: bytes of an element in forward and backward.
         sharing: number of ranks that parameters are sharded over.
+        tp: tensor-parallel ranks, each with a part of the T tokens between blocks.
+        zero_stage: as in `Job`.
     """
 
     model: Widths
@@ -43,17 +46,19 @@ class StepSizes:
     ring: int
     ulysses: int
     sharing: int
+    tp: int
+    zero_stage: int
 
     @classmethod
     def of(cls, job: Job) -> StepSizes:
         if not isinstance(job.attention, AttentionChoice):
             raise ValueError(f"attention={job.attention!r} must be an AttentionChoice, so that its formulas are known")
         axes: Mapping[str, int] = job.axes
-        ring, ulysses = axes.get("ring", 1), axes.get("ulysses", 1)
+        ring, ulysses, tp = (axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
         method = job.attention.method
         method.check_used(method.mesh_axes({"ring": ring, "ulysses": ulysses}))
         return cls(
-            model=Widths.of(job.model),
+            model=Widths.of(job.model).sharded(tp),
             method=method,
             checkpointing=job.checkpointing,
             on_host=job.on_host,
@@ -63,6 +68,8 @@ class StepSizes:
             ring=ring,
             ulysses=ulysses,
             sharing=axes.get("shard", 1) * ring * ulysses,
+            tp=tp,
+            zero_stage=job.zero_stage,
         )
 
     def tensor(self, width: float, tokens: int | None = None, size: int | None = None) -> float:
@@ -70,9 +77,19 @@ class StepSizes:
         return self.rows * (self.tokens if tokens is None else tokens) * width * (self.e if size is None else size)
 
     @property
+    def own_tokens(self) -> int:
+        """Local tokens between blocks."""
+        return -(-self.tokens // self.tp)
+
+    @property
     def x(self) -> float:
-        """[B, T, E]."""
-        return self.tensor(self.model.dim)
+        """[B, T, E]; under tensor parallelism of this rank's part of the T tokens."""
+        return self.tensor(self.model.dim, self.own_tokens)
+
+    @property
+    def gathered(self) -> float:
+        """[B, T, E] of all tensor-parallel ranks, as attention and MLP gather it; 0 on one."""
+        return self.tp * self.x if self.tp > 1 else 0
 
     @property
     def out(self) -> float:
@@ -87,12 +104,12 @@ class StepSizes:
     @cached_property
     def piece(self) -> int:
         """Chunk size in tokens of the part after attention."""
-        return chunks(self.tokens, self.checkpointing.chunk)[0].stop
+        return chunks(self.own_tokens, self.checkpointing.chunk)[0].stop
 
     @property
     def total(self) -> int:
         """Bytes of a number in accumulated parameter gradients: float32 if there are several chunks."""
-        return self.e if self.piece >= self.tokens else MASTER
+        return self.e if self.piece >= self.own_tokens else MASTER
 
     @cached_property
     def stages(self) -> HeadStages:

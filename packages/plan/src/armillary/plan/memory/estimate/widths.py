@@ -65,6 +65,31 @@ class Widths:
             root=outside_blocks - 2 * unit,
         )
 
+    def sharded(self, ranks: int) -> Widths:
+        """The widths of one of `ranks` tensor-parallel ranks: norms, a GPT's output biases and positions are whole."""
+        if ranks == 1:
+            return self
+        whole_in_block = (2 if self.gated else 6) * self.dim + (2 * self.head_dim if self.head_norms else 0)
+        whole_after = self.dim if self.gated else 4 * self.dim
+        table = self.vocabulary * self.dim
+        whole_root = self.root - (table if self.tied else 0)
+
+        def part(count: int, whole: int) -> int:
+            return whole + (count - whole) // ranks
+
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            key_heads=self.key_heads // ranks,
+            inner=self.inner // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+            block=part(self.block, whole_in_block),
+            rest=part(self.rest, whole_after),
+            table=self.table // ranks,
+            head=self.head // ranks,
+            root=part(self.root, whole_root),
+        )
+
     @property
     def all(self) -> int:
         """Number of all parameters."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
@@ -23,6 +24,7 @@ from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, 
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
+from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.train.config import OptimizerConfig
@@ -43,6 +45,7 @@ class Job:
         length: global sequence length N.
         rows: sequences per rank, B.
         checkpointing: tensors that blocks store for backward.
+        zero_stage: 2 or 3, as in `shard_parameters`.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
         precision: dtype of forward and backward; master weights, gradients and optimizer state are float32.
         kernel: attention kernel. With a real one, a `SimulatedStep` also runs on real tensors.
@@ -54,6 +57,7 @@ class Job:
     length: int
     rows: int = 1
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    zero_stage: ZeroStage = 3
     on_host: bool = False
     precision: torch.dtype = torch.bfloat16
     kernel: Kernel = field(default_factory=SimulatedFlash)
@@ -114,7 +118,14 @@ class SimulatedStep:
         method = job.attention(mesh)
         method.kernel = job.kernel
         model = meta_model(job.model, method)
-        parallelize(model, mesh, checkpointing=job.checkpointing, precision=job.precision, cpu_offload=job.on_host)
+        parallelize(
+            model,
+            mesh,
+            checkpointing=job.checkpointing,
+            precision=job.precision,
+            cpu_offload=job.on_host,
+            zero_stage=job.zero_stage,
+        )
         return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 
     def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _total: None) -> StepMemory:
@@ -174,9 +185,9 @@ class SimulatedStep:
             tokens = torch.zeros(self.job.rows, len(positions), dtype=torch.long, device=self.device)
             labels = torch.zeros_like(tokens)
 
-        def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        def head(hidden: Tensor, weight: Tensor, **vocabulary: Any) -> tuple[Tensor, Tensor]:
             with label("loss"):
-                return linear_token_loss(hidden, weight, labels)
+                return linear_token_loss(hidden, weight, labels, **vocabulary)
 
         mask = AttentionMask(causal=True)
         total, count = self.model(tokens, positions=positions, mask=mask, layout=self.layout, head=head)

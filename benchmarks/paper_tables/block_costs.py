@@ -1,0 +1,122 @@
+"""Bytes sent and held by one transformer block under a parallelism, counted on tensors without numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from armillary.attention.call.token_chunks import simulating
+from armillary.core import CommLedger
+from armillary.models import Checkpointing, GPTConfig
+from armillary.models.activation_checkpoint.offload import simulated_stream
+from armillary.models.parallel.fsdp import ZeroStage
+from armillary.plan.memory import Job, LiveBytes, SimulatedStep, fake_world
+from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory.simulation.live_bytes import tensors_in
+
+DIM, HEADS, LENGTH = 512, 16, 8192
+BLOCK = 12 * DIM**2
+"""Parameters of a GPT's block, without biases and norms."""
+HIDDEN = LENGTH * DIM
+"""Elements of all hidden states, bs * L * d."""
+COLLECTIVES = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
+"""FSDP2's collectives, and the argument with the unsharded tensor."""
+ALGOBW = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}
+"""Factors of the tensor's elements, without (n - 1) / n."""
+
+
+class ParameterTraffic(TorchDispatchMode):
+    """Counts the elements of collectives on parameters and gradients, times their algobw factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._opname
+        if func.namespace == "c10d" and name in COLLECTIVES:
+            count = sum(x.numel() for x in tensors_in(args[COLLECTIVES[name]]))
+            self.elements += ALGOBW[name] * count
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Costs of one block, forward and backward.
+
+    Args:
+        parameters: elements sent for parameters and gradients, in d^2.
+        activations: elements of 16 bits sent for activations, in bs * L * d.
+        gathered: bytes of gathered parameters before backward, per parameter.
+        gradients: bytes of gradients after backward, per parameter.
+        optimizer: bytes of master weights and both moments, per parameter.
+        stored: bytes of stored activations, per hidden state's element.
+    """
+
+    parameters: float
+    activations: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    stored: float
+
+
+def block_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage = 3) -> BlockCosts:
+    """Runs a model of two blocks and one of one block; returns the difference."""
+    two, one = (step_costs(axes, attention, zero_stage, layers) for layers in (2, 1))
+    difference = {name: two[name] - one[name] for name in two}
+    return BlockCosts(
+        parameters=difference["parameters"] / DIM**2,
+        activations=difference["activations"] / 2 / HIDDEN,
+        gathered=difference["gathered"] / BLOCK,
+        gradients=difference["gradients"] / BLOCK,
+        optimizer=difference["optimizer"] / BLOCK,
+        stored=difference["stored"] / HIDDEN,
+    )
+
+
+def step_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage, layers: int) -> Counter[str]:
+    """Costs of a whole step as rank 0."""
+    model = GPTConfig(vocab_size=512, dim=DIM, layers=layers, heads=HEADS, max_positions=LENGTH)
+    job = Job(
+        model=model,
+        axes=axes,
+        attention=AttentionChoice(attention),
+        length=LENGTH,
+        checkpointing=Checkpointing("none"),
+        zero_stage=zero_stage,
+    )
+    with fake_world(**job.mesh_axes) as mesh:
+        step = SimulatedStep.of(job, mesh)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, simulating(), CommLedger() as ledger, LiveBytes() as live, simulated_stream():
+            optimizer = step.allocate_state()
+            live.pin("parameters", step.model.parameters())
+            state = live.device.current.copy()
+            with ParameterTraffic() as traffic:
+                loss = step.loss()
+                before = live.device.current.copy()
+                loss.backward()
+            after = live.device.current.copy()
+            del optimizer  # its moments were there until now
+    parameters = before["parameters"] - state["parameters"]
+    stored = before.total() - state.total() - parameters
+    sharded = prod(size for name, size in axes.items() if name != "tp") > 1
+    gradients = sum(after[name] for name in ("gradients", "other")) - state["other"]
+    return Counter(
+        parameters=traffic.elements if sharded else 0,  # else all are of tensor parallelism
+        activations=ledger.bytes(),
+        gathered=parameters,
+        gradients=gradients,
+        optimizer=state["parameters"] + state["optimizer"],
+        stored=stored,
+    )
