@@ -79,6 +79,7 @@ def outcome(worlds, *argv) -> int:
         (["nothing"], "nothing"),
         (["llama", "--ring", "3", "--tokens", "2"], "tokens=2"),
         (["llama", "--ranks", "3"], "--ranks"),
+        (["llama", "--compile"], "--compile"),
         (["own_check:missing"], "missing"),
         (["llama", "--tokens", "many"], "--tokens"),
     ],
