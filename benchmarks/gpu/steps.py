@@ -87,13 +87,13 @@ def check_offload(setting: Setting) -> Iterator[Row]:
 def there(setting: Setting, x: torch.Tensor) -> float:
     """Seconds until a copy on the host is complete; pinned memory is there after the first."""
 
-    return setting.device.seconds(lambda: OffloadedTensors([x]).leaving.finish(), 3)
+    return setting.device.seconds(lambda: OffloadedTensors([x]).copy_to_host.finish(), 3)
 
 
 def back(setting: Setting, x: torch.Tensor) -> float:
     """Seconds from there to the device."""
     kept = OffloadedTensors([x])
-    kept.leaving.finish()  # else it is here still
+    kept.copy_to_host.finish()  # else it is here still
     return setting.device.seconds(kept.take, 3)
 
 

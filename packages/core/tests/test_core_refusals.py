@@ -62,7 +62,7 @@ LAYOUTS = [
     (lambda: EIGHT.take(X.numpy(), 0), "ndarray: a layout takes from tensors"),
     (lambda: EIGHT.join([X], dim=0), "parts have"),
     (lambda: EIGHT.join(None), "parts are a NoneType; a list with a tensor for each shard"),
-    (lambda: EIGHT.join([X[:, :4], X[:, 4:].double()]), "parts are unlike each other: 3 dims in torch.float32"),
+    (lambda: EIGHT.join([X[:, :4], X[:, 4:].double()]), "parts .* 3 dims in torch.float32"),
     (lambda: SequenceLayout([[range(2**70)]]), r"positions are counted up to 2\^63 - 1"),
     (lambda: SequenceLayout.read("0:99999999999999999999999"), r"counted up to 2\^63 - 1"),
     (lambda: attention_balance(None), "layout is a NoneType; a SequenceLayout is needed"),

@@ -173,9 +173,12 @@ def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
         (lambda: apart.redistribute(placements=[Shard(1)]), "out or lse alone; merge_scatter"),
         (lambda: columns.full_tensor(), "the last dim holds out and lse"),
         (lambda: of([LogSumExpPartial()], ring).redistribute(placements=[Shard(-1)]), "the last dim holds out and"),
-        (lambda: of([LogSumExpPartial()], ring, grad.detach().bfloat16()).full_tensor(), "is no packed"),
-        (lambda: of([LogSumExpPartial()], ring, torch.ones(4, 4, dtype=int)).full_tensor(), "is no packed"),
-        (lambda: of([LogSumExpPartial()], ring, torch.ones(4, 1)).redistribute(placements=[Shard(0)]), "is no packed"),
+        (lambda: of([LogSumExpPartial()], ring, grad.detach().bfloat16()).full_tensor(), "is not a packed"),
+        (lambda: of([LogSumExpPartial()], ring, torch.ones(4, 4, dtype=int)).full_tensor(), "is not a packed"),
+        (
+            lambda: of([LogSumExpPartial()], ring, torch.ones(4, 1)).redistribute(placements=[Shard(0)]),
+            "is not a packed",
+        ),
         (lambda: distribute_tensor(torch.ones(4, 4), ring, [LogSumExpPartial()], src_data_rank=None), "from_local"),
         (lambda: of([LogSumExpPartial(), Partial("sum")], two).full_tensor(), "mixed|Partial"),
     ]

@@ -27,6 +27,6 @@ def test_each_start_has_a_part_of_the_store_for_itself():
 
 def test_a_missing_rank_is_named_and_its_entries_do_not_disturb_the_next_start():
     store = dist.HashStore()
-    with pytest.raises(TimeoutError, match=r"ranks \[2\] of 4 have not come within 0:00:00.3"):
+    with pytest.raises(TimeoutError, match=r"ranks \[2\] of 4 .* within 0:00:00.3"):
         met(store, [0, 1, 3], 4, 0.3)
     assert len(met(store, [3, 2, 1, 0], 4, 60)) == 4

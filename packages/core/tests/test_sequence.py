@@ -65,7 +65,7 @@ def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
         (lambda: distribute_sequence(ids, layout, ring, dim=3), "has no dim 3; its dims are 0..2"),
         (lambda: distribute_sequence(ids, layout, ring, dim=1.0), "dim=1.0: an integer"),
         (lambda: distribute_sequence(ids.numpy(), layout, ring), "x is a ndarray; a tensor is needed"),
-        (lambda: distribute_sequence(x, layout, ring), "x is a DTensor; the whole tensor is needed"),
+        (lambda: distribute_sequence(x, layout, ring), "x is a DTensor"),
         (lambda: distribute_sequence(ids, [4] * 4, ring), "layout is a list; a SequenceLayout"),
         (lambda: distribute_sequence(ids, layout, None), "mesh is a NoneType; a DeviceMesh"),
         (lambda: distribute_sequence(ids, layout, usp, axes=["ulysses", "ring"]), "outermost first"),

@@ -203,8 +203,8 @@ def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
         block, x, _ = block_and_input(policy)
         context = Context(1, RotaryEmbedding.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
         block.shift = nn.Parameter(torch.zeros(1, 1, 32, dtype=torch.float64))
-        rest = block.rest
-        block.rest = lambda x, out: rest(x, out) + block.shift
+        rest = block.after_attention
+        block.after_attention = lambda x, out: rest(x, out) + block.shift
         (block(x[:1, :1].detach().requires_grad_(), context) ** 2).sum().backward()
         return block.shift.grad
 
@@ -264,7 +264,7 @@ def test_a_projection_that_is_shared_has_its_gradient_once():
 
 
 def test_what_cannot_be_done_is_refused():
-    with pytest.raises(ValueError, match="Linear has no blocks of armillary's"):
+    with pytest.raises(ValueError, match="Linear has no blocks"):
         Checkpointing("layer").apply(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
         Checkpointing("all")

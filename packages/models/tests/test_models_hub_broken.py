@@ -94,7 +94,7 @@ def test_eos_ids_that_are_no_integers_are_refused(folder, tokens):
     "file, text, message",
     [
         ("config.json", "{", "cannot read .*config.json"),
-        ("config.json", "[]", "config.json holds no JSON object"),
+        ("config.json", "[]", "config.json is not a JSON object"),
         ("model.safetensors", "not safetensors at all", "cannot read .*model.safetensors"),
     ],
 )

@@ -90,13 +90,13 @@ class Held:
 
 def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
     model, held, written = full(config, {"shard": 4}), Held(), []
-    gathered, assembled, write_weights = write.gathered, write.assembled, write.write_weights
+    full_values, assemble, write_weights = write.full_values, write.assemble, write.write_weights
 
-    def watched(tensor, dtype):
-        return held.add(gathered(tensor, dtype))
+    def gather_and_count(tensor, dtype):
+        return held.add(full_values(tensor, dtype))
 
-    def watched_too(stored, is_kept):
-        values = assembled(stored, is_kept)
+    def assemble_and_count(file_tensor, is_kept):
+        values = assemble(file_tensor, is_kept)
         return values if values is None else held.add(values)
 
     def listing(path, tensors):
@@ -104,8 +104,8 @@ def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
         write_weights(path, tensors)
 
     with (
-        patch.object(write, "gathered", watched),
-        patch.object(write, "assembled", watched_too),
+        patch.object(write, "full_values", gather_and_count),
+        patch.object(write, "assemble", assemble_and_count),
         patch.object(write, "write_weights", listing),
     ):
         model.save_pretrained(folder, max_file_bytes=LIMIT)
@@ -174,4 +174,4 @@ def saved_from_nowhere(folder: str) -> str:
 def test_a_source_missing_on_one_rank_is_refused_on_all(worlds, tmp_path):
     said = worlds(2).run(saved_from_nowhere, str(tmp_path))
     assert "rank 1 had ValueError" in said[0]
-    assert "is no folder" in said[1]
+    assert "is not a folder" in said[1]

@@ -191,9 +191,7 @@ def test_ids_and_positions_that_do_not_match_are_refused(tokens, positions, mess
 
 
 def test_a_shard_is_not_taken_for_the_whole():
-    with pytest.raises(
-        ValueError, match=r"positions are needed where 2 shards hold the sequence: layout.positions\(shard\)"
-    ):
+    with pytest.raises(ValueError, match=r"positions are needed .* 2 shards: layout.positions\(shard\)"):
         build()(ids(), layout=SequenceLayout.zigzag(2 * N, 2))
 
 

@@ -35,7 +35,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.embed is None else self.embed(x)
         for block in self.blocks.values():
-            x = block(x, self.context.seen_by(block))
+            x = block(x, self.context.for_block(block))
         return x if self.norm is None else self.head(self.norm(x))
 
 

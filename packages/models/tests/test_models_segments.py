@@ -59,7 +59,7 @@ def test_all_blocks_keep_what_the_policy_says_unless_told_otherwise():
     assert replace(OUTPUT, offload=True).kept_by_blocks(3) == (Keep(True, True, True),) * 3
     assert replace(LAYER, inputs=3).kept_by_blocks(3) == LAYER.kept_by_blocks(3)
     found = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).kept_by_blocks(6)
-    assert [(k.x, k.attended, k.host) for k in found] == [
+    assert [(k.x, k.attention_output, k.host) for k in found] == [
         (True, False, True),
         (False, False, True),
         (True, False, True),
@@ -272,7 +272,7 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"policy": "none", "inputs": 2}, "inputs 2: under policy 'none'"),
+        ({"policy": "none", "inputs": 2}, "inputs 2: policy 'none'"),
         ({"policy": "layer", "outputs": 2}, "outputs 2: only policy 'attention_output'"),
         ({"policy": "layer", "on_device": 2}, "on_device 2: without offload"),
         ({"policy": "layer", "inputs": 0}, "inputs 0: at least 1 is needed"),

@@ -290,7 +290,7 @@ def test_one_node_trains_8m_tokens_and_two_16m():
 def test_fitted_policies_store_as_many_checkpoints_as_fit():
     def memory(given: Checkpointing) -> Estimate:
         keeps = given.kept_by_blocks(8)
-        sizes = [sum(k.x + k.attended for k in keeps if k.host == host) for host in (False, True)]
+        sizes = [sum(k.x + k.attention_output for k in keeps if k.host == host) for host in (False, True)]
         return Estimate(10 + sizes[0], {}, sizes[1], {}, "", {})
 
     room = Room(device=13, host=9)

@@ -1,4 +1,4 @@
-"""Delays the end of Python while gloo's threads still hold tensors."""
+"""Delays the exit of Python while gloo's threads still hold tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "pt_gloo_runloop"
 """The name that torch gives to threads of a gloo group."""
 
 PAUSE, LIMIT = 0.01, 10.0
-"""Seconds between two looks at the threads, and of waiting for them in all."""
+"""Seconds between two polls, and in total."""
 
 
 @atexit.register
@@ -27,7 +27,7 @@ def wait_for_gloo_threads() -> None:
     A thread whose collective waits for another rank sleeps too, so this never waits for other ranks.
     """
     end, quiet_looks = time.monotonic() + LIMIT, 0
-    # A thread that waits for the GIL sleeps too: it gets the GIL during the pause and is seen awake, or done, after it.
+    # A thread that waits for the GIL sleeps too. It gets the GIL during the pause, and is awake or finished after it.
     while (states := gloo_thread_states()) and quiet_looks < 3 and time.monotonic() < end:
         quiet_looks = quiet_looks + 1 if set(states) == {"S"} else 0
         time.sleep(PAUSE)

@@ -17,19 +17,19 @@ def sum_gradients(model: nn.Module) -> None:
     """Makes FSDP2 or DDP sum gradients over ranks instead of averaging them.
 
     Each rank's loss is the sum over its own tokens divided by the number of all ranks' tokens. The gradients of these
-    losses sum to that of the whole loss; averaged over N ranks they would be 1/N of it. Call it once on every rank,
-    after `fully_shard` on every module (or after wrapping in DDP). The mesh given to `fully_shard` must contain all
-    axes over which tokens are spread, including the sequence and head axes, as one dim, or as two for HSDP.
+    losses sum to the gradient of the global loss; averaged over N ranks it would be 1/N of that. Call it once on every
+    rank, after `fully_shard` on every module (or after wrapping in DDP). The mesh given to `fully_shard` must contain
+    all axes over which tokens are spread, including the sequence and head axes, as one dim, or as two for HSDP.
 
     Raises:
         ValueError: no module is under FSDP2, or a trainable parameter is not; FSDP1; a DDP model that already has a
             communication hook.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"{type(model).__name__} is no model: give the nn.Module that has its parameters")
+        raise ValueError(f"{type(model).__name__} is not a model: pass the nn.Module with the parameters")
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # takes seconds to import
 
-    # DDP divides only without a communication hook, so a hook that all-reduces sums.
+    # DDP divides only without a communication hook, so a hook that just all-reduces sums.
     if isinstance(model, DistributedDataParallel):
         _sum_in_ddp(model)
         return
@@ -76,7 +76,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     shards = defaultdict[int, list[Tensor]](list)
     for shard, copies in map(_shard_and_copies, gradients):
         shards[copies].append(shard)
-    # A shard that c ranks have copies of enters the all-reduced sum c times, so each of them adds 1 / c of it.
+    # A shard with copies on c ranks enters the all-reduced sum c times, so each of these ranks adds 1 / c of it.
     total = torch.stack([get_total_norm(group).double().square() / copies for copies, group in shards.items()]).sum()
     dist.all_reduce(total)
     return total.sqrt()
@@ -92,8 +92,8 @@ def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
     if any(placement.is_partial() for placement in x.placements):
         from torch.distributed.tensor import Replicate
 
-        reduced = [Replicate() if placement.is_partial() else placement for placement in x.placements]
-        x = x.redistribute(placements=reduced)
+        placements = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+        x = x.redistribute(placements=placements)
     mesh = x.device_mesh
     replicas = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
     return x.to_local(), prod(replicas) * dist.get_world_size() // mesh.size()
@@ -103,11 +103,13 @@ def _sum_in_ddp(model: DistributedDataParallel) -> None:
     try:
         model.register_comm_hook(model.process_group, _all_reduce)
     except RuntimeError as error:
-        raise ValueError(f"this DDP model has a communication hook already, which decides: {error}") from error
+        raise ValueError(
+            f"this DDP model already has a communication hook, which does the reduction: {error}"
+        ) from error
 
 
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sums a bucket: with a hook, DDP divides nothing. DDP reads the annotations, which may not be strings."""
+    """Sums a bucket: with a hook, DDP does not divide. DDP inspects the annotations, which must not be strings."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(_first)

@@ -1,4 +1,4 @@
-"""Labels of tokens with any number of weighted labels each, as the branch points of a token tree have."""
+"""Labels with weights, any number per token, as at the branch points of a token tree."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from armillary.core.validation import check_tensor
 class LabelTriples:
     """The labels of tokens [B, T]: any number of labels at each position, each with a weight.
 
-    Where a prompt with several completions is one row, depth first, the prompt's last token predicts the first token of
-    each completion: several labels at one position. The weight of a label that several sequences share counts all of
-    them. A loss is the sum of weight times cross entropy, whose gradients at one position add up; divide by the sum of
-    all weights, over all ranks.
+    In a row that packs a prompt and several completions depth first, the prompt's last token predicts the first token
+    of each completion: several labels at one position. A label that several sequences share has the sum of their
+    weights. A loss is the sum of weight times cross entropy; divide it by the sum of the weights of all ranks.
 
     Triples are sorted by position on the host, so that the labels of a chunk of tokens are found without waiting for a
     device; `to` moves the tensors to compute with.
@@ -73,11 +72,11 @@ class LabelTriples:
 
     def to(self, device: torch.device) -> Self:
         """Returns a copy with positions, labels and weights on a device, without waiting for the copies."""
-        moved = copy(self)
-        moved.positions, moved.labels, moved.weights = (
+        result = copy(self)
+        result.positions, result.labels, result.weights = (
             to_device(x, device) for x in (self.positions, self.labels, self.weights)
         )
-        return moved
+        return result
 
     def row(self, i: int) -> LabelTriples:
         """Returns the labels of row `i` as a batch of one row. On the CPU."""

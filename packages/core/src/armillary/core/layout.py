@@ -1,7 +1,7 @@
-"""Sequence layouts: the global positions that each shard of a sequence holds.
+"""Sequence layouts: the global positions of each shard of a sequence.
 
 A `SequenceLayout` is one immutable value that the loader, RoPE, the labels and attention all read, so that they cannot
-disagree. Contiguous, zigzag and striped are constructors of it; any other partition works the same way.
+disagree. It has constructors for contiguous, zigzag, striped and balanced partitions, and takes any other one.
 
 Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped Attention (arXiv 2311.09431).
 """
@@ -37,7 +37,7 @@ class SequenceLayout:
             once, and no shard may be empty. Adjacent runs are joined.
 
     Raises:
-        ValueError: positions missing or held twice, an empty shard, a step below 1, spans that are no ranges.
+        ValueError: missing or repeated positions, an empty shard, a step below 1, spans that are not ranges.
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
@@ -49,7 +49,7 @@ class SequenceLayout:
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self._spans = tuple(join_spans(shard) for shard in _shards_of(spans))
         self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
-        self._hash = hash(self._spans)  # layouts are keys of caches in every call, and may have thousands of spans
+        self._hash = hash(self._spans)  # every call looks up caches by layout, and a layout may have thousands of spans
         self._check()
         self.text = ";".join(",".join(map(_span_text, shard)) for shard in self._spans)
 
@@ -64,13 +64,13 @@ class SequenceLayout:
             raise ValueError("a layout needs at least one shard; got none")
         for shard, spans in enumerate(self._spans):
             if not spans:
-                raise ValueError(f"shard {shard} of {self.shards} holds no position; every shard needs at least one")
+                raise ValueError(f"shard {shard} of {self.shards} has no positions; every shard needs at least one")
         runs = [span for spans in self._spans for span in spans]
         first = min(span[0] for span in runs)
         if first != 0:
             raise ValueError(f"positions must start at 0; the smallest one here is {first}")
-        if (missing := missing_position(runs)) is not None:
-            raise ValueError(f"no shard holds position {missing} of {max(span[-1] for span in runs) + 1}")
+        if (gap := missing_position(runs)) is not None:
+            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in runs) + 1}")
 
     def __repr__(self) -> str:
         shards = "; ".join(", ".join(map(_span_text, spans)) for spans in self._spans[:8])
@@ -118,20 +118,21 @@ class SequenceLayout:
         mask: Sliced | None = None,
         traffic: float | None = None,
     ) -> SequenceLayout:
-        """Returns a layout with as much attention on every shard under a mask, that sends few bytes around a ring.
+        """Returns a layout with balanced attention work under a mask, which also sends few bytes around a ring.
 
-        Documents that fit on a shard stay whole; longer ones are on as few neighbours as they need. Shards have up to
-        1.10 times the mean of tokens and of pairs, counted by queries, and send no more than zigzag, contiguous or
-        documents dealt whole would, where these are as even. If no such layout is found, or with `traffic=0`, shards
-        are as even as possible, by queries and by keys, in few spans; then sizes differ by one at most.
+        Documents that fit on a shard are not cut; longer ones lie on as few consecutive shards as they need. Shards
+        have up to 1.10 times the mean number of tokens and of pairs, counted by queries, and send no more than
+        zigzag, contiguous or uncut documents would, if one of these is as even. If no such layout is found, or with
+        `traffic=0`, shards are as even as possible, by queries and by keys, in few spans; their sizes then differ by
+        at most one.
 
         Args:
-            window: (left, right), each None or at least 0, as an attention mask has it.
-            documents: boundaries 0, end of the first, ..., `length`; or a list of them for each row of a batch, whose
-                rows together are then balanced.
-            mask: any other, instead of these three.
-            traffic: number of (query, key) pairs that take as long as sending one token to the next rank; None: 1000.
-                0: bytes cost nothing.
+            window: (left, right), each None or at least 0, as in an attention mask.
+            documents: boundaries 0, end of the first, ..., `length`; or a list of them per batch row, whose total is
+                balanced.
+            mask: any other mask, instead of these three.
+            traffic: number of (query, key) pairs that take as long as sending one token to the next rank, 1000 by
+                default; 0 ignores traffic.
 
         Raises:
             ValueError: documents that do not rise from 0 to `length`, a negative window, a mask beside another one, a
@@ -140,7 +141,7 @@ class SequenceLayout:
         length, shards = _sizes_of(length, shards)
         if traffic is None:
             traffic = TRAFFIC
-        is_number = isinstance(traffic, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people
+        is_number = isinstance(traffic, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         if not (is_number and 0 <= traffic < inf):
             raise ValueError(f"traffic={traffic!r}: a number of pairs that is at least 0, or None")
         return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask), traffic))
@@ -150,7 +151,7 @@ class SequenceLayout:
         """Returns the layout with this `text`.
 
         Raises:
-            ValueError: text in another format, or of no valid layout.
+            ValueError: text in another format, or of an invalid layout.
         """
         try:
             shards = [[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")]
@@ -195,23 +196,24 @@ class SequenceLayout:
         return x.index_select(dim, self.positions(shard).to(x.device))
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Returns the tensor in sequence order from those of all shards: the inverse of `take`. Differentiable.
+        """Returns the tensor in sequence order from the tensors of all shards: the inverse of `take`. Differentiable.
 
         Args:
             parts: one tensor for each shard, in shard order.
             dim: dim of the tokens.
 
         Raises:
-            ValueError: values that are no tensors, sizes that differ from the layout's, or different dtypes or devices.
+            ValueError: values that are not tensors, sizes that differ from the layout's, or different dtypes or
+            devices.
         """
         if not isinstance(parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"parts are a {type(parts).__name__}; a list with a tensor for each shard is needed")
         sizes = tuple(_positions_on(x, dim) for x in parts)
         if sizes != self.sizes:
-            raise ValueError(f"parts have {sizes} positions on dim {dim}; those of the layout have {self.sizes}")
+            raise ValueError(f"parts have {sizes} positions on dim {dim}; the layout's shards have {self.sizes}")
         kinds = dict.fromkeys(f"{x.ndim} dims in {x.dtype} on {x.device}" for x in parts)
         if len(kinds) > 1:
-            raise ValueError(f"parts are unlike each other: {'; '.join(kinds)}")
+            raise ValueError(f"parts differ in dims, dtype or device: {'; '.join(kinds)}")
         # Concatenated shards hold the token of position p at index order[p].
         order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
         return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
@@ -227,7 +229,7 @@ class SequenceLayout:
         return _coarsened(self, integer("n", n))
 
 
-# Every attention call of every layer derives the same layouts, so they are cached.
+# Cached: every attention call of every layer derives the same layouts.
 @lru_cache(maxsize=256)
 def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
     smallest = min(layout.sizes)
@@ -254,7 +256,7 @@ def attention_balance(
     mask: Sliced | None = None,
     of_keys: bool = False,
 ) -> float:
-    """Returns the load of the most loaded shard over the mean load, in (query, key) pairs. 1 is even.
+    """Returns the load of the most loaded shard over the mean load, in (query, key) pairs; 1 is perfectly even.
 
     Args:
         layout: the layout to judge.
@@ -280,8 +282,8 @@ def attention_traffic(
 ) -> int:
     """Returns the token-hops of one pass of keys around a ring: tokens that all ranks send, in the cheaper direction.
 
-    No token is sent further than to the last rank that sees it. For k and v of [B, N, K, D], the ranks together send
-    2 B K D elements for each token-hop.
+    A token is sent no further than to the last rank that sees it. For k and v of [B, N, K, D], all ranks together send
+    2 B K D elements per token-hop.
 
     Args:
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
@@ -304,7 +306,7 @@ def _slices_of(
     if mask is None:
         return mask_slices(length, causal, window, documents)
     if not (flag("causal", causal) and window is documents is None):
-        raise ValueError(f"mask={mask!r} says who sees whom; leave causal, window and documents as they are")
+        raise ValueError(f"mask={mask!r} excludes other values of causal, window and documents")
     if not hasattr(mask, "slices"):
         raise ValueError(
             f"mask is a {type(mask).__name__}; an attention mask is needed, or anything with slices(length)"
@@ -317,7 +319,7 @@ def join_spans(spans: Iterable[range]) -> Spans:
 
     A run that starts one step after the end of the previous run is joined with it.
     """
-    joined: list[range] = []
+    runs: list[range] = []
     for span in spans:
         if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"span {span!r}: a shard is a list of ranges, such as [range(0, 8), range(24, 32)]")
@@ -328,11 +330,11 @@ def join_spans(spans: Iterable[range]) -> Spans:
         if span[-1] > MAX_POSITION:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
-        if joined and (union := _continued(joined[-1], span)) is not None:
-            joined[-1] = union
+        if runs and (union := _continued(runs[-1], span)) is not None:
+            runs[-1] = union
         else:
-            joined.append(span)
-    return tuple(joined)
+            runs.append(span)
+    return tuple(runs)
 
 
 def _continued(a: range, b: range) -> range | None:
@@ -347,28 +349,28 @@ def _span_text(span: range) -> str:
 
 
 def missing_position(runs: Sequence[range]) -> int | None:
-    """Returns the smallest position, from 0 to the largest of the runs, that no run holds. None if there is none.
+    """Returns the smallest position below the largest one that is in no run; None if all are covered.
 
     Takes time in proportion to the number of runs, not to their lengths.
 
     Raises:
         ValueError: two runs hold the same position.
     """
-    # Split into runs of one common step, positions of equal remainder follow each other without gaps.
+    # Runs split to one common step: the positions of each remainder modulo `step` must follow each other without gaps.
     step = lcm(*(span.step for span in runs))
     pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
-    expected, missing = dict[int, int](), list[int]()
+    expected, gaps = dict[int, int](), list[int]()
     for remainder, first, last, i in pieces:
-        due = expected.get(remainder, remainder)
-        if first < due:
-            raise ValueError(f"{runs[i]} holds a position that another span of the layout holds too")
-        if first > due:
-            missing.append(due)
+        next_position = expected.get(remainder, remainder)
+        if first < next_position:
+            raise ValueError(f"{runs[i]} has a position that another span of the layout has too")
+        if first > next_position:
+            gaps.append(next_position)
         expected[remainder] = last + step
     end = max(span[-1] for span in runs)
     absent_remainder = next((r for r in range(min(step, end + 1)) if r not in expected), None)
-    early_ends = (due for due in expected.values() if due <= end)
-    return min((*missing, *early_ends, *(() if absent_remainder is None else (absent_remainder,))), default=None)
+    early_ends = (next_position for next_position in expected.values() if next_position <= end)
+    return min((*gaps, *early_ends, *(() if absent_remainder is None else (absent_remainder,))), default=None)
 
 
 def _split(span: range, step: int) -> Iterable[range]:

@@ -48,7 +48,7 @@ class LogSumExpPartial(Partial):
         packed: False for `out` and `lse` as separate DTensors, as `merge_scatter` takes them. These cannot be
             redistributed.
 
-    Bytes sent on an axis of C ranks: to `Shard`, those of the other ranks' shards, kind "reduce_scatter"; to
+    Bytes sent on an axis of C ranks: to `Shard`, the other ranks' shards, kind "reduce_scatter"; to
     `Replicate`, (C - 1) / C of the local tensor twice, kinds "reduce_scatter" and "all_gather".
 
     Raises:
@@ -92,8 +92,8 @@ class LogSumExpPartial(Partial):
         axis, rows = Axis.on(mesh, mesh_dim), tensor.flatten(0, -2)
         sizes = chunk_sizes(len(rows), axis.size)
         # All-reduce as reduce-scatter of rows, then all-gather: each row is merged once.
-        merged = merge_parts(start_scatter_parts(rows, axis, sizes, 0).wait())
-        return start_all_gather(merged, axis, sizes, 0).wait().view(tensor.shape)
+        merged_rows = merge_parts(start_scatter_parts(rows, axis, sizes, 0).wait())
+        return start_all_gather(merged_rows, axis, sizes, 0).wait().view(tensor.shape)
 
     def _reduce_shard_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Placement) -> Tensor:
         check_packed(tensor)
@@ -101,7 +101,7 @@ class LogSumExpPartial(Partial):
         return merge_parts(start_scatter_parts(tensor, axis, chunk_sizes(tensor.shape[dim], axis.size), dim).wait())
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
-        raise ValueError(f"{self!r} is no placement to distribute to; give each rank's own part to DTensor.from_local")
+        raise ValueError(f"cannot distribute to {self!r}; pass each rank's own part to DTensor.from_local")
 
 
 def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
@@ -134,30 +134,34 @@ def unpack_partial(packed: Tensor, dtype: torch.dtype | None = None) -> tuple[Te
 def merge_parts(parts: Sequence[Tensor]) -> Tensor:
     """Merges packed attention over disjoint keys, in order.
 
-    A row without visible keys weighs nothing, even if it is NaN.
+    A row without visible keys has weight 0, even if it is NaN.
     """
     # out of a row without visible keys may be NaN, and 0 * NaN would spread it.
-    merged, *following = (torch.where(part[..., -1:] == -torch.inf, _unseen(part), part) for part in parts)
-    for part in following:
-        merge_(merged[..., :-1], merged[..., -1], part[..., :-1], part[..., -1])
-    return merged
+    result, *later_parts = (
+        torch.where(partial[..., -1:] == -torch.inf, _empty_row(partial), partial) for partial in parts
+    )
+    for partial in later_parts:
+        merge_(result[..., :-1], result[..., -1], partial[..., :-1], partial[..., -1])
+    return result
 
 
-def _unseen(part: Tensor) -> Tensor:
+def _empty_row(partial: Tensor) -> Tensor:
     """Returns a row without visible keys: out = 0 and lse = -inf."""
-    row = part.new_zeros(part.shape[-1])
+    row = partial.new_zeros(partial.shape[-1])
     row[-1] = -torch.inf
     return row
 
 
 def forward_only() -> str:
-    return "requires a gradient, which LogSumExpPartial has none for; merge_scatter(out, lse, axis) has one"
+    return "requires a gradient, which LogSumExpPartial does not support; merge_scatter(out, lse, axis) does"
 
 
 def check_packed(x: Tensor) -> None:
     """Raises ValueError unless `x` can be (out, lse) packed along its last dim."""
     if not x.is_floating_point() or x.dtype != accumulation_dtype(x.dtype) or x.ndim < 2 or x.shape[-1] < 2:
-        raise ValueError(f"{tuple(x.shape)} in {x.dtype} is no packed (out, lse); pack_partial(out, lse) makes one")
+        raise ValueError(
+            f"{tuple(x.shape)} in {x.dtype} is not a packed (out, lse); pack_partial(out, lse) returns one"
+        )
 
 
 def check_op(op: object, placements: Sequence[Placement]) -> None:

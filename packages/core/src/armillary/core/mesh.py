@@ -23,9 +23,9 @@ from armillary.core.validation import integer
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
 OPTIONAL_AXES: tuple[str, ...] = ("pipe", "nodes", "devices")
-"""Axes of meshes that ask for them: `pipe` is outermost, `nodes` and `devices` are where `ring` is."""
+"""Axes of meshes that request them: `pipe` is outermost, `nodes` and `devices` replace `ring`."""
 ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
-"""All of them, outermost to innermost."""
+"""All axes, outermost to innermost."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = timedelta(minutes=10)
@@ -46,22 +46,21 @@ def build_mesh(
     high_priority: Sequence[str] = (),
     max_ctas: int | None = None,
 ) -> DeviceMesh:
-    """Builds a `DeviceMesh` with the five axes of `AXES`, and those of `OPTIONAL_AXES` that are given.
+    """Builds a `DeviceMesh` with the five axes of `AXES`, and the requested axes of `OPTIONAL_AXES`.
 
-    Every rank of the world must call it.
-
-    Starts the default process group if there is none: from torchrun's environment, or of one rank alone.
+    Every rank of the world must call it. Starts the default process group if there is none: from torchrun's
+    environment, or with a single rank.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
         replicate, shard, ring, ulysses, tp: ranks of each axis; the product of all axes must be the world size.
         pipe: stages of a pipeline (`torch.distributed.pipelining`).
-        nodes, devices: two sequence axes in the place of `ring`, for methods that treat the networks between and within
+        nodes, devices: two sequence axes instead of `ring`, for methods that treat the networks between and within
             nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
         timeout: the time that a collective or exchange on any axis may wait before it raises.
         high_priority: names of axes, such as "ring", that get communicators of their own on CUDA streams of high
-            priority. Their kernels start before pending kernels of attention. Without this, an axis of all ranks shares
-            the default group's communicator and queues behind FSDP's collectives. Ignored on "cpu".
+            priority, whose kernels start before pending attention kernels. Without this, an axis of all ranks shares
+            the default group's communicator and queues after FSDP's collectives. Ignored on "cpu".
         max_ctas: upper limit of thread blocks of one NCCL kernel on these axes; by default NCCL decides.
 
     Raises:
@@ -77,11 +76,11 @@ def build_mesh(
     if unknown:
         raise ValueError(f"high_priority={tuple(high_priority)}: no axis {unknown[0]!r}; known: {', '.join(ALL_AXES)}")
     if max_ctas is not None and integer("max_ctas", max_ctas) < 1:
-        raise ValueError(f"max_ctas={max_ctas}: at least 1, or None for as many as NCCL takes")
+        raise ValueError(f"max_ctas={max_ctas} must be at least 1, or None for NCCL's choice")
     if not dist.is_initialized():
         start_process_group(device_type, timeout)
-    prioritized = [name for name in high_priority if device_type == "cuda" and sizes.get(name, 1) > 1]
-    override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in prioritized}
+    priority_axes = [name for name in high_priority if device_type == "cuda" and sizes.get(name, 1) > 1]
+    override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in priority_axes}
     if override and compat.has_several_backends():
         # torch passes the options to each backend of a group, and gloo replaces NCCL's by defaults, time-out included.
         override = {name: (backend_of(device_type), options) for name, options in override.items()}
@@ -120,14 +119,14 @@ def check_timeout(timeout: timedelta) -> None:
 
 
 def world_size() -> int:
-    """Returns the size of the default process group, or before it starts the size that torchrun announced, else 1."""
+    """Returns the size of the default process group; before it starts, torchrun's WORLD_SIZE, or 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start_process_group(
     device_type: str, timeout: timedelta = TIMEOUT, host_too: bool = False, bind: bool = True
 ) -> None:
-    """Starts the default process group: from torchrun's environment, or of one rank alone without it.
+    """Starts the default process group: from torchrun's environment, or with a single rank without it.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -156,9 +155,9 @@ def start_process_group(
 
 
 def binds_device(bind: bool, host_too: bool) -> bool:
-    """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL insists.
+    """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL requires it.
 
-    Without a device, an NCCL that insists would take the GPU of LOCAL_RANK, although the caller may have chosen
+    Without an explicit device, such an NCCL would bind the GPU of LOCAL_RANK, although the caller may have chosen
     another.
     """
     return (bind and not host_too) or compat.nccl_binds_devices()
@@ -167,7 +166,7 @@ def binds_device(bind: bool, host_too: bool) -> bool:
 def own_device(device_type: str) -> torch.device | None:
     """Returns this rank's accelerator and makes it the current device; None for "cpu".
 
-    The device is the one that the caller has chosen before, or else the launcher's LOCAL_RANK.
+    The device is the caller's current one if CUDA is initialized, else the launcher's LOCAL_RANK.
 
     Raises:
         ValueError: this machine has no such device.
@@ -231,25 +230,24 @@ class Axis:
         return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
 
     def duplicate(self) -> Axis:
-        """Returns the same axis with a communicator of its own, whose messages do not queue behind those of this one.
+        """Returns the same axis with a second communicator, whose messages do not queue after this one's messages.
 
         The first call creates a group, so every rank of the axis must make it, in the same order. Later calls return
-        the
-        same group: methods of many layers share one communicator.
+        the same group: the methods of many layers share one communicator.
         """
         return self if self.size == 1 else replace(self, group=_subgroup(self, None))
 
     def part(self, ranks: Sequence[int]) -> Axis:
-        """Returns the axis of some of this axis' ranks, in rising order, this rank among them.
+        """Returns the axis over some ranks of this axis, in rising order, including this rank.
 
-        The first call creates a group, so every rank of the part must make it, in the same order.
+        The first call creates a group, so each of these ranks must make it, in the same order.
         """
         indices = tuple(ranks)
         group = _subgroup(self, indices)
         return replace(self, rank=indices.index(self.rank), size=len(indices), group=group, mesh=None)
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # a copied model communicates where the model did
+        return self  # a copied model communicates over the same group
 
     def ranks(self) -> list[int]:
         """Returns the global ranks of this axis, in axis order."""
@@ -262,7 +260,7 @@ class Axis:
 
 def check_axis(mesh: DeviceMesh) -> None:
     """Raises ValueError unless `mesh` is a 1-D DeviceMesh that contains this rank."""
-    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         hint = "; DeviceMesh.from_group makes one of it" if isinstance(mesh, dist.ProcessGroup) else ""
         raise ValueError(f"{type(mesh).__name__} is no mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
     if mesh.ndim != 1:
@@ -274,11 +272,11 @@ def check_axis(mesh: DeviceMesh) -> None:
 
 SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups made from a group, by its ranks (None: its duplicate) and time-out. They go when the parent group goes."""
+"""Subgroups of a group, by ranks (None: its duplicate) and time-out. Freed with the parent group."""
 
 
 def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """Returns the group of some ranks of the axis; with None its duplicate, which is not the part with all ranks."""
+    """Returns the group of some ranks of the axis. None: its duplicate, a different group than that of all ranks."""
     subgroups = _subgroups.setdefault(axis.group, {})
     if (ranks, axis.timeout) not in subgroups:
         subgroups[ranks, axis.timeout] = _new_group(axis, ranks)
@@ -293,8 +291,8 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     # axis.timeout is the host's, and None on CUDA: torch would give the new group NCCL's default of 10 minutes.
     timeout = compat.group_timeout(axis.group, axis.device)
     group = compat.new_group(group_ranks, name, timeout, compat.priority_options(axis.group, axis.device))
-    for used in (axis.group, group) if ranks is None else (group,):
-        _connect(used, axis.device)
+    for connected_group in (axis.group, group) if ranks is None else (group,):
+        _connect(connected_group, axis.device)
     return group
 
 

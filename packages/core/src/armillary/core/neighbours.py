@@ -1,14 +1,14 @@
-"""Tokens of other positions, on any layout: a new layout, the token `offset` before, the tokens around a run.
+"""Access to tokens of other positions, on any layout: a new layout, shifted tokens, the tokens around a run.
 
     relayout            the same tokens, sharded by another layout
     shift               y at i = x at i - offset along the path: labels, token shift, multi-token prediction
     halo                each run of a shard with the tokens before and after it
-    short_convolution   causal depthwise convolution over the tokens before, as hybrid models have it
+    short_convolution   causal depthwise convolution, as in hybrid models
 
 A *run* is a span of a shard cut at the boundaries of segments: its tokens are neighbours in one document. In a striped
 layout each token is a run. Functions take local tensors of this rank's tokens and a mesh axis, or DTensors that are
-sharded on that axis as the layout's shards, and are differentiable. All ranks of the axis must call them in the same
-order, and their backward passes too. Nothing is sent where no rank needs a token of another.
+sharded on that axis like the layout's shards, and are differentiable. All ranks of the axis must call them in the same
+order, and so must their backward passes. If no rank needs a token of another, nothing is sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
 def relayout(
     x: Tensor, source: SequenceLayout, target: SequenceLayout, axis: DeviceMesh | Axis, dim: int = 1
 ) -> Tensor:
-    """Moves tokens to the shards that hold them in another layout. Differentiable; integers too.
+    """Moves tokens to their shards in another layout. Differentiable; takes integer tensors too.
 
     Args:
         x: [B, T, ...], this rank's tokens by `source`.
@@ -48,20 +48,20 @@ def relayout(
     Returns:
         [B, T', ...], this rank's tokens by `target`.
 
-    Bytes sent: those of the tokens of this rank that change owner, kind "all_to_all"; backward those that come back.
+    Bytes sent: this rank's tokens that change owner, kind "all_to_all"; backward the tokens that it received.
 
     Raises:
-        ValueError: layouts, axis or x do not fit each other. Raised before any communication.
+        ValueError: layouts, axis or x do not match. Raised before any communication.
     """
-    along = Axis.of(axis)
+    mesh_axis = Axis.of(axis)
     if source.length != target.length:
         raise ValueError(f"source has {source.length} tokens and target {target.length}; both need the same length")
     for layout in (source, target):
-        _check_layout(layout, along)
+        _check_layout(layout, mesh_axis)
     if source == target:
         return x
-    table = _relayout_table(source, target, along.rank)
-    return _on_local(x, lambda local: _move(local, dim, along, table), along, dim, (source, target))
+    table = _relayout_table(source, target, mesh_axis.rank)
+    return _on_local(x, lambda local: _move(local, dim, mesh_axis, table), mesh_axis, dim, (source, target))
 
 
 def shift(
@@ -83,18 +83,18 @@ def shift(
         documents: boundaries 0, end of the first, ..., N, or a list of them for each row.
         mask: an attention mask of documents or of a tree, in place of `documents`.
 
-    Bytes sent: those of each token that another rank's shard needs, once for each such rank, kind "all_to_all".
+    Bytes sent: each token of this rank that another rank's shard needs, once per such rank, kind "all_to_all".
 
     Raises:
-        ValueError: a negative offset in a tree, where a token may have several successors; arguments that do not fit
-            each other. Raised before any communication.
+        ValueError: a negative offset in a tree, where a token may have several successors; arguments that do not
+            match. Raised before any communication.
     """
-    along, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    _check_layout(layout, along)
+    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
+    _check_layout(layout, mesh_axis)
     if integer("offset", offset) < 0 and any(row.branching for row in rows):
         raise ValueError(f"offset={offset} in a tree: a token may have several successors; at least 0 is accepted")
-    table = _shift_table(layout, rows, offset, along.rank)
-    return _on_local(x, lambda local: _move(local, dim, along, table, len(rows), fill), along, dim, (layout,))
+    table = _shift_table(layout, rows, offset, mesh_axis.rank)
+    return _on_local(x, lambda local: _move(local, dim, mesh_axis, table, len(rows), fill), mesh_axis, dim, (layout,))
 
 
 def halo(
@@ -116,21 +116,21 @@ def halo(
         x: [B, T, ...], this rank's tokens; local.
 
     Returns:
-        [B, left + n + right, ...] for each run of n tokens, in local order. If rows have segments of their own, the
-        runs of one row after the other, with B = 1.
+        [B, left + n + right, ...] for each run of n tokens, in local order. If rows have different segments, the runs
+        of row 0, then of row 1, and so on, with B = 1.
 
     Bytes sent: as `shift`.
 
     Raises:
-        ValueError: a negative side, tokens to the right in a tree, arguments that do not fit each other. Raised before
-            any communication.
+        ValueError: a negative side, tokens to the right in a tree, arguments that do not match. Raised before any
+        communication.
     """
-    along, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    table, lengths = _halo_of(layout, along, rows, left, right)
-    moved = _move(x, dim, along, table, len(rows), rows_apart=False)
+    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
+    table, lengths = _halo_of(layout, mesh_axis, rows, left, right)
+    runs = _move(x, dim, mesh_axis, table, len(rows), rows_apart=False)
     if len(rows) > 1:
-        return tuple(part.unsqueeze(0) for part in moved.split(lengths))
-    return moved.split(lengths, dim)
+        return tuple(run.unsqueeze(0) for run in runs.split(lengths))
+    return runs.split(lengths, dim)
 
 
 def short_convolution(
@@ -147,7 +147,7 @@ def short_convolution(
 
     Args:
         x: [B, T, C], this rank's tokens.
-        weight: [C, W], whole on every rank; its gradient is this rank's share of a sum, and so is that of `bias` [C].
+        weight: [C, W], replicated; its gradient is this rank's share of a sum, and so is the gradient of `bias` [C].
 
     Returns:
         [B, T, C]. In a tree the W - 1 tokens before a segment are the last ones of its path.
@@ -155,33 +155,34 @@ def short_convolution(
     Bytes sent: as `halo` with left = W - 1.
 
     Raises:
-        ValueError: shapes do not fit each other. Raised before any communication.
+        ValueError: shapes that do not match. Raised before any communication.
     """
-    along, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
+    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_tensor("x", x)
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: [B, T, C] and [C, W] are needed")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}: one number for each of the {weight.shape[0]} channels is needed")
-    before = weight.shape[1] - 1
-    table, lengths = _halo_of(layout, along, rows, before, 0)
+    kernel_left = weight.shape[1] - 1
+    table, lengths = _halo_of(layout, mesh_axis, rows, kernel_left, 0)
 
     def convolve(local: Tensor) -> Tensor:
-        # All runs in one call, each behind the tokens before it: outputs that would mix two runs are dropped.
-        moved = _move(local, 1, along, table, len(rows), rows_apart=False)
-        runs = moved.movedim(1, 2) if len(rows) == 1 else moved.t().unsqueeze(0)
-        mixed = F.conv1d(runs, weight.unsqueeze(1), bias, groups=weight.shape[0]).movedim(2, 1)
+        # One convolution over all runs, each preceded by its W - 1 halo tokens. Outputs at halo tokens mix two runs,
+        # and are dropped below.
+        packed_runs = _move(local, 1, mesh_axis, table, len(rows), rows_apart=False)
+        runs = packed_runs.movedim(1, 2) if len(rows) == 1 else packed_runs.t().unsqueeze(0)
+        convolved = F.conv1d(runs, weight.unsqueeze(1), bias, groups=weight.shape[0]).movedim(2, 1)
         starts = accumulate(lengths, initial=0)
-        outputs = torch.cat([torch.arange(a, a + n - before) for a, n in zip(starts, lengths, strict=False)])
-        return mixed.index_select(1, outputs.to(mixed.device)).reshape(local.shape)
+        outputs = torch.cat([torch.arange(a, a + n - kernel_left) for a, n in zip(starts, lengths, strict=False)])
+        return convolved.index_select(1, outputs.to(convolved.device)).reshape(local.shape)
 
-    return _on_local(x, convolve, along, 1, (layout,))
+    return _on_local(x, convolve, mesh_axis, 1, (layout,))
 
 
 def _on_local(
     x: Tensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, layouts: Sequence[SequenceLayout]
 ) -> Tensor:
-    """Calls a function of this rank's tokens; of a DTensor sharded on the axis, which keeps its placements.
+    """Applies a function to this rank's tokens: of a local tensor, or of a DTensor, which keeps its placements.
 
     Raises:
         ValueError: a DTensor that is not sharded on the axis along `dim`, or not in shards of these layouts' sizes.
@@ -196,10 +197,10 @@ def _on_local(
 def _move(
     x: Tensor, dim: int, axis: Axis, table: MoveTable, rows: int = 1, fill: float = 0, rows_apart: bool = True
 ) -> Tensor:
-    """Moves tokens on a dim of a local tensor; with several rows, those of dims 0 and 1 as one.
+    """Moves tokens on a dim of a local tensor. With several rows, dims 0 and 1 are flattened: row by row.
 
     Args:
-        rows_apart: return [B, T', ...] for several rows, each of as many tokens.
+        rows_apart: returns [B, T', ...] for several rows; False returns them flattened.
     """
     check_tensor("x", x)
     if not -x.ndim <= integer("dim", dim) < x.ndim:
@@ -211,10 +212,10 @@ def _move(
         raise ValueError(
             f"x {tuple(x.shape)} has {x.shape[dim]} tokens on dim {dim}; the shard has {table.tokens // rows}"
         )
-    moved = linear(tokens, start_move, start_return, axis, table, fill)
+    result = linear(tokens, start_move, start_return, axis, table, fill)
     if rows == 1:
-        return moved.movedim(0, dim)
-    return moved.unflatten(0, (rows, -1)) if rows_apart else moved
+        return result.movedim(0, dim)
+    return result.unflatten(0, (rows, -1)) if rows_apart else result
 
 
 def _check_layout(layout: SequenceLayout, axis: Axis) -> None:
@@ -225,7 +226,7 @@ def _check_layout(layout: SequenceLayout, axis: Axis) -> None:
 def _halo_of(
     layout: SequenceLayout, axis: Axis, rows: tuple[Segments, ...], left: int, right: int
 ) -> tuple[MoveTable, list[int]]:
-    """Returns the table of all runs with their halos, and how long each is on this rank."""
+    """Returns the table for all runs with their halos, and the length of each run with its halo on this rank."""
     _check_layout(layout, axis)
     for name, side in (("left", left), ("right", right)):
         integer(name, side, 0)
@@ -239,7 +240,7 @@ def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[rang
     return [run for span in layout.spans(shard) for run in segments.cut(span)]
 
 
-# Tables are asked for by every layer and step, of few layouts and documents.
+# Every layer and step looks up a table, for few distinct layouts and documents.
 @lru_cache(maxsize=32)
 def _relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -> MoveTable:
     return MoveTable.build(source, rank, [[target.positions(shard).numpy()] for shard in range(target.shards)])
@@ -270,7 +271,7 @@ def _halo_table(
 
 
 def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:
-    """Returns the positions of a run with its halo; -1 for those that do not exist."""
+    """Returns the positions of a run with its halo; -1 for tokens that do not exist."""
     tokens = np.arange(run.start, run.stop, run.step)
     before = [segments.ancestors(tokens[:1], distance) for distance in range(left, 0, -1)]
     after = [segments.ancestors(tokens[-1:], -distance) for distance in range(1, right + 1)]

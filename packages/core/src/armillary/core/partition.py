@@ -1,6 +1,6 @@
-"""Sharing out pieces of work that has two sides, so that each shard has as many of a kind and as much on both sides.
+"""Assigns pieces of work to shards: equally many of each kind per shard, with balanced loads on two sides.
 
-Counts are integers throughout: ranks that each find a layout must find the same one.
+All counts are integers, so that ranks that compute a layout independently get the same one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import numpy as np
 from armillary.core.slices import Integers
 
 PARTNERS = 8
-"""Shards, those with the least to do, that the most loaded one is first to exchange a piece with."""
+"""Number of least loaded shards that are tried first as partners of the most loaded one."""
 
 
 def shared_out(work: Integers, kinds: Integers, shards: int, goal: float) -> Integers:
-    """The shard of each piece: to each shard as many of every kind.
+    """Returns the shard of each piece; every shard gets equally many of every kind.
 
-    The largest first, each to the shard that has the least with it and still has room; then exchanges between the most
-    loaded shard and any other, for as long as they help and help is needed.
+    Greedy: the largest piece first, to the shard with room that is least loaded with it. Then swaps between the most
+    loaded shard and another, until the goal is reached or no swap helps.
 
     Args:
-        work: of n pieces, on both sides: [2, n].
-        kinds: of each piece, numbered from 0; of each kind as many as `shards` divides.
-        goal: what the most loaded shard may have.
+        work: loads of n pieces on both sides: [2, n].
+        kinds: the kind of each piece, numbered from 0; `shards` divides the number of pieces of each kind.
+        goal: load that the most loaded shard may have.
     """
     owner, loads = largest_first(work, kinds, shards)
     while loads.max() > goal and exchange(work, kinds, owner, loads):
@@ -31,7 +31,7 @@ def shared_out(work: Integers, kinds: Integers, shards: int, goal: float) -> Int
 
 
 def largest_first(work: Integers, kinds: Integers, shards: int) -> tuple[Integers, Integers]:
-    """The shard of each piece, and what shards have with that: [2, shards]."""
+    """Returns the shard of each piece, and the loads of shards [2, shards]. Largest pieces first."""
     room = np.repeat(np.bincount(kinds)[:, None] // shards, shards, axis=1)
     owner, loads = np.empty_like(kinds), np.zeros((2, shards), dtype=np.int64)
     never = np.iinfo(np.int64).max
@@ -45,26 +45,30 @@ def largest_first(work: Integers, kinds: Integers, shards: int) -> tuple[Integer
 
 
 def exchange(work: Integers, kinds: Integers, owner: Integers, loads: Integers) -> bool:
-    """Swaps two pieces so that the most loaded shard has less, and the other not as much. Whether there were such."""
-    most = loads.max()
+    """Swaps the two pieces that lower the peak of both shards most. Returns False if no swap lowers it."""
+    peak = loads.max()
     side, heavy = np.unravel_index(loads.argmax(), loads.shape)
-    others = np.argsort(loads[side], kind="stable")
-    others = others[others != heavy]
-    for partners in (others[:PARTNERS], others[PARTNERS:]):
-        mine, theirs = np.flatnonzero(owner == heavy), np.flatnonzero(np.isin(owner, partners))
-        gain = work[:, None, theirs] - work[:, mine, None]  # of the most loaded shard, for each pair of pieces
-        after = np.maximum(loads[:, heavy, None, None] + gain, loads[:, None, owner[theirs]] - gain).max(0)
-        after[kinds[mine, None] != kinds[theirs]] = most
-        if after.min(initial=most) < most:
-            a, b = np.unravel_index(after.argmin(), after.shape)
-            swap(work, owner, loads, int(mine[a]), int(theirs[b]))
+    partners_by_load = np.argsort(loads[side], kind="stable")
+    partners_by_load = partners_by_load[partners_by_load != heavy]
+    for partners in (partners_by_load[:PARTNERS], partners_by_load[PARTNERS:]):
+        heavy_pieces, partner_pieces = np.flatnonzero(owner == heavy), np.flatnonzero(np.isin(owner, partners))
+        change = (
+            work[:, None, partner_pieces] - work[:, heavy_pieces, None]
+        )  # of the heavy shard's loads, by pair of pieces
+        new_peaks = np.maximum(
+            loads[:, heavy, None, None] + change, loads[:, None, owner[partner_pieces]] - change
+        ).max(0)
+        new_peaks[kinds[heavy_pieces, None] != kinds[partner_pieces]] = peak
+        if new_peaks.min(initial=peak) < peak:
+            a, b = np.unravel_index(new_peaks.argmin(), new_peaks.shape)
+            swap(work, owner, loads, int(heavy_pieces[a]), int(partner_pieces[b]))
             return True
     return False
 
 
 def swap(work: Integers, owner: Integers, loads: Integers, a: int, b: int) -> None:
-    """Two pieces between their shards."""
-    more = work[:, b] - work[:, a]
-    loads[:, owner[a]] += more
-    loads[:, owner[b]] -= more
+    """Exchanges two pieces between their shards."""
+    difference = work[:, b] - work[:, a]
+    loads[:, owner[a]] += difference
+    loads[:, owner[b]] -= difference
     owner[a], owner[b] = owner[b], owner[a]

@@ -27,7 +27,7 @@ class Placed(NamedTuple):
 
 
 def chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """Returns DTensor's shard sizes, those of torch.chunk: ceil(length / ranks) each, then the remainder.
+    """Returns DTensor's shard sizes, as torch.chunk cuts: ceil(length / ranks) each, then the remainder.
 
     The last shards may be empty: 9 over 4 ranks is 3, 3, 3, 0.
     """
@@ -67,7 +67,7 @@ def mesh_dim(x: DTensor | Placed, axis: Axis) -> int:
 
 
 def check_placement(name: str, x: DTensor | Placed, dim: int, expected: Placement) -> None:
-    """Raises ValueError unless mesh dim `dim` of `x` is placed as `expected`.
+    """Raises ValueError unless the placement of `x` on mesh dim `dim` is `expected`.
 
     On one rank any placement is accepted.
     """
@@ -102,7 +102,7 @@ def check_innermost(name: str, x: DTensor | Placed, mesh_dim: int, dim: int) -> 
 
 
 def outer_length(x: DTensor | Placed, dim: int, mesh_dim: int) -> int:
-    """Returns the size of tensor dim `dim` that all ranks of a mesh dim hold, as the axes outside it leave it."""
+    """Returns the size of tensor dim `dim` before a mesh dim cuts it, after the mesh dims outside have cut it."""
     length = x.shape[dim]
     for outer in range(mesh_dim):
         if x.placements[outer] == Shard(dim):
@@ -130,7 +130,7 @@ def dtensor_like(
         changed: other placements, by mesh dim. Gradients get the placements of the result.
     """
     placements = [(changed or {}).get(mesh_dim, old) for mesh_dim, old in enumerate(x.placements)]
-    # With shape and stride, from_local asks no other rank.
+    # Without shape and stride, from_local would communicate to learn them.
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -138,5 +138,5 @@ def dtensor_like(
 def describe(x: DTensor | Placed) -> str:
     """Formats `x` for messages: `DTensor [2, 8, 4, 16] over (ring Shard(dim=1), tp Shard(dim=2))`."""
     names = x.device_mesh.mesh_dim_names or [f"#{i}" for i in range(x.device_mesh.ndim)]
-    placed = ", ".join(f"{name} {placement!r}" for name, placement in zip(names, x.placements, strict=True))
-    return f"DTensor {list(x.shape)} over ({placed})"
+    placements = ", ".join(f"{name} {placement!r}" for name, placement in zip(names, x.placements, strict=True))
+    return f"DTensor {list(x.shape)} over ({placements})"

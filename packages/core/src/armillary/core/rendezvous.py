@@ -15,9 +15,9 @@ PAUSE = 0.05
 def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
     """Returns a prefix of `store` that is used by these processes alone. Every rank must call it.
 
-    torchrun restarts ranks with the store of the failed ones, which still has their addresses, and passes nothing that
-    tells one start from another on all hosts. So rank 0 announces a name for the start, every rank answers with a token
-    of its own, and continues once rank 0 has echoed that token.
+    torchrun restarts ranks with the store of the failed ones, which still has their addresses, and has no identifier of
+    a start that is the same on all hosts. So rank 0 announces a name for the start, every rank answers with a random
+    token, and continues once rank 0 has echoed that token.
 
     Raises:
         TimeoutError: not all ranks arrived within `timeout`; on rank 0 with the missing ranks.
@@ -31,10 +31,10 @@ def _gather(store: dist.Store, name: str, ranks: int, end: float, timeout: timed
     """Runs rank 0: announces the start under its token, and waits for all other ranks."""
     store.set("start", name)
     # Answers to earlier starts are under their names, so only ranks of this start are counted.
-    missing = list(range(1, ranks))
-    while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
+    missing_ranks = list(range(1, ranks))
+    while missing_ranks := [rank for rank in missing_ranks if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > end:
-            raise TimeoutError(f"ranks {missing} of {ranks} have not come within {timeout}")
+            raise TimeoutError(f"ranks {missing_ranks} of {ranks} did not arrive within {timeout}")
         time.sleep(PAUSE)
     store.set(f"{name}/all", " ".join(store.get(f"{name}/{rank}").decode() for rank in range(1, ranks)))
     return name
@@ -52,4 +52,6 @@ def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timed
         if name and store.check([f"{name}/all"]) and token in store.get(f"{name}/all").decode().split():
             return name
         time.sleep(PAUSE)
-    raise TimeoutError(f"rank {rank} waited {timeout} for rank 0, or with it for others; rank 0 says for whom")
+    raise TimeoutError(
+        f"rank {rank} waited {timeout} for rank 0 and all other ranks; the error of rank 0 names the missing ones"
+    )

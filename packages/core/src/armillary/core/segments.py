@@ -39,7 +39,7 @@ class Segments:
 
     @cached_property
     def branching(self) -> bool:
-        """True for a tree: then no token has a unique successor."""
+        """True for a tree, in which a token may have several successors."""
         return any(parent != NONE for parent in self.parents)
 
     @cached_property
@@ -56,18 +56,21 @@ class Segments:
         if distance < 0:
             later = positions - distance
             return np.where(later < ends[segment + 1], later, NONE)
-        reached, remaining = positions.copy(), np.full_like(positions, distance)
-        # Each turn moves tokens whose ancestor lies before their segment to the end of the parent segment.
-        while (beyond := np.flatnonzero((remaining > reached - ends[segment]) & (reached != NONE))).size:
+        position, steps_left = positions.copy(), np.full_like(positions, distance)
+        # Each iteration moves the tokens whose ancestor lies before their segment to the end of the parent segment.
+        while (beyond := np.flatnonzero((steps_left > position - ends[segment]) & (position != NONE))).size:
             parent = parents[segment[beyond]]
-            remaining[beyond] -= reached[beyond] - ends[segment[beyond]] + 1
-            reached[beyond] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
+            steps_left[beyond] -= position[beyond] - ends[segment[beyond]] + 1
+            position[beyond] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
             segment[beyond] = parent
-            remaining[beyond[parent == NONE]] = 0
-        return np.where(reached == NONE, NONE, reached - remaining)
+            steps_left[beyond[parent == NONE]] = 0
+        return np.where(position == NONE, NONE, position - steps_left)
 
     def cut(self, span: range) -> list[range]:
-        """Cuts a span into runs of neighbouring tokens: at the boundaries of segments, and at each step above 1."""
+        """Cuts a span into runs of adjacent tokens of one segment.
+
+        A span with a step above 1 becomes runs of one token.
+        """
         if span.step > 1:
             return [range(token, token + 1) for token in span]
         ends, _ = self._arrays
@@ -87,8 +90,8 @@ def segments_of(length: int, documents: object = None, mask: Segmented | None = 
     """Returns the segments of each row, or one entry for all rows alike.
 
     Raises:
-        ValueError: documents beside a mask, boundaries that do not rise from 0 to `length`, or a mask that is neither
-            of documents nor of a tree.
+        ValueError: documents beside a mask, boundaries that do not rise from 0 to `length`, or a mask without
+            segments.
     """
     if mask is not None:
         if documents is not None:

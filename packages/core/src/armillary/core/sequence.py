@@ -1,11 +1,11 @@
-"""Whole sequences as DTensors that are sharded in the order of a layout, and back.
+"""Sequences as DTensors that are sharded in the order of a layout, and back.
 
     x = distribute_sequence(ids, layout, mesh["ring", "ulysses"])   # [B, N] on every rank -> Shard(1) over both axes
     logits = gather_sequence(model(x), layout)                      # -> [B, N, V], in sequence order, on every rank
 
-Between the two, the global view of a DTensor is the sequence in shard order: the tokens of shard 0, then those of
-shard 1, and so on. `full_tensor()` and `redistribute` are torch's and know no layout, so they keep that order, which is
-the sequence's own only in a contiguous layout. Ops that do not mix tokens are not affected.
+Between the two, the global view of a DTensor is the sequence in shard order: the tokens of shard 0, then of shard 1,
+and so on. torch's `full_tensor()` and `redistribute` do not know layouts and keep that order, which is sequence order
+only in a contiguous layout. Ops that do not mix tokens are not affected.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ def distribute_sequence(
     the result is `Replicate`, from which `redistribute` can shard batch or heads without communication. `full_tensor()`
     of the result has the tokens in shard order; `gather_sequence` returns `x`. The forward pass communicates nothing.
 
-    Differentiable: every rank gets the gradient of the whole `x`, gathered by torch as `full_tensor` does.
+    Differentiable: every rank gets the gradient of the full `x`, gathered by torch as in `full_tensor`.
 
     Args:
         x: local [..., N, ...], N = `layout.length` on `dim`; any dtype.
         layout: over all ranks of the sequence axes; or, if the innermost one is `ulysses`, over the axes outside it,
             each shard then being cut by `layout.refine`. Its shards must have DTensor's own sizes: zigzag(10, 4)
             has 3, 3, 2, 2 tokens, DTensor 3, 3, 3, 1.
-        mesh: the mesh of the result, usually that of the model, such as `mesh["ring", "ulysses", "tp"]`. Leave out axes
-            over which nothing is sharded: for the first op of a kind on five axes, even of one rank each, torch (2.15)
-            compares all placements, which takes seconds to minutes.
+        mesh: the mesh of the result, usually the model's, such as `mesh["ring", "ulysses", "tp"]`. Leave out axes that
+            shard nothing: for the first op of a kind on five axes, even of one rank each, torch (2.15) compares all
+            placements, which takes seconds to minutes.
         dim: dim of the tokens; counted from the end if negative.
-        axes: names of the mesh axes that shard the sequence. By default those of `SEQUENCE_AXES` that the mesh
-            has; or all axes, if it has none of them or if only all axes together have as many ranks as the layout has
-            shards.
+        axes: names of the mesh axes that shard the sequence. By default the mesh's axes in `SEQUENCE_AXES`; or all
+            axes, if it has none of these or if only all axes together have as many ranks as the layout has shards.
 
     Raises:
         ValueError: an unknown dim or axis, another length, another number of shards, or shards that DTensor would
@@ -58,13 +57,15 @@ def distribute_sequence(
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed")
     if isinstance(x, DTensor):
-        raise ValueError("x is a DTensor; the whole tensor is needed, as x.full_tensor() gives it")
-    dim = _checked(x, layout, dim)
-    mesh_dims, rank_layout, expected, named = _shards(layout, mesh, None if axes is None else tuple(axes))
-    check_chunks("shards of the layout", rank_layout.sizes, expected, named)
-    # Every rank has all of x, so ordering its tokens and cutting them is local.
-    ordered = x.index_select(dim, shard_order(rank_layout).to(x.device))
-    return _redistributed(DTensor.from_local(ordered, mesh, [Replicate()] * mesh.ndim), mesh_dims, Shard(dim))
+        raise ValueError("x is a DTensor; the full local tensor is needed, as x.full_tensor() returns it")
+    dim = _check_tokens(x, layout, dim)
+    mesh_dims, rank_layout, expected, axes_name = _shards(layout, mesh, None if axes is None else tuple(axes))
+    check_chunks("shards of the layout", rank_layout.sizes, expected, axes_name)
+    # Every rank has all of x, so reordering and cutting it is local.
+    in_shard_order = x.index_select(dim, shard_order(rank_layout).to(x.device))
+    return _redistribute_by_dim(
+        DTensor.from_local(in_shard_order, mesh, [Replicate()] * mesh.ndim), mesh_dims, Shard(dim)
+    )
 
 
 def sequence_from_local(
@@ -76,9 +77,9 @@ def sequence_from_local(
     axes: Sequence[str] | None = None,
     rows: Sequence[str] = (),
 ) -> DTensor:
-    """Returns the DTensor that `distribute_sequence` makes of the whole sequence, from this rank's shard of it.
+    """Returns the DTensor of `distribute_sequence` from this rank's shard of the sequence.
 
-    For loaders that read the tokens of their rank. Communicates nothing; the gradient is the local part's.
+    For loaders that read only their rank's tokens. No communication; the gradient is this rank's part.
 
     Args:
         x: [..., T, ...] with the tokens of this rank's shard on `dim`.
@@ -86,15 +87,15 @@ def sequence_from_local(
         rows: names of mesh axes whose ranks hold different rows [B, ...], equally many each: `Shard(0)` there.
 
     Raises:
-        ValueError: as in `distribute_sequence`; also if the number of tokens is not that of this rank's shard, or
-            `rows` are not axes of the mesh or belong to the sequence.
+        ValueError: as in `distribute_sequence`; also if the number of tokens is not the size of this rank's shard, or
+            `rows` are not axes of the mesh, or shard the sequence.
     """
     check_tensor("x", x)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
     dim %= x.ndim
-    mesh_dims, rank_layout, expected, named = _shards(layout, mesh, None if axes is None else tuple(axes))
-    check_chunks("shards of the layout", rank_layout.sizes, expected, named)
+    mesh_dims, rank_layout, expected, axes_name = _shards(layout, mesh, None if axes is None else tuple(axes))
+    check_chunks("shards of the layout", rank_layout.sizes, expected, axes_name)
     shard = 0  # counted with the last mesh dim fastest, as DTensor cuts
     for mesh_dim in mesh_dims:
         shard = shard * mesh.size(mesh_dim) + mesh.get_local_rank(mesh_dim)
@@ -104,7 +105,7 @@ def sequence_from_local(
     row_dims = [mesh_dim for mesh_dim, name in enumerate(names) if name in rows and mesh_dim not in mesh_dims]
     if len(row_dims) != len(rows) or (row_dims and dim == 0):
         raise ValueError(
-            f"rows={tuple(rows)}, tokens on dim {dim}: rows are dim 0, over axes of {names} other than {named}"
+            f"rows={tuple(rows)}, tokens on dim {dim}: rows are dim 0, over axes of {names} other than {axes_name}"
         )
     placements = [
         Shard(dim) if i in mesh_dims else Shard(0) if i in row_dims else Replicate() for i in range(mesh.ndim)
@@ -112,7 +113,7 @@ def sequence_from_local(
     shape = list(x.shape)
     shape[dim] = layout.length
     shape[0] *= prod(mesh.size(mesh_dim) for mesh_dim in row_dims)
-    # from_local without a given shape would ask all ranks for their sizes.
+    # Without shape and stride, from_local would communicate to learn them.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -126,45 +127,45 @@ def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[s
 def gather_sequence(
     x: DTensor, layout: SequenceLayout, dim: int | None = None, *, grad_placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """Returns the whole tensor in sequence order, on every rank; `x` has its tokens in the order of `layout`.
+    """Returns the full tensor in sequence order, on every rank; `x` has its tokens in the order of `layout`.
 
-    The inverse of `distribute_sequence`, and `full_tensor()` with the tokens put back in order: it sums partial values
-    and gathers shards on every axis. Differentiable in the same way. (torch's own may be wrong for uneven shards over
-    several axes whose mesh has also been flattened.)
+    The inverse of `distribute_sequence`: `full_tensor()`, with the tokens put back in sequence order. Sums partial
+    values and gathers shards on every axis. Differentiable in the same way. (torch's `full_tensor` may be wrong for
+    uneven shards over several axes whose mesh has also been flattened, pytorch#194457.)
 
     Args:
         x: a DTensor with any placements, N = `layout.length` on the dim of the tokens.
         layout: the layout of its tokens.
-        dim: dim of the tokens. By default the one of length N that is sharded over `ring` or `ulysses`; else the one
-            that is sharded over any axis; else the only one of that length.
+        dim: dim of the tokens. By default the dim of length N that is sharded over `ring` or `ulysses`; else over any
+            axis; else the only dim of that length.
         grad_placements: placements of the result's gradient, as in `full_tensor`. By default `Replicate` on every axis:
-            every rank has all of it. `Partial` where ranks have addends of it.
+            every rank has the full gradient. `Partial` if ranks have addends.
 
-    Bytes sent: those of torch's `redistribute`, innermost axis first. A `CommLedger` does not count them.
+    Bytes sent: as torch's `redistribute`, innermost axis first. A `CommLedger` does not count them.
 
     Raises:
         ValueError: not a DTensor, an unknown dim, or shards that DTensor would have cut differently.
     """
     if not isinstance(x, DTensor):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"x is a {type(x).__name__}; a DTensor is needed (layout.join takes local tensors)")
-    token_dim = _checked(x, layout, _token_dim(x, layout) if dim is None else dim)
+    token_dim = _check_tokens(x, layout, _token_dim(x, layout) if dim is None else dim)
     mesh_dims = [mesh_dim for mesh_dim, placement in enumerate(x.placements) if placement == Shard(token_dim)]
     ranks = [x.device_mesh.size(mesh_dim) for mesh_dim in mesh_dims]
     if prod(ranks) == layout.shards:
         expected = nested_sizes(layout.length, ranks)
-        check_chunks("shards of the layout", layout.sizes, expected, _named(x.device_mesh, mesh_dims))
+        check_chunks("shards of the layout", layout.sizes, expected, _axes_name(x.device_mesh, mesh_dims))
     # Partial sums first, while the shards are small; then the axes from the inside out.
     x = x.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in x.placements])
-    x = _redistributed(x, range(x.device_mesh.ndim)[::-1], Replicate())
-    gathered = x.to_local(grad_placements=grad_placements)
-    return gathered.index_select(token_dim, shard_order(layout).argsort().to(gathered.device))
+    x = _redistribute_by_dim(x, range(x.device_mesh.ndim)[::-1], Replicate())
+    in_shard_order = x.to_local(grad_placements=grad_placements)
+    return in_shard_order.index_select(token_dim, shard_order(layout).argsort().to(in_shard_order.device))
 
 
-def _redistributed(x: DTensor, mesh_dims: Sequence[int], placement: Placement) -> DTensor:
+def _redistribute_by_dim(x: DTensor, mesh_dims: Sequence[int], placement: Placement) -> DTensor:
     """Returns `x` with this placement on some mesh dims, redistributed one dim after the other.
 
-    At once, torch (2.11 to 2.15, pytorch#194457) would gather over a flattened axis where the mesh has one, such as
-    that of FSDP2, and order uneven shards of shards wrongly, in forward and in the backward of sharding.
+    In one call, torch (2.11 to 2.15, pytorch#194457) would gather over a flattened axis if the mesh has one, such as
+    FSDP2's, and order uneven shards of shards wrongly, in forward and in the backward of sharding.
     """
     for mesh_dim in mesh_dims:
         x = x.redistribute(placements=[placement if i == mesh_dim else old for i, old in enumerate(x.placements)])
@@ -172,7 +173,7 @@ def _redistributed(x: DTensor, mesh_dims: Sequence[int], placement: Placement) -
 
 
 def shard_order(layout: SequenceLayout) -> Tensor:
-    """Returns the positions of all shards, one shard after the other: a LongTensor [N] on the CPU."""
+    """Returns the positions of shard 0, shard 1, ..., concatenated: a LongTensor [N] on the CPU."""
     return torch.cat([layout.positions(shard) for shard in range(layout.shards)])
 
 
@@ -180,11 +181,11 @@ def nested_sizes(length: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """Returns DTensor's shard sizes of `length` over several axes: one per rank, the last axis fastest."""
     sizes = (length,)
     for count in ranks:
-        sizes = tuple(part for size in sizes for part in chunk_sizes(size, count))
+        sizes = tuple(shard_size for size in sizes for shard_size in chunk_sizes(size, count))
     return sizes
 
 
-def _checked(x: Tensor, layout: SequenceLayout, dim: int) -> int:
+def _check_tokens(x: Tensor, layout: SequenceLayout, dim: int) -> int:
     """Returns `dim`, counted from the start. Raises ValueError unless `x` has N tokens on it."""
     check_tensor("x", x)
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
@@ -202,11 +203,11 @@ def _shards(
 ) -> tuple[tuple[int, ...], SequenceLayout, tuple[int, ...], str]:
     """Returns the mesh dims that shard the sequence, the layout over all their ranks, DTensor's sizes, the dims' names.
 
-    Cached, because it is needed for each tensor of each batch, mostly with the same layout.
+    Cached: needed for each tensor of each batch, mostly with the same layout.
     """
     mesh_dims = _sequence_dims(mesh, layout, axes)
     expected = nested_sizes(layout.length, [mesh.size(mesh_dim) for mesh_dim in mesh_dims])
-    return tuple(mesh_dims), _over(layout, mesh, mesh_dims), expected, _named(mesh, mesh_dims)
+    return tuple(mesh_dims), _layout_over(layout, mesh, mesh_dims), expected, _axes_name(mesh, mesh_dims)
 
 
 def _sequence_dims(mesh: DeviceMesh, layout: SequenceLayout, axes: Sequence[str] | None) -> list[int]:
@@ -222,17 +223,17 @@ def _sequence_dims(mesh: DeviceMesh, layout: SequenceLayout, axes: Sequence[str]
     return mesh_dims if mesh_dims and not spans_mesh else list(range(mesh.ndim))
 
 
-def _over(layout: SequenceLayout, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> SequenceLayout:
+def _layout_over(layout: SequenceLayout, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> SequenceLayout:
     """Returns the layout over all ranks of these mesh dims, refined over `ulysses` if need be."""
     ranks, innermost = prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims), mesh_dims[-1]
     if layout.shards == ranks:
         return layout
-    # A layout of the axes outside `ulysses` is cut further over its ranks, as Ulysses inside a ring shards.
-    heads = mesh.size(innermost) if _named(mesh, [innermost]) == "ulysses" else 1
+    # A layout over the axes outside `ulysses` is refined over its ranks, like Ulysses inside a ring.
+    heads = mesh.size(innermost) if _axes_name(mesh, [innermost]) == "ulysses" else 1
     if layout.shards * heads == ranks:
         return layout.refine(heads)
     sizes = " x ".join(str(mesh.size(mesh_dim)) for mesh_dim in mesh_dims)
-    raise ValueError(f"the layout has {layout.shards} shards; axis {_named(mesh, mesh_dims)} has {sizes} ranks")
+    raise ValueError(f"the layout has {layout.shards} shards; axis {_axes_name(mesh, mesh_dims)} has {sizes} ranks")
 
 
 def _token_dim(x: DTensor, layout: SequenceLayout) -> int:
@@ -241,13 +242,13 @@ def _token_dim(x: DTensor, layout: SequenceLayout) -> int:
     sharded_dims = {name: p.dim for name, p in zip(names, x.placements, strict=True) if isinstance(p, Shard)}
     by_name = [dim for name, dim in sharded_dims.items() if name in SEQUENCE_AXES]
     for candidates in (by_name, [p.dim for p in x.placements if isinstance(p, Shard)], range(x.ndim)):
-        matching = {dim for dim in candidates if x.shape[dim] == layout.length}
-        if len(matching) == 1:
-            return matching.pop()
+        matching_dims = {dim for dim in candidates if x.shape[dim] == layout.length}
+        if len(matching_dims) == 1:
+            return matching_dims.pop()
     raise ValueError(f"which dim of {describe(x)} has the {layout.length} tokens of the layout? pass dim=")
 
 
-def _named(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> str:
+def _axes_name(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> str:
     """Names these mesh dims, such as "ring x ulysses"."""
     names = mesh.mesh_dim_names or [f"#{mesh_dim}" for mesh_dim in range(mesh.ndim)]
     return " x ".join(names[mesh_dim] for mesh_dim in mesh_dims)

@@ -2,9 +2,8 @@
 
 FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a strided shard. torch (2.11 to
 2.15) reads such placements from left to right in `distribute_tensor` and in the offsets of distributed checkpoints.
-That
-is wrong if tensor parallelism shards unevenly: of 257 rows over 2 and then 4 ranks, the last ranks hold 30 and 32, and
-torch computes 31 and 31. `full_tensor()` reads placements as this module does.
+That is wrong if tensor parallelism shards unevenly: of 257 rows over 2 and then 4 ranks, the last ranks hold 30 and
+32, but torch computes 31 and 31. `full_tensor()` reads placements as this module does.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Box = tuple[slice, ...]
 
 
 def local_part(x: Tensor) -> tuple[Tensor, Box]:
-    """Returns this rank's shard of x and its slices of the whole tensor. The shard may be empty.
+    """Returns this rank's shard of x and its slices of the full tensor. The shard may be empty.
 
     Raises:
-        ValueError: a DTensor whose shard is no box of the whole tensor.
+        ValueError: a DTensor whose shard is not a box of the full tensor.
     """
     if not isinstance(x, DTensor):
         return x, tuple(slice(0, size) for size in x.shape)
@@ -33,7 +32,7 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
     if coordinate is None:
         return local, tuple(slice(0, size) for size in local.shape)
     box = box_of(x.shape, x.device_mesh.shape, coordinate, x.placements)
-    sizes = tuple(part.stop - part.start for part in box)
+    sizes = tuple(dim_slice.stop - dim_slice.start for dim_slice in box)
     if 0 in sizes and not local.numel():  # FSDP2 does not keep the other sizes of an empty shard
         return local, tuple(slice(0, size) for size in local.shape)
     if local.shape != sizes:
@@ -47,13 +46,13 @@ def box_of(
     """Returns the slices of the rank at a coordinate: mesh axes cut each dim in turn, as torch.chunk cuts.
 
     Args:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         ranks: number of ranks of each mesh axis.
         coordinate: of the rank in the mesh.
         placements: on each mesh axis.
 
     Raises:
-        ValueError: placements by which a shard is no box.
+        ValueError: placements whose shards are not boxes.
     """
     box: list[slice] = []
     for dim, size in enumerate(shape):
@@ -68,18 +67,18 @@ def box_of(
 def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequence[Placement]) -> list[int]:
     """Returns the mesh axes that cut a dim, in the order in which they cut.
 
-    That is from left to right, except for a strided shard: FSDP2 cuts the shards of tensor parallelism, to its right,
-    which has already cut the dim into `split_factor` parts.
+    From left to right, except for a strided shard: FSDP2 cuts the shards of the axes to its right (tensor parallelism),
+    which have cut the dim into `split_factor` parts before.
     """
     order: list[int] = []
     # From the innermost axis outwards, each is inserted into the order of those inside it.
     for axis in reversed(range(len(ranks))):
-        cut, parts = compat.shard(placements[axis])
-        if cut is None or cut % dims != dim:
+        cut_dim, part_count = compat.shard(placements[axis])
+        if cut_dim is None or cut_dim % dims != dim:
             continue
         # The axis cuts after those axes of the order whose ranks multiply to `parts`.
-        places = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == parts]
+        places = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == part_count]
         if not places:
-            raise ValueError(f"{tuple(placements)}: {parts} parts along dim {dim} are cut by no axes to the right")
+            raise ValueError(f"{tuple(placements)}: {part_count} parts along dim {dim} are cut by no axes to the right")
         order.insert(places[0], axis)
     return order

@@ -27,7 +27,7 @@ class Sliced(Protocol):
     """An attention mask: anything that has slices."""
 
     def slices(self, length: int) -> Sequence[Slices]:
-        """Returns the slices of each row of a batch that has its own, or of all rows alike, for `length` tokens."""
+        """Returns the slices for `length` tokens: one array per batch row, or a single one for all rows."""
         ...
 
 
@@ -54,10 +54,10 @@ def within_band(slices: Slices, low: int | None, high: int | None, has_bands: bo
     """
     if has_bands and low is None and high is None:
         return slices
-    cut = slices.copy()
-    cut[:, 4] = np.maximum(slices[:, 4] if has_bands else -FAR, -FAR if low is None else low)
-    cut[:, 5] = np.minimum(slices[:, 5] if has_bands else FAR, FAR if high is None else high)
-    return cut
+    banded = slices.copy()
+    banded[:, 4] = np.maximum(slices[:, 4] if has_bands else -FAR, -FAR if low is None else low)
+    banded[:, 5] = np.minimum(slices[:, 5] if has_bands else FAR, FAR if high is None else high)
+    return banded
 
 
 def mask_slices(
@@ -81,22 +81,22 @@ def mask_slices(
 
 def band(causal: bool, window: Window | None) -> Window:
     """Returns the smallest and the largest visible `j - i`; None: unbounded."""
-    left, right = window or (None, None)
+    left_width, right_width = window or (None, None)
     if causal:
-        right = 0 if right is None else min(right, 0)
-    return None if left is None else -left, right
+        right_width = 0 if right_width is None else min(right_width, 0)
+    return None if left_width is None else -left_width, right_width
 
 
 def widened(counts: Integers, rows: int, columns: int) -> Integers:
-    """Returns integers in which so many rows times columns can be counted: Python's, if 64 bits are too few."""
+    """Returns the counts in a dtype that can represent `rows * columns`: Python's integers beyond 64 bits."""
     return counts.astype(object) if rows * columns > FAR else counts
 
 
 def mirrored(slices: Slices) -> Slices:
     """Returns the slices with queries and keys exchanged."""
-    turned = slices[:, [2, 3, 0, 1, 5, 4]]
-    turned[:, 4:] *= -1
-    return turned
+    transposed_slices = slices[:, [2, 3, 0, 1, 5, 4]]
+    transposed_slices[:, 4:] *= -1
+    return transposed_slices
 
 
 def trimmed(slices: Slices) -> Slices:
@@ -126,16 +126,19 @@ class KeyCounts:
 
     @classmethod
     def of(cls, slices: Slices) -> KeyCounts:
-        """A query at i sees the keys from max(k0, i + low) to min(k1 - 1, i + high): each bound has one bend."""
+        """Sums over slices. In a slice the query at i sees keys max(k0, i + low) to min(k1 - 1, i + high).
+
+        So its count is a difference of two bounds, each of which is linear in i with one bend.
+        """
         slices = trimmed(slices)
         q0, q1, k0, k1, low, high = widened(slices, *(int(slices[:, i].max(initial=0)) for i in (1, 3))).T
         # The upper bound rises with i until `until`, the lower bound from `since` on; both are constant elsewhere.
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
-        one = np.ones_like(q0)
+        ones = np.ones_like(q0)
         starts = np.concatenate((q0, until, since, q1))
-        slopes = np.concatenate((one, -one, -one, one))
-        # FAR cancels out: an unbounded side bends at once. Integers may wrap around on the way; sums that fit are
-        # exact.
+        slopes = np.concatenate((ones, -ones, -ones, ones))
+        # An unbounded side bends at its first query, so FAR cancels out. Intermediate sums may wrap around modulo 2^64;
+        # results that fit are exact.
         constants = np.concatenate((high - k0 + 1, k1 - 1 - high, k0 - low, low - k1))
         order = np.argsort(starts, kind="stable")
         starts, slopes, constants = starts[order], slopes[order], constants[order]

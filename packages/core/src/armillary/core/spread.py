@@ -1,11 +1,15 @@
 """Balanced layouts that send few bytes: each document on as few neighbouring ranks of a ring as its length needs.
 
 A document is a run of positions that sees nothing outside of it: a packed document, a tree, a chunk, or the sequence.
-One that fits a rank's share of tokens and of pairs stays whole and sends nothing. A longer one is cut into pieces that
-follow each other around the ring, so that its keys pass over few hops; each rank gets as much of it as it has room for.
-Short documents then fill the ranks that have least. Where that leaves ranks uneven, all is tried again with each
-document on more ranks. Zigzag, contiguous and documents dealt by pairs are candidates too, so the layout never sends
-more than one of them that is even enough.
+
+1. A document within a rank's share of tokens and of pairs is not cut, and sends nothing.
+2. A longer document is cut into pieces on consecutive ranks of the ring, so that its keys travel few hops; each rank
+   gets as much of it as it has room for.
+3. Short documents then fill the least loaded ranks.
+4. If ranks are still uneven, steps 1 to 3 are repeated with each document on more ranks.
+
+Zigzag, contiguous and whole documents assigned by pairs are candidates too, so that the layout never sends more than
+one of these that is even enough.
 """
 
 from __future__ import annotations
@@ -27,28 +31,29 @@ Floats = NDArray[np.float64]
 EVEN = 1.10
 """Most loaded rank over the mean, in tokens and in pairs, up to which a layout counts as even."""
 TRAFFIC = 1000.0
-"""Pairs that take as long as sending one token over one hop: 32 query heads over 8 of keys on a GPU with a 400 Gb/s
-network; ten times fewer within a node."""
+"""Pairs that take as long as sending one token over one hop, for 32 query heads and 8 key heads on a GPU with a 400
+Gb/s network. Within a node it is ten times less."""
 STRETCHES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0)
-"""Ranks of a document over those that it needs, tried until ranks are even."""
+"""Ratios of the ranks of a document to the ranks that it needs, tried in this order until ranks are even."""
 PIECES = 16
-"""Cut documents have at most so many pieces for each rank."""
-SAND = 1 / 8
-"""Documents that need less than this of a rank's share fill the gaps that longer ones leave."""
+"""Largest number of pieces of cut documents per rank."""
+SHORT = 1 / 8
+"""Documents below this fraction of a rank's share fill the gaps that longer ones leave."""
 BUNDLE = 1 / 32
-"""Neighbouring short documents stay together up to this part of a rank's share: fewer spans, and fewer to deal."""
+"""Adjacent short documents are assigned together up to this fraction of a rank's share: fewer spans, fewer items."""
 FULL_CIRCLE = 0.7
-"""A document that needs more than this part of all ranks is dealt in zigzag over all of them."""
+"""A document that needs more than this fraction of all ranks may be laid in zigzag over all of them."""
 MINIMUM_ROOM = 0.02
+"""Room, in shares, that a full rank still counts with, so that every piece has a positive size."""
 
 
 @dataclass(frozen=True)
 class SpreadCandidate:
-    """A layout with what it costs.
+    """A layout with its cost.
 
     Args:
-        unevenness: most loaded rank over the mean, the worse of tokens and pairs.
-        pairs: of the most loaded rank.
+        unevenness: the most loaded rank over the mean, for tokens or pairs, whichever is worse.
+        pairs: pairs of the most loaded rank.
     """
 
     segments: PositionRuns
@@ -63,7 +68,7 @@ class SpreadCandidate:
 
 @dataclass(frozen=True)
 class RingShares:
-    """A sequence to be laid over the ranks of a ring, and its shares: what each rank would have if all were even."""
+    """A sequence to distribute over a ring, and its shares: the tokens and pairs of a rank if all were even."""
 
     length: int
     shards: int
@@ -77,11 +82,11 @@ class RingShares:
 
     @cached_property
     def shares(self) -> Floats:
-        """Tokens and pairs of a rank: [2]."""
+        """Mean tokens and pairs of a rank: [2]."""
         return np.array([self.length, max(1, self.work.total)]) / self.shards
 
     def before(self, positions: Integers) -> Floats:
-        """Tokens and pairs before each position, in shares: [2, ...]."""
+        """Returns tokens and pairs before each position, in shares: [2, ...]."""
         pairs = self.work.before(positions.ravel())[0].reshape(positions.shape)
         return np.stack((positions / self.shares[0], pairs / self.shares[1]))
 
@@ -89,7 +94,7 @@ class RingShares:
         pairs = np.zeros(self.shards, np.int64)
         np.add.at(pairs, segments.owners, np.diff(self.work.before(segments.ends)[0]))
         tokens = np.bincount(segments.owners, np.diff(segments.ends), self.shards)
-        # A shard without tokens is no shard: never even.
+        # Every shard needs a token.
         worst = max(tokens.max() / self.shares[0], pairs.max() / self.shares[1]) if tokens.all() else np.inf
         return SpreadCandidate(segments, float(worst), int(pairs.max()), self)
 
@@ -97,18 +102,19 @@ class RingShares:
 def spread_spans(
     length: int, shards: int, rows: Sequence[Slices], work: Work, traffic: float
 ) -> list[list[range]] | None:
-    """Spans of the cheapest candidate with even ranks, or None if there is none.
+    """Returns the spans of the cheapest candidate with even ranks, or None if no candidate is even.
 
     Args:
         traffic: pairs that take as long as sending one token over one hop.
     """
     ring = RingShares(length, shards, rows, work)
-    whole = Dealer(ring, 1.0, leave_room=False)
-    if (whole.ranks == 1).all():
-        candidate = ring.candidate(whole.deal(full_circle=False))
+    uncut_dealer = Dealer(ring, 1.0, leave_room=False)
+    if (uncut_dealer.ranks == 1).all():
+        candidate = ring.candidate(uncut_dealer.deal(full_circle=False))
         if candidate.unevenness <= EVEN:
-            return candidate.segments.spans(shards)  # sends nothing
-    references = [_contiguous(ring), _zigzag(ring), _dealt_by_pairs(ring)]
+            return candidate.segments.spans(shards)  # no document is cut: nothing is sent
+    # The known layouts set the limit of traffic; candidates of `Dealer` must not exceed it.
+    references = [_contiguous(ring), _zigzag(ring), _whole_documents(ring)]
     even = [reference for reference in references if reference.unevenness <= EVEN]
     limit = min((reference.hops for reference in even), default=None)
     for leave_room in (False, True):
@@ -122,15 +128,15 @@ def spread_spans(
 
 
 def _first_even(ring: RingShares, leave_room: bool, full_circle: bool) -> SpreadCandidate | None:
-    """The even candidate with each document on as few ranks as possible: on more of them it sends more."""
+    """Returns the first even candidate, with each document on as few ranks as possible: more ranks send more."""
     ranks = np.zeros(0)
     for stretch in STRETCHES:
         dealer = Dealer(ring, stretch, leave_room)
-        cut = dealer.ranks[dealer.ranks > 1]
-        if cut.sum() > PIECES * ring.shards:
+        cut_ranks = dealer.ranks[dealer.ranks > 1]
+        if cut_ranks.sum() > PIECES * ring.shards:
             break
         if np.array_equal(dealer.ranks, ranks) or (full_circle and not dealer.in_full_circle.any()):
-            continue  # the same layout as before, or as without
+            continue  # the same layout as for the previous stretch, or as without a full circle
         ranks = dealer.ranks
         candidate = ring.candidate(dealer.deal(full_circle))
         if candidate.unevenness <= EVEN:
@@ -139,23 +145,23 @@ def _first_even(ring: RingShares, leave_room: bool, full_circle: bool) -> Spread
 
 
 class Dealer:
-    """Deals documents to the ranks of a ring, those that need most first.
+    """Assigns documents to the ranks of a ring, the largest first.
 
     Args:
-        stretch: ranks of a document over those that it needs.
-        leave_room: count for every rank the pairs of the short documents that will fill it, before they are dealt: a
-            rank full of pairs but not of tokens has no room for them.
+        stretch: ratio of the ranks of a document to the ranks that it needs.
+        leave_room: charges every rank in advance with the pairs of the short documents that will fill it: a rank
+            that is full of pairs but not of tokens would have no room for them.
     """
 
     def __init__(self, ring: RingShares, stretch: float, leave_room: bool) -> None:
         self.ring, before = ring, ring.before(ring.ends)
         need = np.diff(before).max(0)
-        self.density = 0.0  # pairs of the filling, for each token, both in shares
-        if leave_room and (need < SAND).any():
-            tokens, pairs = np.diff(before)[:, need < SAND].sum(1)
+        self.density = 0.0  # pairs per token of the short documents, both in shares
+        if leave_room and (need < SHORT).any():
+            tokens, pairs = np.diff(before)[:, need < SHORT].sum(1)
             self.density = pairs / tokens
-        self.measured = self._measure(ring.ends)
-        self.need = np.diff(self.measured).max(0)
+        self.measures = self._measure(ring.ends)
+        self.need = np.diff(self.measures).max(0)
         self.ranks = np.clip(np.ceil(stretch * self.need - 0.05), 1, ring.shards).astype(np.int64)
         self.in_full_circle = (self.ranks > 1) & (self.ranks >= FULL_CIRCLE * ring.shards)
         self.loads = np.zeros((2, ring.shards))
@@ -163,18 +169,18 @@ class Dealer:
         self.pieces = list[tuple[Integers, Integers]]()  # starts and owners
 
     def _measure(self, positions: Integers) -> Floats:
-        measured = self.ring.before(positions)
-        measured[1] -= self.density * measured[0]
-        return measured
+        measures = self.ring.before(positions)
+        measures[1] -= self.density * measures[0]
+        return measures
 
     def deal(self, full_circle: bool) -> PositionRuns:
         """Returns the layout.
 
         Args:
-            full_circle: deal documents that need almost all ranks in zigzag.
+            full_circle: lays documents that need almost all ranks in zigzag over all ranks.
         """
-        cut = np.flatnonzero(self.ranks > 1)
-        for document in cut[np.argsort(-self.need[cut], kind="stable")].tolist():
+        cut_documents = np.flatnonzero(self.ranks > 1)
+        for document in cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist():
             start, stop = self.ring.ends[document : document + 2].tolist()
             ranks = int(self.ranks[document])
             if full_circle and self.in_full_circle[document]:
@@ -188,58 +194,59 @@ class Dealer:
 
     def _zigzag(self, start: int, stop: int) -> None:
         ends, ranks = start + equal_ends(stop - start, 2 * self.ring.shards), np.arange(self.ring.shards)
-        self._give(ends, np.concatenate((ranks, ranks[::-1])))
+        self._assign(ends, np.concatenate((ranks, ranks[::-1])))
 
-    def _give(self, ends: Integers, owners: Integers) -> None:
+    def _assign(self, ends: Integers, owners: Integers) -> None:
         some = np.diff(ends) > 0
         for row, pieces in zip(self.loads, np.diff(self._measure(ends)), strict=True):
             np.add.at(row, owners, pieces)
         self.pieces.append((ends[:-1][some], owners[some]))
 
     def _along_the_ring(self, start: int, stop: int, ranks: int) -> None:
-        """Cuts a document over `ranks` neighbours, from that rank on which the loads then are least uneven."""
+        """Cuts a document over `ranks` consecutive ranks, starting at the rank that leaves the loads most even."""
         size = stop - start
         grid = start + equal_ends(size, min(size, 64 * ranks))
         tokens, pairs = self.ring.before(grid) - self.ring.before(grid[:1])
-        owners = (np.arange(self.ring.shards)[:, None] + np.arange(ranks)) % self.ring.shards
+        owners = (np.arange(self.ring.shards)[:, None] + np.arange(ranks)) % self.ring.shards  # by first rank
         loads = self.loads[:, owners]
         room = np.maximum(1 - loads, MINIMUM_ROOM)
         best = None
         for weight in (1.0, 0.5, 0.0):  # cut by pairs, by both, by tokens
-            measure, wanted = (1 - weight) * tokens + weight * pairs, (1 - weight) * room[0] + weight * room[1]
-            upto = np.concatenate((np.zeros((len(owners), 1)), wanted.cumsum(1)), axis=1)
+            measure, target = (1 - weight) * tokens + weight * pairs, (1 - weight) * room[0] + weight * room[1]
+            # Piece i ends where the document's cumulative work reaches the cumulative room of the first i ranks.
+            upto = np.concatenate((np.zeros((len(owners), 1)), target.cumsum(1)), axis=1)
             ends = np.rint(np.interp(upto / upto[:, -1:] * measure[-1], measure, grid)).astype(np.int64)
             ends[:, 0], ends[:, -1] = start, stop
-            after = loads + np.diff(self._measure(ends))
-            # The fourth power weighs the most loaded ranks most. Rounded, so that every machine finds the same minimum.
-            square, square_before = after * after, loads * loads
+            new_loads = loads + np.diff(self._measure(ends))
+            # The fourth power penalizes the most loaded ranks. Rounded, so that every machine finds the same minimum.
+            square, square_before = new_loads * new_loads, loads * loads
             penalty = (square * square - square_before * square_before).sum((0, 2))
             first = int(np.rint(penalty * 2**32).argmin())
             if best is None or np.rint(penalty[first] * 2**32) < best[0]:
                 best = np.rint(penalty[first] * 2**32), ends[first], owners[first]
         assert best is not None
-        self._give(best[1], best[2])
+        self._assign(best[1], best[2])
 
-    def _fill(self, chosen: NDArray[np.bool_]) -> None:
-        """Deals whole documents, neighbouring short ones together: the largest first, each to the least loaded rank."""
-        part = np.floor(self.ring.before(self.ring.ends)[:, :-1] / BUNDLE)
-        begins = np.append(True, (np.diff(part) > 0).any(0))
-        begins |= ~chosen
-        begins[1:] |= ~chosen[:-1]
-        bundles = np.flatnonzero(begins)
-        bounds = np.append(bundles, len(chosen))
-        bundles = np.flatnonzero(chosen[bundles])
+    def _fill(self, uncut: NDArray[np.bool_]) -> None:
+        """Assigns uncut documents, adjacent short ones in bundles: the largest first, each to the least loaded rank."""
+        bundle_numbers = np.floor(self.ring.before(self.ring.ends)[:, :-1] / BUNDLE)
+        starts_bundle = np.append(True, (np.diff(bundle_numbers) > 0).any(0))
+        starts_bundle |= ~uncut
+        starts_bundle[1:] |= ~uncut[:-1]
+        bundles = np.flatnonzero(starts_bundle)
+        bounds = np.append(bundles, len(uncut))
+        bundles = np.flatnonzero(uncut[bundles])
         starts = self.ring.ends[bounds[bundles]]
-        sizes = self.measured[:, bounds[bundles + 1]] - self.measured[:, bounds[bundles]]
+        sizes = self.measures[:, bounds[bundles + 1]] - self.measures[:, bounds[bundles]]
         self.pieces.append((starts, least_loaded(sizes, self.loads)))
 
 
 def least_loaded(sizes: Floats, loads: Floats) -> Integers:
-    """The rank of each item: the largest first, each to the rank whose greatest load is least.
+    """Returns the rank of each item: the largest item first, to the rank whose largest load is lowest.
 
     Args:
-        sizes: of n items, in each of m kinds of load: [m, n].
-        loads: of ranks, before: [m, ranks].
+        sizes: of n items, in m kinds of load: [m, n].
+        loads: initial loads of ranks: [m, ranks].
     """
     owners, totals = np.zeros(sizes.shape[1], np.int64), loads.T.tolist()
     heap = [(max(load), rank) for rank, load in enumerate(totals)]
@@ -263,6 +270,6 @@ def _zigzag(ring: RingShares) -> SpreadCandidate:
     return ring.candidate(PositionRuns.of(ends, np.concatenate((ranks, ranks[::-1]))))
 
 
-def _dealt_by_pairs(ring: RingShares) -> SpreadCandidate:
+def _whole_documents(ring: RingShares) -> SpreadCandidate:
     pairs = np.diff(ring.before(ring.ends))[1:]
     return ring.candidate(PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((1, ring.shards)))))

@@ -38,11 +38,11 @@ class TokenRanges:
         return cls(tuple(runs))
 
     @classmethod
-    def where(cls, ends: NDArray[np.int64], selected: NDArray[np.bool_]) -> TokenRanges:
+    def where(cls, ends: NDArray[np.int64], is_selected: NDArray[np.bool_]) -> TokenRanges:
         """Returns the tokens ends[i] .. ends[i + 1] - 1 of all i with selected[i]; `ends` rises."""
         # Indices at which a run of selected ranges begins or ends, alternately.
-        turns = np.flatnonzero(np.diff(selected, prepend=False, append=False))
-        return cls(tuple(map(range, ends[turns[::2]].tolist(), ends[turns[1::2]].tolist())))
+        edges = np.flatnonzero(np.diff(is_selected, prepend=False, append=False))
+        return cls(tuple(map(range, ends[edges[::2]].tolist(), ends[edges[1::2]].tolist())))
 
     @cached_property
     def count(self) -> int:
@@ -56,14 +56,14 @@ class TokenRanges:
 
     def index(self, token: int) -> int:
         """Returns the packed index of a token of these ranges."""
-        starts, packed = self._starts
+        starts, packed_starts = self._starts
         run = bisect_right(starts, token) - 1
-        return packed[run] + token - starts[run]
+        return packed_starts[run] + token - starts[run]
 
     def within(self, container: TokenRanges) -> TokenRanges:
         """Returns the ranges of these tokens in a tensor with the tokens of `container`, which include them."""
-        placed = ((container.index(run.start), len(run)) for run in self.runs)
-        return TokenRanges.union(range(start, start + tokens) for start, tokens in placed)
+        positions = ((container.index(run.start), len(run)) for run in self.runs)
+        return TokenRanges.union(range(start, start + tokens) for start, tokens in positions)
 
     # -- tensors with tokens on dim 1 ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""Token-hops: how far the tokens of a layout travel around a ring. Arrays on the host.
+"""Token-hops: the distance that the tokens of a layout travel around a ring. Arrays on the host.
 
-A ring passes every shard on in one direction, and no token travels further than to the last rank that sees it. A rank
-behind the owner of a token is therefore almost a full round away.
+A ring sends every shard in one direction, and a token no further than to the last rank that sees it. A rank just before
+the owner of a token is therefore almost a full round away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from armillary.core.slices import Integers, Slices, trimmed
 
 @dataclass(frozen=True)
 class PositionRuns:
-    """A layout as segments of positions that follow each other.
+    """A layout as consecutive segments of positions.
 
     Args:
         ends: boundaries, from 0 to the length: [n + 1].
@@ -36,7 +36,7 @@ class PositionRuns:
 
     @classmethod
     def of_spans(cls, shards: Iterable[Sequence[range]]) -> PositionRuns:
-        """Spans with a step become one segment for each position."""
+        """Returns the segments of a layout's spans. A span with a step becomes one segment per position."""
         rows = list[tuple[int, int, int]]()
         for shard, spans in enumerate(shards):
             for span in spans:
@@ -46,7 +46,7 @@ class PositionRuns:
         return cls.of(np.append(starts, stops[-1:]), owners)
 
     def spans(self, shards: int) -> list[list[range]]:
-        """Spans of each shard, in rising order."""
+        """Returns the spans of each shard, in rising order."""
         lists: list[list[range]] = [[] for _ in range(shards)]
         for start, stop, owner in zip(self.ends.tolist(), self.ends[1:].tolist(), self.owners.tolist(), strict=False):
             lists[owner].append(range(start, stop))
@@ -54,11 +54,12 @@ class PositionRuns:
 
 
 def token_hops(segments: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:
-    """Tokens that all ranks send if keys rotate in the cheaper direction, a token counted once for each hop."""
+    """Returns the tokens that all ranks send if keys rotate in the cheaper direction; a token counts once per hop."""
     ends, owners = segments.ends, segments.owners
     ranks, starts, stops = _visible_keys(segments, rows)
     if not len(ranks):
         return 0
+    # Between consecutive bounds, all tokens have the same owner and are seen by the same ranks.
     bounds = np.unique(np.concatenate((starts, stops, ends)))
     sizes, owner = np.diff(bounds), owners[np.searchsorted(ends, bounds[:-1], side="right") - 1]
     first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, stops)
@@ -66,23 +67,27 @@ def token_hops(segments: PositionRuns, shards: int, rows: Sequence[Slices]) -> i
     order = np.argsort(ranks, kind="stable")
     cuts = np.searchsorted(ranks[order], np.arange(shards + 1))
     for rank in range(shards):
-        own = order[cuts[rank] : cuts[rank + 1]]
-        if len(own):
+        rank_runs = order[cuts[rank] : cuts[rank + 1]]
+        if len(rank_runs):
             # +1 where a run of visible keys starts and -1 where it stops: their running sum is positive inside.
-            edges = np.bincount(first[own], minlength=len(bounds)) - np.bincount(last[own], minlength=len(bounds))
+            edges = np.bincount(first[rank_runs], minlength=len(bounds)) - np.bincount(
+                last[rank_runs], minlength=len(bounds)
+            )
             visible = edges.cumsum()[:-1] > 0
+            # A token travels as far as the furthest rank that sees it.
             np.maximum(forward, visible * ((rank - owner) % shards), out=forward)
             np.maximum(backward, visible * ((owner - rank) % shards), out=backward)
     return min(int((forward * sizes).sum()), int((backward * sizes).sum()))
 
 
 def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integers, Integers, Integers]:
-    """Runs of keys that ranks see outside of their own segment: (rank, start, stop) arrays."""
+    """Returns runs of keys that ranks see outside of their own segment: arrays (rank, start, stop)."""
     ends, owners = segments.ends, segments.owners
     runs = list[Integers]()
     for row in rows:
         q0, q1, k0, k1, low, high = trimmed(row).T
         first, last = np.searchsorted(ends, q0, side="right") - 1, np.searchsorted(ends, q1)
+        # One entry per (slice, segment of its queries): entries of slice i are `of == i`.
         counts = last - first
         of = np.repeat(np.arange(len(q0)), counts)
         segment = first[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
@@ -97,7 +102,7 @@ def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integ
 
 
 def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
-    """Boundaries of the shortest runs of positions that see nothing of each other in any row: 0, ..., `length`."""
+    """Returns the boundaries of the shortest runs of positions that do not see each other in any row: 0, ..., N."""
     slices = np.concatenate([trimmed(row) for row in rows])
     starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
     order = np.argsort(starts, kind="stable")

@@ -1,7 +1,7 @@
-"""Argument validation: values are converted by value, whatever type holds them, and everything else is refused.
+"""Argument validation: converts values of any numeric type, and raises ValueError for everything else.
 
 Integers may be numpy's, or tensors without dims; sequences may be tensors or arrays. Lookalikes are refused, with the
-value and the accepted ones: True for 1, 3.0 for 3, and any text.
+value and the accepted values: True for 1, 3.0 for 3, and any text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Boundaries = tuple[int, ...]
 """Document boundaries 0, end of the first document, ..., N."""
 
 
-def integer(name: str, value: object, least: int | None = None) -> int:
-    """Returns `value` as an int of at least `least`.
+def integer(name: str, value: object, minimum: int | None = None) -> int:
+    """Returns `value` as an int of at least `minimum`.
 
     Raises:
         ValueError: with the name and the value.
     """
-    converted = _index(value)
-    if converted is None or (least is not None and converted < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name}={_shown(value)}: an integer{bound} is needed")
-    return converted
+    result = _index(value)
+    if result is None or (minimum is not None and result < minimum):
+        requirement = "" if minimum is None else f" of at least {minimum}"
+        raise ValueError(f"{name}={_shown(value)}: an integer{requirement} is needed")
+    return result
 
 
 def flag(name: str, value: object) -> bool:
@@ -54,15 +54,15 @@ def number(name: str, value: object, hint: str = "") -> float:
     Raises:
         ValueError: with the name and the value.
     """
-    converted = math.nan
+    result = math.nan
     if isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor)):
         try:
-            converted = value if type(value) is float else float(value)
+            result = value if type(value) is float else float(value)
         except OverflowError:  # an integer beyond the range of floats
-            converted = math.inf
-    if not -math.inf < converted < math.inf:
+            result = math.inf
+    if not -math.inf < result < math.inf:
         raise ValueError(f"{name}={_shown(value)}: a finite number is needed{hint}")
-    return converted
+    return result
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
@@ -98,18 +98,18 @@ def window_of(window: object) -> Window | None:
     if window is None:
         return None
     sides = _listed(window)
-    converted = [None if side is None else _index(side) for side in sides or ()]
-    invalid = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), converted, strict=True))
-    if len(converted) != 2 or invalid:
+    sides_or_none = [None if side is None else _index(side) for side in sides or ()]
+    invalid = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), sides_or_none, strict=True))
+    if len(sides_or_none) != 2 or invalid:
         raise ValueError(
             f"window {_shown(window)}: give (left, right), such as (4095, 0), each None or at least 0, an integer; "
             f"None is no bound"
         )
-    return None if converted == [None, None] else (converted[0], converted[1])
+    return None if sides_or_none == [None, None] else (sides_or_none[0], sides_or_none[1])
 
 
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
-    """Returns document boundaries (0, end of the first, ..., N): those of all rows of a batch, or of each row.
+    """Returns document boundaries (0, end of the first, ..., N): for all rows of a batch, or one per row.
 
     Raises:
         ValueError: boundaries that are not integers, or do not rise from 0 (to `length`).
@@ -128,11 +128,11 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
 def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
     """Returns the document boundaries of one row."""
     values = ends if isinstance(ends, (tuple, list)) else ()
-    converted = [end if type(end) is int else _index(end) for end in cast("Sequence[object]", values)]
-    integers = [end for end in converted if end is not None]
+    ends_or_none = [end if type(end) is int else _index(end) for end in cast("Sequence[object]", values)]
+    integers = [end for end in ends_or_none if end is not None]
     invalid = (
-        len(converted) < 2
-        or len(integers) < len(converted)
+        len(ends_or_none) < 2
+        or len(integers) < len(ends_or_none)
         or integers[0] != 0
         or any(a >= b for a, b in pairwise(integers))
     )

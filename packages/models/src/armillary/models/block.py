@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class AttentionFunction(Protocol):
     """Attention of a layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D], with the layout of the T tokens.
 
-    A method `projected`, which armillary's methods have, is called instead, with projections.
+    If it has a method `projected`, as armillary's methods do, that is called with projections instead.
     """
 
     def __call__(
@@ -40,45 +40,45 @@ class TakesProjections(Protocol):
 
 
 HeadFunction = Callable[..., Any]
-"""From hidden states [B, T, E] and the head's weight [V, E] to whatever the model is to return: logits, a loss."""
+"""From hidden states [B, T, E] and the head's weight [V, E] to the model's result: logits, a loss."""
 
 
-def unchanged(head: HeadFunction, tokens: int) -> HeadFunction:
-    """Returns the head of a model whose vocabulary is not sharded."""
+def unsharded_head(head: HeadFunction, tokens: int) -> HeadFunction:
+    """Returns `head` itself: the `prepare_head` of a model whose vocabulary is not sharded."""
     return head
 
 
 class Context:
-    """The tokens of a forward pass, for all blocks: their number, rotation, mask and layout.
+    """The tokens of a forward pass: their number, rotation, mask and layout, shared by all blocks.
 
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
-    to reach those inside. Cosines in bfloat16 would blur positions.
+    to reach tensors inside. Cosines in bfloat16 would blur positions.
 
-    `below`, a list shared by all blocks, has the checkpoint of the block before this one, if it has one.
+    `previous_checkpoint`, a list shared by all blocks, contains the checkpoint of the previous block, if it has one.
     """
 
     def __init__(
         self, tokens: int, rotation: RotaryEmbedding | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
-        self.below: list[ref[Checkpoint]] = []
+        self.previous_checkpoint: list[ref[Checkpoint]] = []
 
-    def seen_by(self, block: Any) -> Context:
-        """Returns the context with a block's own mask. Built outside of the block, which torch.compile traces."""
-        mask = block.visible(self.mask)
+    def for_block(self, block: Any) -> Context:
+        """Returns the context with a block's own mask. Built outside of the block: torch.compile traces the block."""
+        mask = block.layer_mask(self.mask)
         if mask is self.mask:
             return self
         context = Context(self.tokens, self.rotation, mask, self.layout)
-        context.below = self.below
+        context.previous_checkpoint = self.previous_checkpoint
         return context
 
 
 class Block(nn.Module):
-    """[B, T, E] -> [B, T, E]: attention, then the token-wise part (`rest`), both added to the residual stream.
+    """[B, T, E] -> [B, T, E]: attention, then the token-wise part (`after_attention`), both on the residual stream.
 
-    `run` computes the two: `run_plainly`, unless an activation checkpointing policy is set. `gathered_ranks` is the
-    number of ranks whose tokens the norms before attention and MLP gather (tensor parallelism): attention and MLP see
-    that many tokens for each token of the block's input.
+    `run` computes both: `run_plainly`, unless an activation checkpointing policy replaces it. `gathered_ranks` is the
+    number of ranks whose tokens the norms gather under tensor parallelism: attention and MLP see that many tokens for
+    each token of the block's input.
     """
 
     run: Callable[[Block, Tensor, Context], Tensor]
@@ -100,8 +100,8 @@ class Block(nn.Module):
     @abstractmethod
     def attention(self, attention: AttentionFunction) -> None: ...
 
-    def visible(self, mask: AttentionMask) -> AttentionMask:
-        """Returns the mask of this block: the model's, unless overridden."""
+    def layer_mask(self, mask: AttentionMask) -> AttentionMask:
+        """Returns the mask of this layer: the model's, unless overridden (sliding windows)."""
         return mask
 
     @abstractmethod
@@ -110,19 +110,19 @@ class Block(nn.Module):
 
     @abstractmethod
     def projections(self, context: Context, normed: bool) -> TokenProjections:
-        """Returns the projections from x to q, k and v; from `normed` x, or from x itself."""
+        """Returns the projections to q, k and v: of x after `norm` if `normed`, else of x, with the norm included."""
 
     @abstractmethod
-    def rest(self, x: Tensor, out: Tensor) -> Tensor:
-        """Computes the token-wise part behind attention, from x [B, T, E] and out [B, T, H, D]."""
+    def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
+        """Computes the token-wise part from x [B, T, E] and attention's out [B, T, H, D]: output projection and MLP."""
 
 
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
     """Computes attention, out [B, T, H, D], under autograd."""
     projections, x = block.projections(context, normed=True), block.norm(x)
-    x = x if block.gathered_ranks == 1 else x[:, : context.tokens]  # drops padding
+    x = x if block.gathered_ranks == 1 else x[:, : context.tokens]  # gathered tokens are padded to a multiple of ranks
     with label("attention"):
-        if isinstance(block.attention, TakesProjections):
+        if isinstance(block.attention, TakesProjections):  # UPipe projects a few heads at a time, others overlap
             return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
         q = projections.q(x, range(projections.heads))
         k, v = projections.kv(x, range(projections.key_heads))
@@ -130,16 +130,16 @@ def attend(block: Block, x: Tensor, context: Context) -> Tensor:
 
 
 def run_plainly(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Runs a block under autograd, which keeps every tensor that backward needs."""
+    """Runs a block under autograd, which saves every tensor that backward needs."""
     out = attend(block, x, context)
     with label("mlp"):
-        return block.rest(x, out)
+        return block.after_attention(x, out)
 
 
 class Decoder(nn.Module):
     """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm.
 
-    With `norm_in_chunks` the final norm keeps only its input, and runs on `chunk` tokens at a time.
+    With `norm_in_chunks` the final norm saves only its input, and runs on `chunk` tokens at a time.
     """
 
     norm_in_chunks: bool = False
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         mask = AttentionMask(causal=True) if mask is None else mask
         context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
         for block in self.blocks:
-            x = block(x, context.seen_by(block))
+            x = block(x, context.for_block(block))
         norm = self.final_norm
         return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
 
@@ -174,10 +174,10 @@ class Decoder(nn.Module):
     @property
     @abstractmethod
     def final_norm(self) -> nn.Module:
-        """The norm behind the last block."""
+        """The norm after the last block."""
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding | None:
-        """Returns RoPE at these positions; None unless overridden."""
+        """Returns the rotary embedding at these positions; None unless overridden."""
         return None
 
 
@@ -188,18 +188,14 @@ def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLay
         ValueError: positions that do not match the ids, or are missing on a shard.
     """
     if compat.is_dtensor(ids) or compat.is_dtensor(positions):
-        raise ValueError("ids or positions are a DTensor here, which the whole model takes; pass local tensors")
+        raise ValueError("ids or positions are a DTensor; the decoder takes local tensors, and the model DTensors")
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
     if positions is None and layout is not None and layout.shards > 1:
-        raise ValueError(
-            f"positions are needed where {layout.shards} shards hold the sequence: layout.positions(shard)"
-        )
+        raise ValueError(f"positions are needed for a sequence in {layout.shards} shards: layout.positions(shard)")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device) if layout is None else layout.positions(0)
     if positions.shape not in (ids.shape, ids.shape[1:]) or positions.is_floating_point():
-        shown = f"{tuple(positions.shape)} of {positions.dtype}"
-        raise ValueError(
-            f"positions must be {ids.shape[1]} integers, of each row or of all, for ids {tuple(ids.shape)}; got {shown}"
-        )
+        description = f"{tuple(positions.shape)} of {positions.dtype}"
+        raise ValueError(f"positions must be integers [T] or [B, T] for ids {tuple(ids.shape)}; got {description}")
     return positions.to(ids.device)

@@ -22,21 +22,21 @@ class LlamaConfig:
     Args:
         vocab_size: V, rows of the embedding table.
         dim: E, the width of the residual stream.
-        layers: how many blocks.
+        layers: number of blocks.
         heads: H, query heads.
         kv_heads: K, key/value heads; query head h reads key/value head h // (H / K).
         hidden_dim: the width inside the MLP.
         head_dim: D, even; 0 stands for dim // heads.
-        norm_eps: what RMSNorm adds to the mean square.
+        norm_eps: epsilon of RMSNorm, added to the mean square.
         rope_theta: the base of the RoPE frequencies.
-        max_positions: the length that the weights were trained for. It is kept with the weights and limits nothing.
+        max_positions: length of pre-training. It is saved with the weights and does not limit sequences.
         tied_embeddings: the head is the embedding table.
         qk_norm: queries and keys go through an RMSNorm over D before their rotation (Qwen3).
         qkv_bias: the projections to queries, keys and values have a bias (Qwen2).
-        out_bias: so has the one that follows attention.
+        out_bias: the output projection has a bias.
         mlp_bias: the MLP's projections have a bias.
         rope_scaling: other RoPE frequencies, for longer sequences (LLaMA 3.1, YaRN).
-        window: how many keys a query sees at most, its own among them, whatever the mask allows (Mistral).
+        window: largest number of keys that a query sees, its own included, whatever the mask allows (Mistral).
         window_from: the first layer with that window (Qwen2).
 
     Raises:
@@ -83,7 +83,7 @@ class LlamaConfig:
         if not 0 <= self.window_from < (1 if self.window is None else self.layers):
             raise ValueError(
                 f"window_from={self.window_from} with window={self.window} and layers={self.layers}: "
-                "it must be the first layer that has the window, or 0"
+                "must be the first layer that has the window, or 0"
             )
         check_parameters(self)
 
@@ -172,19 +172,19 @@ class LlamaConfig:
         return self.layers * block + self.dim + tables * self.vocab_size * self.dim
 
     def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
-        """Floating-point operations, forward and backward, for a token of a sequence of `length` tokens, on average.
+        """Average floating-point operations, forward and backward, per token of a sequence of `length` tokens.
 
-        6 for each parameter that multiplies the token (2 forward, 4 backward): all but the embedding table, which is
-        looked up, and biases and norms as if they multiplied; a tied table counts, as the head. Attention adds 12 H D
-        in each layer for every (query, key) pair that `mask` (causal unless given) and the layer's window let be seen.
-        Softmax and RoPE, and anything recomputed, count nothing: the usual model FLOPs behind an MFU.
+        6 for each parameter that multiplies the token (2 forward, 4 backward): not the embedding table, which is looked
+        up, unless it is tied to the head; biases and norms count as if they multiplied. Attention adds 12 H D in each
+        layer for every (query, key) pair visible under `mask` (causal by default) and the layer's window. Softmax,
+        RoPE and recomputation are not counted: these are the usual model FLOPs of an MFU.
 
         Raises:
             ValueError: documents that do not end at `length`.
         """
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
         windows = (self.window_of(layer) for layer in range(self.layers))
-        pair_count = attended(length, mask, windows) * self.heads * self.head_dim
+        pair_count = visible_keys(length, mask, windows) * self.heads * self.head_dim
         return 6 * (self.parameters() - looked_up) + 12 * pair_count
 
 
@@ -195,10 +195,10 @@ class GPTConfig:
     Args:
         vocab_size: V, rows of the embedding table, which is the head too.
         dim: E, the width of the residual stream; inside the MLP it is four times that.
-        layers: how many blocks.
+        layers: number of blocks.
         heads: H, for queries, keys and values alike.
-        max_positions: positions that are learned, and so the longest sequence.
-        norm_eps: what LayerNorm adds to the variance.
+        max_positions: number of learned positions, and so the longest sequence.
+        norm_eps: epsilon of LayerNorm, added to the variance.
 
     Raises:
         ValueError: a size below 1, a dim that heads do not divide, an eps that is below 0 or not finite, or more than
@@ -266,25 +266,25 @@ class GPTConfig:
         return self.layers * block + 2 * self.dim + (self.vocab_size + self.max_positions) * self.dim
 
     def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
-        """As for `LlamaConfig`: all parameters but the positions multiply the token."""
-        multiplied = self.parameters() - self.max_positions * self.dim
-        return 6 * multiplied + 12 * attended(length, mask, [None] * self.layers) * self.dim
+        """See `LlamaConfig.flops_per_token`. Learned positions are looked up; other parameters multiply."""
+        multiplying_parameters = self.parameters() - self.max_positions * self.dim
+        return 6 * multiplying_parameters + 12 * visible_keys(length, mask, [None] * self.layers) * self.dim
 
 
-def attended(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
-    """Returns the keys that a query sees, summed over layers with these windows, on average over queries and rows."""
+def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
+    """Returns the number of keys that a query sees, summed over layers, averaged over queries and rows."""
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1
     layers = Counter(windows)
     pairs = 0
     for window, count in layers.items():
-        pair_count = mask.narrowed(None if window is None else window - 1)
-        pairs += count * sum(pair_count.pairs(length, row) for row in range(rows))
+        layer_mask = mask.narrowed(None if window is None else window - 1)
+        pairs += count * sum(layer_mask.pairs(length, row) for row in range(rows))
     return pairs / (length * rows)
 
 
 def one_block(config: LlamaConfig | GPTConfig) -> LlamaConfig | GPTConfig:
-    """Returns the config with its first block alone, which has a window only if all blocks have it."""
+    """Returns the config with one block, which has a window only if all blocks have it."""
     if isinstance(config, LlamaConfig):
         return replace(config, layers=1, window=None if config.window_from else config.window, window_from=0)
     return replace(config, layers=1)

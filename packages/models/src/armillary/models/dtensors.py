@@ -1,6 +1,6 @@
-"""Models and losses on DTensors of tokens: computed on local tensors, with results placed as the tokens are.
+"""Models and losses on DTensors of tokens: computed on local tensors, with results placed like the tokens.
 
-No module inside a model sees a DTensor of tokens. Placements are checked at the entrance, on every rank alike.
+No module inside a model sees a DTensor of tokens. Placements are checked at the entry point, on every rank alike.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from armillary.models.block import Block
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROW_AXES = ("replicate", "shard")
-"""Axes of `build_mesh` whose ranks have rows of their own, over which gradients are summed."""
+"""Axes of `build_mesh` that shard batch rows, over which gradients are summed."""
 
 
 def takes_dtensors(forward: F) -> F:
     """Returns a model's `forward` that also takes `ids` and `positions` as DTensors.
 
     `ids` [B, N] are `Shard(1)` on the axes of attention's method, as `distribute_sequence` makes them, `Shard(0)` on
-    `replicate` and `shard`, `Replicate` on the axis of tensor parallelism, and either of these on axes of other names.
-    `positions` are local; or DTensors on the same mesh, [B, N] placed as `ids`, or [N], `Shard(0)` where tokens are
-    sharded. By default they are the layout's, which counts from the start of the sequence.
+    `replicate` and `shard`, `Replicate` on the axis of tensor parallelism, and `Shard(0)` or `Replicate` on other axes.
+    `positions` are local; or DTensors on the same mesh: [B, N] placed like `ids`, or [N] with `Shard(0)` where tokens
+    are sharded. By default they are the layout's positions, from the start of the sequence.
 
-    Of the result, tensors of tokens [B, T, ...] become DTensors placed as `ids`; tensors without dims, each rank's
-    share of a sum, become `Partial` wherever `ids` are sharded. Others are returned unchanged.
+    In the result, tensors of tokens [B, T, ...] become DTensors placed like `ids`; scalars, each rank's share of a sum,
+    become `Partial` wherever `ids` are sharded. Other values are returned unchanged.
 
     Raises:
         ValueError: names the accepted placement. Raised before any communication.
@@ -77,12 +77,12 @@ def takes_dtensors(forward: F) -> F:
 def sums_dtensors(loss: F) -> F:
     """Returns a loss that also takes DTensors: `labels` [B, N], and hidden states or logits on the same mesh.
 
-    The first argument may be local, as a model passes hidden states to a `head`; else it is placed as `labels`, and
-    logits are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, the last on `axis`.
-    `LabelTriples` are those of this rank's tokens: a local first argument then stays local, and a DTensor's placements
-    decide the sums'.
+    The first argument may be local, as a model passes hidden states to a `head`; else it is placed like `labels`, and
+    logits are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, and `Replicate` on `axis`.
+    `LabelTriples` describe this rank's tokens: a local first argument then stays local, and the placements of a DTensor
+    decide which sums are `Partial`.
 
-    Tensors of tokens are returned placed as `labels`, and sums as `Partial` wherever these are sharded. Errors as in
+    Tensors of tokens are returned placed like `labels`, and sums as `Partial` wherever labels are sharded. Errors as in
     `takes_dtensors`.
     """
     parameters = signature(loss)
@@ -112,28 +112,28 @@ def sums_dtensors(loss: F) -> F:
 
 
 def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method:
-    """Returns attention's method, after comparing the placements of ids with it.
+    """Returns the model's attention method, after checking the placements of ids against it.
 
     Raises:
-        ValueError: other placements than the method's tokens have.
+        ValueError: ids are not sharded over the axes of the method.
     """
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, N]; got {describe(ids)}")
-    names, methods, cut = axis_names("ids", ids), list(methods_of(model)), cast(Axis | None, model.tensor_axis)
+    names, methods, tensor_axis = axis_names("ids", ids), list(methods_of(model)), cast(Axis | None, model.tensor_axis)
     for method in methods:
         check_tokens("ids", ids, method, layout, (Shard(0), Replicate()))
         if layout is None and method.shards > 1:
-            raise ValueError(f"tokens of {describe(ids)} need layout=, which {method.shards} ranks hold them in")
+            raise ValueError(f"ids {describe(ids)} on {method.shards} sequence ranks need layout=")
     for place, name in enumerate(names):
         if ids.placements[place] == Shard(1):
             continue
-        if cut is not None and name == cut.name:
-            check_placement("ids", ids, mesh_dim(ids, cut), Replicate())
+        if tensor_axis is not None and name == tensor_axis.name:
+            check_placement("ids", ids, mesh_dim(ids, tensor_axis), Replicate())
         elif name in ROW_AXES:
             check_placement("ids", ids, place, Shard(0))
     rows = nested_sizes(ids.shape[0], [ids.device_mesh.size(i) for i, p in enumerate(ids.placements) if p == Shard(0)])
     if 0 in rows:
-        raise ValueError(f"{ids.shape[0]} rows of {describe(ids)} leave ranks without any: {rows}")
+        raise ValueError(f"{ids.shape[0]} rows of {describe(ids)} leave some ranks without rows: {rows}")
     return methods[0]
 
 
@@ -145,19 +145,19 @@ def axis_names(name: str, x: DTensor) -> tuple[str, ...]:
 
 
 def methods_of(model: nn.Module) -> Iterator[Method]:
-    """Yields the attention methods of a model's blocks, each once."""
-    attending = {id(block.attention): block.attention for block in model.modules() if isinstance(block, Block)}
-    for attention in attending.values():
+    """Yields the distinct attention methods of a model's blocks."""
+    methods = {id(block.attention): block.attention for block in model.modules() if isinstance(block, Block)}
+    for attention in methods.values():
         if not isinstance(attention, Method):
             raise ValueError(
-                f"ids are a DTensor and attention is a {type(attention).__name__}, which says of no axis that it "
-                "shards tokens; pass local tensors, or use a method of armillary.attention"
+                f"ids are a DTensor and attention is a {type(attention).__name__}, which does not name the axes of its "
+                "tokens; pass local tensors, or use a method of armillary.attention"
             )
         yield attention
 
 
 def check_positions(positions: DTensor, ids: DTensor) -> None:
-    """Refuses positions, [N] or [B, N], that are not placed as the tokens."""
+    """Raises ValueError unless positions, [N] or [B, N], are placed like the tokens."""
     flat = [Shard(0) if placement == Shard(1) else Replicate() for placement in ids.placements]
     expected = flat if positions.ndim == 1 else ids.placements
     check_alike("positions", positions, "ids", ids, expected)
@@ -166,7 +166,7 @@ def check_positions(positions: DTensor, ids: DTensor) -> None:
 
 
 def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> None:
-    """Refuses labels that are neither replicated nor sharded by rows and tokens, and an x placed otherwise."""
+    """Raises ValueError unless labels are replicated or sharded by rows or tokens, and x is placed like them."""
     expected: list[Placement] = list(labels.placements)
     for place, name in enumerate(axis_names("labels", labels)):
         if axis is not None and name == axis.name:
@@ -191,14 +191,15 @@ def tokens_of(x: DTensor) -> DTensor:
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape[:2], stride=stride)
 
 
-def check_alike(name: str, x: DTensor, other: str, like: DTensor, wanted: Sequence[Placement]) -> None:
-    """Refuses `x` unless it is on the mesh of `like`, with the expected placements."""
+def check_alike(name: str, x: DTensor, other: str, like: DTensor, placements: Sequence[Placement]) -> None:
+    """Raises ValueError unless `x` is on the mesh of `like`, with the expected placements."""
     sizes = like.device_mesh.shape
     if x.device_mesh != like.device_mesh or any(
-        found != expected and size > 1 for found, expected, size in zip(x.placements, wanted, sizes, strict=True)
+        placement != expected and size > 1
+        for placement, expected, size in zip(x.placements, placements, sizes, strict=True)
     ):
         raise ValueError(
-            f"{name} is {describe(x)}; with {other} {describe(like)} it must be {tuple(wanted)} on the same mesh"
+            f"{name} is {describe(x)}; with {other} {describe(like)} it must be {tuple(placements)} on the same mesh"
         )
 
 
@@ -206,7 +207,7 @@ def check_alike(name: str, x: DTensor, other: str, like: DTensor, wanted: Sequen
 
 
 def placed_as(like: DTensor, result: Any) -> Any:
-    """Returns a result with DTensors: tensors of this rank's tokens placed as `like`, its shares of sums `Partial`."""
+    """Returns a result with DTensors: tensors of this rank's tokens placed like `like`, scalars as `Partial` sums."""
     local = like.to_local().shape
     sums = {place: Partial() for place, placement in enumerate(like.placements) if isinstance(placement, Shard)}
     placements = [sums.get(place, placement) for place, placement in enumerate(like.placements)]

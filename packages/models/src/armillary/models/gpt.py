@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import Axis, SequenceLayout
-from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unchanged
+from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unsharded_head
 from armillary.models.config import GPTConfig
 from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
-from armillary.models.layers.projections import HeadProjections, Projecting
+from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 
 
@@ -33,14 +33,14 @@ class GPT(Pretrained):
     kind = GPTConfig
     lm_head = None
     """The embedding table is the head."""
-    heading: Callable[[HeadFunction, int], HeadFunction]
-    """As `Llama.heading`."""
+    prepare_head: Callable[[HeadFunction, int], HeadFunction]
+    """See `Llama.prepare_head`."""
     tensor_axis: Axis | None = None
-    """As `Llama.tensor_axis`."""
+    """See `Llama.tensor_axis`."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
-        self.config, self.heading = config, unchanged
+        self.config, self.prepare_head = config, unsharded_head
         self.transformer = Transformer(config, Local() if attention is None else attention)
 
     @takes_dtensors
@@ -59,7 +59,7 @@ class GPT(Pretrained):
             ValueError: also more tokens than learned positions.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
-        return self.heading(head, ids.shape[1])(hidden, self.head_weight)
+        return self.prepare_head(head, ids.shape[1])(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:
@@ -81,7 +81,9 @@ class Transformer(Decoder):
     def forward(self, ids: Tensor, *, layout: SequenceLayout | None = None, **options: Any) -> Tensor:
         length = ids.shape[-1] if layout is None else layout.length
         if length > self.config.max_positions:
-            raise ValueError(f"{length} tokens, but max_positions={self.config.max_positions} are all that are learned")
+            raise ValueError(
+                f"{length} tokens exceed the {self.config.max_positions} learned positions (max_positions)"
+            )
         return super().forward(ids, layout=layout, **options)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -120,12 +122,12 @@ class GPTBlock(Block):
     def norm(self, x: Tensor) -> Tensor:
         return self.ln_1(x)
 
-    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+    def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.attn.c_proj(out.flatten(-2))
         return x + self.mlp(self.ln_2(x))
 
 
-class GPTAttention(Projecting):
+class GPTAttention(ProjectionModule):
     """Projections and attention of multi-head attention."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:

@@ -33,8 +33,8 @@ def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
     """Returns the sizes in a Hugging Face folder's `config.json`, after comparing them with its weights, if it has any.
 
     Raises:
-        ValueError: no such file, one that asks for something that neither `Llama` nor `GPT` computes, or weights of
-            another model; names it.
+        ValueError: the file is missing, asks for a feature that `Llama` and `GPT` lack, or does not match the weights;
+            the message names it.
     """
     config = hub.read_any_config(folder)
     if hub.has_weights(Path(folder)):
@@ -43,16 +43,16 @@ def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
 
 
 def initialize(model: Llama | GPT, seed: int) -> None:
-    """Fills the model's parameters, each from its name, its whole shape and the seed alone.
+    """Fills the model's parameters, each from its name, its full shape and the seed alone.
 
-    So every mesh starts from the same weights, and nothing is communicated. Linear and embedding weights are normal
-    with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 * layers) (GPT-2's rule); norms
+    So every mesh starts from the same weights, without communication. Linear and embedding weights are normal
+    with standard deviation 0.02, or 0.02 / sqrt(2 * layers) if they write to the residual stream (GPT-2's rule); norms
     are 1 and biases 0. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA
     draw different ones.
 
     Args:
-        model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One whole
-            parameter at a time is held next to the shards.
+        model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One full
+            parameter at a time is alive next to the shards.
 
     Raises:
         ValueError: a parameter on "meta".
@@ -60,22 +60,23 @@ def initialize(model: Llama | GPT, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before initialize")
-        whole = draw(plain_name(name), parameter, model.config.layers, seed)
+        values = draw(plain_name(name), parameter, model.config.layers, seed)
         with torch.no_grad():
-            write(whole, parameter)
+            write(values, parameter)
 
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
-    """Returns the whole initial value of a parameter, in float32."""
+    """Returns the full initial value of a parameter, in float32."""
     if parameter.ndim == 1:
         return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device=parameter.device)
+    # A hash of the name, not an order of parameters: sharding, wrapping and tying do not change the draw.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]))
     std = STD / sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
     return torch.empty(parameter.shape, device=parameter.device).normal_(0, std, generator=generator)
 
 
-def write(whole: Tensor, parameter: Tensor) -> None:
-    """Copies the part of `whole` that this rank holds of `parameter`. Communicates nothing."""
+def write(values: Tensor, parameter: Tensor) -> None:
+    """Copies this rank's part of the full `values` into `parameter`. No communication."""
     local, box = local_part(parameter)
-    local.copy_(whole[box])
+    local.copy_(values[box])

@@ -1,8 +1,8 @@
 """LLaMA (arXiv 2302.13971, 2407.21783) as a plain module on one device.
 
-The module does not know about parallelism: attention is an argument, positions are explicit, and the rest is
-token-wise. So it runs on a whole sequence or on one shard of it. Attributes are named as in Hugging Face's
-`LlamaForCausalLM`, and `state_dict` has its names.
+The module does not know about parallelism: attention is an argument, positions are explicit, and everything else is
+token-wise. So it runs on a full sequence or on one shard of it. Attributes have the names of Hugging Face's
+`LlamaForCausalLM`, and so has `state_dict`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import Axis, SequenceLayout
-from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unchanged
+from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unsharded_head
 from armillary.models.config import LlamaConfig
 from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
-from armillary.models.layers.projections import HeadProjections, Projecting
+from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 
 
@@ -34,16 +34,16 @@ class Llama(Pretrained):
     """
 
     kind = LlamaConfig
-    heading: Callable[[HeadFunction, int], HeadFunction]
-    """What becomes of a `head`, for so many tokens, before it is called: itself, unless its weight is sharded."""
+    prepare_head: Callable[[HeadFunction, int], HeadFunction]
+    """Returns the function to call for a `head` and a number of tokens: `head` itself, unless the weight is sharded."""
     tensor_axis: Axis | None = None
-    """The axis over which modules are cut, if they are (`tensor_parallel`)."""
+    """The axis of tensor parallelism (`tensor_parallel`), or None."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
-        self.config, self.heading = config, unchanged
+        self.config, self.prepare_head = config, unsharded_head
         self.model = LlamaDecoder(config, Local() if attention is None else attention)
-        # A tied head is no second name for one parameter: `to_empty` would untie the two.
+        # Tied weights are one attribute, not two names of one parameter: `to_empty` would untie the two.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
     @takes_dtensors
@@ -59,22 +59,25 @@ class Llama(Pretrained):
         """Token ids [B, T] -> logits [B, T, V].
 
         Args:
-            ids: all tokens of the sequence, or those that one shard holds; or a DTensor [B, N] of all, such as
-                `distribute_sequence` makes. Then logits are one placed likewise, and the sums that a loss returns are
-                `Partial`: `dtensors.takes_dtensors` says how.
-            positions: integers for RoPE: [T], or [B, T] where rows have their own, such as positions within documents.
-                Needed on a shard: `layout.positions(shard)`.
-            mask: handed to attention; causal unless given.
-            layout: handed to attention, which takes positions from it; one shard in order unless given.
-            head: what to do instead of computing logits. It is called with the hidden states [B, T, E] and the head's
-                weight [V, E], and its result is returned. A loss in chunks (`linear_token_loss`) belongs here: within
-                `forward`, the weight is whole under FSDP too.
+            ids: the tokens of the sequence, or of one shard; or a DTensor [B, N] of all tokens, such as
+                `distribute_sequence` returns. Then logits are a DTensor with the same placements, and the sums that a
+                loss returns are `Partial` (see `dtensors.takes_dtensors`).
+            positions: integers for RoPE: [T], or [B, T] if rows differ, such as positions within documents. Required
+                on a shard: `layout.positions(shard)`.
+            mask: passed to attention; causal by default.
+            layout: passed to attention, which takes token positions from it; by default one shard in order.
+            head: called with the hidden states [B, T, E] and the head's weight [V, E], instead of computing logits;
+                its result is returned. Pass a chunked loss (`linear_token_loss`) here: within `forward`, FSDP has
+                gathered the weight.
 
         Raises:
             ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard;
-                DTensors that lie otherwise, with the placement that is wanted.
+                DTensors with other placements, naming the expected one.
         """
-        hidden, head = self.model(ids, positions=positions, mask=mask, layout=layout), self.heading(head, ids.shape[1])
+        hidden, head = (
+            self.model(ids, positions=positions, mask=mask, layout=layout),
+            self.prepare_head(head, ids.shape[1]),
+        )
         return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)
 
     @property
@@ -84,7 +87,7 @@ class Llama(Pretrained):
 
 
 class Head(nn.Linear):
-    """The LM head. Calls a function of hidden states and its weight, which is not sharded here."""
+    """The LM head: calls a function with hidden states and its weight, which FSDP has gathered by then."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -123,7 +126,7 @@ class LlamaBlock(Block):
     """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
 
     Args:
-        window: the largest number of keys that a query sees, its own included; None: all.
+        window: the largest number of keys that a query sees, its own included; None for all keys.
     """
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction, window: int | None = None) -> None:
@@ -142,8 +145,8 @@ class LlamaBlock(Block):
     def attention(self, attention: AttentionFunction) -> None:
         self.self_attn.attention = attention
 
-    def visible(self, mask: AttentionMask) -> AttentionMask:
-        return mask if self.window is None else narrowed(mask, self.window - 1)
+    def layer_mask(self, mask: AttentionMask) -> AttentionMask:
+        return mask if self.window is None else with_window(mask, self.window - 1)
 
     def projections(self, context: Context, normed: bool) -> HeadProjections:
         return self.self_attn.projections(context.rotation, None if normed else self.input_layernorm)
@@ -151,18 +154,18 @@ class LlamaBlock(Block):
     def norm(self, x: Tensor) -> Tensor:
         return self.input_layernorm(x)
 
-    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+    def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(out.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 @lru_cache(maxsize=8)
-def narrowed(mask: AttentionMask, left: int) -> AttentionMask:
+def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
     """Returns the mask with a window. Cached, so that all layers share one object: a mask may hold many documents."""
-    return mask.narrowed(left)
+    return mask.narrowed(left_width)
 
 
-class LlamaAttention(Projecting):
+class LlamaAttention(ProjectionModule):
     """Projections and attention of grouped-query attention with RoPE."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:

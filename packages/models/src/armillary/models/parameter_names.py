@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into the names of a module's parameters."""
+"""Prefixes that torch's activation checkpointing and torch.compile insert into parameter names."""
 
 
 def plain_name(name: str) -> str:

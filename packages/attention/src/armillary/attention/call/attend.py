@@ -19,11 +19,11 @@ from armillary.attention.call.validation import cast_for_autocast, check_call, c
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [B, T, H, Dv], lse [B, T, H]; empty where it was not asked for and costs communication)."""
+    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if not requested and if it costs communication."""
     if not q.dtype == k.dtype == v.dtype:  # cast under autocast, refused by `check_call` outside of it
         q, k, v = cast_for_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        # The op checks the rest when the graph runs: under the tracer nothing may depend on Python objects.
+        # The op checks everything else when the graph runs: while tracing, nothing may depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
         key = GraphKey.of(method, q.shape[-1], options)
         return trace_call(key, [q, k, v], head_sinks(sinks), options.mask.numbers)
@@ -37,18 +37,20 @@ def attend_projected(
     """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]."""
     if not torch.compiler.is_compiling():
         return project_eagerly(method, x, projections, sinks, options)
-    # Projections of all heads are part of the graph. Stages of heads project again in backward, so the op makes them.
+    # The graph computes projections of all heads. A staged method recomputes them in backward, so its op does both.
     if not method.projects_in_stages:
         q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
         return attend(method, q, k, v, sinks, options)[0]
-    parts = projections.parts() if isinstance(projections, Traceable) else None
-    if parts is not None:
+    projection_parts = projections.parts() if isinstance(projections, Traceable) else None
+    if projection_parts is not None:
         check_sinks(sinks, projections.heads, x.device)
-        dims = ProjectedDims(projections.heads, projections.key_heads, parts.head_dim, len(parts.tensors))
-        key = GraphKey.of(method, parts.head_dim, options, autocast_name(x), dims)
-        tensors = [x, parts.projector, *parts.tensors, *parts.parameters]
+        dims = ProjectedDims(
+            projections.heads, projections.key_heads, projection_parts.head_dim, len(projection_parts.tensors)
+        )
+        key = GraphKey.of(method, projection_parts.head_dim, options, autocast_name(x), dims)
+        tensors = [x, projection_parts.projector, *projection_parts.tensors, *projection_parts.parameters]
         return trace_call(key, tensors, head_sinks(sinks), options.mask.numbers)[0]
-    # Projections that cannot be taken apart: a graph break.
+    # Projections that an op cannot rebuild: a graph break.
     from armillary.attention.call.eager_only import project_outside_graphs
 
     return project_outside_graphs(method, x, projections, sinks, options)

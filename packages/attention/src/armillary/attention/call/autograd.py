@@ -1,9 +1,9 @@
-"""The op pair that runs every call's forward and backward: seen by autograd, selective checkpointing and torch.compile.
+"""The pair of ops that runs every call's forward and backward, inside an `autograd.Function`.
 
-An op inside an `autograd.Function`: selective checkpointing can keep the op's results instead of attending twice, and a
-compiled graph holds the op without a break, where the op's autograd kernel is that function. An op takes tensors,
-numbers and text only. In eager mode its key is the number of a call that exists (`calls.py`); in a graph it says the
-call itself (`graph_key.py`), and the op rebuilds it.
+Selective checkpointing can save the op's results instead of running attention twice, and a compiled graph contains the
+op without a break; there the Function is the op's autograd kernel. An op takes only tensors, numbers and strings. In
+eager mode its key is the number of a registered call (`calls.py`); in a graph the key describes the call
+(`graph_key.py`), and the op rebuilds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from armillary.attention.call.graph_calls import (
     tensor_count,
 )
 from armillary.attention.call.graph_key import OP_KEY_SCHEMA, GraphKey, OpKey
-from armillary.attention.call.registered import registered
+from armillary.attention.call.registered import object_of
 from armillary.attention.call.validation import check_transforms
 from armillary.core import compat
 
@@ -59,29 +59,29 @@ def trace_call(
 
 
 def _run_forward(
-    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *packed: Any
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    key = OpKey(*packed)
-    call = rebuild_call(GraphKey.unpack(key), tensors, mask_numbers) if key.in_graph else registered(key.call)
+    key = OpKey(*key_values)
+    call = rebuild_call(GraphKey.unpack(key), tensors, mask_numbers) if key.in_graph else object_of(key.call)
     return call.forward(tensors, sinks)
 
 
 def _forward_like(
-    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *packed: Any
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    key = OpKey(*packed)
+    key = OpKey(*key_values)
     if key.in_graph:
         return results_like(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
-    return registered(key.call).forward_like(tensors, sinks)
+    return object_of(key.call).forward_like(tensors, sinks)
 
 
 def _run_backward(
-    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *packed: Any
+    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
     """Returns the gradients of q, k, v; or of x and the parameters. `key_shape`: tokens and heads of the keys."""
-    key = OpKey(*packed)
+    key = OpKey(*key_values)
     if not key.in_graph:
-        return registered(key.call).backward(dout, saved)
+        return object_of(key.call).backward(dout, saved)
     graph_key = GraphKey.unpack(key)
     call = rebuild_backward_call(graph_key, dout, saved, key_shape, mask_numbers)
     if isinstance(call, ProjectedCall):
@@ -90,11 +90,11 @@ def _run_backward(
 
 
 def _backward_like(
-    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *packed: Any
+    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
     if not key_shape:  # a call on hidden states
-        x, _, _, _, *parts = saved
-        parameters = parts[tensor_count(GraphKey.unpack(OpKey(*packed), shapes_only=True)) :]
+        x, _, _, _, *projection_tensors = saved
+        parameters = projection_tensors[tensor_count(GraphKey.unpack(OpKey(*key_values), shapes_only=True)) :]
         return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in parameters)]
     q, k, v, *_ = saved
     batch, tokens, heads, _ = dout.shape
@@ -106,14 +106,14 @@ def _backward_like(
 
 
 def _forward_with_autograd(
-    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *packed: Any
+    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    """The op's autograd kernel: called where the op is called with autograd on, as a graph does while it is traced."""
+    """The op's autograd kernel, which runs when the op is called with autograd on, such as while a graph is traced."""
     if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
-        with compat.below_autograd():  # also beside a transform, which takes no autograd.Function
-            return _forward(tensors, sinks, mask_numbers, *packed)
-    key = OpKey(*packed)
-    call = None if key.in_graph else registered(key.call)
+        with compat.below_autograd():  # also under torch.func transforms, which do not support this Function
+            return _forward(tensors, sinks, mask_numbers, *key_values)
+    key = OpKey(*key_values)
+    call = None if key.in_graph else object_of(key.call)
     return list(cast(Any, Attention).apply(key, call, mask_numbers, sinks, *tensors))
 
 
@@ -145,22 +145,22 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        # Below autograd, or the op would call its autograd kernel, which is this function.
+        # Below autograd: above it, the op would dispatch to its autograd kernel, which is this function.
         with compat.below_autograd():
             results = _forward(tensors, sinks, mask_numbers, *key)
-        out, lse, *redistributed = results
+        out, lse, *inner_tensors = results
         ctx.key, ctx.call = key, call  # the call's number is valid while ctx holds the call
         ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
         ctx.set_materialize_grads(False)  # an unused lse then has no gradient instead of zeros
         if ctx.projected:
-            # Backward projects q, k and v again: x, out and lse are all it needs.
-            (local_lse,) = redistributed
+            # Backward recomputes q, k and v: it needs x, out and lse only.
+            (local_lse,) = inner_tensors
             ctx.key_shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
         else:
-            # A method that redistributes its inputs returns the tensors that its backward needs.
+            # A method that redistributes its inputs (Ulysses) also returns the tensors for its backward: head shards.
             ctx.key_shape, saved, local = (
                 tensors[1].shape[1:3],
-                redistributed or (*tensors, out, lse),
+                inner_tensors or (*tensors, out, lse),
                 (out, lse, sinks),
             )
         ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
@@ -172,8 +172,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout, *other_grads = grad_outputs
         if not ctx.projected:
-            refuse_gradients(other_grads, traced=ctx.call is None)
-        if dout is None:  # neither result takes part in the loss
+            refuse_gradients(other_grads, is_traced=ctx.call is None)
+        if dout is None:  # no result takes part in the loss
             return (None,) * (4 + ctx.count)
         mask_numbers, *tensors = ctx.saved_tensors
         saved, local = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
@@ -183,29 +183,29 @@ class Attention(torch.autograd.Function):
         return None, None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
 
 
-def refuse_gradients(grads: Sequence[Tensor | None], traced: bool) -> None:
+def refuse_gradients(grads: Sequence[Tensor | None], is_traced: bool) -> None:
     """Raises ValueError for a gradient of lse. A graph passes zeros for an unused lse, so it checks when it runs."""
     message = "lse has no gradient here; detach it before it enters a loss"
     for grad in grads:
-        if grad is not None and not traced:
+        if grad is not None and not is_traced:
             raise ValueError(message)
         if grad is not None:
             compat.assert_later((grad == 0).all(), message)
 
 
 class ProjectedAttention(torch.autograd.Function):
-    """A call on x [B, T, E]. Saves parameters as they are: never a cast or unsharded copy, which FSDP frees.
+    """A call on x [B, T, E]. Saves the parameters themselves, never a cast or unsharded copy, which FSDP frees.
 
-    A Function around the op, because backward runs the projections under autograd, whatever kind of parameters they
-    have. Selective checkpointing can keep the results of the op inside.
+    A Function around the op, because backward runs the projections under autograd, with any kind of parameters.
+    Selective checkpointing can still save the results of the op inside.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *parameters: Tensor) -> Tensor:
         ctx.call = call
         with compat.below_autograd():
             out, lse, local_lse = _forward([x], sinks, None, *OpKey(call.registered_id))
-        ctx.save_for_backward(x, sinks, out, lse, local_lse, *trained)
+        ctx.save_for_backward(x, sinks, out, lse, local_lse, *parameters)
         return out
 
     @staticmethod

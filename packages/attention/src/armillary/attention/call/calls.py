@@ -28,13 +28,13 @@ from armillary.core.observe.ledger import phase
 
 @dataclass(eq=False)
 class AttentionCall:
-    """A method on q, k and v. Its results: out, lse (empty unless needed), and the tensors that backward needs besides.
+    """A method on q, k and v. Results: out, lse (empty unless needed), and further tensors that backward needs.
 
-    The results lie in memory of their own, as an op's must.
+    Results do not share memory with inputs, as an op requires.
 
     Args:
-        with_lse: the caller asks for lse [B, T, H].
-        prefetched: the result of `prefetch_queries`, if queries are on their way already. The forward takes it out.
+        with_lse: the caller requests lse [B, T, H].
+        prefetched: the result of `prefetch_queries`, if queries are in flight already. `forward` removes it.
     """
 
     method: AttentionMethod
@@ -52,19 +52,19 @@ class AttentionCall:
                 out, saved = method.forward_prefetched(self.prefetched.pop(), q, k, v, spec)
             else:
                 out, saved = method.forward(q, k, v, spec)
-            lse, redistributed = saved.lse, method.redistributes_inputs
-            if redistributed:  # the lse of local tokens costs communication then, so only where it is needed
+            lse, saves_other_tensors = saved.lse, method.redistributes_inputs
+            if saves_other_tensors:  # then the lse of local tokens costs communication
                 lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else lse.new_empty(0)
             if sinks is not None:
-                # A sink changes out and lse after the fact: no kernel needs to know of it.
+                # Sinks rescale out and lse afterwards, so that kernels do not need to support them.
                 heads = method.heads(range(len(sinks)))
                 saved_out, saved_lse = add_sinks(saved.out, saved.lse, sinks[heads.start : heads.stop])
-                out, lse = add_sinks(out, lse, sinks) if redistributed else (saved_out, saved_lse)
+                out, lse = add_sinks(out, lse, sinks) if saves_other_tensors else (saved_out, saved_lse)
                 saved = saved._replace(out=saved_out, lse=saved_lse)
-            return [own_memory(x) for x in ((out, lse, *saved) if redistributed else (out, lse))]
+            return [own_memory(x) for x in ((out, lse, *saved) if saves_other_tensors else (out, lse))]
 
     def needs_lse(self, sinks: Tensor | None) -> bool:
-        """Tells if the lse of the local tokens is among the results."""
+        """Returns True if the lse of the local tokens is among the results."""
         return self.with_lse or sinks is not None or not self.method.redistributes_inputs
 
     def forward_like(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
@@ -83,14 +83,14 @@ class AttentionCall:
 
 @dataclass(eq=False)
 class ProjectedCall:
-    """A staged method on hidden states x [B, T, E] and projections. Backward needs x, out and lse alone.
+    """A staged method on hidden states x [B, T, E] and projections. Backward needs only x, out and lse.
 
-    Its results: out, lse of this rank's heads, lse of the local tokens; the last is empty without sinks.
+    Results: out, lse of this rank's heads, and lse of the local tokens, which is empty without sinks.
 
     Args:
-        autocast: the caller's autocast state. The op cannot ask for it: under a dispatch mode (a selective
-            checkpoint's, or a counter's) torch has turned autocast off.
-        draws: random numbers of the projections (dropout), which backward draws again.
+        autocast: the caller's autocast state. The op cannot read it: under a dispatch mode (such as a selective
+            checkpoint's) torch has turned autocast off.
+        draws: random numbers of the projections (dropout), which backward replays.
     """
 
     method: StagedMethod
@@ -120,12 +120,14 @@ class ProjectedCall:
         return projected_results_like(self.method, self.spec, tensors[0], q, v, sinks)
 
     def trained_parameters(self) -> list[Tensor]:
-        """The parameters that require a gradient, as they are now; each once, even if two projections share it."""
-        parameters = {id(each): each for each in self.projections.parameters() if each.requires_grad}
+        """Returns the current parameters that require a gradient, each once, even if two projections share it."""
+        parameters = {
+            id(parameter): parameter for parameter in self.projections.parameters() if parameter.requires_grad
+        }
         return list(parameters.values())
 
     def backward(self, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor | None]:
-        """Adds the gradient of x to dx and returns those of `trained_parameters`."""
+        """Adds the gradient of x to dx, and returns the gradients of `trained_parameters`."""
         # FSDP swaps parameters between forward and backward, so they are read again.
         totals = GradientSums(self.trained_parameters())
         with phase("backward"), self.autocast():
@@ -145,7 +147,7 @@ def projected_results_like(
 def head_sinks(sinks: Tensor | None) -> Tensor | None:
     """Returns one sink logit per head [H]: the logsumexp over S of sinks [S, H]. Differentiable.
 
-    S keys of value 0 weigh as much as one whose exp is the sum of theirs, so the op knows one sink per head.
+    S keys of value 0 have the weight of one key with the logsumexp of their scores, so the op takes one sink per head.
     """
     if sinks is None or sinks.ndim == 1:
         return sinks

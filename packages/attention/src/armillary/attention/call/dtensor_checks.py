@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from armillary.attention.call.graph_key import read_layout
 from armillary.attention.call.interface import AttentionMethod
-from armillary.attention.call.registered import registered
+from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.mask import AttentionMask
 from armillary.core import Axis, SequenceLayout, compat
@@ -27,13 +27,13 @@ def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], opti
     Args:
         tensors: by name: q, k and v, or x and the parameters of projections; and sinks.
     """
-    placed = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
+    metadata = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
     if not torch.compiler.is_compiling():
-        return _check(method, placed, options)
+        return _check(method, metadata, options)
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
-    meshes, placements = [x.device_mesh for x in placed.values()], [x.placements for x in placed.values()]
-    shapes = [[index(size) for size in x.shape] for x in placed.values()]  # numbers instead of symbols
-    error = _traced_error(index(method.registered_id), layout, key_layout, list(placed), meshes, placements, shapes)
+    meshes, placements = [x.device_mesh for x in metadata.values()], [x.placements for x in metadata.values()]
+    shapes = [[index(size) for size in x.shape] for x in metadata.values()]  # numbers instead of symbols
+    error = _traced_error(index(method.registered_id), layout, key_layout, list(metadata), meshes, placements, shapes)
     if error is not None:
         raise ValueError(error)
     return None
@@ -50,25 +50,25 @@ def _traced_error(
     shapes: Sequence[Sequence[int]],
 ) -> str | None:
     """The message of the error that `_check` raises, if it does."""
-    placed = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
+    metadata = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
     options = AttentionOptions(AttentionMask(), read_layout(layout), read_layout(key_layout))
     try:
-        _check(registered(method_id), dict(zip(names, placed, strict=True)), options)
+        _check(object_of(method_id), dict(zip(names, metadata, strict=True)), options)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _check(method: AttentionMethod, placed: Mapping[str, Placed], options: AttentionOptions) -> None:
-    if "x" in placed:
-        _check_hidden(method, placed, options.layout)
+def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: AttentionOptions) -> None:
+    if "x" in metadata:
+        _check_hidden(method, metadata, options.layout)
         return
-    q, k, v = (placed[name] for name in "qkv")
-    shown = ", ".join(f"{name} {describe(placed[name])}" for name in "qkv")
+    q, k, v = (metadata[name] for name in "qkv")
+    options_text = ", ".join(f"{name} {describe(metadata[name])}" for name in "qkv")
     if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
-        raise ValueError(f"{shown}: all three must be placed alike on one mesh")
+        raise ValueError(f"{options_text}: all three must be placed alike on one mesh")
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
-        raise ValueError(f"{shown}: each needs 4 dims, [batch, tokens, heads, head dim]")
+        raise ValueError(f"{options_text}: each needs 4 dims, [batch, tokens, heads, head dim]")
     check_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
     # Heads must be cut evenly, so that the query heads of a group stay with their key/value head.
     head_ranks = prod(q.device_mesh.size(i) for i, placement in enumerate(q.placements) if placement == Shard(2))
@@ -78,19 +78,22 @@ def _check(method: AttentionMethod, placed: Mapping[str, Placed], options: Atten
             f"ranks, which must divide both"
         )
     _check_shards(k, method, options.layout if options.key_layout is None else options.key_layout)
-    if "sinks" in placed:
-        _check_sinks(placed["sinks"], "q", q)
+    if "sinks" in metadata:
+        _check_sinks(metadata["sinks"], "q", q)
 
 
-def _check_hidden(method: AttentionMethod, placed: Mapping[str, Placed], layout: SequenceLayout | None) -> None:
+def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layout: SequenceLayout | None) -> None:
     """Checks x, the parameters of projections, and sinks, whose heads are sharded as the parameters are."""
-    x, parameters = placed["x"], {name: each for name, each in placed.items() if name not in ("x", "sinks")}
+    x, parameters = (
+        metadata["x"],
+        {name: parameter_name for name, parameter_name in metadata.items() if name not in ("x", "sinks")},
+    )
     check_tokens("x", x, method, layout, (Shard(0), Replicate()))
     for name, parameter in parameters.items():
         _check_parameter(f"{name} of projections", parameter, x)
-    if "sinks" in placed:
+    if "sinks" in metadata:
         heads = x._replace(placements=head_placements(x, parameters.values()))
-        _check_sinks(placed["sinks"], "heads", heads)
+        _check_sinks(metadata["sinks"], "heads", heads)
 
 
 def _check_parameter(name: str, parameter: Placed, x: Placed) -> None:
@@ -150,10 +153,10 @@ def check_tokens(
         if dim in dims or x.device_mesh.size(dim) == 1 or placement in other_placements:
             continue
         axis = (x.device_mesh.mesh_dim_names or ())[dim]
-        accepted = ", ".join(map(repr, other_placements))
+        accepted_placements = ", ".join(map(repr, other_placements))
         raise ValueError(
             f"{name} is {placement!r} on axis {axis!r} of {describe(x)}; the method works on axes {axis_names}, and "
-            f"other axes accept {accepted}"
+            f"other axes accept {accepted_placements}"
         )
     _check_shards(x, method, layout)
 
@@ -184,9 +187,9 @@ def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceL
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
     """Sinks are sharded where the heads of x are."""
     heads = Shard(len(sinks.shape) - 1)
-    accepted: list[Placement] = [heads if placement == Shard(2) else Replicate() for placement in x.placements]
+    expected_shapes: list[Placement] = [heads if placement == Shard(2) else Replicate() for placement in x.placements]
     if sinks.device_mesh != x.device_mesh or any(
-        placement != needed and sinks.device_mesh.size(dim) > 1
-        for dim, (placement, needed) in enumerate(zip(sinks.placements, accepted, strict=True))
+        placement != expected_placement and sinks.device_mesh.size(dim) > 1
+        for dim, (placement, expected_placement) in enumerate(zip(sinks.placements, expected_shapes, strict=True))
     ):
-        raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {accepted}")
+        raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {expected_shapes}")

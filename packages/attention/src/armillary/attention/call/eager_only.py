@@ -1,4 +1,4 @@
-"""Calls that torch.compile leaves out of its graphs. Imported only while compiling: it takes seconds."""
+"""Calls that break graphs of torch.compile. Imported only while compiling, since the import takes seconds."""
 
 from __future__ import annotations
 

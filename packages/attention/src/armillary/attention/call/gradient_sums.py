@@ -15,7 +15,7 @@ class GradientSums:
     """Gradients of parameters, summed over chunks in the accumulation dtype, so that each is rounded once.
 
     Args:
-        parameters: those that want a gradient.
+        parameters: the parameters that require a gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
@@ -25,31 +25,31 @@ class GradientSums:
         self._places = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._buffers = dict[int, Tensor]()
 
-    def add(self, shares: Iterable[Tensor | None]) -> None:
-        """Takes in a share for each parameter; None for one that nothing comes from."""
-        for i, share in enumerate(shares):
+    def add(self, addends: Iterable[Tensor | None]) -> None:
+        """Adds one gradient per parameter; None for no contribution."""
+        for i, addend in enumerate(addends):
             total = self._sums[i]
-            if share is None or total is None:
-                self._sums[i] = share if total is None else total
+            if addend is None or total is None:
+                self._sums[i] = addend if total is None else total
                 continue
-            if i not in self._owned:  # the first share may be a view of somebody's tensor
-                total = total.to(accumulation_dtype(share.dtype), copy=True)
+            if i not in self._owned:  # the first addend is not copied, and may be a view: never add to it in place
+                total = total.to(accumulation_dtype(addend.dtype), copy=True)
                 self._owned.add(i)
-            self._sums[i] = total.add_(share)
+            self._sums[i] = total.add_(addend)
 
     def buffer(self, parameter: Tensor | None) -> Tensor | None:
-        """Where to add gradients of `parameter` in place, in the accumulation dtype: for those of a few of its rows.
+        """Returns a buffer in the accumulation dtype to which gradients of some rows of `parameter` are added in place.
 
-        Of a DTensor as large as this rank's part. None for what is not among the parameters.
+        For a DTensor it has the shape of this rank's part. None for other tensors than the parameters.
         """
         i = self._places.get(id(parameter))
         if i is not None and i not in self._buffers:
-            held = local_part(self.parameters[i])
-            self._buffers[i] = torch.zeros(held.shape, dtype=accumulation_dtype(held.dtype), device=held.device)
+            local = local_part(self.parameters[i])
+            self._buffers[i] = torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
         return None if i is None else self._buffers[i]
 
     def result(self) -> list[Tensor | None]:
-        """The sums, in the dtypes that gradients are to have; None where nothing came."""
+        """Returns the sums in the gradients' dtypes; None without any contribution."""
         return [self._result(i) for i in range(len(self.parameters))]
 
     def _result(self, i: int) -> Tensor | None:
@@ -62,8 +62,8 @@ class GradientSums:
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Returns the dtype of a parameter's gradient; FSDP may request float32 for a bfloat16 parameter."""
-    asked: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return parameter.dtype if asked is None else asked
+    requested_dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if requested_dtype is None else requested_dtype
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -72,12 +72,12 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if compat.is_dtensor(x) else x
 
 
-def gradient_of(parameter: Tensor, share: Tensor) -> Tensor:
-    """The gradient of a parameter, of that of what this rank has of it: where it is copied, a share of a sum."""
+def gradient_of(parameter: Tensor, local_gradient: Tensor) -> Tensor:
+    """Returns the gradient of a parameter from the gradient of its local part; `Partial` where it is replicated."""
     if not compat.is_dtensor(parameter):
-        return share
+        return local_gradient
     from torch.distributed.tensor import DTensor, Partial
 
     mesh, shape = parameter.device_mesh, parameter.shape
-    placed = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-    return DTensor.from_local(share, mesh, placed, run_check=False, shape=shape, stride=parameter.stride())
+    placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return DTensor.from_local(local_gradient, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())

@@ -1,8 +1,8 @@
 """Rebuilds a call when a compiled graph runs the op: from its key and its tensors, with all checks of an eager call.
 
-Projections are not traced. The op is given the number of the module that makes them, which must be registered before,
-and makes them when it runs: from tensors that are inputs of the graph, and from parameters as they are then, which FSDP
-may have swapped. The parameters are inputs too, so that their gradients have somewhere to go.
+Projections are not traced. The op takes the registered number of the module that makes them, and makes them when it
+runs: from tensors that are inputs of the graph, and from the module's current parameters, which FSDP may have swapped.
+The parameters are inputs too, so that the op can return their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from armillary.attention.call.calls import AttentionCall, ProjectedCall, project
 from armillary.attention.call.graph_key import GraphKey
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
-from armillary.attention.call.registered import registered
+from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionSpec
 from armillary.attention.call.validation import check_call
 from armillary.core import compat
@@ -30,18 +30,18 @@ class Projector(Protocol):
     """A module that makes projections. Registered (`register_as_tensor`) before anything is traced."""
 
     def projections_of(self, tensors: Sequence[Tensor]) -> Projections:
-        """Returns the projections made of these `tensors`, with the module's parameters as they are now."""
+        """Returns the projections made of these `tensors` and the module's current parameters."""
         ...
 
 
 class ProjectionParts(NamedTuple):
-    """Everything that projections are made of, as an op takes it.
+    """The parts of projections in types that an op takes.
 
     Args:
         projector: registered number of the `Projector`, as a tensor.
         head_dim: D, equal to Dv.
         tensors: besides parameters.
-        parameters: the local parts of those of `Projections.parameters()` that require a gradient, once each, in order.
+        parameters: local parts of the `Projections.parameters()` that require a gradient, each once, in order.
     """
 
     projector: Tensor
@@ -52,10 +52,10 @@ class ProjectionParts(NamedTuple):
 
 @runtime_checkable
 class Traceable(Protocol):
-    """Projections that a compiled graph can take apart and make again."""
+    """Projections that a compiled graph can rebuild from parts."""
 
     def parts(self) -> ProjectionParts | None:
-        """Returns the parts of which a `Projector` makes equal projections; None if it cannot."""
+        """Returns the parts from which a `Projector` rebuilds equal projections; None if it cannot."""
         ...
 
 
@@ -65,28 +65,30 @@ def rebuild_call(
     """Returns the call on the op's tensors: q, k, v; or x, projector, the projections' tensors and parameters."""
     if key.projected is None:
         q, k, v = tensors
-        method: AttentionMethod = registered(key.method)
+        method: AttentionMethod = object_of(key.method)
         return AttentionCall(method, check_call(method, q, k, v, None, key.options(mask_numbers)), key.return_lse)
     # The projector is found by number, and reads its parameters as they are now.
-    x, number, *parts = tensors
-    projector: Projector = registered(int(number.item()))
-    staged, spec, _ = _check_projected(key, x, mask_numbers)
+    x, number, *projection_tensors = tensors
+    projector: Projector = object_of(int(number.item()))
+    staged_method, spec, _ = _check_projected(key, x, mask_numbers)
     dtype = key.autocast_dtype
     autocast = partial(torch.autocast, x.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-    return ProjectedCall(staged, spec, projector.projections_of(parts[: int(key.projected.tensors)]), autocast)
+    return ProjectedCall(
+        staged_method, spec, projector.projections_of(projection_tensors[: int(key.projected.tensors)]), autocast
+    )
 
 
 def rebuild_backward_call(
     key: GraphKey, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int], mask_numbers: Tensor | None
 ) -> AttentionCall | ProjectedCall:
-    """Returns the forward call. Its q, k and v need not exist any more: checks read shapes alone.
+    """Returns the forward call. Its q, k and v may be freed: checks only read shapes.
 
     Args:
         key_shape: tokens and heads of the call's keys; the saved ones may have been redistributed.
     """
     if key.projected is not None:
-        x, _, _, *parts = saved
-        return rebuild_call(key, [x, *parts], mask_numbers)
+        x, _, _, *projection_tensors = saved
+        return rebuild_call(key, [x, *projection_tensors], mask_numbers)
     q, k, v, *_ = saved
     key_sizes = (dout.shape[0], *key_shape)
     like = ((dout.shape[:3], q), (key_sizes, k), (key_sizes, v))
@@ -99,9 +101,9 @@ def results_like(key: GraphKey, tensors: Sequence[Tensor], sinks: Tensor | None)
     Checks specialize the graph to these very sizes, so they run only where shapes follow from the layout.
     """
     if key.projected is not None:
-        staged, spec, q = _check_projected(key, tensors[0], None)
-        return projected_results_like(staged, spec, tensors[0], q, q, sinks)
-    method: AttentionMethod = registered(key.method)
+        staged_method, spec, q = _check_projected(key, tensors[0], None)
+        return projected_results_like(staged_method, spec, tensors[0], q, q, sinks)
+    method: AttentionMethod = object_of(key.method)
     if method.redistributes_inputs:  # tokens, heads and dims as numbers instead of symbols
         tensors = [x.new_empty((x.shape[0], *map(index, x.shape[1:]))) for x in tensors]
         return rebuild_call(key, tensors, None).forward_like(tensors, sinks)
@@ -115,15 +117,15 @@ def projected_gradients(key: GraphKey, call: ProjectedCall, dout: Tensor, saved:
     Args:
         saved: x, out, lse, projector, the projections' tensors, parameters.
     """
-    x, out, lse, _, *parts = saved
+    x, out, lse, _, *projection_tensors = saved
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
     with compat.above_autograd():
         grads = call.backward(dout, x, dx, out, lse)
-    return [dx, *map(_local_gradient, grads, parts[tensor_count(key) :])]
+    return [dx, *map(_local_gradient, grads, projection_tensors[tensor_count(key) :])]
 
 
 def tensor_count(key: GraphKey) -> int:
-    """How many tensors besides parameters the projections of the call are made of."""
+    """Returns the number of tensors, besides parameters, that the projections of the call are made of."""
     assert key.projected is not None
     return int(key.projected.tensors)
 
@@ -133,11 +135,11 @@ def _check_projected(
 ) -> tuple[StagedMethod, AttentionSpec, Tensor]:
     """Returns (method, checked call, an empty tensor shaped like q) for hidden states x."""
     assert key.projected is not None
-    method: Any = registered(key.method)
+    method: Any = object_of(key.method)
     heads, key_heads, dim, _ = key.projected
     # Checks read shapes and dtypes only: an expanded element stands for q and k.
-    one = x.new_empty(1, dtype=key.autocast_dtype or x.dtype)
-    q, k = (one.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
+    element = x.new_empty(1, dtype=key.autocast_dtype or x.dtype)
+    q, k = (element.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
     return cast(StagedMethod, method), check_call(method, q, k, k, None, key.options(mask_numbers)), q
 
 

@@ -1,8 +1,8 @@
-"""A call in the types that an op's schema has and torch.compile can guard: numbers and text.
+"""A call in types that an op's schema allows and torch.compile can guard: numbers and strings.
 
-While a graph is traced, nothing may depend on Python objects. So a layout enters the op as text, and the graph is
-compiled for it; a method as its registered number; a mask as `causal` and its window, with documents and patterns in a
-tensor beside the key, so that other documents need no other graph.
+While a graph is traced, nothing may depend on Python objects. So a layout becomes a string, for which the graph is
+compiled; a method becomes its registered number; a mask becomes `causal` and its window, with documents and patterns in
+a separate tensor, so that one graph serves all documents.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ AUTOCAST_DTYPES = {
     "float32": torch.float32,
 }
 UNBOUNDED = -1
-"""A window's side that is None, as a number."""
+"""Stands for None as a side of a window."""
 
 
 class OpKey(NamedTuple):
     """The arguments of the op pair besides tensors: `OP_KEY_SCHEMA`.
 
     Args:
-        call: registered number of a call that exists, outside of graphs; -1 in a graph, where the others say the call.
+        call: registered number of a call, outside of graphs; -1 in a graph, where the other fields describe the call.
     """
 
     call: int
@@ -51,7 +51,7 @@ class OpKey(NamedTuple):
 
 
 class ProjectedDims(NamedTuple):
-    """Sizes of a call on hidden states: H, K, D, and how many tensors the projections are made of."""
+    """Sizes of a call on hidden states: H, K, D, and the number of tensors that the projections are made of."""
 
     heads: int
     key_heads: int
@@ -66,8 +66,8 @@ class GraphKey(NamedTuple):
         method: registered number of the method.
         layout, key_layout: as `SequenceLayout.text`; "" for None.
         kernel: its name; "" for None.
-        autocast: name of the dtype that autocast computes projections in; "" where it is off.
-        projected: for calls on hidden states.
+        autocast: name of autocast's dtype for projections; "" if autocast is off.
+        projected: the sizes of a call on hidden states; None for calls on q, k and v.
     """
 
     method: int
@@ -89,16 +89,20 @@ class GraphKey(NamedTuple):
         head_dim: int,
         options: AttentionOptions,
         autocast: str = "",
-        projected: ProjectedDims | None = None,
+        projected_dims: ProjectedDims | None = None,
     ) -> GraphKey:
-        """The key of a call.
+        """Returns the key of a call.
 
         Raises:
-            ValueError: a kernel object that is none of `KERNELS`: the op finds kernels by name.
+            ValueError: a kernel object outside of `KERNELS`: the op finds kernels by name.
         """
         mask, kernel = options.mask, options.kernel
-        if kernel is not None and not isinstance(kernel, str) and not any(kernel is each for each in KERNELS):
-            names = ", ".join(each.name for each in KERNELS)
+        if (
+            kernel is not None
+            and not isinstance(kernel, str)
+            and not any(kernel is known_kernel for known_kernel in KERNELS)
+        ):
+            names = ", ".join(known_kernel.name for known_kernel in KERNELS)
             raise ValueError(f"torch.compile takes kernels of {names}; got {kernel}")
         return cls(
             method.registered_id,
@@ -111,11 +115,11 @@ class GraphKey(NamedTuple):
             "" if options.key_layout is None else options.key_layout.text,
             "" if kernel is None else kernel if isinstance(kernel, str) else kernel.name,
             autocast,
-            projected,
+            projected_dims,
         )
 
     def pack(self) -> OpKey:
-        """The op's arguments; `unpack` is its inverse."""
+        """Returns the op's arguments. `unpack` is the inverse."""
         window = (UNBOUNDED if side is None else side for side in self.window or (None, None))
         return OpKey(
             -1,
@@ -127,11 +131,11 @@ class GraphKey(NamedTuple):
 
     @classmethod
     def unpack(cls, key: OpKey, shapes_only: bool = False) -> GraphKey:
-        """The call that was packed.
+        """Returns the key from the op's arguments.
 
         Args:
-            shapes_only: leaves the mask out, as a causal one. While tracing, its numbers may be symbols: reading them
-                would tie the graph to this very mask, and no result's shape depends on it.
+            shapes_only: replaces the mask by a causal one. While tracing, its numbers may be symbols: reading them
+                would specialize the graph to this mask, and shapes do not depend on it.
         """
         method, causal, before, after, return_lse, *dims = key.numbers
         if shapes_only:
@@ -148,7 +152,7 @@ class GraphKey(NamedTuple):
         )
 
     def options(self, mask_numbers: Tensor | None) -> AttentionOptions:
-        """The caller's options, with the mask whose `numbers` are given."""
+        """Returns the caller's options, with the mask of these numbers."""
         numbers = None if mask_numbers is None else mask_numbers.numpy().tobytes()
         return AttentionOptions(
             read_mask(self.causal, self.window, numbers),
@@ -162,17 +166,17 @@ class GraphKey(NamedTuple):
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that autocast computed projections in when the op was called; None where it was off."""
+        """Autocast's dtype for projections when the op was called; None if autocast was off."""
         return AUTOCAST_DTYPES[self.autocast]
 
 
 def autocast_name(x: Tensor) -> str:
-    """Name of the dtype that autocast computes projections of x in; "" where it is off."""
+    """Returns the name of autocast's dtype for projections of x; "" if autocast is off."""
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type) or x.dtype == torch.float64:
         return ""
     dtype = torch.get_autocast_dtype(device_type)
-    return next(name for name, each in AUTOCAST_DTYPES.items() if each == dtype)
+    return next(name for name, candidate in AUTOCAST_DTYPES.items() if candidate == dtype)
 
 
 @lru_cache(maxsize=256)

@@ -26,17 +26,17 @@ class AttentionMethod(ABC):
     """
 
     shards: int
-    """Ranks that hold a part of the sequence each."""
+    """Number of ranks that the sequence is sharded over."""
     shard: int
-    """Index of this rank's part."""
+    """Index of this rank's shard."""
     sequence_shards: int
-    """Ranks on the sequence axis (P). Fewer than `shards` where a head axis divides the shards further."""
+    """Ranks on the sequence axis (P). Fewer than `shards` if a head axis divides the shards further."""
     redistributes_inputs: bool = False
-    """`forward` saves other tensors than the q, k, v, out and lse of this rank's own tokens."""
+    """True if `forward` saves other tensors than q, k, v, out and lse of this rank's own tokens."""
     projects_in_stages: bool = False
-    """The method is a `StagedMethod`: it projects q, k and v a few heads at a time, and again in backward."""
+    """True for a `StagedMethod`: it projects q, k and v a few heads at a time, and again in backward."""
     fits_inside_ring: bool = False
-    """The method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
+    """True if the method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
     head_axis: Axis | None = None
     """The axis that divides the heads, if there is one."""
     kernel: str | Kernel | None = None
@@ -58,7 +58,7 @@ class AttentionMethod(ABC):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Mesh axes of the method, outermost first: those of its `inner` method, then its own `axis`."""
+        """Mesh axes of the method, outermost first: the axes of its `inner` method, then its own `axis`."""
         inner: AttentionMethod | None = getattr(self, "inner", None)
         axis: Axis | None = getattr(self, "axis", None)
         return (() if inner is None else inner.axes) + (() if axis is None else (axis,))
@@ -99,7 +99,7 @@ class AttentionMethod(ABC):
         return saved.lse
 
     def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
-        """Returns empty tensors shaped like those `forward` saves. Required where `redistributes_inputs`."""
+        """Returns empty tensors shaped like the saved ones. Required if `redistributes_inputs`."""
         raise TypeError(f"{type(self).__name__}.redistributes_inputs needs saved_like, the shapes that it saves")
 
 
@@ -109,7 +109,7 @@ class StagedMethod(AttentionMethod):
     projects_in_stages = True
 
     @abstractmethod
-    def attend(self, source: QKVSource, spec: AttentionSpec, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns (out [B, T, H, Dv] of the local tokens, lse [B, n, h] of this rank's heads over n tokens)."""
 
     @abstractmethod
@@ -126,6 +126,6 @@ class StagedMethod(AttentionMethod):
 
     @abstractmethod
     def results(
-        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, into: Tensor | None = None
+        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, out_buffer: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns empty tensors shaped like the results of `attend`, for q [..., D] and v [..., Dv]."""

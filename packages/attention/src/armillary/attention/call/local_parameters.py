@@ -14,12 +14,12 @@ from armillary.attention.call.projections import Projections
 
 
 def with_local_parameters(projections: Projections, sharding_axes: frozenset[str]) -> Projections:
-    """Returns the projections on local tensors alone; known token by token if the originals are.
+    """Returns the projections on local tensors; token-wise if the originals are.
 
     Args:
         sharding_axes: axes whose ranks use a replicated parameter for different tokens or heads.
     """
-    by_token = hasattr(projections, "of_tokens")  # a tracer cannot ask a Protocol
+    by_token = hasattr(projections, "of_tokens")  # isinstance of a Protocol cannot be traced
     return (LocalTokenProjections if by_token else LocalProjections)(projections, sharding_axes)
 
 
@@ -56,7 +56,7 @@ class LocalProjections:
 
 @dataclass(frozen=True)
 class LocalTokenProjections(LocalProjections):
-    """`LocalProjections` that can project some of the tokens alone."""
+    """`LocalProjections` of token-wise projections."""
 
     def of_tokens(self, tokens: slice) -> Self:
         return replace(self, original=self.original.of_tokens(tokens))
@@ -65,9 +65,9 @@ class LocalTokenProjections(LocalProjections):
 class LocalPartsMode(TorchFunctionMode):
     """Passes the local part of each DTensor argument to torch's functions.
 
-    The gradient of the part returns as one of the DTensor: `Partial` on those `sharding_axes` where the DTensor is
-    replicated. So nothing is communicated, and no op needs a DTensor rule: torch's own flatten no uneven shards, index
-    no rows by number, and cannot be traced.
+    The gradient of the local part becomes a gradient of the DTensor, `Partial` on the `sharding_axes` that replicate
+    it. This needs no communication and no DTensor sharding rules: torch's own do not flatten uneven shards or index
+    rows, and cannot be traced.
     """
 
     def __init__(self, sharding_axes: frozenset[str]) -> None:
@@ -90,5 +90,5 @@ class LocalPartsMode(TorchFunctionMode):
             ]
             return value.to_local(grad_placements=gradient)
         if type(value) in (list, tuple):
-            return type(value)(self.local(each) for each in value)
+            return type(value)(self.local(item) for item in value)
         return value

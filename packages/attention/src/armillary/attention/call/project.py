@@ -22,8 +22,8 @@ def project_eagerly(
     spec = check_projected_call(method, x, projections, sinks, options)
     sinks = head_sinks(sinks)
     if method.projects_in_stages:
-        staged = cast(StagedMethod, method)
-        call = ProjectedCall(staged, spec, projections, capture_autocast(x.device.type))
+        staged_method = cast(StagedMethod, method)
+        call = ProjectedCall(staged_method, spec, projections, capture_autocast(x.device.type))
         return run_projected_call(call, x, sinks)
     return _project_at_once(method, x, projections, sinks, spec)
 
@@ -31,14 +31,14 @@ def project_eagerly(
 def _project_at_once(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
-    """Projects all heads. Queries start to travel while keys and values are multiplied."""
+    """Projects all heads. Queries are in flight while keys and values are projected."""
     q = projections.q(x, range(projections.heads))
     check_transforms(q)
-    prefetched = method.prefetch_queries(q.detach(), spec.key_heads, spec.layout)
+    transfer = method.prefetch_queries(q.detach(), spec.key_heads, spec.layout)
     k, v = projections.kv(x, range(projections.key_heads))
-    call = AttentionCall(method, spec, False, [] if prefetched is None else [prefetched])
+    call = AttentionCall(method, spec, False, [] if transfer is None else [transfer])
     out, _ = run_call(call, q, k, v, sinks)
-    # If a selective checkpoint had the op's results, the op did not run: the transfer in flight must still be received.
+    # If a selective checkpoint had saved the op's results, the op did not run: finish the transfer in flight.
     while call.prefetched:
         call.prefetched.pop()()
     return out

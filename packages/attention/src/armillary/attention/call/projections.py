@@ -1,4 +1,4 @@
-"""The seam between a model and `Method.projected`: hidden states in, heads of q, k and v out, as they are asked for."""
+"""The interface between a model and `Method.projected`: from hidden states to requested heads of q, k and v."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armillary.attention.call.recompute import capture_autocast
 class Projections(Protocol):
     """From local hidden states x [B, T, E] to heads, including norm, bias, RoPE and LoRA.
 
-    Any heads can be asked for, in any order, so that a method need not hold all of them at once.
+    Any heads can be requested, in any order, so that a method does not need all of them at once.
     """
 
     @property
@@ -37,13 +37,13 @@ class Projections(Protocol):
         ...
 
     def parameters(self) -> Iterable[Tensor]:
-        """Everything that q and kv depend on besides x, as it is when asked: FSDP swaps parameters."""
+        """Returns the current tensors that q and kv depend on besides x: FSDP swaps parameters."""
         ...
 
 
 @runtime_checkable
 class TokenProjections(Projections, Protocol):
-    """Projections of some tokens alone, so that nothing between x and q need exist for all tokens."""
+    """Projections of a subset of tokens, so that intermediates between x and q never exist for all tokens."""
 
     def of_tokens(self, tokens: slice) -> Self:
         """Returns the same projections for `x[:, tokens]`."""
@@ -51,27 +51,27 @@ class TokenProjections(Projections, Protocol):
 
 
 class KnowsResults(Projections, Protocol):
-    """Projections that know the values on which dims and dtypes of q, k and v depend: equal calls are checked once."""
+    """Projections with a cache key for the dims and dtypes of q, k and v, so that equal calls are checked once."""
 
     def made_of(self) -> Hashable | None:
-        """Everything that these depend on besides x and autocast, as it is when asked; None if that is unknown.
+        """Returns a key of everything that dims and dtypes depend on besides x and autocast; None if unknown.
 
-        It holds no data: equal values mean equal dims and dtypes, and equal errors.
+        Equal keys mean equal dims and dtypes, and equal errors. A key does not depend on values.
         """
         ...
 
 
 class CollectsGradients(Projections, Protocol):
-    """Projections whose weight gradients for a few heads of a few tokens need not be as large as the weights."""
+    """Projections that can add weight gradients of a few heads and tokens to sums, without a full-size temporary."""
 
     def collecting(self, totals: GradientSums) -> Self:
-        """Returns projections whose backward adds weight gradients to `totals` instead of giving them to autograd."""
+        """Returns projections whose backward adds weight gradients to `totals` instead of returning them."""
         ...
 
 
 @torch.no_grad()
 def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns one head of q, k and v, to read dims and dtypes; of one token where projections take single tokens."""
+    """Returns one head of q, k and v, to read dims and dtypes; of one token if the projections allow."""
     first = slice(0, 1)
     if isinstance(projections, TokenProjections):
         x, projections = x[:, first], projections.of_tokens(first)

@@ -14,16 +14,16 @@ from armillary.attention.call.token_chunks import is_simulating
 
 
 def capture_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns a factory of contexts that restore the present autocast state, for recomputation in backward passes.
+    """Returns a factory of contexts that restore the current autocast state, for recomputation in backward.
 
-    The cache of autocast is off in these contexts. It keeps the first cast of a weight, so a cast made without a
-    gradient would be reused by the recomputation, and the weight would lose its gradient. For the same reason the
-    first computation, which runs without autograd, belongs into such a context too.
+    Autocast's cache is off in these contexts. The cache keeps the first cast of a weight: a cast made without autograd
+    would be reused by the recomputation, and the weight would get no gradient. So the first computation, which runs
+    without autograd, must run in such a context too.
     """
     if device_type == "meta":
         return nullcontext
-    enabled = torch.is_autocast_enabled(device_type)
-    options: dict[str, Any] = {"enabled": enabled, "cache_enabled": False}
+    is_enabled = torch.is_autocast_enabled(device_type)
+    options: dict[str, Any] = {"enabled": is_enabled, "cache_enabled": False}
     return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), **options)
 
 
@@ -39,7 +39,7 @@ class RNGReplay:
 
     replay = RNGReplay()
     with replay.at("norm", x.device): ...            # first
-    with replay.again().at("norm", x.device): ...    # later, any number of times; the generator is left as it was
+    with replay.again().at("norm", x.device): ...    # later, any number of times; restores the generator afterwards
     """
 
     def __init__(self, states: dict[Hashable, Tensor] | None = None) -> None:
@@ -47,7 +47,7 @@ class RNGReplay:
         self._states: dict[Hashable, Tensor] = {} if states is None else states
 
     def again(self) -> RNGReplay:
-        """Returns the replay to recompute with."""
+        """Returns a replay of the recorded random states."""
         return RNGReplay(self._states)
 
     @contextmanager

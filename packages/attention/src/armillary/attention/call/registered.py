@@ -1,7 +1,7 @@
-"""Objects by number, because an op takes tensors, numbers and text only.
+"""A registry of objects by number, because an op takes only tensors, numbers and strings.
 
-Methods and projecting modules are registered when they are made, calls when they are about to run. The table holds weak
-references: a number is valid as long as somebody else holds its object, and is never given out again.
+Methods and projection modules are registered at construction, calls before they run. The registry has weak references:
+a number is valid while its object is alive, and is never reused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ _ids = count()
 
 
 def register(value: object) -> int:
-    """Returns a new number under which `registered` finds the object."""
+    """Returns a new number under which `object_of` finds the object."""
     number = next(_ids)
     _objects[number] = value
     return number
 
 
-def registered(number: int) -> Any:
+def object_of(number: int) -> Any:
     """Returns the object with that number."""
     return _objects[number]
 
 
 def register_as_tensor(value: object) -> Tensor:
-    """Returns the object's number as a tensor.
+    """Registers an object and returns its number as a tensor.
 
-    A graph is compiled for the very numbers that a module holds, but for any values of tensors: so that modules which
-    are alike can share a graph.
+    torch.compile specializes graphs on integers but not on tensor values, so equal modules can share a graph.
     """
     return torch.tensor(register(value), device="cpu")

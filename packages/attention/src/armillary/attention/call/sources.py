@@ -1,4 +1,4 @@
-"""Sources of q, k and v for methods that walk over stages of heads, and destinations of their gradients."""
+"""Sources of q, k and v for methods that work in stages of heads, and the accumulation of their gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class QKVSource(Protocol):
 
     @property
     def device_type(self) -> str:
-        """Where they are, such as "cpu"."""
+        """Device type of the tensors, such as "cpu"."""
         ...
 
     def q(self, heads: Heads) -> Tensor:
@@ -48,7 +48,7 @@ class QKVSource(Protocol):
 
 @dataclass
 class Finished(QKVSource):
-    """q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv] that exist as a whole, as do their gradients."""
+    """Existing tensors q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv], and their gradients."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     grads: tuple[Tensor, ...] = ()
@@ -84,16 +84,16 @@ class Finished(QKVSource):
 
 @dataclass
 class Projected(QKVSource):
-    """q, k and v that are projected from x when asked for, and again in backward: nothing is kept.
+    """Projects q, k and v from x on request, and again in backward: nothing is saved.
 
-    Projections run in the autocast state of the construction, whatever it is when they are called.
+    Projections run in the autocast state at construction, not at the call.
 
     Args:
         x: [B, T, E], the local tokens.
-        piece: how many tokens are projected at once, where the projections take single tokens.
-        dx: the gradient of x, added to in place; None where nobody needs it.
-        totals: gradients of the parameters, as they are now: FSDP swaps them between forward and backward.
-        draws: random numbers of the projections (dropout), which backward draws again.
+        piece: number of tokens to project at once, if the projections are token-wise.
+        dx: the gradient of x, added to in place; None if it is not needed.
+        totals: gradients of the current parameters: FSDP swaps them between forward and backward.
+        draws: random numbers of the projections (dropout), which backward replays.
     """
 
     x: Tensor
@@ -119,16 +119,16 @@ class Projected(QKVSource):
         return k, v
 
     def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
-        some = len(heads) < self.projections.heads
-        self._add(("q", *heads), lambda projections, x: (projections.q(x, heads),), [dq], some)
+        is_subset = len(heads) < self.projections.heads
+        self._add(("q", *heads), lambda projections, x: (projections.q(x, heads),), [dq], is_subset)
 
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
-        some = len(heads) < self.projections.key_heads
-        self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)], some)
+        is_subset = len(heads) < self.projections.key_heads
+        self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)], is_subset)
 
     @torch.no_grad()
     def _project(self, name: Hashable, project: Project) -> Sequence[Tensor]:
-        """Projects all tokens, piece by piece: intermediates between x and heads never exist for all tokens at once."""
+        """Projects all tokens piece by piece, so that intermediates never exist for all tokens at once."""
         pieces, results = self._pieces(), list[Tensor]()
         for tokens, projections in pieces:
             with self.autocast(), self.draws.at((name, tokens.start), self.x.device):
@@ -140,23 +140,24 @@ class Projected(QKVSource):
                 result[:, tokens] = y
         return results
 
-    def _add(self, name: Hashable, project: Project, grads: Sequence[Sequence[Tensor]], some: bool) -> None:
-        """Adds to dx and to the parameters' totals, from gradients of projected heads, each in parts.
+    def _add(self, name: Hashable, project: Project, grads: Sequence[Sequence[Tensor]], is_subset: bool) -> None:
+        """Adds to dx and to the parameters' totals, from gradients of projected heads.
 
         Args:
-            some: these are not all heads, so that other calls add to the same parameters.
+            grads: for each projected tensor, its gradient in consecutive parts.
+            is_subset: these are not all heads, so further calls add to the same parameters.
         """
         pieces = self._pieces() if self.dx is not None or self.totals.parameters else []
         for tokens, projections in pieces:
-            if (some or len(pieces) > 1) and hasattr(projections, "collecting"):
+            if (is_subset or len(pieces) > 1) and hasattr(projections, "collecting"):
                 projections = cast(CollectsGradients, projections).collecting(self.totals)
-            # Recompute the projections with autograd on, under the forward's autocast and random numbers ...
+            # 1. Recompute the projections with autograd on, with forward's autocast state and random numbers.
             x = at_tokens(self.x, tokens).detach().requires_grad_(self.dx is not None)
             with torch.enable_grad(), self.autocast(), self.draws.at((name, tokens.start), x.device):
                 heads = project(projections, x)
-            dheads = [concatenate([at_tokens(part, tokens) for part in parts]) for parts in grads]
+            dheads = [concatenate([at_tokens(addend, tokens) for addend in addends]) for addends in grads]
             pairs = [(y, dy.to(y.dtype)) for y, dy in zip(heads, dheads, strict=True) if y.requires_grad]
-            # ... and differentiate them at once, so that their graph ends with the piece.
+            # 2. Differentiate them at once, so that the graph of each piece is freed with it.
             if pairs:
                 self._differentiate(pairs, x, tokens)
             del heads, dheads, pairs
@@ -180,30 +181,30 @@ class Projected(QKVSource):
 
 
 def select_heads(x: Tensor, heads: Heads, dim: int = 2) -> Tensor:
-    """Returns heads of x, which are its `dim`: a view where they are evenly spaced, else a copy."""
+    """Returns some heads of x along `dim`: a view if they are evenly spaced, else a copy."""
     return concatenate([_view(x, run, dim) for run in head_slices(tuple(heads))], dim)
 
 
-def write_heads(x: Tensor, heads: Heads, parts: Sequence[Tensor]) -> None:
+def write_heads(x: Tensor, heads: Heads, tensors: Sequence[Tensor]) -> None:
     """Writes heads of x [B, T, H, D] from consecutive parts [B, T, h, D]."""
     start = 0
-    for part in parts:
-        update_heads(x, heads[start : start + part.shape[2]], part, Tensor.copy_)
-        start += part.shape[2]
+    for tensor in tensors:
+        update_heads(x, heads[start : start + tensor.shape[2]], tensor, Tensor.copy_)
+        start += tensor.shape[2]
 
 
-def update_heads(x: Tensor, heads: Heads, part: Tensor, op: Callable[[Tensor, Tensor], object], dim: int = 2) -> None:
+def update_heads(x: Tensor, heads: Heads, values: Tensor, op: Callable[[Tensor, Tensor], object], dim: int = 2) -> None:
     """Applies `op`, `Tensor.copy_` or `Tensor.add_`, to these heads of x in place."""
     start = 0
     for run in head_slices(tuple(heads)):
         target = _view(x, run, dim)
-        op(target, part if target.shape[dim] == part.shape[dim] else part.narrow(dim, start, target.shape[dim]))
+        op(target, values if target.shape[dim] == values.shape[dim] else values.narrow(dim, start, target.shape[dim]))
         start += target.shape[dim]
 
 
-def concatenate(parts: list[Tensor], dim: int = 2) -> Tensor:
-    """Returns parts [B, T, h, D] as one tensor; a single part as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def concatenate(tensors: list[Tensor], dim: int = 2) -> Tensor:
+    """Returns tensors [B, T, h, D] as one, without a copy of a single tensor."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _view(x: Tensor, run: slice, dim: int) -> Tensor:
@@ -213,7 +214,7 @@ def _view(x: Tensor, run: slice, dim: int) -> Tensor:
 @lru_cache(maxsize=1024)
 def head_slices(heads: tuple[int, ...]) -> tuple[slice, ...]:
     """Returns heads as the fewest slices, evenly spaced and rising; an empty slice for no heads."""
-    # Indexing with a list would copy it to the GPU, and the host would wait for the copy.
+    # Slices, because indexing with a list would copy it to the GPU and synchronize.
     if not heads:
         return (slice(0, 0, 1),)
     start = heads[0]

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Saved(NamedTuple):
-    """The tensors that a method's backward is given, as its innermost loop saw them.
+    """The tensors saved for a method's backward, in the sharding of its innermost loop.
 
     q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out [B, T, H, Dv], lse [B, T, H] over all keys.
     """
@@ -55,7 +55,7 @@ class ProjectedArguments(TypedDict):
 
 
 class CallArguments(ProjectedArguments):
-    """The keyword arguments of `Method.__call__`, `return_lse` apart."""
+    """The keyword arguments of `Method.__call__` except `return_lse`."""
 
     key_layout: NotRequired[SequenceLayout | None]
     sinks: NotRequired[Tensor | None]
@@ -69,7 +69,7 @@ class AttentionSpec:
 
     Args:
         mask: in global positions.
-        layout: of the queries over the sequence axis (one shard where there is none).
+        layout: of the queries over the sequence axis (one shard without that axis).
         key_layout: of the keys and values, with as many shards; `layout` itself except in cross-attention.
         scores: from dot products to scores.
         key_heads: for each local query head, the local key/value head that it uses.
@@ -86,7 +86,7 @@ class AttentionSpec:
 
     @cached_property
     def grid(self) -> Grid:
-        """Which tokens of each query shard and key shard see each other."""
+        """The visible pairs of each query shard and key shard."""
         return grid_of(self.layout, self.key_layout, self.mask)
 
     def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
@@ -108,11 +108,11 @@ class AttentionSpec:
         Args:
             queries, keys: the local tokens of these shards, packed; by default all.
         """
-        # Looked up without `cached`, as every ring step does: no closure per step.
-        place = (query, key, queries, keys)
-        if (block := self._derived.get(place)) is None:
-            calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *place)
-            block = self._derived[place] = BlockAttention(
+        # Every ring step looks this up, so without `cached`, which would create a closure per step.
+        block_key = (query, key, queries, keys)
+        if (block := self._derived.get(block_key)) is None:
+            calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *block_key)
+            block = self._derived[block_key] = BlockAttention(
                 query, key, self.kernel, self.scores.with_positive_scale, self.scores.sign, tuple(calls)
             )
         return cast(BlockAttention, block)
@@ -120,5 +120,5 @@ class AttentionSpec:
 
 @lru_cache(maxsize=256)
 def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
-    """The key/value head of each query head: h // (H / K)."""
+    """Returns the key/value head of each query head: h // (H / K)."""
     return tuple(h * key_heads // heads for h in range(heads))

@@ -155,8 +155,8 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
             raise ValueError(f"{shards} ranks hold the sequence; pass layout=, such as attend.layout(length)")
         layout = SequenceLayout.contiguous(tokens, 1)
     if layout.shards not in (shards, sequence_shards):
-        accepted = " or ".join(str(n) for n in sorted({shards, sequence_shards}))
-        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted}")
+        accepted_counts = " or ".join(str(n) for n in sorted({shards, sequence_shards}))
+        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted_counts}")
     head_ranks = shards // sequence_shards
     # A layout over all ranks must be the refinement of one over the sequence axis, or heads would meet other tokens.
     coarse = layout.coarsen(head_ranks) if layout.shards == shards else layout
@@ -222,9 +222,11 @@ def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
         check_tensor("sinks", sinks)
     if x.ndim != 3:
         raise ValueError(f"x {tuple(x.shape)} needs 3 dims, [batch, tokens, model dim]")
-    missing = [name for name in ("heads", "key_heads", "q", "kv", "parameters") if not hasattr(projections, name)]
-    if missing:
-        raise ValueError(f"projections are {_describe(projections)} without {', '.join(missing)}; see Projections")
+    missing_names = [name for name in ("heads", "key_heads", "q", "kv", "parameters") if not hasattr(projections, name)]
+    if missing_names:
+        raise ValueError(
+            f"projections are {_describe(projections)} without {', '.join(missing_names)}; see Projections"
+        )
 
 
 def check_transforms(*tensors: Tensor | None) -> None:

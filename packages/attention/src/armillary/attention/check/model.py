@@ -214,10 +214,10 @@ def _check_arguments(
     variants: Sequence[str],
     vocabulary: int,
 ) -> None:
-    integer("world_size", world_size, least=2)
-    integer("tokens", tokens, least=world_size)
-    integer("rows", rows, least=1)
-    integer("vocabulary", vocabulary, least=5)
+    integer("world_size", world_size, minimum=2)
+    integer("tokens", tokens, minimum=world_size)
+    integer("rows", rows, minimum=1)
+    integer("vocabulary", vocabulary, minimum=5)
     if dtype not in LIMITS:
         raise ValueError(f"dtype={dtype}: {', '.join(map(str, LIMITS))} are accepted")
     if unknown := [variant for variant in variants if variant not in VARIANTS]:

@@ -130,7 +130,7 @@ class ContextParallel:
         """
         check_layout("layout", layout)
         if labelled is not None:
-            integer("labelled", labelled, least=1)
+            integer("labelled", labelled, minimum=1)
         if mask is not None:
             if not takes_documents(mask) and (position_ids is None or shift_labels is None):
                 raise ValueError(

@@ -49,7 +49,7 @@ def complete_rows(
     """
     _check_shapes(ids, labels, position_ids, shift_labels, attention_mask)
     row_count, length = ids.shape
-    first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, least=0)
+    first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, minimum=0)
     if padding_idx is not None and position_ids is None:
         _check_padding_hidden(ids, padding_idx, attention_mask)
     # Packed rows of collators come without boundaries: their position ids restart.

@@ -10,9 +10,9 @@ from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
 from armillary.core.slices import Integers, Slices, widened
 
 
-def cell_edges(length: int, most: int) -> Integers:
+def cell_edges(length: int, limit: int) -> Integers:
     """Returns the boundaries of at most `most` cells of nearly equal size, of one token or more."""
-    count = min(length, most)
+    count = min(length, limit)
     return np.arange(count + 1) * length // count
 
 

@@ -61,10 +61,10 @@ def draw_mask(
         raise ValueError(f"the layout has {layout.length} tokens; the mask is drawn for {length}")
     # Errors first: nothing is imported or drawn for a wrong mask.
     mask.pairs(length, row)  # raises ValueError for another length
-    shares = None if layout is None else shares_of(mask, layout, method, row, options)
+    rank_shares = None if layout is None else shares_of(mask, layout, method, row, options)
     Figure = import_matplotlib("figure").Figure
     mask, edges = mask.row(row), cell_edges(length, CELLS)
-    if layout is None or shares is None:
+    if layout is None or rank_shares is None:
         figure = Figure((4.2, 4.3), layout="constrained")
         draw_structure(figure.subplots(), mask, edges)
     else:
@@ -75,10 +75,10 @@ def draw_mask(
         cells = ComputedCells.of(blocks_of(layout, mask, method, options), mask, coarse, layout.shards)
         draw_computed(panels["B"], cells, f"rank and step that compute each pair: {method}")
         draw_layout(panels["C"], layout, edges)
-        draw_shares(panels["D"], shares)
+        draw_shares(panels["D"], rank_shares)
     with writing(path):
         figure.savefig(path, dpi=110)
-    return shares
+    return rank_shares
 
 
 def check_path(path: Path) -> Path:
@@ -123,10 +123,10 @@ def show_square(axes: Any, cells: Any, edges: Integers) -> None:
         axes.grid(which="minor", color="white", linewidth=0.6)
 
 
-def style_axes(axes: Any, both: bool = False) -> None:
+def style_axes(axes: Any, both_axes: bool = False) -> None:
     """Sets few tick labels, with SI prefixes, and a light frame."""
     ticker = import_matplotlib("ticker")
-    for axis in (axes.xaxis, axes.yaxis) if both else (axes.xaxis,):
+    for axis in (axes.xaxis, axes.yaxis) if both_axes else (axes.xaxis,):
         axis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
         axis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.tick_params(which="both", length=0, labelsize=8)
@@ -154,13 +154,13 @@ def draw_layout(axes: Any, layout: SequenceLayout, edges: Integers) -> None:
     rank_ticks(axes, layout.shards, at=0.5)
 
 
-def draw_shares(axes: Any, shares: Shares) -> None:
+def draw_shares(axes: Any, rank_shares: Shares) -> None:
     """Draws a bar for each rank, with a line at the mean."""
-    ranks, mean = len(shares.by_rank), shares.pairs / len(shares.by_rank)
-    axes.barh(range(ranks), shares.by_rank, color=rank_colors(ranks), height=0.8)
+    ranks, mean = len(rank_shares.by_rank), rank_shares.pairs / len(rank_shares.by_rank)
+    axes.barh(range(ranks), rank_shares.by_rank, color=rank_colors(ranks), height=0.8)
     axes.axvline(mean, color="0.3", linewidth=1, linestyle="--")
     axes.set_ylim(ranks - 0.5, -0.5)
-    axes.set_title(f"pairs of each rank: max / mean {shares.evenness:.3f}", fontsize=10)
+    axes.set_title(f"pairs of each rank: max / mean {rank_shares.evenness:.3f}", fontsize=10)
     axes.set_xlabel("(query, key) pairs", fontsize=9)
     style_axes(axes)
     axes.spines[["top", "right"]].set_visible(False)
@@ -169,8 +169,8 @@ def draw_shares(axes: Any, shares: Shares) -> None:
 
 def rank_ticks(axes: Any, ranks: int, at: float) -> None:
     """Labels at most eight ranks."""
-    shown = range(0, ranks, -(-ranks // 8))
-    axes.set_yticks([rank + at for rank in shown], [f"rank {rank}" for rank in shown])
+    ticks = range(0, ranks, -(-ranks // 8))
+    axes.set_yticks([rank + at for rank in ticks], [f"rank {rank}" for rank in ticks])
 
 
 def import_matplotlib(module: str) -> ModuleType:

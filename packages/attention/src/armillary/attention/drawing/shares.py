@@ -82,10 +82,10 @@ def blocks_of(
     Raises:
         ValueError: an unknown name, one that leaves the layout's shards unused, or a method whose plan has no blocks.
     """
-    named = named_method(method, options)
-    named.check_used(named.mesh_axes({"ring": layout.shards}))
+    method_entry = named_method(method, options)
+    method_entry.check_used(method_entry.mesh_axes({"ring": layout.shards}))
     work = AttentionShape.of(layout, mask, heads=1, kv_heads=1, head_dim=1, dtype=torch.float32)
-    plan = named.sequence_plan(layout.shards).comm_plan(work)
+    plan = method_entry.sequence_plan(layout.shards).comm_plan(work)
     steps = [step for step in plan.forward if step.pairs]
     if not all(step.blocks for step in steps):
         raise ValueError(f"attention method {method!r} cannot be drawn: the steps of its comm_plan have no blocks")

@@ -53,15 +53,15 @@ def kernel_candidates(inputs: Inputs) -> list[KernelCandidate]:
     """Returns all kernels: those without a drawback first, and fast ones before slow ones."""
 
     def order(candidate: KernelCandidate) -> tuple[bool, float]:
-        published = efficiency(candidate.kernel.name, inputs.capability)
-        return candidate.drawback is not None, -published.full if published else 0.0
+        known_efficiency = efficiency(candidate.kernel.name, inputs.capability)
+        return candidate.drawback is not None, -known_efficiency.full if known_efficiency else 0.0
 
     candidates = [KernelCandidate(kernel, kernel.refuses(inputs), kernel.drawback(inputs)) for kernel in KERNELS]
     # The sort is stable: without published figures the order of KERNELS decides.
     return sorted(candidates, key=order)
 
 
-def choose_kernel(inputs: Inputs, requested: str | Kernel | None = None) -> Kernel:
+def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) -> Kernel:
     """Returns the first candidate that supports the inputs, or the requested kernel if it does.
 
     Args:
@@ -72,21 +72,21 @@ def choose_kernel(inputs: Inputs, requested: str | Kernel | None = None) -> Kern
             neither a kernel nor the name of one.
     """
     names = ", ".join(kernel.name for kernel in KERNELS)
-    if not isinstance(requested, str | None) and not hasattr(requested, "refuses"):
-        raise ValueError(f"kernel={requested!r} is no kernel, nor a name: {names}")
-    if isinstance(requested, str) and requested not in names.split(", "):
-        raise ValueError(f"no kernel {requested!r}; known: {names}")
-    if requested is not None and not isinstance(requested, str):
-        candidates = [KernelCandidate(requested, requested.refuses(inputs), None)]
+    if not isinstance(requested_kernel, str | None) and not hasattr(requested_kernel, "refuses"):
+        raise ValueError(f"kernel={requested_kernel!r} is no kernel, nor a name: {names}")
+    if isinstance(requested_kernel, str) and requested_kernel not in names.split(", "):
+        raise ValueError(f"no kernel {requested_kernel!r}; known: {names}")
+    if requested_kernel is not None and not isinstance(requested_kernel, str):
+        candidates = [KernelCandidate(requested_kernel, requested_kernel.refuses(inputs), None)]
     else:
-        candidates = [each for each in kernel_candidates(inputs) if requested in (None, each.kernel.name)]
+        candidates = [each for each in kernel_candidates(inputs) if requested_kernel in (None, each.kernel.name)]
     for candidate in candidates:
         if candidate.refusal is None:
             return candidate.kernel
     # None does: list every reason, and for a requested kernel those that would.
     reasons = "; ".join(f"{candidate.kernel.name}: {candidate.refusal}" for candidate in candidates)
     usable = [each.kernel.name for each in kernel_candidates(inputs) if each.refusal is None]
-    hint = f"; supported by {', '.join(usable)}" if usable and requested is not None else ""
+    hint = f"; supported by {', '.join(usable)}" if usable and requested_kernel is not None else ""
     raise ValueError(f"no kernel for {inputs}: {reasons}{hint}")
 
 
@@ -108,19 +108,26 @@ class ChosenKernel:
     rejected: dict[str, str]
 
 
-def explain_choice(inputs: Inputs, requested: str | None) -> ChosenKernel:
+def explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKernel:
     """Returns the kernel for these inputs and the reasons against faster ones."""
     device = inputs.device
     if inputs.capability is not None:
         number = ".".join(map(str, inputs.capability))
         device = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
-    candidates = [each for each in kernel_candidates(inputs) if each.kernel.limits.device in (None, inputs.device)]
-    if requested is not None:
-        refusal = next((each.refusal for each in candidates if each.kernel.name == requested), "of another device")
-        return ChosenKernel(device, requested if refusal is None else None, {requested: refusal} if refusal else {})
+    candidates = [
+        candidate for candidate in kernel_candidates(inputs) if candidate.kernel.limits.device in (None, inputs.device)
+    ]
+    if requested_kernel is not None:
+        refusal = next(
+            (candidate.refusal for candidate in candidates if candidate.kernel.name == requested_kernel),
+            "of another device",
+        )
+        return ChosenKernel(
+            device, requested_kernel if refusal is None else None, {requested_kernel: refusal} if refusal else {}
+        )
     name = choose_kernel(inputs).name
-    preferred = candidates[: [each.kernel.name for each in candidates].index(name)]
-    return ChosenKernel(device, name, {each.kernel.name: each.reason for each in preferred})
+    better_candidates = candidates[: [candidate.kernel.name for candidate in candidates].index(name)]
+    return ChosenKernel(device, name, {candidate.kernel.name: candidate.reason for candidate in better_candidates})
 
 
 def check_kernel_name(flag: str, name: str | None) -> None:

@@ -90,8 +90,8 @@ def _backward(
 def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor | float]:
     """Returns scores [B, K, H / K, T, S] in the accumulation dtype, -inf where hidden, and their slope over q k."""
     dtype = _accumulation_dtype(q)
-    grouped = rearrange(q.to(dtype), "b t (k g) d -> b t k g d", k=k.shape[2])
-    values, slope = einsum(grouped, k.to(dtype), "b t k g d, b s k d -> b k g t s") * scores.scale, scores.scale
+    q_groups = rearrange(q.to(dtype), "b t (k g) d -> b t k g d", k=k.shape[2])
+    values, slope = einsum(q_groups, k.to(dtype), "b t k g d, b s k d -> b k g t s") * scores.scale, scores.scale
     if scores.softcap is not None:
         capped = (values / scores.softcap).tanh()
         values, slope = capped * scores.softcap, (1 - capped**2) * scores.scale

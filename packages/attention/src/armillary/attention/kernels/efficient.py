@@ -67,8 +67,8 @@ class Efficient(Batched, TopLeft):
 
 def _split(tile: Tile, part: Callable[[int, int], Tile | None], first: int, last: int) -> list[Tile]:
     """Splits a tile by rows or columns first..last into parts of at most `MAX_TOKENS`."""
-    parts = [part(start, min(start + MAX_TOKENS, last)) for start in range(first, last, MAX_TOKENS)]
-    return [tile for tile in parts if tile]
+    cuts = [part(start, min(start + MAX_TOKENS, last)) for start in range(first, last, MAX_TOKENS)]
+    return [tile for tile in cuts if tile]
 
 
 def _split_columns(tile: Tile) -> list[Tile]:

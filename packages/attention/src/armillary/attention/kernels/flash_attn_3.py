@@ -64,7 +64,7 @@ def _call(name: str, arguments: tuple[Any, ...], window: tuple[int, int], option
     """
     function = getattr(import_module(INTERFACE), name)
     signature = parameters(function)
-    unused = {p.name: None for p in signature[len(arguments) :] if p.default is p.empty and p.name not in options}
+    defaults = {p.name: None for p in signature[len(arguments) :] if p.default is p.empty and p.name not in options}
     sides = {"window_size_left": window[0], "window_size_right": window[1]}
     one_window = any(p.name == "window_size" for p in signature)
-    return function(*arguments, **unused, **options, **({"window_size": window} if one_window else sides))
+    return function(*arguments, **defaults, **options, **({"window_size": window} if one_window else sides))

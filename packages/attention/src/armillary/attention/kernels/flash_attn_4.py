@@ -48,9 +48,9 @@ class FlashAttn4(Flash):
 
 def _options(window: tuple[int, int], scores: Scores, lengths: Lengths | None) -> dict[str, Any]:
     """The interface writes an unbounded side as None, not as -1."""
-    left, right = (None if side < 0 else side for side in window)
-    options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": left is None and right == 0}
+    left_window, right = (None if side < 0 else side for side in window)
+    options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": left_window is None and right == 0}
     if not options["causal"]:
-        options |= {"window_size_left": left, "window_size_right": right}
+        options |= {"window_size_left": left_window, "window_size_right": right}
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return options if lengths is None else options | dict(zip(names, lengths, strict=True))

@@ -35,8 +35,8 @@ class HeadDims:
     def refuses(self, qk: int, v: int) -> str | None:
         """Returns the reason why these head dims are not supported, or None."""
         too_large = self.largest is not None and max(qk, v) > self.largest
-        misaligned = qk % self.multiple or v % self.multiple
-        if (qk, v) in self.exceptions or not (too_large or misaligned or (self.equal and qk != v)):
+        wrong_dims = qk % self.multiple or v % self.multiple
+        if (qk, v) in self.exceptions or not (too_large or wrong_dims or (self.equal and qk != v)):
             return None
         words = ["one head dim for q, k and v" if self.equal else "head dims"]
         words += [f"at most {self.largest}"] if self.largest else []
@@ -90,11 +90,12 @@ class Limits:
         return None if self.module is None or installed(self.module) else f"{self.module} is not installed"
 
     def _refuses_capability(self, capability: tuple[int, int] | None) -> str | None:
-        shown = "an unknown one" if capability is None else ".".join(map(str, capability))
+        capability_text = "an unknown one" if capability is None else ".".join(map(str, capability))
         if self.majors is not None and (capability or (0, 0))[0] not in self.majors:
-            accepted = " or ".join(f"{major} ({FAMILIES[major]})" for major in self.majors)
-            return f"needs compute capability {accepted}, not {shown}"
+            accepted_text = " or ".join(f"{major} ({FAMILIES[major]})" for major in self.majors)
+            return f"needs compute capability {accepted_text}, not {capability_text}"
         if capability is None or capability >= self.min_capability:
             return None
         family = FAMILIES.get(self.min_capability[0], "Maxwell")
-        return f"needs compute capability {'.'.join(map(str, self.min_capability))} ({family}) or above, not {shown}"
+        minimum = ".".join(map(str, self.min_capability))
+        return f"needs compute capability {minimum} ({family}) or above, not {capability_text}"

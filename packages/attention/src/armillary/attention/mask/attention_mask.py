@@ -207,8 +207,8 @@ class AttentionMask:
         return self.content is other.content or (self.documents, self.pattern) == (other.documents, other.pattern)
 
     def __repr__(self) -> str:
-        shown = {"causal": self.causal, "window": self.window, "documents": self.documents, "pattern": self.pattern}
-        return f"{type(self).__name__}({', '.join(f'{name}={shortened(value)}' for name, value in shown.items())})"
+        fields = {"causal": self.causal, "window": self.window, "documents": self.documents, "pattern": self.pattern}
+        return f"{type(self).__name__}({', '.join(f'{name}={shortened(value)}' for name, value in fields.items())})"
 
     def narrowed(self, left: int | None) -> Self:
         """Returns the mask with at most `left` keys before each query; itself if its window is no wider."""
@@ -234,24 +234,24 @@ class AttentionMask:
     @classmethod
     def of_numbers(cls, causal: bool, window: Window | None, numbers: Sequence[int]) -> AttentionMask:
         """Returns the mask with these `numbers` (`Content.numbers`)."""
-        code, row_count, *remaining = numbers
+        code, row_count, *numbers_left = numbers
         documents: list[Any] = []
         for _ in range(abs(row_count)):
-            count, *remaining = remaining
-            documents.append(remaining[:count])
-            remaining = remaining[count:]
+            count, *numbers_left = numbers_left
+            documents.append(numbers_left[:count])
+            numbers_left = numbers_left[count:]
         boundaries = None if row_count == 0 else documents if row_count > 0 else documents[0]
         pattern: Pattern | None = None
         if code == RowMasks.code:
             masks = list[AttentionMask]()
-            while remaining:  # each row: its length, then its mask as `encoded`
-                size, row_causal, *sides = remaining[:4]
+            while numbers_left:  # each row: its length, then its mask as `encoded`
+                size, row_causal, *sides = numbers_left[:4]
                 row_window = cast(Window, tuple(None if side == UNBOUNDED else side for side in sides))
-                masks.append(cls.of_numbers(bool(row_causal), row_window, remaining[4 : 1 + size]))
-                remaining = remaining[1 + size :]
+                masks.append(cls.of_numbers(bool(row_causal), row_window, numbers_left[4 : 1 + size]))
+                numbers_left = numbers_left[1 + size :]
             pattern = RowMasks(masks)
         elif code:
-            pattern = PATTERNS[code].of_numbers(remaining)
+            pattern = PATTERNS[code].of_numbers(numbers_left)
         return cls(causal, window, boundaries, pattern)
 
     # -- rows of a batch ----------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ class Blocks(RowPattern):
         if table.ndim != 2 or table.dtype != np.bool_ or 0 in table.shape:
             raise ValueError(f"visible has shape {table.shape} and dtype {table.dtype}; bool [n, m] is needed")
         self.visible = tuple(map(tuple, table.tolist()))
-        self.block = integer("block", block, least=1)
-        self.length = None if length is None else integer("length", length, least=1)
+        self.block = integer("block", block, minimum=1)
+        self.length = None if length is None else integer("length", length, minimum=1)
         self._table = table
         if self.length is not None:
             self._check_count("rows", len(table), self.length)
@@ -65,8 +65,8 @@ class Blocks(RowPattern):
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         rectangles = np.array([*self._rectangles()], dtype=np.int64).reshape(-1, 4) * self.block
         limits = np.array([queries, queries, keys, keys], dtype=np.int64)
-        unbounded = np.full((len(rectangles), 2), FAR, dtype=np.int64) * np.array([-1, 1])
-        return np.concatenate((np.minimum(rectangles, limits), unbounded), axis=1)
+        open_bands = np.full((len(rectangles), 2), FAR, dtype=np.int64) * np.array([-1, 1])
+        return np.concatenate((np.minimum(rectangles, limits), open_bands), axis=1)
 
     def _rectangles(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields rectangles r0, r1, c0, c1 of visible blocks: runs of columns, joined over consecutive rows."""

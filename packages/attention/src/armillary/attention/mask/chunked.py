@@ -25,7 +25,7 @@ class Chunked(RowPattern):
     takes_documents = True
 
     def __init__(self, size: int, origin: Origin = "document") -> None:
-        self.size = integer("size", size, least=1)
+        self.size = integer("size", size, minimum=1)
         self.origin = check_choice("origin", origin, get_args(Origin))
 
     @cached_property

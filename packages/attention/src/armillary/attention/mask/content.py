@@ -41,4 +41,4 @@ def _encode(documents: Documents | None, pattern: Pattern | None) -> Integers:
     rows = cast(Any, documents if per_row else () if documents is None else (documents,))
     count = len(rows) if per_row else -len(rows)
     code, numbers = (0, ()) if pattern is None else (pattern.code, pattern.numbers)
-    return integers((code, count), *(part for row in rows for part in ((len(row),), row)), numbers)
+    return integers((code, count), *(item for row in rows for item in ((len(row),), row)), numbers)

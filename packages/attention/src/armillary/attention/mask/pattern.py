@@ -80,9 +80,9 @@ class RowPattern(Pattern):
         return offsets(ends, length)
 
 
-def integers(*parts: Any) -> Integers:
+def integers(*arrays: Any) -> Integers:
     """Returns all numbers as one array [n]."""
-    return np.concatenate([np.asarray(part, dtype=np.int64).ravel() for part in parts])
+    return np.concatenate([np.asarray(array, dtype=np.int64).ravel() for array in arrays])
 
 
 def offsets(ends: Ends, length: int) -> Integers:

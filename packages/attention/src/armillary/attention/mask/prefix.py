@@ -26,7 +26,7 @@ class Prefix(RowPattern):
     takes_documents, says_causal = True, True
 
     def __init__(self, prefixes: Sequence[int]) -> None:
-        self.prefixes = tuple(integer("prefix", prefix, least=0) for prefix in prefixes)
+        self.prefixes = tuple(integer("prefix", prefix, minimum=0) for prefix in prefixes)
 
     @cached_property
     def numbers(self) -> Integers:
@@ -48,10 +48,10 @@ class Prefix(RowPattern):
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         """For each document, the columns of its prefix and the causal square of the later tokens."""
         bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
-        starts, stops, cut = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
+        starts, stops, prefix_ends = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
         far = np.full_like(starts, FAR)
         # A document without a prefix, or with nothing but one, has one of the two slices only.
-        columns = np.stack((starts, stops, starts, cut, -far, far), axis=1)
-        squares = np.stack((cut, stops, cut, stops, -far, 0 * far), axis=1)
+        columns = np.stack((starts, stops, starts, prefix_ends, -far, far), axis=1)
+        squares = np.stack((prefix_ends, stops, prefix_ends, stops, -far, 0 * far), axis=1)
         slices = np.concatenate((columns, squares))
         return slices[(slices[:, 0] < slices[:, 1]) & (slices[:, 2] < slices[:, 3])]

@@ -32,4 +32,4 @@ class RowMasks(Pattern):
 
     @cached_property
     def numbers(self) -> Integers:
-        return integers(*(part for mask in self.masks for part in ((len(mask.encoded),), mask.encoded)))
+        return integers(*(row_numbers for mask in self.masks for row_numbers in ((len(mask.encoded),), mask.encoded)))

@@ -109,8 +109,8 @@ def _check_pairs(slices: Slices, start: int, ends: Integers) -> None:
     intersection[:, low_sides] = np.maximum(a[:, low_sides], b[:, low_sides])
     intersection[:, high_sides] = np.minimum(a[:, high_sides], b[:, high_sides])
     # Bands intersect like rectangles: the larger lower and the smaller upper bounds.
-    if len(shared := trimmed(intersection)):
-        i, _, k0, _, low, _ = shared[0].tolist()
+    if len(common_pairs := trimmed(intersection)):
+        i, _, k0, _, low, _ = common_pairs[0].tolist()
         n = next(n for n in range(len(a)) if len(trimmed(intersection[n : n + 1])))
         raise ValueError(
             f"{_slice_of_row(a[n].tolist())} and {_slice_of_row(b[n].tolist())} share the pair of query {i} and key "

@@ -3,7 +3,7 @@
     gather    k, v of all ranks
     attend    own queries, all keys
 
-Simple, and cheap for few key/value heads. But each rank has the keys of the whole sequence in memory, and computes
+Simple, and cheap for few key/value heads. But each rank has the keys of the full sequence in memory, and computes
 nothing until they have arrived.
 """
 
@@ -26,15 +26,15 @@ from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 class AllGatherKV(Method):
     """All-gather of keys and values over one mesh axis of P ranks.
 
-    The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
+    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
     S / P tokens of it.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`.
 
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, with Dv = D: forward
-    (P - 1) 2 B S / P K D e, all-gather; backward the same again, as keys are not kept, and (P - 1) 2 B S / P K D a,
-    reduce-scatter. If shards have unequal sizes, each is padded to the largest in the gather.
+    (P - 1) 2 B S / P K D e, all-gather; backward the same again, as gathered keys are not saved, and (P - 1) 2 B S / P
+    K D a, reduce-scatter. If shards have unequal sizes, each is padded to the largest in the gather.
     """
 
     fits_inside_ring = True
@@ -55,7 +55,7 @@ class AllGatherKV(Method):
         all_k, all_v = self._gather(saved.k, saved.v, spec)
         dq, dk, dv = (Sum.like(x) for x in (saved.q, all_k, all_v))
         self._block(spec).backward(dout, saved.q, all_k, all_v, saved.out, saved.lse, dq, dk, dv)
-        del all_k, all_v  # makes room for the buffers of the reduce-scatter
+        del all_k, all_v  # freed before the buffers of the reduce-scatter are allocated
         pending = [start_reduce_scatter(x.value(), self.axis, spec.key_layout.sizes) for x in (dk, dv)]
         dk, dv = (transfer.wait() for transfer in pending)
         return dq.result(), dk, dv
@@ -68,5 +68,7 @@ class AllGatherKV(Method):
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:
         """Returns the block of this rank's queries and all keys, seen as one shard."""
-        gathered = spec.cached("gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size)))
-        return gathered.block(self.axis.rank, 0)
+        one_shard_spec = spec.cached(
+            "gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size))
+        )
+        return one_shard_spec.block(self.axis.rank, 0)

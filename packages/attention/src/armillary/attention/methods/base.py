@@ -32,7 +32,7 @@ class Method(AttentionMethod):
 
     @property
     def sequence_method(self) -> Method:
-        """The method on the sequence axis alone: the inner one, where this one divides heads around it."""
+        """The method on the sequence axis: the inner one if this one divides heads around it."""
         return self
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
@@ -46,7 +46,7 @@ class Method(AttentionMethod):
 
     @property
     def layout_traffic(self) -> float | None:
-        """Cost of sending in balanced layouts. 0 where queries rotate: ranks must then be even by keys too."""
+        """The `traffic` of balanced layouts. 0 if queries rotate: ranks must then be even by keys too."""
         return None
 
     @overload
@@ -81,14 +81,14 @@ class Method(AttentionMethod):
             k, v: [B, S, K, D] and [B, S, K, Dv]; K divides H; query head h uses key/value head h // (H / K). S = T
                 except in cross-attention.
             mask: in global positions.
-            layout: how the sequence is sharded: over all ranks of the method, or over its sequence axis alone. Optional
-                where there is one shard.
+            layout: the sharding of the sequence: over all ranks of the method, or over its sequence axis alone.
+                Optional for one shard.
             scale: softmax scale, any finite number; 1 / sqrt(D) by default.
             sinks: [H] or [S, H], one or S learned scores per head that take part in the softmax and have value 0
-                (gpt-oss; MagiAttention's have S). Their gradient is this rank's share, to be summed over ranks as that
-                of any parameter.
-            softcap: c of c * tanh(score / c), where a kernel has it; finite and above 0.
-            key_layout: how the keys are sharded, for cross-attention: as many shards as `layout`.
+                (gpt-oss; MagiAttention's have S). Their gradient is this rank's share, to be summed over ranks like any
+                parameter's gradient.
+            softcap: c of c * tanh(score / c), if a kernel supports it; finite and above 0.
+            key_layout: the sharding of the keys, for cross-attention; as many shards as `layout`.
             kernel: a kernel, or the name of one, such as "dense"; by default the first that takes the inputs.
             return_lse: also return the log-sum-exp of the scores. It has no gradient, and backward refuses one.
 
@@ -96,13 +96,13 @@ class Method(AttentionMethod):
             out [B, T, H, Dv] in the inputs' dtype; with `return_lse`, also lse [B, T, H] in the accumulation dtype. A
             query that sees no key gets 0 and lse = -inf. DTensors in, DTensors out: see `call/dtensors.py`.
 
-        Under autocast, inputs of one dtype are computed in it: none of this is on autocast's lists. Inputs of different
-        dtypes are cast to autocast's dtype, unless one is float64, like those of `scaled_dot_product_attention`.
+        Under autocast, inputs of one dtype are computed in that dtype. Inputs of different dtypes are cast to
+        autocast's dtype, unless one is float64, as in `scaled_dot_product_attention`.
 
         Forward-mode AD and torch.func's transforms (grad, vjp, jvp, vmap) are not supported.
 
         Raises:
-            ValueError: shapes, dtypes, layout or mask do not fit together, or no kernel takes them; an argument of
+            ValueError: shapes, dtypes, layout or mask do not match, or no kernel supports them; an argument of
                 another type; tensors under torch.func or forward-mode AD. Raised before any communication.
         """
         plain = are_plain_tensors(q, k, v, sinks)
@@ -128,14 +128,13 @@ class Method(AttentionMethod):
     ) -> Tensor:
         """Self-attention from hidden states: equal to calling the method with the projected q, k and v.
 
-        A method that sends queries starts as soon as they exist, while keys and values are multiplied.
+        A method that sends queries starts sending them while keys and values are projected.
 
         Args:
             x: [B, T, E], this rank's tokens; or a DTensor [B, N, E], see `call/dtensors.py`.
             projections: from x to q, k and v. Other arguments as in `__call__`.
 
-        Under autocast, projections run in the caller's autocast state, and attention after them in the dtype of q, k
-        and v, which must be one.
+        Under autocast, projections run in the caller's autocast state, and attention in the common dtype of q, k and v.
 
         Returns:
             out [B, T, H, Dv].

@@ -69,5 +69,5 @@ def inner_or_local(inner: Method | None) -> Method:
     """
     if inner is not None and not isinstance(inner, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
         name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
-        raise ValueError(f"inner={name} is no method; give one that is made already, such as Ring(mesh['ring'])")
+        raise ValueError(f"inner={name} is not a method; pass an instance, such as Ring(mesh['ring'])")
     return Local() if inner is None else inner

@@ -26,7 +26,7 @@ class HeadShards(NamedTuple):
         return any(a.stop > b.start for a, b in pairwise(self.keys))
 
     def key_heads(self, key_heads: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Returns, for each query head of `rank`, the index of its key/value head among those of `rank`.
+        """Returns, for each query head of `rank`, the index of its key/value head in `keys[rank]`.
 
         Args:
             key_heads: for each of all query heads, its key/value head.

@@ -27,6 +27,6 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     coordinates = {rank: (number, index) for number, row in enumerate(rows) for index, rank in enumerate(row)}
     complete = [column for column in columns if all(rank in coordinates for rank in column)]
     crossed_rows = {rank: tuple(coordinates[other][0] for other in column) for column in complete for rank in column}
-    tilted = any(len({coordinates[rank][1] for rank in column}) > 1 for column in complete)
-    if tilted or any(len({crossed_rows[rank] for rank in row if rank in crossed_rows}) > 1 for row in rows):
+    crosses_indices = any(len({coordinates[rank][1] for rank in column}) > 1 for column in complete)
+    if crosses_indices or any(len({crossed_rows[rank] for rank in row if rank in crossed_rows}) > 1 for row in rows):
         raise ValueError(f"{pair} run across each other; take both from one mesh, as mesh['ulysses'] and mesh['ring']")

@@ -45,7 +45,7 @@ Backward = Literal["auto", "keys", "queries"]
 class Ring(Method):
     """Ring Attention over one mesh axis of P ranks, or between P nodes around an inner method on each node's devices.
 
-    The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
+    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
     S / P tokens of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
@@ -54,17 +54,16 @@ class Ring(Method):
         backward: the side that rotates in backward: "keys" (k and v, with dk and dv) or "queries" (q, out, dout and
             lse, with dq). "auto" sends fewer bytes: queries for multi-head attention in 16 bits, otherwise mostly keys.
         inner: Ring, TokenRing, AllGatherKV or Local over the devices of a node, `TokenRing(mesh["devices"])` inside of
-            `Ring(mesh["nodes"])`. Device d of node n has shard n D + d. None: there are no nodes, each rank attends
-            alone.
+            `Ring(mesh["nodes"])`. Device d of node n has shard n D + d. None for a ring of single ranks.
 
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D:
     forward (P - 1) 2 B T K D e; backward (P - 1) 2 B T K D (e + a), or with queries (P - 1) B T H (3 D e + a + D a).
-    Less under a mask, as a token travels no further than to the last rank that sees it. The inner method sends its own
-    bytes for the keys of each of the P steps.
+    Less under a mask, as a token travels no further than to the last rank that sees it. The inner method adds its bytes
+    for the keys of each of the P steps.
 
     Raises:
-        ValueError: an unknown `backward`; an `inner` that is no method, not one of these four, or on an axis that does
-            not form a grid of ranks with this one.
+        ValueError: an unknown `backward`; an `inner` that is not one of these four methods, or on an axis that does not
+            form a grid of ranks with this one.
     """
 
     fits_inside_ring = True
@@ -88,6 +87,7 @@ class Ring(Method):
         ring, accumulator = self.rotation("keys", spec), Merge.of(q, v)
         for current in ring.rotate(k, v):  # sends the current shard while its block is computed
             block = self.block("keys", current, current.token_ranges, spec)
+            # Online softmax: merges (out, lse) of this shard's keys into the accumulator.
             block.forward(q, current.tensors[0], current.tensors[1], accumulator)
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
@@ -100,14 +100,14 @@ class Ring(Method):
                 return self.block("queries", current, tokens, spec)
 
             return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, of_queries)
-        ring, dq = self.rotation("keys", spec), Sum.like(saved.q)
-        sums = RingReduce(ring)
+        ring, dq = self.rotation("keys", spec), Sum.like(saved.q)  # dq stays with its queries
+        sums = RingReduce(ring)  # dk and dv travel with their keys
         for current in ring.rotate(saved.k, saved.v):
             key_grads = [Sum.like(x) for x in current.tensors]
             current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
             block = self.block("keys", current, current.token_ranges, spec)
             block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
-            del current_saved  # or the shard would live longer than its step
+            del current_saved  # frees the shard at the end of its step
             # dk and dv follow their keys one step behind, so that they are sent while the next block is computed.
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
@@ -118,7 +118,7 @@ class Ring(Method):
         return 0 if self.backward_side == "queries" or self.inner else None
 
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
-        """Returns the ring of all ranks of the axis, each with its own shard. Made once for a spec."""
+        """Returns the ring of all ranks of the axis, each with its own shard. Cached per spec."""
 
         def make() -> Rotation:
             if self.inner is None:
@@ -131,10 +131,10 @@ class Ring(Method):
         return spec.cached((side, id(self.axis)), make)
 
     def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> RingBlock:
-        """Returns the attention of a step: this rank's block, or with an inner method that of its node.
+        """Returns the attention of a step: this rank's block, or the node's attention by the inner method.
 
         Args:
-            tokens: of the rotating shard, packed. With an inner method all that are here.
+            tokens: the tokens of the rotating shard that are here, packed.
         """
         inner = self.inner
         if inner is None:
@@ -142,15 +142,15 @@ class Ring(Method):
             return spec.block(current.query_shard, current.key_shard, queries, keys)
 
         def make() -> NodeAttention:
-            meeting = self.node_rings(inner, side, spec).step(self.axis.rank, current.step)
-            if meeting is None:
+            node_step = self.node_rings(inner, side, spec).step(self.axis.rank, current.step)
+            if node_step is None:
                 return NodeAttention(inner, None)
-            return NodeAttention(inner, replace(spec, layout=meeting.layout, key_layout=meeting.key_layout))
+            return NodeAttention(inner, replace(spec, layout=node_step.layout, key_layout=node_step.key_layout))
 
         return spec.cached(("node", side, current.step, id(self)), make)
 
     def node_rings(self, inner: AttentionMethod, side: RotatingSide, spec: AttentionSpec) -> NodeRings:
-        """Returns the rings of all devices. Made once for a spec."""
+        """Returns the rings of all devices. Cached per spec."""
         return spec.cached(("nodes", side, inner.shards), lambda: NodeRings.of(inner.shards, side, spec.grid))
 
 
@@ -173,19 +173,19 @@ class NodeAttention(NamedTuple):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
         if self.spec is not None:
-            # With the lse over the keys of all nodes, the gradients of this node's keys are final shares.
+            # lse is over the keys of all nodes, so the probabilities, and the gradients of this node's keys, are exact.
             grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
             for total, grad in zip((dq, dk, dv), grads, strict=True):
                 total.add(EVERYTHING, grad)
 
 
 def check_inner(axis: Axis, inner: AttentionMethod | None) -> AttentionMethod | None:
-    """Raises ValueError for an `inner` that a ring between nodes on `axis` cannot have."""
+    """Returns `inner`. Raises ValueError unless a ring between nodes on `axis` can have it."""
     if inner is None:
         return None
     name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
-    if not isinstance(inner, AttentionMethod):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
-        raise ValueError(f"inner={name} is no method; give one that is made already, such as Ring(mesh['devices'])")
+    if not isinstance(inner, AttentionMethod):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+        raise ValueError(f"inner={name} is not a method; pass an instance, such as Ring(mesh['devices'])")
     if not inner.fits_inside_ring:
         raise ValueError(
             f"inner={name} does not fit inside of a Ring; Ring, TokenRing, AllGatherKV and Local do. Put a method on "
@@ -206,8 +206,8 @@ def cheaper_side(
 ) -> RotatingSide:
     """Chooses the side that rotates in backward: `backward`, or for "auto" the one that sends fewer bytes.
 
-    Compares bytes of whole sequences, not of this rank's shard, so that every rank chooses alike. Queries do not rotate
-    in a layout whose ranks are much less even by keys than by queries: the most loaded rank would hold up the others.
+    Compares bytes of full sequences, not of this rank's shard, so that every rank chooses alike. Queries do not rotate
+    in a layout that is much less even by keys than by queries: the most loaded rank would delay all others.
 
     Args:
         queries: (N, H, D), of q.
@@ -223,7 +223,7 @@ def cheaper_side(
 
 
 def _even_by_keys(grid: Grid) -> bool:
-    """True if the most loaded shard has at most 1.10 times as many pairs by keys as by queries."""
+    """Returns True if the most loaded shard has at most 1.10 times as many pairs by keys as by queries."""
 
     def largest() -> tuple[int, int]:
         shards = range(grid.layout.shards)

@@ -94,11 +94,13 @@ class Teams:
         return place * self.team + member, group
 
     def ring_of(self, group: int, member: int, rotating_side: RotatingSide) -> RingTopology:
-        """Returns the ring of one member of each team of a group (algorithm 3). Shards are those of `by_teams`."""
+        """Returns the ring of one member of each team of a group (algorithm 3). Its shards are teams (`by_teams`)."""
         teams = tuple(group * self.ring_size + place for place in range(self.ring_size))
         key_teams = tuple(self.key_source(team, member)[0] for team in teams)
-        stationary, rotating = (teams, key_teams) if rotating_side == "keys" else (key_teams, teams)
-        return RingTopology(tuple(self.rank(team, member) for team in teams), stationary, rotating, rotating_side)
+        stationary_teams, rotating_teams = (teams, key_teams) if rotating_side == "keys" else (key_teams, teams)
+        return RingTopology(
+            tuple(self.rank(team, member) for team in teams), stationary_teams, rotating_teams, rotating_side
+        )
 
     def rings(self, rotating_side: RotatingSide) -> list[RingTopology]:
         """Returns all C^2 rings."""
@@ -109,13 +111,13 @@ class Teams:
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """Returns the layout over P ranks in which each team's tokens are a shard of layout `kind`.
 
-        "balanced" deals the tokens of a balanced layout over R shards to teams (`deal`).
+        "balanced" distributes the tokens of a balanced layout over R shards to teams (`deal`).
 
         Raises:
             ValueError: an unknown kind, or fewer tokens than ranks.
         """
         if kind == "balanced":
-            # As even by keys as by queries, since either may rotate.
+            # traffic=0: balanced by keys as well as by queries, since either may rotate.
             teams = self.deal(layout_of(kind, length, self.ring_size, mask, traffic=0))
         else:
             teams = layout_of(kind, length, self.ranks // self.team, mask)
@@ -131,17 +133,17 @@ class Teams:
         return tuple(layout.sizes[rank] for rank in self.team_ranks(team))
 
     def in_rank_order(self, members: SequenceLayout) -> SequenceLayout:
-        """Returns the layout over ranks of one whose shards are the first team's members, then the second team's..."""
+        """Returns the layout over ranks from a layout over members: those of team 0, then of team 1, ..."""
         seats = map(self.seat, range(self.ranks))
         return SequenceLayout([members.spans(team * self.team + member) for team, member in seats])
 
     def deal(self, layout: SequenceLayout) -> SequenceLayout:
-        """Returns the layout over teams in which C teams take the tokens of one of R shards in turn.
+        """Returns the layout over teams in which C teams take the tokens of each of R shards in turn.
 
-        Member a of a team computes its queries against the keys of teams a, a + C, ...; where queries rotate, the keys
-        of these teams against the queries of its group. The C teams of a shard are in different groups and differ in
-        t % C. So every member has the same number of keys for each query, within one, and every group the same number
-        of queries for each key: ranks are balanced as well as the R shards are, under any mask.
+        Member a of a team computes its queries against the keys of teams a, a + C, ...; if queries rotate, the keys of
+        these teams against the queries of its group. The C teams of a shard are in different groups and have different
+        t % C. So every member has the same number of keys per query, within one, and every group the same number of
+        queries per key: ranks are as balanced as the R shards are, under any mask.
 
         Raises:
             ValueError: fewer tokens than ranks.

@@ -31,7 +31,7 @@ from armillary.core.token_ranges import TokenRanges
 class TokenRing(Method):
     """TokenRing over one mesh axis of P ranks. Fastest for K = H on links that carry both directions at once.
 
-    The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
+    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
     S / P tokens of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
@@ -65,15 +65,16 @@ class TokenRing(Method):
         for current in ring.rotate(q):  # sends the current queries while their block is computed
             tokens, packed_tokens = returns.result_tokens(current.step)
             (queries,) = current.take(packed_tokens)
-            # Step 0 has this rank's own queries, so their block starts the accumulator.
+            # At step 0 the queries are this rank's own, so their block goes to the accumulator directly.
             block_result = Merge.of(queries, v) if current.step else accumulator
             block = spec.block(current.query_shard, current.key_shard, queries=tokens)
             block.forward(queries, k, v, block_result)
             partial_result = block_result.result()  # block_out, block_lse
             del queries, block_result
+            # Sent against the direction of the queries, in flight while the next block is computed.
             returns.push(current.step, partial_result)
-            del partial_result  # or it would live while the next block is computed
-        returns.finish()
+            del partial_result  # frees it before the next block is computed
+        returns.finish()  # the last partial result, whose computation nothing overlaps
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
@@ -84,7 +85,7 @@ class TokenRing(Method):
         return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
 
     def rotation(self, spec: AttentionSpec) -> Rotation:
-        """Returns the ring of all ranks of the axis, each with its own shard. Made once for a spec."""
+        """Returns the ring of all ranks of the axis, each with its own shard. Cached per spec."""
 
         def make() -> Rotation:
             ring = RingTopology.of_all(self.axis.size, "queries")
@@ -100,11 +101,11 @@ def pass_queries_backward(
     reduction: Callable[[Rotation], Reduction],
     block: Callable[[RotatingShard, TokenRanges], RingBlock],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward in which q, out, dout and lse rotate; k, v, dk and dv stay.
+    """Runs backward with q, out, dout and lse rotating; k, v, dk and dv stay.
 
     Args:
         dout: [B, T, H, Dv], of this rank's own queries.
-        reduction: the way in which partial sums of dq return: directly, or as one sum that follows its queries.
+        reduction: returns partial sums of dq: directly to the owner, or as one sum that travels with its queries.
         block: from a step and some of its queries, packed, to the attention of these queries.
 
     Returns:
@@ -118,7 +119,7 @@ def pass_queries_backward(
     for current in ring.rotate(saved.q, saved.out, dout, saved.lse):
         tokens, packed_tokens = returns.result_tokens(current.step)
         q, out, block_dout, lse = current.take(packed_tokens)
-        dq = Sum.like(q)
+        dq = Sum.like(q)  # the part of dq from this rank's keys
         block(current, tokens).backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
         del q, out, block_dout, lse
         returns.push(current.step, (dq.value(),))

@@ -24,7 +24,7 @@ from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_t
 class Ulysses(HeadMethod):
     """All-to-all over one mesh axis of U ranks, around `inner`. Around Ring it is USP.
 
-    The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T tokens
+    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T tokens
     of all heads, and attends with h_u query heads over the U T tokens of its sequence shard. U need not divide H: head
     counts may differ by one, and a key/value head goes to every rank whose query heads use it.
 
@@ -38,10 +38,10 @@ class Ulysses(HeadMethod):
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all-to-all, with Dv = D.
     If U divides H: forward (U - 1) / U * (2 H + 2 max(K, U)) B T D e; backward
     (U - 1) / U * (2 H e + 2 max(K, U) c) B T D for dout, dq, dk and dv, where c = e, or c = a if ranks share key heads
-    (K < U) and so hold unfinished sums. In general rank u, with h_u query heads and the k_u key heads that they use,
+    (K < U) and so send partial sums. In general rank u, with h_u query heads and the k_u key heads that they use,
     sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward and
-    B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, with sums over the other ranks w. `inner` sends its own
-    bytes for U T tokens and H / U heads.
+    B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, with sums over the other ranks w. `inner` adds its bytes
+    for U T tokens and H / U heads.
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
@@ -59,24 +59,25 @@ class Ulysses(HeadMethod):
         self, pending_q: PendingTensor | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
     ) -> tuple[Tensor, Saved]:
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
-        # Sequence shards to head shards: all three are in flight at once.
+        # 1. All-to-all, sequence shards to head shards: q, k and v are in flight at once.
         pending = (
             pending_q or start_seq_to_head(q, self.axis, sizes, heads.queries).wait,
             start_seq_to_head(k, self.axis, key_sizes, heads.keys).wait,
             start_seq_to_head(v, self.axis, key_sizes, heads.keys).wait,
         )
         q, k, v = (wait() for wait in pending)
-        del pending, pending_q  # or send buffers would live as long as attention
+        del pending, pending_q  # frees the send buffers before attention
+        # 2. Attention of this rank's heads over all tokens of its sequence shard.
         out, saved = self.inner.forward(q, k, v, inner_spec)
-        # Head shards back to sequence shards.
+        # 3. All-to-all, head shards back to sequence shards.
         return start_head_to_seq(out, self.axis, sizes, heads.queries).wait(), saved
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
-        # `saved` is of this rank's heads already, so dout is all that must come.
+        # The saved tensors are head shards already: only dout is exchanged.
         head_dout = start_seq_to_head(dout, self.axis, sizes, heads.queries).wait()
         dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
-        # Where ranks share a key/value head, dk and dv are unfinished sums and travel in the accumulation dtype.
+        # If ranks share a key/value head, dk and dv are partial sums, and are sent in the accumulation dtype.
         dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
         pending = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, sizes, heads.queries),
@@ -106,7 +107,7 @@ class Ulysses(HeadMethod):
         return Saved(q, k, v, out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
 
     def head_call(self, spec: AttentionSpec) -> HeadCall:
-        """Returns the call as divided over the head axis. Made once for a spec."""
+        """Returns the call as divided over the head axis. Cached per spec."""
         axis, inner = self.axis, self.inner
 
         def make() -> HeadCall:
@@ -122,8 +123,8 @@ class HeadCall(NamedTuple):
 
     Args:
         sizes, key_sizes: by rank, the number of query and of key tokens that it has before the all-to-all.
-        heads: by rank, the heads that it has afterwards.
-        inner_spec: the call of `inner`: this rank's heads only.
+        heads: by rank, the heads that it has after the all-to-all.
+        inner_spec: the call of `inner`, with this rank's heads only.
     """
 
     sizes: tuple[int, ...]

@@ -6,9 +6,9 @@
         attend       with any sequence-axis method
         all-to-all   out of the stage back to sequence shards
 
-So only one stage's q, k, v and out exist at a time. Backward saves x, out and the log-sum-exp alone and goes through
-the same stages, projecting again; attention itself is not repeated. With all heads in one stage that is the checkpoint
-placement of DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` has the heads of each stage.
+So only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp; backward runs the same
+stages and recomputes the projections, but not attention. With all heads in one stage that is the checkpoint placement
+of DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` lists the heads of each stage.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ QueryTensor = Callable[[Heads], Tensor]
 class UPipe(HeadMethod, StagedMethod):
     """Ulysses in stages of S heads, around `inner`.
 
-    The whole sequence is q, out [B, N, H, D], k [B, N, K, D] and v [B, N, K, Dv], sharded on dim 1; a rank has T tokens
+    The full sequence is q, out [B, N, H, D], k [B, N, K, D] and v [B, N, K, Dv], sharded on dim 1; a rank has T tokens
     of all heads. Attention intermediates (q, k, v and out of one stage, before and after the all-to-all) take
-    (2 S + 2 min(K, S)) / (2 H + 2 K) of the memory that they take in Ulysses.
+    (2 S + 2 min(K, S)) / (2 H + 2 K) of their memory in Ulysses.
 
     Args:
-        axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`. With one rank, heads come in stages and nothing moves.
+        axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`. With one rank there are stages, but no communication.
         inner: any sequence-axis method over another axis. Local by default.
         heads_per_stage: S, query heads of a stage over all ranks of the axis, a multiple of U. All heads by default.
-        prefetch: send the next stage's heads while this stage attends. Costs their memory, before and after the
+        prefetch: sends the next stage's heads while this stage attends. Costs their memory, before and after the
             all-to-all: (2 S + 2 min(K, S)) heads become up to (4 S + 2 min(K, S)) within a round, and
             (4 S + 6 min(K, S)) at the last stage of a round.
 
     Bytes sent by a rank, all-to-all, if U divides H and K, with Dv = D: forward as Ulysses,
     (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys are sent once a round. Backward sends q, k and v again, with out
     and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e, and returns gradients, (U - 1) / U * (H e + 2 max(K, U) c)
-    B T D, where c = e, or c = a if ranks share key heads (K < U). `inner` sends its own bytes for each stage: a ring
-    rotates the keys of a round once a stage. For finished q, k and v, lse is sent both ways too, (U - 1) / U * B T H a
+    B T D, where c = e, or c = a if ranks share key heads (K < U). `inner` adds its bytes for each stage: a ring
+    rotates the keys of a round once per stage. Called with q, k and v, lse is sent both ways too, (U - 1) / U * B T H a
     each.
 
     Raises:
@@ -86,7 +86,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     @classmethod
     def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
-        """Returns `method` as one that saves x, out and lse alone: itself if it is UPipe, else all in one stage."""
+        """Returns a UPipe that computes like `method`: itself, or for any other method one with a single stage."""
         if isinstance(method, UPipe):
             return method
         # Axes were checked when `method` was constructed; every block of a model calls this.
@@ -97,8 +97,8 @@ class UPipe(HeadMethod, StagedMethod):
         return upipe
 
     def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:
-        checked = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
-        self.heads_per_stage, self.prefetch = checked, prefetch
+        count = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
+        self.heads_per_stage, self.prefetch = count, prefetch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         out, lse = self.attend(Finished((q, k, v)), spec)
@@ -113,12 +113,12 @@ class UPipe(HeadMethod, StagedMethod):
 
     # -- the stages, without autograd ---------------------------------------------------------------------------------
 
-    def attend(self, source: QKVSource, spec: AttentionSpec, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Forward over all stages.
 
         Args:
             source: q, k and v of this rank's T tokens, a few heads at a time.
-            into: becomes out if it has its shape and dtype.
+            out_buffer: memory for out, used if it has the shape and dtype of out.
 
         Returns:
             out [B, T, H, Dv] of this rank's tokens, and lse [B, n, h] of its h heads and the n tokens of its sequence
@@ -126,10 +126,11 @@ class UPipe(HeadMethod, StagedMethod):
         """
         call, results = self._staged_call(spec), list[Tensor]()
 
-        def attend_stage(stage: LocalStage, received: list[Tensor], keys: RoundKeys) -> None:
-            q = received.pop()
+        def attend_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
+            # q [B, n, h, D]: this rank's heads of the stage, all tokens of its sequence shard.
+            q = stage_tensors.pop()
             if not results:
-                results.extend(self.results(q.shape[0], q, keys.v, spec, into))
+                results.extend(self.results(q.shape[0], q, keys.v, spec, out_buffer))
             out, lse = results
             if stage.own_indices:
                 stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec)
@@ -138,6 +139,7 @@ class UPipe(HeadMethod, StagedMethod):
             else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
                 stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
+            # All-to-all back: out of the stage's heads for this rank's tokens, written to their place among all heads.
             pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.all_ranks.query_ranges)
             write_heads(out, stage.all_ranks.queries, pending.wait())
 
@@ -155,23 +157,27 @@ class UPipe(HeadMethod, StagedMethod):
         """
         call = self._staged_call(spec)
 
-        def differentiate_stage(stage: LocalStage, received: list[Tensor], keys: RoundKeys) -> None:
-            dq = received[0]
+        def differentiate_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
+            # The received q, out and dout of the stage's heads. A rank without heads sends its empty q back as dq.
+            dq = stage_tensors[0]
             if stage.own_indices:
                 stage_lse = select_heads(lse, stage.own_indices)
-                saved = Saved(received[0], keys.k, keys.v, received[1], stage_lse)
-                dq, dk, dv = self.inner.backward(received[2], saved, stage.inner_spec)
+                saved = Saved(stage_tensors[0], keys.k, keys.v, stage_tensors[1], stage_lse)
+                dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec)
                 keys.add_grads(dk, dv)  # dk and dv are summed over a round before they are sent
                 del saved, dk, dv
-            received.clear()
+            stage_tensors.clear()
             pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.all_ranks.query_ranges)
             del dq
+            # Backward of the projection for these heads, recomputed from x.
             source.add_q(stage.all_ranks.queries, pending.wait())
             del pending
-            returned = stage.all_ranks.returned_keys
-            if returned.heads:
+            returned_keys = stage.all_ranks.returned_keys
+            if returned_keys.heads:
                 round_keys = keys if stage.own_heads.ends_round else keys.without_heads()
-                source.add_kv(returned.heads, *self._return_key_grads(round_keys, returned, dout.dtype, call.key_sizes))
+                source.add_kv(
+                    returned_keys.heads, *self._return_key_grads(round_keys, returned_keys, dout.dtype, call.key_sizes)
+                )
 
         tensors: list[QueryTensor] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
         with outside_autocast(source.device_type):
@@ -183,13 +189,13 @@ class UPipe(HeadMethod, StagedMethod):
         return start_head_to_seq(lse.unsqueeze(-1), self.axis, call.sizes, call.queries).wait().squeeze(-1)
 
     def results(
-        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, into: Tensor | None = None
+        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, out_buffer: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns empty tensors for out and lse of `attend`, given any q [..., D] and v [..., Dv]."""
         call = self._staged_call(spec)
         shape = (batch, call.sizes[self.axis.rank], len(spec.key_heads), v.shape[3])
-        fits = into is not None and into.shape == shape and into.dtype == q.dtype
-        out = into if into is not None and fits else q.new_empty(shape)
+        fits = out_buffer is not None and out_buffer.shape == shape and out_buffer.dtype == q.dtype
+        out = out_buffer if out_buffer is not None and fits else q.new_empty(shape)
         heads = len(call.queries[self.axis.rank])
         return out, q.new_empty((batch, sum(call.sizes), heads), dtype=accumulation_dtype(q.dtype))
 
@@ -205,25 +211,25 @@ class UPipe(HeadMethod, StagedMethod):
         tensors: Sequence[QueryTensor],
         run: Callable[[LocalStage, list[Tensor], RoundKeys], None],
     ) -> None:
-        """Calls run(stage, received, keys) for each stage.
+        """Calls run(stage, stage_tensors, keys) for each stage.
 
         Args:
-            tensors: sent for each stage's query heads; `received` has the results in this order.
-            run: takes tensors out of `received`, so that their memory is free for the next send.
+            tensors: sent for each stage's query heads; `stage_tensors` are the received ones, in this order.
+            run: removes tensors from `stage_tensors`, so that their memory is free for the next send.
         """
         keys, pending = None, self._send_stage(call, 0, source, tensors)
         for i, stage in enumerate(call.stages, start=1):
-            received = [wait() for wait in pending]
+            stage_tensors = [wait() for wait in pending]
             pending.clear()
             if self.prefetch:  # the next stage is in flight while this one attends
                 pending = self._send_stage(call, i, source, tensors)
-            if stage.all_ranks.received_keys.heads:
-                k, v = received[:2]
-                del received[:2]
+            if stage.all_ranks.received_keys.heads:  # a round starts on some rank: k and v came first
+                k, v = stage_tensors[:2]
+                del stage_tensors[:2]
                 keys = RoundKeys(k, v) if stage.own_heads.starts_round or keys is None else keys
                 del k, v
             assert keys is not None  # every rank has heads in the first stage
-            run(stage, received, keys)
+            run(stage, stage_tensors, keys)
             keys = keys.without_heads() if stage.own_heads.ends_round else keys
             if not self.prefetch:
                 pending = self._send_stage(call, i, source, tensors)
@@ -231,49 +237,49 @@ class UPipe(HeadMethod, StagedMethod):
     def _send_stage(
         self, call: StagedCall, i: int, source: QKVSource, tensors: Sequence[QueryTensor]
     ) -> list[PendingTensor]:
-        """Sends the tensors of stage `i`, if there is one: k and v if it receives keys, then each of `tensors`.
+        """Starts the all-to-alls of stage `i`, if there is one: k and v if a round starts, then each of `tensors`.
 
-        Sequence shards become head shards. A tensor is packed, sent and freed before the next one is made.
+        A tensor is projected, packed, sent and freed before the next one is projected.
         """
         pending: list[PendingTensor] = []
         for stage in (local.all_ranks for local in call.stages[i : i + 1]):
             if stage.received_keys.heads:
                 keys = list(source.kv(stage.received_keys.heads))
                 while keys:
-                    packed = PackedHeads.cut(keys.pop(0), stage.received_keys.ranges)
-                    pending.append(self._send(packed, call.key_sizes))
-                    del packed
+                    packed_heads = PackedHeads.cut(keys.pop(0), stage.received_keys.ranges)
+                    pending.append(self._send(packed_heads, call.key_sizes))
+                    del packed_heads
             for tensor in tensors:
-                packed = PackedHeads.cut(tensor(stage.queries), stage.query_ranges)
-                pending.append(self._send(packed, call.sizes))
-                del packed
+                packed_heads = PackedHeads.cut(tensor(stage.queries), stage.query_ranges)
+                pending.append(self._send(packed_heads, call.sizes))
+                del packed_heads
         return pending
 
-    def _send(self, packed: PackedHeads, sizes: Sequence[int]) -> PendingTensor:
-        """Starts an all-to-all. Without prefetch it also waits for it, to free the send buffer."""
-        transfer = start_packed_to_head(packed, self.axis, sizes)
+    def _send(self, packed_heads: PackedHeads, sizes: Sequence[int]) -> PendingTensor:
+        """Starts an all-to-all. Without prefetch it also waits, which frees the send buffer."""
+        transfer = start_packed_to_head(packed_heads, self.axis, sizes)
         if self.prefetch:
             return transfer.wait
-        received = transfer.wait()
-        return lambda: received
+        result = transfer.wait()
+        return lambda: result
 
     def _return_key_grads(
-        self, keys: RoundKeys, returned: KeyHeads, dtype: torch.dtype, sizes: Sequence[int]
+        self, keys: RoundKeys, returned_keys: KeyHeads, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns dk, dv of this rank's tokens, from those of its heads in a round.
+        """Returns dk, dv of this rank's tokens, from dk, dv of its heads in a round.
 
-        If ranks share a head these are unfinished sums, and travel in the accumulation dtype.
+        If ranks share a head these are partial sums, which are sent in the accumulation dtype.
         """
         token_grads = list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
-            grad = grad.to(accumulation_dtype(dtype) if returned.shared else dtype)
-            token_grads.append(start_head_to_seq(grad, self.axis, sizes, returned.ranges).wait())
+            grad = grad.to(accumulation_dtype(dtype) if returned_keys.shared else dtype)
+            token_grads.append(start_head_to_seq(grad, self.axis, sizes, returned_keys.ranges).wait())
         dk, dv = token_grads
         return dk, dv
 
     def _staged_call(self, spec: AttentionSpec) -> StagedCall:
-        """Returns the call as divided into stages. Made once for a spec."""
+        """Returns the call as divided into stages. Cached per spec."""
         rank, ranks, inner = self.axis.rank, self.axis.size, self.inner
 
         def make() -> StagedCall:
@@ -293,7 +299,7 @@ class StagedCall(NamedTuple):
     Args:
         sizes, key_sizes: by rank of the head axis, the number of query and of key tokens before an all-to-all.
         queries: by rank, its query heads of all stages.
-        stages: as this rank does them.
+        stages: this rank's part of each stage.
     """
 
     sizes: tuple[int, ...]
@@ -303,10 +309,10 @@ class StagedCall(NamedTuple):
 
 
 class LocalStage(NamedTuple):
-    """A stage of a call as one rank of the head axis does it.
+    """One rank's part of a stage.
 
     Args:
-        all_ranks: the heads of all ranks, as the all-to-alls need them.
+        all_ranks: the heads of all ranks, for the all-to-alls.
         own_heads: the heads of this rank.
         own_indices: its query heads of the stage, as indices into its query heads of all stages.
         inner_spec: the call of `inner`: this rank's query heads of the stage and the keys of the round.
@@ -319,7 +325,7 @@ class LocalStage(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, rank: int, first_query: int, spec: AttentionSpec) -> LocalStage:
-        """Returns the stage as `rank` does it, whose query heads start at `first_query`."""
+        """Returns the part of `rank`, whose query heads start at `first_query`."""
         heads = stage.by_rank[rank]
         own_indices = tuple(head - first_query for head in heads.queries)
         return cls(stage, heads, own_indices, spec.with_heads(heads.key_heads(spec.key_heads)))
@@ -335,10 +341,10 @@ class RoundKeys:
     dv: Tensor | None = None
 
     def add_grads(self, dk: Tensor, dv: Tensor) -> None:
-        """Adds the gradients of one stage: the first as they are, later ones in the accumulation dtype."""
+        """Adds the gradients of one stage. Only a second stage widens the sum to the accumulation dtype."""
         self.dk = dk if self.dk is None else self.dk.to(accumulation_dtype(dk.dtype)).add_(dk)
         self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
 
     def without_heads(self) -> RoundKeys:
-        """Returns the same with 0 heads: the part of a rank that has finished its rounds in further all-to-alls."""
+        """Returns keys with 0 heads: a rank that has finished its rounds still takes part in all-to-alls."""
         return RoundKeys(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))

@@ -5,7 +5,7 @@ P ranks form teams of C, and R = P / C^2. Rank (team t, member a) does the steps
     1. gather    q, k, v of the team: every member has q_team, k_team and v_team of C shards
     2. place     k_team, v_team go to r_send: group a, team a R + t // C, member t % C
     3. ring      R ranks, one of each team of a group, pass keys on; the members of a team together see all P / C teams
-    4. scatter   partial results are merged by log-sum-exp, and each member keeps its own tokens
+    4. scatter   partial results are merged by log-sum-exp, and each member gets its own tokens
 
 C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring makes R - 1 steps where Ring Attention makes P - 1.
 """
@@ -40,8 +40,8 @@ PendingGather = Callable[[], tuple[Tensor, ...]]
 class WallFacer(Method):
     """WallFacer over one mesh axis of P ranks, in teams of C; C^2 divides P.
 
-    The whole sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
-    S / P tokens of it. Any layout is exact; that of `layout` is balanced.
+    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
+    S / P tokens of it. Any layout is exact; `layout` returns a balanced one.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. Communicators are created on it and for its teams, so every rank of
@@ -49,8 +49,8 @@ class WallFacer(Method):
         team: C.
         placement: "collect_intra" makes the members of a team neighbours, "p2p_intra" the ranks of a ring.
         backward: the side that rotates in backward: keys, or queries as published; "auto" sends fewer bytes.
-        gather_keys: as published, gather the team's keys, then send them together. False: each rank sends its own keys
-            to the C ranks that the team's keys go to, (C - 1) 2 B T K D e less within teams, as much between teams.
+        gather_keys: gathers the team's keys, then sends them together, as published. False: each rank sends its own
+            keys to the C target ranks: (C - 1) 2 B T K D e less within teams, the same bytes between teams.
 
     Bytes sent by a rank, with Dv = D and S = N. Forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e
     for each of up to R exchanges p2p, (C - 1) (B T H D e + B T H a) reduce-scatter. Backward:
@@ -104,20 +104,20 @@ class WallFacer(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        # 1, 2: as in forward, with all that the gradient of queries needs.
+        # 1, 2: as in forward; the gradient of queries also needs out, dout and lse.
         pending = self._gather((saved.q, saved.out, dout, saved.lse), spec.layout)
         k, v = self._place_keys(saved.k, saved.v, spec)
         q, out, dout, lse = pending()
         # 3: dq of the team's queries from 1 / C of all keys, dk and dv of the placed keys from the group's queries.
         dq, dk, dv = self.team_ring.backward(dout, Saved(q, k, v, out, lse), self._team_spec(spec))
-        del pending, q, k, v, out, dout, lse  # makes room for the buffers in which gradients return
+        del pending, q, k, v, out, dout, lse  # freed before the buffers of the returning gradients are allocated
         # 4: sums over the team. dq is in flight while dk and dv return to the ranks that their keys came from.
         pending_dq = start_reduce_scatter(dq, self.team_axis, self._sizes(spec.layout))
         dk, dv = self._return_key_grads((dk, dv), spec)
         return pending_dq.wait(), dk, dv
 
     def _team_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the call of the ring, whose shards are teams. Made once for a spec."""
+        """Returns the call of the ring, whose shards are teams. Cached per spec."""
         by_teams = self.teams.by_teams
         return spec.cached(
             "teams", lambda: replace(spec, layout=by_teams(spec.layout), key_layout=by_teams(spec.key_layout))
@@ -137,12 +137,12 @@ class WallFacer(Method):
         teams, (source_team, source_member) = self.teams, self.teams.key_source(*self.seat)
         source_sizes = self._sizes(spec.key_layout, source_team)
         if self.gather_keys:
-            # k_team, v_team to r_send, and those of another team from r_recv.
+            # Sends k_team, v_team to r_send, and receives another team's from r_recv.
             kv_team = self._gather((k, v), spec.key_layout)()
             receive = {teams.rank(source_team, source_member): sum(source_sizes)}
             (ring_kv,) = self._exchange({teams.key_target(*self.seat): kv_team}, receive)
             return ring_kv
-        # Own k, v to the C ranks that the team's keys go to, and those of each member of another team.
+        # Sends own k, v to the C target ranks of the team, and receives k, v from each member of another team.
         own_kv = (k, v)
         send = {teams.key_target(self.seat[0], member): own_kv for member in range(teams.team)}
         receive = {teams.rank(source_team, member): size for member, size in enumerate(source_sizes)}
@@ -157,19 +157,19 @@ class WallFacer(Method):
         teams, (source_team, source_member) = self.teams, self.teams.key_source(*self.seat)
         sizes, source_sizes = self._sizes(spec.key_layout), self._sizes(spec.key_layout, source_team)
         if self.gather_keys:
-            # Back to the sender, then summed over the team and scattered to its members.
+            # Returns dk, dv to the sender of the keys, then reduce-scatters them over the team.
             receive = {teams.key_target(*self.seat): sum(sizes)}
             (team_grads,) = self._exchange({teams.rank(source_team, source_member): grads}, receive)
             pending = [start_reduce_scatter(x, self.team_axis, sizes) for x in team_grads]
             return [transfer.wait() for transfer in pending]
-        # To each member its own tokens; this rank sums the gradients from the C ranks that have its keys.
+        # Sends each member its tokens, and sums the gradients from the C ranks that have this rank's keys.
         member_grads = zip(*(x.split(source_sizes, dim=1) for x in grads), strict=True)
         send = {teams.rank(source_team, member): x for member, x in enumerate(member_grads)}
         receive = {teams.key_target(self.seat[0], member): sizes[self.seat[1]] for member in range(teams.team)}
         return [torch.stack(x).sum(0) for x in zip(*self._exchange(send, receive), strict=True)]
 
     def _exchange(self, send: Mapping[int, Tensors], receive: Mapping[int, int]) -> list[Tensors]:
-        """Sends and receives tensors, and waits. Tensors that this rank would send itself stay as they are.
+        """Sends and receives tensors, and waits. Tensors for this rank itself are returned without a copy.
 
         Args:
             send: [B, t, ...] tensors by receiving rank.
@@ -179,12 +179,12 @@ class WallFacer(Method):
             The tensors of each rank, in the order of `receive`.
         """
         own_rank, like = self.axis.rank, next(iter(send.values()))
-        # Tensors that go to several ranks are packed once.
+        # Tensors for several ranks are packed once.
         buffers = {id(tensors): FlatBuffer.of(tensors) for rank, tensors in send.items() if rank != own_rank}
-        outgoing = {rank: buffers[id(tensors)] for rank, tensors in send.items() if rank != own_rank}
-        incoming = {rank: FlatBuffer.like(like, tokens) for rank, tokens in receive.items() if rank != own_rank}
-        start_exchange(self.axis, outgoing, incoming).wait()
-        return [send[rank] if rank == own_rank else incoming[rank].tensors for rank in receive]
+        send_buffers = {rank: buffers[id(tensors)] for rank, tensors in send.items() if rank != own_rank}
+        receive_buffers = {rank: FlatBuffer.like(like, tokens) for rank, tokens in receive.items() if rank != own_rank}
+        start_exchange(self.axis, send_buffers, receive_buffers).wait()
+        return [send[rank] if rank == own_rank else receive_buffers[rank].tensors for rank in receive]
 
 
 class TeamRing(Ring):

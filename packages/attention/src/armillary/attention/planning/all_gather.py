@@ -34,8 +34,8 @@ class AllGatherPlan(SequencePlan):
         if ranks == 1:
             return kernel_forward(x)
         # Two tiles: the causal square of own keys, then half of the queries against all other keys (zigzag).
-        merged, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
-        return 2 * ranks * x.k + merged + block + max(x.q, x.w * x.q / 2 + 2 * x.lse)
+        merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
+        return 2 * ranks * x.k + merge_bytes + block + max(x.q, x.w * x.q / 2 + 2 * x.lse)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """All k and v, and all dk and dv in float32, which are then sent to their owners and summed."""
@@ -43,5 +43,5 @@ class AllGatherPlan(SequencePlan):
             return kernel_backward(x)
         all_keys = 2 * ranks * x.k
         block = kernel_backward(x, queries=0.5, keys=ranks - 1)
-        scattering = x.w * x.q + x.w * all_keys + 2 * x.w * x.k
-        return x.w * all_keys + max(all_keys + x.q + block, scattering)
+        scatter_bytes = x.w * x.q + x.w * all_keys + 2 * x.w * x.k
+        return x.w * all_keys + max(all_keys + x.q + block, scatter_bytes)

@@ -92,7 +92,7 @@ def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> Sequence
     """Returns the layout whose shards a plan's blocks name, from that of the sequence axis."""
     if shards is None:
         return layout
-    return SequenceLayout([[span for shard in joined for span in layout.spans(shard)] for joined in shards])
+    return SequenceLayout([[span for shard in group for span in layout.spans(shard)] for group in shards])
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class CommPlan:
         return sum(
             count
             for key, count in self._sent_bytes.items()
-            if all(value in (None, part) for value, part in zip(pattern, key, strict=True))
+            if all(value in (None, field) for value, field in zip(pattern, key, strict=True))
         )
 
     @cached_property
@@ -277,8 +277,8 @@ def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
 
     def sends() -> Iterator[Send]:
         for group in groups:
-            padded = max(tokens[rank] for rank in group) * (len(group) - 1) * payload.size
-            yield from (Send(rank, group[(i + 1) % len(group)], padded) for i, rank in enumerate(group))
+            padded_bytes = max(tokens[rank] for rank in group) * (len(group) - 1) * payload.size
+            yield from (Send(rank, group[(i + 1) % len(group)], padded_bytes) for i, rank in enumerate(group))
 
     return move("all_gather", "ring", payload.tensors, sends())
 
@@ -301,22 +301,24 @@ def reduce_scatter(groups: Groups, tokens: Sequence[int], payload: Payload) -> M
 
 def steps(*all_steps: Step) -> Steps:
     """Returns the steps without empty moves, and without steps in which nothing happens."""
-    filled = (step._replace(moves=_filled(step.moves), later_moves=_filled(step.later_moves)) for step in all_steps)
-    return tuple(step for step in filled if any(step))
+    filled_steps = (
+        step._replace(moves=_filled(step.moves), later_moves=_filled(step.later_moves)) for step in all_steps
+    )
+    return tuple(step for step in filled_steps if any(step))
 
 
 def _filled(moves: Iterable[Move]) -> tuple[Move, ...]:
-    return tuple(each for each in moves if each.sends)
+    return tuple(move for move in moves if move.sends)
 
 
-def overlap(moves: Iterable[Move], following: Steps) -> Steps:
+def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
     """Returns the steps with `moves` in flight during the first one."""
     # Empty moves would look like a step in which something is sent.
     moves = _filled(moves)
     if not moves:
-        return following
-    first = following[0] if following else Step()
-    return (first._replace(moves=(*moves, *first.moves)), *following[1:])
+        return next_steps
+    first = next_steps[0] if next_steps else Step()
+    return (first._replace(moves=(*moves, *first.moves)), *next_steps[1:])
 
 
 def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
@@ -324,8 +326,8 @@ def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
 
     def renumber_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
         return tuple(
-            each._replace(sends=tuple(Send(ranks[source], ranks[target], size) for source, target, size in each.sends))
-            for each in moves
+            move._replace(sends=tuple(Send(ranks[source], ranks[target], size) for source, target, size in move.sends))
+            for move in moves
         )
 
     def renumber_step(step: Step) -> Step:

@@ -63,12 +63,12 @@ class HeadMoves:
         """
         plans = {work: inner(work) for work in works if work}  # most ranks have equal parts
         total = self.work.layout.shards * self.ranks
-        parts = [(plans[work], range(u, total, self.ranks)) for u, work in enumerate(works) if work]
+        inner_plans = [(plans[work], range(u, total, self.ranks)) for u, work in enumerate(works) if work]
         # Blocks of all parts have the same shards.
         return replace(
-            parts[0][0],
-            forward=side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in parts]),
-            backward=side_by_side([renumber(plan.backward, ranks, total) for plan, ranks in parts]),
+            inner_plans[0][0],
+            forward=side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in inner_plans]),
+            backward=side_by_side([renumber(plan.backward, ranks, total) for plan, ranks in inner_plans]),
         )
 
 

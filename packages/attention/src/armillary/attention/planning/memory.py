@@ -76,8 +76,8 @@ def kernel_backward(x: Sizes, queries: float = 1, keys: float = 1) -> float:
     The workspace is dq in float32 and two numbers for each row; also dk and dv of every query head if heads share keys.
     """
     # FlashAttention-2 writes dk and dv for every query head and sums them over groups afterwards.
-    shared = 2 * x.groups * x.k if x.groups > 1 else 0
-    return queries * (x.q + x.w * x.q + 2 * x.lse) + keys * (2 * x.k + shared)
+    shared_bytes = 2 * x.groups * x.k if x.groups > 1 else 0
+    return queries * (x.q + x.w * x.q + 2 * x.lse) + keys * (2 * x.k + shared_bytes)
 
 
 def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
@@ -90,13 +90,13 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     if ranks == 1:
         return kernel_forward(x)
     buffers = 2 * x.k * (1 if ranks == 2 else 2 + onward % 1)
-    merged, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
+    merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
     # Merge: the float32 copy of half a block, and four rows of weights of half of the queries.
-    adding = buffers + merged + block + x.w * x.q / 2 + x.lse * 2
+    add_bytes = buffers + merge_bytes + block + x.w * x.q / 2 + x.lse * 2
     # The first block becomes float32.
-    widening = buffers + merged + block + x.q
+    cast_bytes = buffers + merge_bytes + block + x.q
     first = 2 * x.k * (1 + onward) + kernel_forward(x)
-    return max(first, adding, widening)
+    return max(first, add_bytes, cast_bytes)
 
 
 def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
@@ -132,10 +132,10 @@ def rotate_queries_backward(x: Sizes, ranks: int, direct: bool) -> float:
     first = 1.5 * x.rotating + kernel_backward(x)
     buffers = x.rotating * (1 if ranks == 2 else 2.5)
     # The second step's results, while dv of the first becomes float32.
-    widening = x.q + x.k + key_grads + x.k
-    second = buffers + dq + max(2 * x.k + block, widening)
+    cast_bytes = x.q + x.k + key_grads + x.k
+    second = buffers + dq + max(2 * x.k + block, cast_bytes)
     if ranks == 2:
         return max(first, second)
     buffers = x.rotating * (1 if ranks == 3 else 2.5)
-    returning = dq + dq / 2 if direct else 2 * dq
-    return max(first, second, buffers + dq + key_grads + returning + block)
+    return_bytes = dq + dq / 2 if direct else 2 * dq
+    return max(first, second, buffers + dq + key_grads + return_bytes + block)

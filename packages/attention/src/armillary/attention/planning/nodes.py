@@ -69,12 +69,12 @@ class NodeRingPlan(SequencePlan):
         side = cheaper_side(self.backward, queries, keys, work.dtype, work.grid)
         backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), self.inner.comm_plan)
         if side == "keys":
-            rotating, sums = work.payload("k", "v"), work.payload("dk", "dv")
+            rotating_payload, sums = work.payload("k", "v"), work.payload("dk", "dv")
         else:
-            rotating, sums = work.payload("q", "out", "dout", "lse"), work.payload("dq")
+            rotating_payload, sums = work.payload("q", "out", "dout", "lse"), work.payload("dq")
         return CommPlan(
             forward.steps(work.payload("k", "v"), None, lambda plan: plan.forward),
-            backward.steps(rotating, sums, lambda plan: plan.backward),
+            backward.steps(rotating_payload, sums, lambda plan: plan.backward),
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
@@ -83,8 +83,8 @@ class NodeRingPlan(SequencePlan):
         if self.nodes == 1 or devices == 1:
             return inner.forward_memory(x, devices) if self.nodes == 1 else rotate_keys_forward(x, ranks)
         buffers = 2 * x.k * (1 if self.nodes == 2 else 2.5)
-        merged = (1 if self.nodes == 2 else x.w) * x.q + x.lse
-        return max(3 * x.k + inner.forward_memory(x, devices), buffers + merged + self.visited_forward(x, devices))
+        merge_bytes = (1 if self.nodes == 2 else x.w) * x.q + x.lse
+        return max(3 * x.k + inner.forward_memory(x, devices), buffers + merge_bytes + self.visited_forward(x, devices))
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak at a step above 0: shards in flight between nodes, sums of gradients, and the inner method."""
@@ -136,12 +136,12 @@ class NodeSteps:
             sums: of gradients, which follow their tokens one step behind; None: nothing returns.
             inner_steps: takes forward or backward of the inner plan.
         """
-        result, following = list[Step](), list[Move]()
+        result, pending_moves = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
             hops = self._move(hop_tokens, step, rotating)
-            result += spread([hops, *following], self._attend(step, inner_steps))
-            following = [self._move(ring_reduce_tokens, step, sums)] if sums and step else []
-        return steps(*result, Step(tuple(following)))
+            result += spread([hops, *pending_moves], self._attend(step, inner_steps))
+            pending_moves = [self._move(ring_reduce_tokens, step, sums)] if sums and step else []
+        return steps(*result, Step(tuple(pending_moves)))
 
     def _move(self, token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:
         """Sends of all rings at a step."""
@@ -157,10 +157,10 @@ class NodeSteps:
         """The inner method's steps in all nodes, side by side."""
         devices, by_node = self.rings.devices, list[Steps]()
         for node in range(self.rings.nodes):
-            meeting = self.rings.step(node, step)
-            if meeting is not None:
-                work = replace(self.work, layout=meeting.layout, key_layout=meeting.key_layout)
-                plan = within_node(meeting, inner_steps(self.inner_plan(work)))
+            node_step = self.rings.step(node, step)
+            if node_step is not None:
+                work = replace(self.work, layout=node_step.layout, key_layout=node_step.key_layout)
+                plan = within_node(node_step, inner_steps(self.inner_plan(work)))
                 first = self._rank(node, 0)
                 by_node.append(renumber(plan, range(first, first + devices), devices * self.rings.nodes))
         return side_by_side(by_node) if by_node else ()
@@ -169,14 +169,14 @@ class NodeSteps:
         return node * self.rings.devices + device
 
 
-def within_node(meeting: NodeStep, inner: Steps) -> Steps:
+def within_node(node_step: NodeStep, inner: Steps) -> Steps:
     """Returns the inner method's steps on axis "devices", with blocks of the shards that meet."""
 
     def on_devices(moves: Iterable[Move]) -> tuple[Move, ...]:
-        return tuple(each._replace(axis="devices") for each in moves)
+        return tuple(move._replace(axis="devices") for move in moves)
 
     def of_all_nodes(block: Block | None) -> Block | None:
-        return None if block is None else (meeting.query_shards[block[0]], meeting.key_shards[block[1]])
+        return None if block is None else (node_step.query_shards[block[0]], node_step.key_shards[block[1]])
 
     return tuple(
         Step(on_devices(step.moves), step.pairs, on_devices(step.later_moves), tuple(map(of_all_nodes, step.blocks)))

@@ -66,9 +66,9 @@ def ring_reduce_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Se
     reach = ring.reach(grid)
     for place, rank in enumerate(ring.ranks):
         origin = ring.origin(place, step)
-        current, following = reach[origin].counts[step : step + 2]
-        yield Send(rank, ring.ahead(place, 1), following)
-        yield Send(rank, ring.ranks[origin], current - following)
+        current_count, next_count = reach[origin].counts[step : step + 2]
+        yield Send(rank, ring.ahead(place, 1), next_count)
+        yield Send(rank, ring.ranks[origin], current_count - next_count)
 
 
 def direct_reduce_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:

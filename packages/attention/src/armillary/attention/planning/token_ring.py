@@ -41,5 +41,5 @@ def pass_queries_backward_steps(
     work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: ReturnedTokens
 ) -> Steps:
     """Steps of `pass_queries_backward` on all ranks of some rings."""
-    rotating = work.payload("q", "out", "dout", "lse")
-    return rotation_steps(work, rings, rotating, work.payload("dq"), returned_tokens)
+    rotating_payload = work.payload("q", "out", "dout", "lse")
+    return rotation_steps(work, rings, rotating_payload, work.payload("dq"), returned_tokens)

@@ -27,17 +27,17 @@ class UPipePlan(HeadPlan):
         moves = HeadMoves(work, ranks)
         inner_plan = lru_cache(partial(moves.inner_plan, inner))  # most stages are equal
         stages = stages_of(work.key_heads, ranks, self.heads_per_stage)
-        staged = StagedSteps(moves, inner_plan, stages, self.prefetch)
+        staged_steps = StagedSteps(moves, inner_plan, stages, self.prefetch)
         q, v = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e
-        saved = {"q": q, "out": v, "dout": v}
-        forward = staged.steps({"q": q}, lambda plan: plan.forward, staged.return_out)
-        backward = staged.steps(saved, lambda plan: plan.backward, staged.return_grads)
+        sent_tensors = {"q": q, "out": v, "dout": v}
+        forward = staged_steps.steps({"q": q}, lambda plan: plan.forward, staged_steps.return_out)
+        backward = staged_steps.steps(sent_tensors, lambda plan: plan.backward, staged_steps.return_grads)
         forward_end, backward_start = Step(), Step()
         if not work.projected:  # with finished q, k and v, lse is an output of this rank's tokens
             lse = (moves.sizes, moves.heads.queries, "lse", work.batch * work.a)
             forward_end, backward_start = Step((moves.to_tokens(*lse),)), Step((moves.to_heads(*lse),))
         return replace(
-            staged.inner_plan_of(stages[0]),  # whose blocks have the shards of all stages
+            staged_steps.inner_plan_of(stages[0]),  # whose blocks have the shards of all stages
             forward=steps(*forward, forward_end),
             backward=steps(backward_start, *backward),
         )
@@ -89,11 +89,11 @@ class StagedSteps:
             if i == 0 and self.prefetch:
                 yield Step(tuple(sends[i]))
             elif not self.prefetch:
-                yield from (Step((each,)) for each in sends[i])
+                yield from (Step((move,)) for move in sends[i])
             next_sends = sends[i + 1] if self.prefetch and i + 1 < len(sends) else []
             heads = [rank_heads.queries for rank_heads in stage.by_rank]
             yield from overlap(next_sends, of_heads(inner_steps(self.inner_plan_of(stage)), heads))
-            yield from (Step((each,)) for each in returns(stage))
+            yield from (Step((move,)) for move in returns(stage))
 
     def return_out(self, stage: Stage) -> list[Move]:
         """out of a stage."""
@@ -102,11 +102,11 @@ class StagedSteps:
 
     def return_grads(self, stage: Stage) -> list[Move]:
         """dq of a stage, and dk and dv of keys whose round ends, wider if ranks share a head."""
-        work, moves, returned = self.moves.work, self.moves, stage.returned_keys
-        grad = work.a if returned.shared else work.e
+        work, moves, returned_keys = self.moves.work, self.moves, stage.returned_keys
+        grad = work.a if returned_keys.shared else work.e
         dq = moves.to_tokens(moves.sizes, stage.query_ranges, "dq", work.batch * work.head_dim * work.e)
         key_bytes = {"dk": work.batch * work.head_dim * grad, "dv": work.batch * work.value_dim * grad}
-        return [dq, *(moves.to_tokens(moves.key_sizes, returned.ranges, *tensor) for tensor in key_bytes.items())]
+        return [dq, *(moves.to_tokens(moves.key_sizes, returned_keys.ranges, *tensor) for tensor in key_bytes.items())]
 
     def _sends(self, stage: Stage, query_bytes: Mapping[str, int]) -> list[Move]:
         """k and v of keys whose round starts, then tensors of queries."""

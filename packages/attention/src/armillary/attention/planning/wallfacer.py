@@ -78,10 +78,10 @@ class WallFacerPlan(SequencePlan):
         team = self.team
         if team == 1:
             return rotate_keys_forward(x, ranks)
-        of_team, gathered = x.times(team), team * (x.q + 2 * x.k)
+        of_team, gather_bytes = x.times(team), team * (x.q + 2 * x.k)
         ring = rotate_keys_forward(of_team, ranks // team**2, onward=1)
-        merging = 2 * kernel_forward(of_team) + 2 * x.w * x.q + 5 * x.lse
-        return gathered + max(ring, merging)
+        merge_bytes = 2 * kernel_forward(of_team) + 2 * x.w * x.q + 5 * x.lse
+        return gather_bytes + max(ring, merge_bytes)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """q, k, v, out, dout and lse of the team with the ring; or the reduce-scatter of gradients in float32.
@@ -92,10 +92,10 @@ class WallFacerPlan(SequencePlan):
         if team == 1:
             return ring_backward_memory(x, ranks, self.backward)
         of_team = x.times(team)
-        gathered = of_team.rotating + 2 * of_team.k
+        gather_bytes = of_team.rotating + 2 * of_team.k
         ring = ring_backward_memory(of_team, ranks // team**2, self.backward, onward=1)
-        scattering = 2 * x.w * (of_team.q + 2 * of_team.k) + 2 * x.w * x.k
-        return max(gathered + ring, scattering)
+        scatter_bytes = 2 * x.w * (of_team.q + 2 * of_team.k) + 2 * x.w * x.k
+        return max(gather_bytes + ring, scatter_bytes)
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
         """Counts a team's k and v in P / C^2 steps, and its q, k, v and out, as arXiv 2407.00611 does."""
@@ -153,6 +153,6 @@ class TeamSteps:
             for member, rank in enumerate(ranks):
                 target = self.teams.key_target(team, member)
                 if self.gather_keys:
-                    yield Send(rank, target, sum(tokens[each] for each in ranks) * size)
+                    yield Send(rank, target, sum(tokens[sender] for sender in ranks) * size)
                 else:
-                    yield from (Send(each, target, tokens[each] * size) for each in ranks)
+                    yield from (Send(sender, target, tokens[sender] * size) for sender in ranks)

@@ -47,7 +47,7 @@ def segment_sum(
     """
     check_tensor("values", values)
     check_tensor("sequences", sequences)
-    count = integer("count", count, least=0)
+    count = integer("count", count, minimum=0)
     if gradients not in get_args(Reduction):
         raise ValueError(f"gradients={gradients!r}: accepted are {', '.join(get_args(Reduction))}")
     if sequences.is_floating_point() or values.shape[: sequences.ndim] != sequences.shape:

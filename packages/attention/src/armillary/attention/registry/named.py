@@ -168,9 +168,9 @@ class NamedMethod:
         Args:
             sizes: of mesh axes; those that no method works on are ignored.
         """
-        used = (*self.sequence.axes, *(["ulysses"] if self.head else []))
+        used_axes = (*self.sequence.axes, *(["ulysses"] if self.head else []))
         for axis in get_args(Role):
-            if sizes.get(axis, 1) > 1 and axis not in used:
+            if sizes.get(axis, 1) > 1 and axis not in used_axes:
                 other = "usp" if axis in ("ring", "ulysses") else "ring+token_ring"
                 raise ValueError(
                     f"{self.name} would leave axis {axis!r} with {sizes[axis]} ranks unused; use {other}, or {axis}=1"
@@ -205,7 +205,9 @@ def names() -> list[str]:
 
 def unplanned(*functions: str) -> dict[str, tuple[str, ...]]:
     """Returns the names whose plans do not define all of some functions, with those that are missing."""
-    return {name: missing for name in names() if (missing := named_method(name).missing(*functions))}
+    return {
+        name: missing_functions for name in names() if (missing_functions := named_method(name).missing(*functions))
+    }
 
 
 def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
@@ -225,9 +227,9 @@ def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
 
 def _check_options(method: NamedMethod) -> None:
     entries = [method.sequence, *([method.head] if method.head else [])]
-    accepted = [option for entry in entries for option in (*entry.options, *entry.mesh_options)]
+    option_names = [option for entry in entries for option in (*entry.options, *entry.mesh_options)]
     for option, value in method.options._asdict().items():
-        if value != getattr(DEFAULT_OPTIONS, option) and option not in accepted:
+        if value != getattr(DEFAULT_OPTIONS, option) and option not in option_names:
             entries = {**SEQUENCE_METHODS, **HEAD_METHODS}
             owners = ", ".join(
                 name for name, entry in entries.items() if option in (*entry.options, *entry.mesh_options)

@@ -25,7 +25,7 @@ class NodeStep(NamedTuple):
 
     Args:
         layout, key_layout: their tokens, by device.
-        query_shards, key_shards: the shards of the whole sequence that these tokens are of, by device.
+        query_shards, key_shards: the shards of the full sequence that these tokens belong to, by device.
     """
 
     layout: PartialLayout
@@ -69,28 +69,33 @@ class NodeRings:
     @cached_property
     def rings(self) -> tuple[RingTopology, ...]:
         """The ring of each device, in its cheaper direction. Ranks are nodes."""
-        every, total = tuple(range(self.nodes)), self.nodes * self.devices
-        shards = [tuple(range(device, total, self.devices)) for device in range(self.devices)]
+        nodes, rank_count = tuple(range(self.nodes)), self.nodes * self.devices
+        shards = [tuple(range(device, rank_count, self.devices)) for device in range(self.devices)]
         return tuple(
-            RingTopology(every, every, each, self.rotating_side).cheaper_direction(self.grid) for each in shards
+            RingTopology(nodes, nodes, rotating_shards, self.rotating_side).cheaper_direction(self.grid)
+            for rotating_shards in shards
         )
 
     def step(self, node: int, step: int) -> NodeStep | None:
         """Returns the queries and keys that meet in a node at a step; None if they do not see each other."""
         keys_rotate = self.rotating_side == "keys"
-        rotating, stationary = (self.key_layout, self.layout) if keys_rotate else (self.layout, self.key_layout)
+        rotating_layout, stationary_layout = (
+            (self.key_layout, self.layout) if keys_rotate else (self.layout, self.key_layout)
+        )
         own_shards = tuple(range(node * self.devices, (node + 1) * self.devices))
-        visiting_shards, visiting_spans, visible = list[int](), list[list[range]](), 0
+        visiting_shards, visiting_spans, visible_count = list[int](), list[list[range]](), 0
         for ring in self.rings:
             place = ring.ranks.index(node)
             origin = ring.origin(place, step)
             shard, tokens = ring.rotating_shards[origin], ring.reach(self.grid)[origin].tokens_at(step)
             visiting_shards.append(shard)
-            visiting_spans.append(list(spans_at(rotating.spans(shard), tokens)))
-            visible += ring.visible_tokens(self.grid, place, origin).count
-        if not visible:
+            visiting_spans.append(list(spans_at(rotating_layout.spans(shard), tokens)))
+            visible_count += ring.visible_tokens(self.grid, place, origin).count
+        if not visible_count:
             return None
-        visiting = PartialLayout(visiting_spans, rotating.length), tuple(visiting_shards)
-        resident = PartialLayout(map(stationary.spans, own_shards), stationary.length), own_shards
-        (layout, query_shards), (key_layout, key_shards) = (resident, visiting) if keys_rotate else (visiting, resident)
+        visiting_tokens = PartialLayout(visiting_spans, rotating_layout.length), tuple(visiting_shards)
+        resident_tokens = PartialLayout(map(stationary_layout.spans, own_shards), stationary_layout.length), own_shards
+        (layout, query_shards), (key_layout, key_shards) = (
+            (resident_tokens, visiting_tokens) if keys_rotate else (visiting_tokens, resident_tokens)
+        )
         return NodeStep(layout, key_layout, query_shards, key_shards)

@@ -51,9 +51,9 @@ class Reach:
         edges = np.zeros((ranks, len(ends)), np.int8)
         edges[steps, starts], edges[steps, stops] = 1, -1
         inside = edges.cumsum(1, dtype=np.int8)[:, :-1] > 0
-        unseen = ~inside.any(0)
+        is_unseen = ~inside.any(0)
         first, last = inside.argmax(0), ranks - 1 - inside[::-1].argmax(0)
-        return cls(ranks, ends, np.where(unseen, ranks, first), np.where(unseen, 0, last))
+        return cls(ranks, ends, np.where(is_unseen, ranks, first), np.where(is_unseen, 0, last))
 
     @property
     def opposite(self) -> Reach:

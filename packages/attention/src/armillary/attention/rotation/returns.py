@@ -1,8 +1,7 @@
 """The return of results to the ranks that own the rotating shards: gradients, or partial outputs.
 
-While a shard rotates, each rank computes a partial result for it. Two ways to return partial results are implemented.
-Both use a communicator of their own, overlap with the computation of the next step, and sum in the same order in every
-run.
+While a shard rotates, each rank computes a partial result for it. There are two ways to return partial results. Both
+use a separate communicator, overlap with the computation of the next step, and sum in the same order in every run.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class Reduction(Protocol):
 
 
 class RingReduce:
-    """Sums follow their shard one step behind, and each rank adds its partial result.
+    """A sum follows its shard around the ring, one step later; each rank adds its partial result to it.
 
-    The owner's partial result stays. Sums of tokens that no later rank sees are sent home by the last rank that
-    does, so that a sum makes as many hops as its token.
+    The owner keeps its own partial result. When no later rank sees a token, its sum is sent to the owner directly, so
+    that a sum makes as many hops as its token.
     """
 
     def __init__(self, rotation: Rotation) -> None:
@@ -77,9 +76,11 @@ class RingReduce:
         rotation, schedule = self.rotation, self.rotation.steps[step]
         send = self._outgoing(schedule, partials)
         # At the last step both neighbours and the owner may be one rank, but then no sum is passed on.
-        # Sums for some of the tokens are mostly sent as copies; then the buffer that they came in is free.
-        passing = self.passing_sums
-        in_use = passing is not None and any(compat.share_memory(flat.buffer, passing.buffer) for flat in send.values())
+        # Sums for a subset of the tokens are sent as copies, which leaves the buffer that they arrived in free.
+        arrived_sums = self.passing_sums
+        in_use = arrived_sums is not None and any(
+            compat.share_memory(flat.buffer, arrived_sums.buffer) for flat in send.values()
+        )
         self.passing_sums = self.buffers.take(last_in_use=in_use)
         receive = {rotation.ahead(-1): self.passing_sums} if self.passing_sums else {}
         if schedule.returned_tokens.runs:

@@ -5,8 +5,8 @@
         compute with the current shard
         wait
 
-No token is sent further than to the last rank that sees it, so the current shard is packed: it has only the tokens that
-this rank or a later one needs.
+No token is sent further than to the last rank that sees it. So the current shard is packed: it contains only the tokens
+that this rank or a later one needs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RingStep(NamedTuple):
     Args:
         step: 0 .. R - 1.
         query_shard, key_shard: the shards that meet.
-        token_ranges: tokens of the rotating shard that are here, packed.
-        next_tokens: those that the next rank needs, as packed indices.
-        final_tokens: those that no later rank needs, as packed indices.
+        token_ranges: tokens of the rotating shard that are on this rank, packed.
+        next_tokens: the tokens among them that the next rank needs, as packed indices.
+        final_tokens: the tokens among them that no later rank needs, as packed indices.
         received_count: number of tokens that arrive from the previous rank during the step.
         returned_tokens: tokens of this rank's own shard whose last step this is, on the rank that has them now.
     """
@@ -112,26 +112,32 @@ class Rotation:
         Args:
             tensors: [B, T, ...] each, this rank's own shard.
 
-        Bytes sent: those of the tokens that the next rank needs, at each step but the last; p2p.
+        Bytes sent: the tokens that the next rank needs, at every step except the last; p2p.
         """
         current, buffer, (previous_rank, next_rank) = tensors, None, self.neighbours
         buffers = ReceiveBuffers(tensors, [step.received_count for step in self.steps])
         for step in self.steps:
             shard = RotatingShard(step.step, step.query_shard, step.key_shard, step.token_ranges, current)
-            # Start both transfers before anything is computed. A received buffer is sent on as it is unless the next
-            # rank needs fewer of its tokens; this rank's own tensors are copied into a buffer.
-            outgoing = None
+            # 1. Start both transfers before anything is computed. A received buffer is forwarded without a copy unless
+            # the next rank needs fewer of its tokens; this rank's own tensors are copied into a buffer.
+            send_buffer = None
             if step.next_tokens.runs:
-                outgoing = buffer.part(step.next_tokens) if buffer else FlatBuffer.of(current, step.next_tokens)
-            incoming = buffers.take(last_in_use=True)  # the last one is computed with, and sent
-            send, receive = {next_rank: outgoing} if outgoing else {}, {previous_rank: incoming} if incoming else {}
+                send_buffer = buffer.part(step.next_tokens) if buffer else FlatBuffer.of(current, step.next_tokens)
+            receive_buffer = buffers.take(last_in_use=True)  # the last buffer is still read by kernels, and sent
+            send, receive = (
+                {next_rank: send_buffer} if send_buffer else {},
+                {previous_rank: receive_buffer} if receive_buffer else {},
+            )
             exchange = start_exchange(self.axis, send, receive)
-            yield shard
-            exchange.wait()
-            # Drop every reference to the current shard: two shards are alive at a time, not three.
+            yield shard  # 2. the caller computes with the current shard
+            exchange.wait()  # 3. the next shard has arrived, and the current one has left
+            # Drop every reference to the current shard, so that two shards are alive at a time instead of three.
             shard.tensors = ()
-            buffer, current = incoming, incoming.tensors if incoming else tuple([x[:, :0] for x in tensors])
-            del exchange, send, receive, outgoing
+            buffer, current = (
+                receive_buffer,
+                receive_buffer.tensors if receive_buffer else tuple([x[:, :0] for x in tensors]),
+            )
+            del exchange, send, receive, send_buffer
 
     @cached_property
     def place(self) -> int:
@@ -172,8 +178,8 @@ class Rotation:
             return DirectStep(step.token_ranges, step.token_ranges, TokenRanges())
         visible = self.topology.visible_tokens(self.grid, self.place, self.origin(step.step))
         holder = (self.place + step.step) % len(self.steps)  # the place that has this rank's own shard
-        returned = self.topology.visible_tokens(self.grid, holder, self.place)
-        return DirectStep(visible, visible.within(step.token_ranges), returned)
+        returned_tokens = self.topology.visible_tokens(self.grid, holder, self.place)
+        return DirectStep(visible, visible.within(step.token_ranges), returned_tokens)
 
     def origin(self, step: int) -> int:
         """Returns the place that owns the shard which is here at `step`."""

@@ -36,8 +36,8 @@ class RingTopology:
     @classmethod
     def of_all(cls, ranks: int, rotating_side: RotatingSide) -> RingTopology:
         """Returns one ring of all ranks of an axis, each with its own shard."""
-        every = tuple(range(ranks))
-        return cls(every, every, every, rotating_side)
+        all_ranks = tuple(range(ranks))
+        return cls(all_ranks, all_ranks, all_ranks, rotating_side)
 
     @property
     def opposite(self) -> RingTopology:
@@ -80,8 +80,10 @@ class RingTopology:
 
     def query_key_shards(self, place: int, origin: int) -> tuple[int, int]:
         """Returns the (query shard, key shard) that meet at `place` while it has the rotating shard of `origin`."""
-        stationary, rotating = self.stationary_shards[place], self.rotating_shards[origin]
-        return (stationary, rotating) if self.rotating_side == "keys" else (rotating, stationary)
+        stationary_shard, rotating_shard = self.stationary_shards[place], self.rotating_shards[origin]
+        return (
+            (stationary_shard, rotating_shard) if self.rotating_side == "keys" else (rotating_shard, stationary_shard)
+        )
 
     def visible_tokens(self, grid: Grid, place: int, origin: int) -> TokenRanges:
         """Returns the tokens of the rotating shard of `origin` that take part in a visible pair at `place`."""

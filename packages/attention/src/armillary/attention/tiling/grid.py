@@ -30,10 +30,10 @@ class VisibleTokens(NamedTuple):
 
 
 class Grid:
-    """The blocks of a call: shards of `layout` against those of `key_layout`, under a mask.
+    """The blocks of a call: the shards of `layout` against the shards of `key_layout`, under a mask.
 
-    Everything derived from the three is computed once and kept here (`cached`). A run with a new mask at every step,
-    such as documents, keeps the grids of a few steps.
+    Caches everything derived from these three (`cached`). A run with a new mask at every step, such as packed
+    documents, has the grids of a few steps in memory.
     """
 
     def __init__(self, layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> None:
@@ -48,7 +48,7 @@ class Grid:
 
     @property
     def rows(self) -> range:
-        """Rows of the batch with masks of their own; one row where all have the same mask."""
+        """The batch rows that have masks of their own; a single row if all share one mask."""
         return range(self.mask.batch or 1)
 
     def visible(self, query: int, key: int) -> VisibleTokens:

@@ -1,4 +1,4 @@
-"""Layouts of some of the positions of a sequence: the queries or keys that the ranks of one node hold at one step."""
+"""Layouts of a subset of positions: the queries or keys of the ranks of one node at one step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from armillary.core.token_ranges import TokenRanges
 
 
 class PartialLayout(SequenceLayout):
-    """Some positions of a sequence, over shards of which some may be empty.
+    """Some positions of a sequence; shards may be empty.
 
-    Positions stay global, so masks, tiles and methods use it like the layout of a whole sequence.
+    Positions stay global, so masks, tiles and methods use it like the layout of a full sequence.
 
     Args:
-        spans: as in `SequenceLayout`, without its condition that every position is held once.
-        length: number of positions of the whole sequence.
+        spans: as in `SequenceLayout`, but need not cover every position.
+        length: number of positions of the full sequence.
     """
 
     __slots__ = ("_length",)
@@ -26,7 +26,7 @@ class PartialLayout(SequenceLayout):
         super().__init__(spans)
 
     def _check(self) -> None:
-        """Any positions are accepted: the class is constructed from parts of checked layouts alone."""
+        """Accepts any positions: instances are only made from parts of checked layouts."""
 
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other) and isinstance(other, SequenceLayout) and self.length == other.length

@@ -1,7 +1,7 @@
 """Intersections of a mask's slices with the spans of shards: all tiles of a shard's queries at once, as arrays.
 
 A slice cut by a span of queries and a span of keys is one tile: if both spans have the same step, bounds on positions
-are bounds on local indices. There are many slices and few spans, so each step below handles all of them together.
+are bounds on local indices. With thousands of slices a loop would be slow, so each step handles all of them as arrays.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Runs:
     def __getitem__(self, index: NDArray[np.bool_] | Integers) -> Runs:
         return Runs(self.local_start[index], self.position[index], self.step[index], self.count[index])
 
-    def single_tokens(self, index: Integers, selected: NDArray[np.bool_]) -> Runs:
-        """Replaces each selected run by its token number `index`."""
+    def single_tokens(self, index: Integers, is_selected: NDArray[np.bool_]) -> Runs:
+        """Replaces each selected run by its `index`-th token."""
         return Runs(
-            self.local_start + np.where(selected, index, 0),
-            self.position + np.where(selected, index * self.step, 0),
+            self.local_start + np.where(is_selected, index, 0),
+            self.position + np.where(is_selected, index * self.step, 0),
             self.step,
-            np.where(selected, 1, self.count),
+            np.where(is_selected, 1, self.count),
         )
 
 
@@ -96,21 +96,22 @@ def all_spans(layout: SequenceLayout) -> SpanTable:
 
 def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray:
     """Returns the trimmed tiles of one shard's queries and all keys, in order of key shards and of rows."""
-    # Queries of each slice, and the range of keys that they can see.
+    # 1. The queries of each slice within each span, and the range of keys that they can see.
     index, span = queries.overlapping(slices[:, 0], slices[:, 1])
     q0, q1, k0, k1, low, high = slices[index].T
     rows = Runs.within(queries, span, q0, q1)
     last = rows.position + (rows.count - 1) * rows.step
     starts, stops = np.maximum(k0, rows.position + low), np.minimum(k1, last + high + 1)
-    some = (rows.count > 0) & (starts < stops)
-    rows, low, high, starts, stops = rows[some], low[some], high[some], starts[some], stops[some]
+    nonempty = (rows.count > 0) & (starts < stops)
+    rows, low, high, starts, stops = rows[nonempty], low[nonempty], high[nonempty], starts[nonempty], stops[nonempty]
 
-    # Spans of keys in that range.
+    # 2. The spans of keys in that range.
     run, span = keys.overlapping(starts, stops)
     columns, rows = Runs.within(keys, span, starts[run], stops[run]), rows[run]
     shard, low, high = keys.shard[span], low[run], high[run]
-    some = columns.count > 0
-    rows, columns, shard, low, high = rows[some], columns[some], shard[some], low[some], high[some]
+    nonempty = columns.count > 0
+    rows, columns, shard, low, high = rows[nonempty], columns[nonempty], shard[nonempty], low[nonempty], high[nonempty]
+    # 3. Bands on local indices.
     return _trim(*_equalize_steps(rows, columns, shard, low, high))
 
 
@@ -141,8 +142,8 @@ def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integ
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
     low, high = np.where(low <= k0 - (q1 - 1), -FAR, low), np.where(high >= (k1 - 1) - q0, FAR, high)
-    some = (q0 < q1) & (k0 < k1) & (low <= high)
-    tiles = np.stack((shard, q0, q1, k0, k1, low, high), axis=1)[some]
+    nonempty = (q0 < q1) & (k0 < k1) & (low <= high)
+    tiles = np.stack((shard, q0, q1, k0, k1, low, high), axis=1)[nonempty]
     return tiles[np.lexsort((tiles[:, 3], tiles[:, 1], tiles[:, 0]))]
 
 
@@ -157,9 +158,9 @@ def pair_counts(tiles: TileArray) -> Integers:
         full = np.clip(last, 0, columns)
         return full * (full + 1) // 2 + np.maximum(0, last - columns) * columns
 
-    def up_to(bound: Integers) -> Integers:
+    def up_to(limit: Integers) -> Integers:
         """Pairs with b - a <= bound."""
-        return triangle(bound + rows) - triangle(bound)
+        return triangle(limit + rows) - triangle(limit)
 
     return up_to(high) - up_to(low - 1)
 

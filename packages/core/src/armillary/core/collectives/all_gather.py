@@ -23,7 +23,7 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
         sizes: tokens of each rank. Every rank sends max(sizes) tokens, the shorter ones padded.
         dim: dim of the tokens.
 
-    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather".
+    Bytes sent: (C - 1) times the bytes of `x` padded to max(sizes), kind "all_gather".
     """
     check_tokens("x", x, dim, sizes[axis.rank], sizes)
     if axis.size == 1:
@@ -31,20 +31,20 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     send_buffer = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
     buffer = x.new_empty((axis.size, *shape))
-    traced = record(axis.name, "all_gather", (axis.size - 1) * send_buffer.nbytes, axis.size - 1)
+    trace_record = record(axis.name, "all_gather", (axis.size - 1) * send_buffer.nbytes, axis.size - 1)
     work = compat.all_gather_single(buffer.view(-1), send_buffer.view(-1), axis.group)
 
     def assemble() -> Tensor:
-        # With no dims before the tokens and equal sizes, ranks' tokens lie one after another already.
+        # Without dims before the tokens, and with equal sizes, the buffer is the result already.
         if prod(shape[:dim]) == 1 and min(sizes) == max(sizes):
             return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(buffer, sizes, strict=True)], dim)
+        return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(buffer, sizes, strict=True)], dim)
 
-    return Collective(axis, (send_buffer, buffer), watched([work], traced), assemble)
+    return Collective(axis, (send_buffer, buffer), watched([work], trace_record), assemble)
 
 
 def _padded(x: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     """Returns `x` at the beginning of a tensor of `shape`, whose remainder is uninitialized."""
-    padded = x.new_empty(shape)
-    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return padded
+    result = x.new_empty(shape)
+    result.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return result

@@ -1,7 +1,7 @@
 """All-to-all between sequence shards and head shards along one axis (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
 Heads are one range per rank, so nothing needs to be divisible: ranks may work on different numbers of heads, and ranges
-may overlap, as those of key/value heads do when there are fewer of them than ranks.
+may overlap: with fewer key/value heads than ranks, several ranks get the same head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PackedHeads(NamedTuple):
             flat = x.view(batch, tokens, len(counts), per_rank, dim).permute(2, 0, 1, 3, 4)
             flat = flat.clone(memory_format=torch.contiguous_format)
         else:
-            flat = pack([x[:, :, part.start : part.stop] for part in heads])
+            flat = pack([x[:, :, head_range.start : head_range.stop] for head_range in heads])
         return cls(flat, batch, tokens, dim, counts)
 
 
@@ -56,7 +56,7 @@ def _even(heads: tuple[range, ...], count: int | None = None) -> tuple[tuple[int
         count: number of heads that the ranges must tile; None accepts any number.
     """
     counts, first = tuple(map(len, heads)), len(heads[0])
-    even = all(part == range(rank * first, (rank + 1) * first) for rank, part in enumerate(heads))
+    even = all(head_range == range(rank * first, (rank + 1) * first) for rank, head_range in enumerate(heads))
     return counts, first if even and count in (None, first * len(heads)) else 0
 
 
@@ -73,9 +73,9 @@ def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
     return start_packed_to_head(PackedHeads.cut(x, heads), axis, sizes)
 
 
-def start_packed_to_head(packed: PackedHeads, axis: Axis, sizes: Sequence[int]) -> Collective[Tensor]:
+def start_packed_to_head(heads: PackedHeads, axis: Axis, sizes: Sequence[int]) -> Collective[Tensor]:
     """Starts `start_seq_to_head` from heads that are already packed."""
-    flat, batch, tokens, dim, counts = packed
+    flat, batch, tokens, dim, counts = heads
     if axis.size == 1:
         return Collective(axis, (flat,), (), lambda: flat)
     head, own_heads = batch * tokens * dim, counts[axis.rank]
@@ -87,8 +87,8 @@ def start_packed_to_head(packed: PackedHeads, axis: Axis, sizes: Sequence[int]) 
     def assemble() -> Tensor:
         if batch == 1:  # the tokens of all ranks lie one after another
             return buffer.view(1, sum(sizes), own_heads, dim)
-        parts = zip(buffer.split_with_sizes(receive), sizes, strict=True)
-        return torch.cat([part.view(batch, size, own_heads, dim) for part, size in parts], dim=1)
+        received = zip(buffer.split_with_sizes(receive), sizes, strict=True)
+        return torch.cat([values.view(batch, size, own_heads, dim) for values, size in received], dim=1)
 
     return Collective(axis, (send_buffer,), works, assemble)
 
@@ -101,8 +101,8 @@ def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 
     Bytes sent: B h D e for every token of every other rank, kind "all_to_all".
     """
-    parts = start_head_to_parts(x, axis, sizes, heads)
-    return Collective(axis, parts.buffers, parts.works, lambda: _sum_heads(parts.assemble(), heads))
+    exchange = start_head_to_parts(x, axis, sizes, heads)
+    return Collective(axis, exchange.buffers, exchange.works, lambda: _sum_heads(exchange.assemble(), heads))
 
 
 def start_head_to_parts(
@@ -117,32 +117,32 @@ def start_head_to_parts(
     batch, _, own_heads, dim = x.shape
     counts, per_rank = _even(tuple(heads))
     # With one batch row, the tokens of rank 0, 1, ... lie one after another in x already.
-    packed = x.contiguous() if batch == 1 else pack(x.split_with_sizes(list(sizes), 1))
+    send_values = x.contiguous() if batch == 1 else pack(x.split_with_sizes(list(sizes), 1))
     token, shape = batch * own_heads * dim, (batch, sizes[axis.rank])
     receive = [batch * shape[1] * dim * count for count in counts]
-    send_buffer, buffer, works = start_parts(axis, packed, [token * size for size in sizes], receive, "all_to_all")
+    send_buffer, buffer, works = start_parts(axis, send_values, [token * size for size in sizes], receive, "all_to_all")
 
     def assemble() -> tuple[Tensor, ...]:
         if per_rank == 1:
             return (buffer.view(len(counts), *shape, dim).permute(1, 2, 0, 3),)
         if per_rank:
             return buffer.view(len(counts), *shape, per_rank, dim).unbind(0)
-        parts = zip(buffer.split_with_sizes(receive), counts, strict=True)
-        return tuple(part.view(*shape, count, dim) for part, count in parts)
+        received = zip(buffer.split_with_sizes(receive), counts, strict=True)
+        return tuple(values.view(*shape, count, dim) for values, count in received)
 
     return Collective(axis, (send_buffer,), works, assemble)
 
 
-def _sum_heads(received: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
+def _sum_heads(head_parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
     """Joins the heads of all ranks in head order. Heads of several ranks are summed."""
-    if len(received) == 1:
-        return received[0]
+    if len(head_parts) == 1:
+        return head_parts[0]
     count = max(part.stop for part in heads)
     if sum(map(len, heads)) == count:  # no head on two ranks
-        return torch.cat(list(received), dim=2)
+        return torch.cat(list(head_parts), dim=2)
     # Shared key/value heads: their gradients are sums over the ranks that used them.
-    first = received[0]
+    first = head_parts[0]
     total = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
-    for part, rank_heads in zip(received, heads, strict=True):
+    for part, rank_heads in zip(head_parts, heads, strict=True):
         total[:, :, rank_heads.start : rank_heads.stop] += part
     return total.to(first.dtype)

@@ -21,7 +21,7 @@ Start = Callable[..., Collective[Tensor]]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear collective. Its gradient is its adjoint, whose gradient is the collective again."""
+    """A linear collective. Its gradient is the adjoint collective, and the gradient of that is the first again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
@@ -48,26 +48,26 @@ class _MergeScatter(torch.autograd.Function):
         d(out_r) = w_r d(out)
         d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
 
-    so each rank needs from every other d(out), lse, and one more number for each row.
+    so each rank needs d(out), lse and one more number per row from every other rank.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, axis: Axis, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        merged, total = start_merge_scatter(out, lse, axis, sizes).wait()
+        merged_out, merged_lse = start_merge_scatter(out, lse, axis, sizes).wait()
         ctx.call = axis, sizes
-        ctx.save_for_backward(out, lse, merged, total)
-        return merged, total
+        ctx.save_for_backward(out, lse, merged_out, merged_lse)
+        return merged_out, merged_lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dout, dlse), (out, lse, merged, total), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
-        # The two numbers of each row: lse, and d(lse) - d(out) . out.
-        rows = torch.stack([total, dlse - (dout.to(lse.dtype) * merged).sum(-1)], dim=-1)
+        (dout, dlse), (out, lse, merged_out, merged_lse), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
+        # Two numbers per row: lse, and d(lse) - d(out) . out.
+        rows = torch.stack([merged_lse, dlse - (dout.to(lse.dtype) * merged_out).sum(-1)], dim=-1)
         with phase("backward"):
-            gathering = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
-        dout, rows = gathering[0].wait(), gathering[1].wait()
-        # w_r of every row, 0 where no rank has visible keys.
+            gathers = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
+        dout, rows = gathers[0].wait(), gathers[1].wait()
+        # w_r of every row; 0 if no rank has visible keys.
         weight = (lse - pivot(rows[..., 0])).exp()
         dlse = weight * ((dout.to(lse.dtype) * out).sum(-1) + rows[..., 1])
         return (weight.unsqueeze(-1) * dout).to(out.dtype), dlse, None, None
@@ -90,10 +90,14 @@ def check_dims(x: Tensor) -> None:
 def check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
     """Raises ValueError unless `heads` has one range for each rank, in order and without gaps, from 0 to `count`."""
     requirement = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
-    if len(heads) != axis.size or not all(isinstance(part, range) for part in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if len(heads) != axis.size or not all(isinstance(head_range, range) for head_range in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"heads {list(heads)}: {requirement} is needed")
-    ordered = all(a.start <= b.start <= a.stop <= b.stop for a, b in pairwise(heads))
-    if not ordered or heads[0].start != 0 or any(part.step != 1 or part.stop < part.start for part in heads):
+    in_order = all(a.start <= b.start <= a.stop <= b.stop for a, b in pairwise(heads))
+    if (
+        not in_order
+        or heads[0].start != 0
+        or any(head_range.step != 1 or head_range.stop < head_range.start for head_range in heads)
+    ):
         raise ValueError(f"heads {list(heads)}: {requirement}, from 0 on, in order and without gaps, is needed")
     if count is not None and heads[-1].stop != count:
         raise ValueError(f"heads {list(heads)} end at {heads[-1].stop}; there are {count} heads")

@@ -1,4 +1,4 @@
-"""A collective in flight, and the all-to-all of uneven parts that most collectives here are built on."""
+"""A collective in flight, and the all-to-all of uneven parts that most collectives here use."""
 
 from __future__ import annotations
 
@@ -46,35 +46,35 @@ class PartsInFlight(NamedTuple):
     works: tuple[dist.Work, ...]
 
 
-def start_parts(axis: Axis, packed: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> PartsInFlight:
+def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> PartsInFlight:
     """Starts to send send[w] elements to each rank w of the axis and to receive receive[w] elements from it.
 
     Args:
-        packed: contiguous; the parts one after another, as `pack` returns them.
+        values: contiguous; the parts one after another, as `pack` returns them.
         kind: the kind under which the ledger counts the bytes for other ranks.
     """
-    buffer, own_count = packed.new_empty(sum(receive)), send[axis.rank]
+    buffer, own_count = values.new_empty(sum(receive)), send[axis.rank]
     messages = len(send) - send.count(0) - (own_count > 0)
-    traced = record(axis.name, kind, packed.nbytes - own_count * packed.itemsize, messages)
-    work = dist.all_to_all_single(buffer, packed.view(-1), list(receive), list(send), group=axis.group, async_op=True)
+    trace_record = record(axis.name, kind, values.nbytes - own_count * values.itemsize, messages)
+    work = dist.all_to_all_single(buffer, values.view(-1), list(receive), list(send), group=axis.group, async_op=True)
     works = (cast(dist.Work, work),)
-    return PartsInFlight(packed, buffer, works if traced is None else watched(works, traced))
+    return PartsInFlight(values, buffer, works if trace_record is None else watched(works, trace_record))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """Copies the parts one after another: stacked on a new first dim if they have one shape, else flat."""
-    if all(part.shape == parts[0].shape for part in parts):
+    if all(tensor.shape == parts[0].shape for tensor in parts):
         flat = parts[0].new_empty((len(parts), *parts[0].shape))
         return torch.stack(list(parts), out=flat)  # without `out`, stack keeps strides that all parts share
-    sizes = [part.numel() for part in parts]
+    sizes = [tensor.numel() for tensor in parts]
     flat = parts[0].new_empty(sum(sizes))
-    for target, part in zip(flat.split(sizes), parts, strict=True):
-        target.view(part.shape).copy_(part)
+    for target, tensor in zip(flat.split(sizes), parts, strict=True):
+        target.view(tensor.shape).copy_(tensor)
     return flat
 
 
 def tokens_on(x: Tensor, dim: int) -> int:
-    """Returns the size of `dim`. Raises ValueError for values that are no tensors, and unknown dims."""
+    """Returns the size of `dim`. Raises ValueError for values that are not tensors, and unknown dims."""
     check_tensor("x", x)
     if not 0 <= integer("dim", dim) < x.ndim:
         raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")

@@ -1,4 +1,4 @@
-"""Gathering and scattering tokens inside `torch.compile` without a graph break: opaque ops, each the other's gradient.
+"""All-gather and reduce-scatter inside `torch.compile` without a graph break: opaque ops, each the other's gradient.
 
 Ops take only tensors, numbers and strings, so the axis is passed as its name and its group's name and looked up again.
 """
@@ -75,7 +75,7 @@ def _scatter_differentiably(x: Tensor, *call: Any) -> Tensor:
     return cast(Tensor, cast(Any, _TracedCollective).apply(x, _reduce_scatter, _all_gather, *call))
 
 
-# `backward` tells the ledger's phase apart: inside a graph there is no context in which the op runs.
+# `backward` carries the ledger's phase: inside a graph no context manager is active.
 CALL = "Tensor x, str name, str group, SymInt[] sizes, SymInt rank, SymInt dim, bool backward"
 _all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _gather_like, _gather_differentiably)
 _reduce_scatter = compat.define_op(

@@ -36,12 +36,12 @@ from armillary.core.placements import (
 
 def seq_to_head(x: DTensor, axis: Axis, sizes: Sequence[int] | None, heads: Sequence[range] | None) -> DTensor:
     """Redistributes from `Shard(1)` on the axis to `Shard(2)`."""
-    return _exchanged(x, axis, Shard(1), Shard(2), sizes, heads)
+    return _all_to_all(x, axis, Shard(1), Shard(2), sizes, heads)
 
 
 def head_to_seq(x: DTensor, axis: Axis, sizes: Sequence[int] | None, heads: Sequence[range] | None) -> DTensor:
     """Redistributes from `Shard(2)` on the axis to `Shard(1)`."""
-    return _exchanged(x, axis, Shard(2), Shard(1), sizes, heads)
+    return _all_to_all(x, axis, Shard(2), Shard(1), sizes, heads)
 
 
 def all_gather(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int) -> Tensor:
@@ -60,27 +60,27 @@ def reduce_scatter(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int
 def merge_scatter(out: DTensor, lse: DTensor, axis: Axis, sizes: Sequence[int] | None) -> tuple[DTensor, DTensor]:
     """Redistributes both from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`."""
     if out.device_mesh != lse.device_mesh or out.placements != lse.placements:
-        raise ValueError(f"out is {describe(out)}, lse {describe(lse)}; both must be placed alike")
+        raise ValueError(f"out is {describe(out)}, lse {describe(lse)}; both need the same placements")
     axis_dim, sizes = _tokens("out", out, axis, LogSumExpPartial(packed=False), 1, sizes)
-    parts = merge(local_of(out), local_of(lse), axis, sizes)
+    merged_locals = merge(local_of(out), local_of(lse), axis, sizes)
     shard: dict[int, Placement] = {axis_dim: Shard(1)}
-    return dtensor_like(out, parts[0], out.shape, shard), dtensor_like(lse, parts[1], lse.shape, shard)
+    return dtensor_like(out, merged_locals[0], out.shape, shard), dtensor_like(lse, merged_locals[1], lse.shape, shard)
 
 
 def on_local_tokens(
     x: DTensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, sizes: Sequence[Sequence[int]]
 ) -> DTensor:
-    """Calls a function of this rank's tokens, which stay `Shard(dim)` on the axis.
+    """Applies a function to this rank's tokens, which stay `Shard(dim)` on the axis.
 
     Args:
-        sizes: of shards before and after, which must be DTensor's own.
+        sizes: shard sizes before and after, which must be DTensor's own.
     """
     places = [_tokens("x", x, axis, Shard(dim), dim, shards)[0] for shards in sizes]
     return dtensor_like(x, function(local_of(x)), x.shape, {places[0]: Shard(dim)})
 
 
 class _AllGather(torch.autograd.Function):
-    """`all_gather` of a DTensor. The gradient itself says whether it is still to be summed over the axis."""
+    """`all_gather` of a DTensor. The placement of the gradient decides if it is summed over the axis: `Partial`."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, axis_dim: int) -> DTensor:
@@ -92,7 +92,7 @@ class _AllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,), (axis, sizes, dim, axis_dim) = grads, ctx.call
-        # Every axis but this one is redistributed by torch; a sum over this axis is ours, so that the ledger counts it.
+        # torch redistributes the other axes. The sum over this axis runs here, so that the ledger counts it.
         target = list(ctx.placements)
         if grad.placements[axis_dim] == Partial():
             target[axis_dim] = Partial()
@@ -103,24 +103,26 @@ class _AllGather(torch.autograd.Function):
         return dtensor_like(grad, local, grad.shape, dict(enumerate(ctx.placements))), None, None, None, None
 
 
-def _exchanged(
-    x: DTensor, axis: Axis, before: Shard, after: Shard, sizes: Sequence[int] | None, heads: Sequence[range] | None
+def _all_to_all(
+    x: DTensor, axis: Axis, source: Shard, target: Shard, sizes: Sequence[int] | None, heads: Sequence[range] | None
 ) -> DTensor:
-    """Runs either all-to-all: from `before` on the axis to `after`."""
+    """Runs either all-to-all, from placement `source` on the axis to `target`."""
     check_dims(x)
     axis_dim = mesh_dim(x, axis)
-    check_placement("x", x, axis_dim, before)
+    check_placement("x", x, axis_dim, source)
     check_other_axes("x", x, axis_dim)
     check_innermost("x", x, axis_dim, 1)
     tokens = chunk_sizes(outer_length(x, 1, axis_dim), axis.size)
     check_chunks("sizes", tokens if sizes is None else sizes, tokens, axis.name)
     ranges = _heads(x, axis, axis_dim)
     head_ranges = ranges if heads is None else heads
-    check_chunks("heads", [len(part) for part in head_ranges], [len(part) for part in ranges], axis.name)
+    check_chunks(
+        "heads", [len(head_range) for head_range in head_ranges], [len(head_range) for head_range in ranges], axis.name
+    )
     check_heads(head_ranges, axis, ranges[-1].stop)
     starts = start_seq_to_head, start_head_to_seq
-    local = linear(local_of(x), *(starts if before == Shard(1) else starts[::-1]), axis, tokens, ranges)
-    return dtensor_like(x, local, x.shape, {axis_dim: after})
+    local = linear(local_of(x), *(starts if source == Shard(1) else starts[::-1]), axis, tokens, ranges)
+    return dtensor_like(x, local, x.shape, {axis_dim: target})
 
 
 def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
@@ -136,7 +138,7 @@ def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
             "local tensors"
         )
     ends = [0]
-    # Ranks inside the axis have cut their heads before it, so this axis cuts what each of them holds.
+    # Axes inside this one have cut the heads already, so this axis cuts the heads of each inner rank.
     for size in chunk_sizes(outer_heads // inner_ranks, axis.size):
         ends.append(ends[-1] + size)
     return tuple(range(a, b) for a, b in pairwise(ends))

@@ -17,15 +17,15 @@ from armillary.core.observe.trace import IDLE, Trace, record, span, watched
 from armillary.core.token_ranges import TokenRanges
 
 ALIGNMENT = 16
-"""Bytes: kernels on CUDA read rows that begin at multiples of it."""
+"""Bytes. CUDA kernels need rows that begin at multiples of it."""
 
 
 class FlatBuffer(NamedTuple):
-    """Tensors that travel as one message: contiguous views of one buffer, without gaps.
+    """Tensors that are sent as one message: contiguous views of one buffer, without gaps.
 
     Args:
-        buffer: tensors of one shape and dtype, stacked; a flat buffer of bytes for any other tensors.
-        views: the tensors, where they are not stacked.
+        buffer: tensors of one shape and dtype, stacked; else a flat buffer of bytes.
+        views: the tensors, if they are not stacked.
     """
 
     buffer: Tensor
@@ -54,8 +54,8 @@ class FlatBuffer(NamedTuple):
             # Several runs are copied straight into the buffer; one run is a view, copied below with the others.
             if len(tokens.runs) > 1:
                 flat = cls.like(values, tokens.count)
-                for into, x in zip(flat.tensors, values, strict=True):
-                    tokens.take(x, out=into)
+                for target, x in zip(flat.tensors, values, strict=True):
+                    tokens.take(x, out=target)
                 return flat
             values = [tokens.take(x) for x in values]
         if len(values) == 1:
@@ -64,8 +64,8 @@ class FlatBuffer(NamedTuple):
         if _alike(values):
             return cls(torch.stack(values).contiguous())  # stack keeps strides that all tensors share
         flat = cls._of_bytes(values, None)
-        for into, x in zip(flat.views, values, strict=True):
-            into.copy_(x)
+        for target, x in zip(flat.views, values, strict=True):
+            target.copy_(x)
         return flat
 
     @classmethod
@@ -73,7 +73,7 @@ class FlatBuffer(NamedTuple):
         """Returns an uninitialized buffer for tensors like these, with `tokens` on dim 1 if given.
 
         Args:
-            memory: bytes in whose first ones the buffer is placed. By default it allocates memory.
+            memory: bytes, the first of which become the buffer; allocated by default.
         """
         if not _alike(tensors):
             return cls._of_bytes(tensors, tokens, memory)
@@ -119,9 +119,8 @@ class FlatBuffer(NamedTuple):
 class ReceiveBuffers:
     """Receive buffers for the steps of a repeated exchange, which reuse at most two blocks of memory.
 
-    A new block for each step would add up where the host runs ahead: with NCCL's backend of torch up to 2.14, the
-    allocator reuses a block that was sent or received only once the host has seen that the GPU is done with it
-    (`record_stream`).
+    A new block per step would accumulate while the host runs ahead: with NCCL's backend of torch up to 2.14, the
+    allocator reuses a sent or received block only after the host has seen the GPU finish with it (`record_stream`).
 
     Args:
         tensors: examples of the tensors that arrive.
@@ -136,7 +135,7 @@ class ReceiveBuffers:
     def take(self, last_in_use: bool) -> FlatBuffer | None:
         """Returns an uninitialized buffer for the next step's tokens; None if no tokens arrive.
 
-        It overwrites the block of the last buffer, or the block of the buffer before that.
+        The buffer reuses the block of the last buffer, or of the one before it.
 
         Args:
             last_in_use: True if the last buffer is still to be read or sent.
@@ -162,7 +161,7 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 
 
 FlatBuffers = Mapping[int, FlatBuffer]
-"""Buffers by the rank on the axis that they go to or come from."""
+"""Buffers by the rank on the axis that receives or sends them."""
 
 
 class Exchange(NamedTuple):
@@ -192,15 +191,15 @@ class Exchange(NamedTuple):
 def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
     """Starts sends and receives along an axis, one message for each buffer, and returns at once.
 
-    Messages arrive in buffers of their own, so that kernels may read the sent ones meanwhile (double
-    buffering). All ranks must start their exchanges on an axis in the same order. Some may have no messages, once all
-    ranks of the group have used it together; `Axis.duplicate` does that for the axis and its duplicate.
+    Messages arrive in separate buffers, so that kernels may read the sent ones meanwhile (double buffering). All ranks
+    must start their exchanges on an axis in the same order. Ranks without messages may skip one, provided that all
+    ranks have used the group together before; `Axis.duplicate` does that for the axis and its duplicate.
 
     Args:
         send: buffers by receiving rank. They are kept alive until `wait`, and must not be written to before.
         receive: buffers by sending rank, shaped like the sent ones. They must not be used before `wait`.
 
-    Bytes sent: those of `send`, kind "p2p".
+    Bytes sent: the buffers of `send`, kind "p2p".
 
     Raises:
         ValueError: a peer that is this rank itself or not on the axis.
@@ -209,13 +208,13 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
     send_buffers = {peer: flat.buffer for peer, flat in send.items()}
-    traced = record(axis.name, "p2p", sum([x.nbytes for x in send_buffers.values()]), len(send_buffers))
+    trace_record = record(axis.name, "p2p", sum([x.nbytes for x in send_buffers.values()]), len(send_buffers))
     works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, send_buffers)
-    return Exchange(axis, send, receive, tuple(works) if traced is None else watched(works, traced))
+    return Exchange(axis, send, receive, tuple(works) if trace_record is None else watched(works, trace_record))
 
 
 LOST_PEER = re.compile(r"timed?[ -]?out|connect|peer|broken pipe|socket|remote process|abort", re.IGNORECASE)
-"""Phrases of gloo, NCCL and torch for a time-out or a lost peer, in errors of operations."""
+"""Matches the error messages of gloo, NCCL and torch for a time-out or a lost peer."""
 
 
 def finish(works: Sequence[dist.Work], axis: Axis, pending: Callable[[], str]) -> None:
@@ -226,7 +225,7 @@ def finish(works: Sequence[dist.Work], axis: Axis, pending: Callable[[], str]) -
 
     Raises:
         TimeoutError: the axis' time-out passed, or a peer is lost.
-        torch.AcceleratorError: a kernel of this rank failed before, which no other rank is to blame for.
+        torch.AcceleratorError: a kernel of this rank failed before; no other rank is at fault.
         RuntimeError: any other error of the backend, such as messages of different sizes, unchanged.
     """
     if not works:
@@ -236,7 +235,7 @@ def finish(works: Sequence[dist.Work], axis: Axis, pending: Callable[[], str]) -
             for work in works:
                 work.wait() if axis.timeout is None else work.wait(axis.timeout)
     except torch.AcceleratorError:
-        raise  # asynchronous kernels report their errors in whatever call comes next
+        raise  # an earlier kernel failed: its error surfaces in the next call
     except RuntimeError as error:
         if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
             raise kernel_error from error

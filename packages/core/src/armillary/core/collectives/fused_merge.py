@@ -51,16 +51,16 @@ def _merge_rows(
     head, token, batch = head.to(tl.int64), token.to(tl.int64), batch.to(tl.int64)  # 2^31 elements are 8 GB of float32
     lse_at = lse + batch * lse_batch + token * lse_token + head * lse_head
     part_lse_at = part_lse + batch * part_lse_batch + token * part_lse_token + head * part_lse_head
-    before = tl.load(lse_at, mask=inside, other=0.0)
-    added = tl.load(part_lse_at, mask=inside, other=0.0)
+    lse_value = tl.load(lse_at, mask=inside, other=0.0)
+    part_lse_value = tl.load(part_lse_at, mask=inside, other=0.0)
 
     # weight = sigmoid(added - before) and total = log(e^before + e^added), from one exponential that cannot overflow.
-    gap = added - before
+    gap = part_lse_value - lse_value
     decay = tl.exp(-tl.abs(gap))
     weight = tl.where(gap >= 0, 1.0, decay) / (1.0 + decay)
     weight = tl.where(weight == weight, weight, 0.0)  # -inf - -inf is NaN: neither part has visible keys
-    larger = tl.where(before > added, before, added)
-    total = larger + tl.log(1.0 + tl.where(before == added, 1.0, decay))
+    larger = tl.where(lse_value > part_lse_value, lse_value, part_lse_value)
+    total = larger + tl.log(1.0 + tl.where(lse_value == part_lse_value, 1.0, decay))
 
     out_at = out + batch * out_batch + token * out_token + head * out_head
     part_at = part_out + batch * part_batch + token * part_token + head * part_head
@@ -70,10 +70,10 @@ def _merge_rows(
         old = tl.load(out_at[:, None] + column[None, :] * out_dim, mask=valid, other=0.0)
         new = tl.load(part_at[:, None] + column[None, :] * part_dim, mask=valid, other=0.0).to(old.dtype)
         row_weight = weight[:, None]
-        merged = tl.where(
+        blended = tl.where(
             row_weight < 0.5, old + row_weight * (new - old), new - (new - old) * (1.0 - row_weight)
         )  # torch.lerp's formula
-        tl.store(out_at[:, None] + column[None, :] * out_dim, merged, mask=valid)
+        tl.store(out_at[:, None] + column[None, :] * out_dim, blended, mask=valid)
     tl.debug_barrier()  # all threads of a row have read its lse before one of them overwrites it
     tl.store(lse_at, total, mask=inside)
 

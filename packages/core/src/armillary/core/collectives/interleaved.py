@@ -1,10 +1,9 @@
 """Interleaved shards of tokens: rank r of the R ranks on an axis holds tokens r, r + R, r + 2R, ... of T.
 
-Consecutive tokens, in multiples of R, are consecutive tokens of every rank, so work on chunks of tokens can gather and
-sum chunk by chunk. Tensor parallelism keeps its residual stream in this form.
+A chunk of consecutive tokens, a multiple of R, is a chunk of consecutive tokens on every rank, so that chunked work can
+gather and reduce chunk by chunk. Tensor parallelism keeps its residual stream in this form.
 
-Every rank has n = ceil(T / R) tokens. Where R does not divide T, the last token of some ranks is padding, initially
-zero.
+Every rank has n = ceil(T / R) tokens. If R does not divide T, the last token of some ranks is padding, initially zero.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from armillary.core.mesh import Axis
 def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
     """Gathers the tokens of all ranks: [B, n, ...] -> [B, n R, ...]. Differentiable: the gradient is summed over ranks.
 
-    Bytes sent: (R - 1) times those of `x`, kind "all_gather"; backward those of `reduce_scatter_interleaved`.
+    Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather"; backward as `reduce_scatter_interleaved`.
     """
     return all_gather(x.unsqueeze(2), axis, dim=2).flatten(1, 2)
 
@@ -30,20 +29,20 @@ def reduce_scatter_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
 
     Adds in rank order, in float32 or wider.
 
-    Bytes sent: (R - 1) / R times those of the padded `x`, kind "reduce_scatter"; backward those of
+    Bytes sent: (R - 1) / R times the bytes of the padded `x`, kind "reduce_scatter"; backward as
     `all_gather_interleaved`.
     """
-    along = Axis.of(axis)
-    return reduce_scatter(pad_to_multiple(x, along.size).unflatten(1, (-1, along.size)), axis, dim=2).squeeze(2)
+    mesh_axis = Axis.of(axis)
+    return reduce_scatter(pad_to_multiple(x, mesh_axis.size).unflatten(1, (-1, mesh_axis.size)), axis, dim=2).squeeze(2)
 
 
 def interleaved_shard(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
     """Returns this rank's tokens [B, n, ...] of [B, T, ...], the same on every rank. Communicates nothing."""
-    along = Axis.of(axis)
-    return pad_to_multiple(x, along.size)[:, along.rank :: along.size]
+    mesh_axis = Axis.of(axis)
+    return pad_to_multiple(x, mesh_axis.size)[:, mesh_axis.rank :: mesh_axis.size]
 
 
 def pad_to_multiple(x: Tensor, multiple: int, value: float = 0) -> Tensor:
-    """Returns x [B, T, ...] padded with `value` to a multiple of tokens; x itself if T is one already."""
-    missing = -x.shape[1] % multiple
-    return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, missing), value=value) if missing else x
+    """Returns x [B, T, ...] padded with `value` to a multiple of tokens; x itself if T is a multiple already."""
+    padding = -x.shape[1] % multiple
+    return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, padding), value=value) if padding else x

@@ -39,7 +39,7 @@ def start_merge_scatter(
     Returns:
         (out [B, T, H, Dv], lse [B, T, H]), in the dtypes of the inputs.
 
-    Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter". With T tokens on every rank:
+    Bytes sent: the other ranks' tokens in both, kind "reduce_scatter". With T tokens on every rank:
     (C - 1) (B T H Dv e + 4 B T H), or 8 instead of 4 in float64.
     """
     check_partial(out, lse, sizes)
@@ -49,11 +49,11 @@ def start_merge_scatter(
     def assemble() -> tuple[Tensor, Tensor]:
         if axis.size == 1:
             return out, lse
-        # `merge_` works in place, so the accumulators are copies. out accumulates in the dtype of lse.
-        merged, total = outs[0].to(lse.dtype, copy=True), lses[0].clone()
-        for part, part_lse in zip(outs[1:], lses[1:], strict=True):
-            merge_(merged, total, part, part_lse)
-        return merged.to(out.dtype), total
+        # `merge_` works in place, so the accumulators are copies. `out` accumulates in the dtype of lse.
+        merged_out, merged_lse = outs[0].to(lse.dtype, copy=True), lses[0].clone()
+        for part_out, part_lse in zip(outs[1:], lses[1:], strict=True):
+            merge_(merged_out, merged_lse, part_out, part_lse)
+        return merged_out.to(out.dtype), merged_lse
 
     return Collective(axis, (sent_out, *outs, sent_lse, *lses), (*out_works, *lse_works), assemble)
 
@@ -61,7 +61,7 @@ def start_merge_scatter(
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merges attention over some keys, (part_out, part_lse), into attention over other keys, (out, lse), in place.
 
-    out [..., Dv] and lse [...] are accumulators. A row with lse = -inf weighs nothing.
+    out [..., Dv] and lse [...] are accumulators. A row with lse = -inf has weight 0.
 
     On CUDA this is one Triton kernel if Triton is available: 10 bytes per element of a 16-bit part, where torch's ops
     move 18.
@@ -87,7 +87,7 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
 
         # Compiles on a tiny input, so that a failure is found here and not in the middle of attention.
         fused_merge_(*(torch.zeros(shape, device=device_type) for shape in ((1, 1), 1, (1, 1), 1)))
-    except Exception as error:  # no C compiler, an unknown driver or an old GPU: Triton raises anything
+    except Exception as error:  # no C compiler, unknown driver, old GPU: Triton raises many types
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warn(f"partial attention is merged by several kernels: Triton does not compile one ({reason})", stacklevel=3)
         return None
@@ -95,13 +95,13 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
 
 
 def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
-    """Returns True if the fused kernel takes these: plain tensors without a gradient, in the dtypes of attention."""
+    """Returns True if the fused kernel accepts these: plain tensors without a gradient, in the dtypes of attention."""
     tensors = (out, lse, part_out, part_lse)
     are_plain = all(type(x) is Tensor for x in tensors) and not compat.transforms_on()  # no fake tensors, no DTensors
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     shapes = part_out.shape == out.shape and lse.shape == part_lse.shape == out.shape[:-1]
     dtypes = out.dtype == lse.dtype == part_lse.dtype == accumulation_dtype(out.dtype) and part_out.is_floating_point()
-    return are_plain and not differentiated and shapes and dtypes and out.ndim <= MAX_DIMS and lse.numel() <= MAX_ROWS
+    return are_plain and not needs_grad and shapes and dtypes and out.ndim <= MAX_DIMS and lse.numel() <= MAX_ROWS
 
 
 def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

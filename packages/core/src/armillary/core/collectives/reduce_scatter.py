@@ -19,32 +19,32 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
     The transpose of `start_all_gather`, with the same arguments. Each rank adds the received tokens in rank order, in
     float32 or wider: the same bits on every run, and one rounding to the dtype of `x`.
 
-    Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
+    Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    send_buffer, parts, works = start_scatter(x, axis, sizes, dim)
+    send_buffer, addends, works = start_scatter(x, axis, sizes, dim)
 
     def assemble() -> Tensor:
         if axis.size == 1:
             return x
-        total = parts[0].to(accumulation_dtype(x.dtype), copy=True)
+        total = addends[0].to(accumulation_dtype(x.dtype), copy=True)
         # Not one `sum(0)`: from five ranks on, torch's order of addition depends on the shape and on the element's
         # index, so that the bits of a token would depend on the length of its shard.
-        for part in parts[1:]:
-            total += part
+        for addend in addends[1:]:
+            total += addend
         return total.to(x.dtype)
 
-    return Collective(axis, (send_buffer, *parts), works, assemble)
+    return Collective(axis, (send_buffer, *addends), works, assemble)
 
 
 def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
     """Starts the same exchange unsummed: the result is this rank's tokens [B, T, ...] of each rank, in rank order.
 
-    For reductions other than sums, such as log-sum-exp. Arguments and bytes are those of `start_reduce_scatter`.
+    For reductions other than sums, such as log-sum-exp. Arguments and bytes as in `start_reduce_scatter`.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
-    send_buffer, parts, works = start_scatter(x, axis, sizes, dim)
-    return Collective(axis, (send_buffer, *parts), works, lambda: parts)
+    send_buffer, shards, works = start_scatter(x, axis, sizes, dim)
+    return Collective(axis, (send_buffer, *shards), works, lambda: shards)
 
 
 def start_scatter(
@@ -52,14 +52,14 @@ def start_scatter(
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
     """Starts to send each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works).
 
-    An all-to-all, because a backend's reduce-scatter adds in an order and a precision of its own.
+    An all-to-all, because a backend's own reduce-scatter fixes the order and precision of the sum.
     """
     if axis.size == 1:
         return x, (x,), ()
     outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
-    # Without dims before the tokens, the tokens for each rank are contiguous already.
-    packed = x.contiguous() if outer == 1 else pack(x.split_with_sizes(list(sizes), dim))
+    # Without dims before the tokens, each rank's tokens are contiguous already.
+    values = x.contiguous() if outer == 1 else pack(x.split_with_sizes(list(sizes), dim))
     shape = (*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
     send, receive = [outer * size * inner for size in sizes], [prod(shape)] * axis.size
-    send_buffer, buffer, works = start_parts(axis, packed, send, receive, "reduce_scatter")
+    send_buffer, buffer, works = start_parts(axis, values, send, receive, "reduce_scatter")
     return send_buffer, buffer.view(axis.size, *shape).unbind(0), works

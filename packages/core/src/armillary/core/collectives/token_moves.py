@@ -1,7 +1,7 @@
-"""Moving tokens between the ranks of an axis by a table: any tokens to any ranks, copies included, in one all-to-all.
+"""Moves tokens between the ranks of an axis by a table: any tokens to any ranks, copies included, in one all-to-all.
 
-A `MoveTable` is computed on the host from a layout, alike on all ranks, so that no rank asks another for anything. A
-token travels once to each rank that needs it, however often that rank uses it.
+Every rank computes its `MoveTable` on the host from the layout, without communication. A token is sent once to each
+rank that needs it, even if that rank uses it several times.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class MoveTable:
     """The tokens that one rank sends, receives and returns. Tokens are on dim 0; with rows, row by row.
 
     Args:
-        tokens: this rank's own tokens.
-        send: indices of own tokens, for rank 0, rank 1, ...
-        send_counts, receive_counts: tokens for and from each rank.
-        result: for each token of the result its index among own tokens, received tokens and, last, the fill.
-        shared: a token may be used several times, so that its gradient is a sum.
-        silent: no rank sends anything.
+        tokens: number of this rank's own tokens.
+        send: indices of the own tokens to send, to rank 0, rank 1, ...
+        send_counts, receive_counts: number of tokens to and from each rank.
+        result: index of each token of the result in the concatenation of own tokens, received tokens and the fill.
+        has_copies: some token is used several times, so that its gradient is a sum.
+        is_local: no rank sends anything.
     """
 
     tokens: int
@@ -42,35 +42,37 @@ class MoveTable:
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     result: Tensor
-    shared: bool
-    silent: bool
+    has_copies: bool
+    is_local: bool
 
     @classmethod
-    def build(cls, layout: SequenceLayout, rank: int, wanted: Sequence[Sequence[Integers]]) -> MoveTable:
+    def build(cls, layout: SequenceLayout, rank: int, needed_positions: Sequence[Sequence[Integers]]) -> MoveTable:
         """Computes the table of a rank.
 
         Args:
             layout: the shards that hold the tokens.
-            wanted: global positions for each rank and row, -1 for the fill; their concatenation is the rank's result.
+            needed_positions: global positions by rank and row, -1 for the fill. The rows of a rank, concatenated, are
+                its result.
         """
-        owners, rows, sizes = Owners.of(layout), len(wanted[0]), layout.sizes
-        uses = [_uses(owners, layout.length, sizes, by_row) for by_row in wanted]
+        owners, rows, sizes = Owners.of(layout), len(needed_positions[0]), layout.sizes
+        uses = [_uses(owners, layout.length, sizes, by_row) for by_row in needed_positions]
         send, send_counts, receive_counts = list[Integers](), [0] * layout.shards, [0] * layout.shards
-        result, received = np.empty(0, dtype=np.int64), 0
+        result, received_count = np.empty(0, dtype=np.int64), 0
         for target, (keys, owner, index) in enumerate(uses):
-            if target != rank:
+            if target != rank:  # this rank's tokens that `target` needs, each once
                 _, first = np.unique(keys[owner == rank], return_index=True)
                 send.append(index[owner == rank][first])
                 send_counts[target] = len(first)
                 continue
+            # This rank's result: indices of own tokens, then of tokens received from each source, then of the fill.
             result = np.where(owner == rank, index, 0)
             for source in range(layout.shards):
                 if source != rank:
                     unique, place = np.unique(keys[owner == source], return_inverse=True)
-                    result[owner == source] = rows * sizes[rank] + received + place
+                    result[owner == source] = rows * sizes[rank] + received_count + place
                     receive_counts[source] = len(unique)
-                    received += len(unique)
-            result[owner == -1] = rows * sizes[rank] + received
+                    received_count += len(unique)
+            result[owner == -1] = rows * sizes[rank] + received_count
         real = np.concatenate([keys[owner >= 0] for keys, owner, _ in uses])
         return cls(
             rows * sizes[rank],
@@ -78,62 +80,64 @@ class MoveTable:
             tuple(send_counts),
             tuple(receive_counts),
             torch.from_numpy(result),
-            shared=len(np.unique(real)) < len(real),
-            silent=all(np.isin(owner, (-1, target)).all() for target, (_, owner, _) in enumerate(uses)),
+            has_copies=len(np.unique(real)) < len(real),
+            is_local=all(np.isin(owner, (-1, target)).all() for target, (_, owner, _) in enumerate(uses)),
         )
 
 
 def start_move(x: Tensor, axis: Axis, table: MoveTable, fill: float = 0) -> Collective[Tensor]:
-    """Starts to move tokens [tokens, ...] as the table says. The result [len(table.result), ...] is new memory.
+    """Starts to move tokens [tokens, ...] by the table. The result [len(table.result), ...] is new memory.
 
-    Bytes sent: those of `table.send`'s tokens, kind "all_to_all"; nothing where the table is silent.
+    Bytes sent: the tokens of `table.send`, kind "all_to_all"; none if the table is local.
     """
     send, result = _on_device(table, x.device)
 
-    def assemble(received: Tensor) -> Tensor:
-        filling = x.new_full((1, *x.shape[1:]), fill)
-        return torch.cat([x, received.view(-1, *x.shape[1:]), filling]).index_select(0, result)
+    def assemble(arrivals: Tensor) -> Tensor:
+        fill_row = x.new_full((1, *x.shape[1:]), fill)
+        return torch.cat([x, arrivals.view(-1, *x.shape[1:]), fill_row]).index_select(0, result)
 
-    if table.silent:
+    if table.is_local:
         return Collective(axis, (), (), lambda: assemble(x[:0]))
-    packed = x.index_select(0, send)
-    return _start(axis, packed, table.send_counts, table.receive_counts, assemble)
+    sent_tokens = x.index_select(0, send)
+    return _start(axis, sent_tokens, table.send_counts, table.receive_counts, assemble)
 
 
 def start_return(grad: Tensor, axis: Axis, table: MoveTable, fill: float = 0) -> Collective[Tensor]:
     """Starts the transpose of `start_move`: each own token gets the sum over its uses on all ranks, in rank order.
 
-    Sums are float32 or wider; those of tokens with several uses travel so, others in the dtype of `grad`.
+    Sums are computed in float32 or wider. Tokens with copies are also sent in that dtype, others in the dtype of
+    `grad`.
     """
     send, result = _on_device(table, grad.device)
-    wide = accumulation_dtype(grad.dtype) if table.shared else grad.dtype
-    received = sum(table.receive_counts)
-    sums = grad.new_zeros((table.tokens + received + 1, *grad.shape[1:]), dtype=wide)
+    # 1. Sum over this rank's uses, into own and received tokens. 2. Send the sums of received tokens to their owners.
+    wide = accumulation_dtype(grad.dtype) if table.has_copies else grad.dtype
+    received_count = sum(table.receive_counts)
+    sums = grad.new_zeros((table.tokens + received_count + 1, *grad.shape[1:]), dtype=wide)
     sums.index_add_(0, result, grad.to(wide))
-    own, remote = sums[: table.tokens], sums[table.tokens : table.tokens + received]
+    own_sums, remote_sums = sums[: table.tokens], sums[table.tokens : table.tokens + received_count]
 
-    def assemble(returned: Tensor) -> Tensor:
-        return own.index_add(0, send, returned.view(-1, *grad.shape[1:])).to(grad.dtype)
+    def assemble(arrivals: Tensor) -> Tensor:
+        return own_sums.index_add(0, send, arrivals.view(-1, *grad.shape[1:])).to(grad.dtype)
 
-    if table.silent:
-        return Collective(axis, (), (), lambda: own.to(grad.dtype))
-    return _start(axis, remote.contiguous(), table.receive_counts, table.send_counts, assemble)
+    if table.is_local:
+        return Collective(axis, (), (), lambda: own_sums.to(grad.dtype))
+    return _start(axis, remote_sums.contiguous(), table.receive_counts, table.send_counts, assemble)
 
 
 def _start(
-    axis: Axis, packed: Tensor, send: Sequence[int], receive: Sequence[int], assemble: AssembleReceived
+    axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], assemble: AssembleReceived
 ) -> Collective[Tensor]:
-    each = prod(packed.shape[1:])
-    parts = start_parts(axis, packed, [n * each for n in send], [n * each for n in receive], "all_to_all")
-    return Collective(axis, (parts.sent,), parts.works, lambda: assemble(parts.buffer))
+    elements = prod(values.shape[1:])
+    exchange = start_parts(axis, values, [n * elements for n in send], [n * elements for n in receive], "all_to_all")
+    return Collective(axis, (exchange.sent,), exchange.works, lambda: assemble(exchange.buffer))
 
 
 def _uses(
-    owners: Owners, length: int, sizes: Sequence[int], wanted: Sequence[Integers]
+    owners: Owners, length: int, sizes: Sequence[int], row_positions: Sequence[Integers]
 ) -> tuple[Integers, Integers, Integers]:
     """Returns (a key of the token, its owner or -1, its index on the owner) for each token of a rank's result."""
     keys = np.concatenate(
-        [np.where(positions < 0, -1, positions + row * length) for row, positions in enumerate(wanted)]
+        [np.where(positions < 0, -1, positions + row * length) for row, positions in enumerate(row_positions)]
     )
     owner, index = owners.find(np.maximum(keys % length, 0))
     row = keys // length
@@ -164,11 +168,11 @@ def _owners(layout: SequenceLayout) -> Owners:
     for shard in range(layout.shards):
         first = 0
         for span in layout.spans(shard):
-            # Tokens of a span with a step are not neighbours: each is a span of its own.
-            begins = np.arange(span.start, span.stop, span.step) if span.step > 1 else np.array([span.start])
-            starts.append(begins)
-            shards.append(np.full_like(begins, shard))
-            offsets.append(first + np.arange(len(begins)))
+            # Tokens of a span with a step are not adjacent: each becomes a span of one token.
+            span_starts = np.arange(span.start, span.stop, span.step) if span.step > 1 else np.array([span.start])
+            starts.append(span_starts)
+            shards.append(np.full_like(span_starts, shard))
+            offsets.append(first + np.arange(len(span_starts)))
             first += len(span)
     order = np.argsort(np.concatenate(starts))
     return Owners(*(np.concatenate(values)[order] for values in (starts, shards, offsets)))

@@ -1,4 +1,4 @@
-"""The checkpoint of one run of a block: tensors kept for its backward, and the recomputation of others."""
+"""The checkpoint of one run of a block: the tensors kept for its backward, and the recomputation of all others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from armillary.core import compat
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, settle
 from armillary.models.activation_checkpoint.segments import Keep
 
-What = Literal["x", "attended"]
-"""A block's input; or what its attention gave, out and lse."""
+TensorName = Literal["x", "attention_output"]
+"""A block's input; or its attention's output, out and lse."""
 
 
 class Computes(Protocol):
@@ -24,9 +24,9 @@ class Computes(Protocol):
     @property
     def block(self) -> Any: ...
 
-    def again(self) -> Computes: ...
+    def replay(self) -> Computes: ...
 
-    def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor: ...
+    def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor: ...
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -40,7 +40,7 @@ class Gathers(Protocol):
     def reshard(self) -> None: ...
 
 
-class Kept(Protocol):
+class StoredTensors(Protocol):
     """Tensors kept until they are requested."""
 
     def take(self) -> Sequence[Tensor]: ...
@@ -57,7 +57,7 @@ class OnDevice:
 
 
 class SavedByAutograd:
-    """Tensors `rows` among those that an autograd node saved, which detects changes to them. Keeps no node alive."""
+    """The tensors `rows` of an autograd node's saved tensors, which detects changes to them. Keeps no node alive."""
 
     def __init__(self, ctx: Any, rows: slice) -> None:
         self.ctx, self.rows = ref(ctx), rows
@@ -73,20 +73,25 @@ class Checkpoint:
         work: the run, to be repeated.
         keep: the tensors to keep.
         autocast: a context that restores forward's autocast.
-        below: the checkpoint of the block before this one.
+        previous: the checkpoint of the block below.
     """
 
     def __init__(
-        self, work: Computes, keep: Keep, autocast: Callable[[], AbstractContextManager[Any]], below: Checkpoint | None
+        self,
+        work: Computes,
+        keep: Keep,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        previous: Checkpoint | None,
     ) -> None:
-        self.work, self.keep, self.autocast, self.below = work, keep, autocast, below
-        self.kept: dict[tuple[What, ...], Kept] = {}
-        self.recomputed: dict[tuple[What, ...], Kept] = {}
+        self.work, self.keep, self.autocast, self.previous = work, keep, autocast, previous
+        self.stored_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
+        self.recomputed_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
+        # Weak, so that the result is freed as soon as nothing else uses it; the version shows in-place changes.
         self._result: tuple[ref[torch.UntypedStorage], int] | None = None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def gave(self, y: Tensor) -> None:
+    def record_result(self, y: Tensor) -> None:
         """Records the block's result by reference, without keeping it."""
         self._result = ref(y.untyped_storage()), y._version
 
@@ -97,89 +102,97 @@ class Checkpoint:
         storage, version = self._result
         return storage() is x.untyped_storage() and version == x._version
 
-    def store(self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, attended: Sequence[Tensor]) -> None:
-        """Keeps the chosen tensors; on the device through autograd, which detects changes to them and to parameters."""
-        names: tuple[What, ...] = (*(("x",) if self.keep.x else ()), *(("attended",) if self.keep.attended else ()))
-        tensors = [*((x,) if self.keep.x else ()), *(attended if self.keep.attended else ())]
-        settle(x.device)
+    def store(self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, attention_output: Sequence[Tensor]) -> None:
+        """Stores the tensors of `keep`; on the device through autograd, which detects in-place changes to them."""
+        names: tuple[TensorName, ...] = (
+            *(("x",) if self.keep.x else ()),
+            *(("attention_output",) if self.keep.attention_output else ()),
+        )
+        tensors = [*((x,) if self.keep.x else ()), *(attention_output if self.keep.attention_output else ())]
+        settle(x.device)  # the previous block's copies have had this block's forward to finish
         if names and self.keep.host:
-            self.kept[names] = OffloadedTensors(tensors)
+            self.stored_tensors[names] = OffloadedTensors(tensors)
         elif names:
-            self.kept[names] = SavedByAutograd(ctx, slice(len(parameters), None))
+            self.stored_tensors[names] = SavedByAutograd(ctx, slice(len(parameters), None))
         ctx.save_for_backward(*parameters, *([] if self.keep.host else tensors))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def recall(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns x, out and lse: kept or recomputed."""
-        x = None if self._has("x") else self._from_below(stays=True)
+        """Returns x, out and lse: stored or recomputed."""
+        x = None if self._has("x") else self._previous_result(stays=True)
         tensors = self._take()
         x = tensors["x"][0] if x is None else x
-        out, lse = tensors.get("attended") or self.work.again().attend(x)
+        out, lse = tensors.get("attention_output") or self.work.replay().attend(x)
         return x, out, lse
 
     def result(self, stays: bool) -> Tensor:
-        """Recomputes the block's result. Tensors recomputed on the way are kept until the block is differentiated.
+        """Recomputes the block's result. Keeps recomputed inputs and attention outputs for the block's backward.
 
         Args:
-            stays: its parameters, gathered by FSDP2, are needed next.
+            stays: leaves its parameters gathered under FSDP2, since they are needed next.
         """
-        computed: dict[What, Sequence[Tensor]] = {} if self._has("x") else {"x": (self._from_below(stays=False),)}
-        recalled = {**self._take(), **computed}
-        (x,) = recalled["x"]
-        with gathered(self.work.block, stays), self.autocast():
-            if "attended" not in recalled:
-                computed["attended"] = recalled["attended"] = self.work.again().attend(x)
-            if computed:
-                tensors = [tensor for each in computed.values() for tensor in each]
-                self.recomputed[tuple(computed)] = OffloadedTensors(tensors) if self.keep.host else OnDevice(tensors)
-            y = self.work.again().rest(x, recalled["attended"][0], None)
-        for kept in self.recomputed.values():
-            if isinstance(kept, OffloadedTensors):
-                kept.settle()  # the block above is differentiated next, which holds most
+        # Recurses down the segment: x of this block is the result of the one below, up to a block that stored its x.
+        new_tensors: dict[TensorName, Sequence[Tensor]] = (
+            {} if self._has("x") else {"x": (self._previous_result(stays=False),)}
+        )
+        tensors_by_name = {**self._take(), **new_tensors}
+        (x,) = tensors_by_name["x"]
+        with unsharded_parameters(self.work.block, stays), self.autocast():
+            if "attention_output" not in tensors_by_name:
+                new_tensors["attention_output"] = tensors_by_name["attention_output"] = self.work.replay().attend(x)
+            if new_tensors:
+                tensors = [tensor for group in new_tensors.values() for tensor in group]
+                self.recomputed_tensors[tuple(new_tensors)] = (
+                    OffloadedTensors(tensors) if self.keep.host else OnDevice(tensors)
+                )
+            y = self.work.replay().after_attention(x, tensors_by_name["attention_output"][0], None)
+        for group in self.recomputed_tensors.values():
+            if isinstance(group, OffloadedTensors):
+                group.settle()  # frees them before the block above is differentiated, where memory peaks
         return y
 
     def fetch(self) -> None:
-        """Starts to copy offloaded tensors back, unless that was done."""
-        for kept in (*self.kept.values(), *self.recomputed.values()):
-            if isinstance(kept, OffloadedTensors):
-                kept.fetch()
+        """Starts to copy offloaded tensors back, unless they are in flight already."""
+        for group in (*self.stored_tensors.values(), *self.recomputed_tensors.values()):
+            if isinstance(group, OffloadedTensors):
+                group.fetch()
 
-    def fetch_below(self) -> None:
+    def fetch_previous(self) -> None:
         """Starts to copy back the tensors of the block below."""
-        if self.below is not None:
-            self.below.fetch()
+        if self.previous is not None:
+            self.previous.fetch()
 
     def finish(self) -> None:
         """Releases everything after the block's backward."""
-        self.fetch_below()
-        self.recomputed.clear()
-        if not compat.keeps_graph():
-            self.kept.clear()
-            self.below = None
+        self.fetch_previous()
+        self.recomputed_tensors.clear()
+        if not compat.keeps_graph():  # under retain_graph the next backward needs them again
+            self.stored_tensors.clear()
+            self.previous = None
 
-    def _from_below(self, stays: bool) -> Tensor:
-        assert self.below is not None  # or x would have been kept
-        return self.below.result(stays)
+    def _previous_result(self, stays: bool) -> Tensor:
+        assert self.previous is not None  # without one, x is stored
+        return self.previous.result(stays)
 
-    def _has(self, what: What) -> bool:
-        return any(what in several for several in (*self.kept, *self.recomputed))
+    def _has(self, name: TensorName) -> bool:
+        return any(name in names for names in (*self.stored_tensors, *self.recomputed_tensors))
 
-    def _take(self) -> dict[What, Sequence[Tensor]]:
-        """Returns all kept tensors, on the device."""
-        found: dict[What, Sequence[Tensor]] = {}
-        for several, kept in (self.kept | self.recomputed).items():
-            tensors = kept.take()
-            found |= {what: tensors[:1] if what == "x" else tensors[-2:] for what in several}
-        return found
+    def _take(self) -> dict[TensorName, Sequence[Tensor]]:
+        """Returns all stored tensors, on the device."""
+        tensors_by_name: dict[TensorName, Sequence[Tensor]] = {}
+        for names, group in (self.stored_tensors | self.recomputed_tensors).items():
+            tensors = group.take()
+            tensors_by_name |= {name: tensors[:1] if name == "x" else tensors[-2:] for name in names}
+        return tensors_by_name
 
 
 @contextmanager
-def gathered(block: Any, stays: bool) -> Generator[None]:
-    """Gathers a block's parameters under FSDP2, outside of its own forward and backward.
+def unsharded_parameters(block: Any, stays: bool) -> Generator[None]:
+    """Context manager that gathers a block's parameters under FSDP2, outside of the block's forward and backward.
 
     Args:
-        stays: keeps them gathered; the block's backward, which comes next, releases them.
+        stays: leaves them gathered; the block's backward, which comes next, reshards them.
     """
     if not isinstance(block, Gathers):
         yield

@@ -1,6 +1,6 @@
-"""Reuse of an incoming gradient's memory, if no one else refers to it.
+"""Reuses an incoming gradient's memory if nothing else refers to it.
 
-It saves one tensor as large as x [B, T, E] at the peak of a step: by the planner's memory simulator, four blocks of
+Saves one tensor of the size of x [B, T, E] at the peak of a step: by the planner's memory simulator, four blocks of
 LLaMA 3 8B in bfloat16 with 131,072 tokens on each of 8 ranks (UPipe) take 17.07 GiB instead of 18.07 under policy
 "layer", and 20.12 instead of 21.12 under "attention_output". Autograd makes no promise, so references are counted.
 """
@@ -19,7 +19,7 @@ from armillary.core import compat
 
 
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
-    """Returns the one gradient in `grad_outputs` if no one else refers to it, else a copy.
+    """Returns the one gradient in `grad_outputs` if nothing else refers to it, else a copy.
 
     Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`: a hook, a caller
     of `torch.autograd.grad` or a neighbour in the graph that keeps the gradient, or a base that it is a view of, shows
@@ -27,23 +27,26 @@ def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
     """
     counts = references(grad_outputs)
     (grad,) = grad_outputs
-    alone = all(count <= usual_counts for count, usual_counts in zip(counts, usual(type(grad)), strict=True))
-    if alone and grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.nbytes:
+    unshared = all(count <= baseline for count, baseline in zip(counts, baseline_counts(type(grad)), strict=True))
+    if unshared and grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.nbytes:
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 
 
 def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int, int]:
-    """Returns the numbers of references from Python, from autograd's own code, and to the storage (views)."""
+    """Returns reference counts: of the Python object, of the C++ tensor, and of the storage (views)."""
     return sys.getrefcount(grad_outputs[0]), *compat.references(grad_outputs[0])
 
 
 @cache
-def usual(kind: type[Tensor]) -> tuple[int, int, int]:
-    """Returns the references to an unshared gradient of this class in this release of torch, found by a trial."""
+def baseline_counts(kind: type[Tensor]) -> tuple[int, int, int]:
+    """Returns the reference counts of an unshared gradient of this class.
+
+    Measured, not a constant: autograd's engine holds references of its own, whose number differs between releases.
+    """
     with torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
-        if type(x.detach()) is not kind:  # a subclass that does its own counting
+        if type(x.detach()) is not kind:  # a tensor subclass may hold references of its own: always copy
             return 0, 0, 0
         counts: list[tuple[int, int, int]] = []
         probe = cast(Any, _Probe).apply
@@ -56,11 +59,11 @@ class _Probe(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[tuple[int, int, int]]) -> Tensor:
-        ctx.found = counts
+        ctx.counts = counts
         return x.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.found.append(references(grad_outputs))
+        ctx.counts.append(references(grad_outputs))
         return grad_outputs[0].clone(), None

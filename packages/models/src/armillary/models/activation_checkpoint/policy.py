@@ -1,18 +1,18 @@
 """Checkpoint policies, applied to a plain model from outside.
 
-    policy              kept of each block      recomputed in backward
-    none                all that autograd saves nothing
+    policy              kept per block          recomputed in backward
+    none                autograd's tensors      nothing
     layer               x                       everything
-    attention_output    x, out, lse             all but attention (DistFlashAttention, arXiv 2310.03294)
+    attention_output    x, out, lse             everything except attention (DistFlashAttention, arXiv 2310.03294)
 
 Fewer blocks may keep x (`inputs`), or out and lse (`outputs`): see `segments`. A block without x costs one more run of
-the token-wise part of the block below, and no attention: its output is kept from then on, in memory that the blocks
-above have released.
+the token-wise part of the block below, but no attention: that block's attention output is kept once it is recomputed,
+in memory that the blocks above have released.
 
-Under the last two policies a block is one `autograd.Function`. The token-wise parts run on a few tokens at a time, q, k
-and v come in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So the
-tensors as large as x [B, T, E] that exist at a time are: in forward x and out, which becomes the result (under
-"attention_output", or where it does not fit, the result beside them); in backward x, out, dy = dx and dout. In 16 bits
+Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
+are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So few
+tensors of the size of x [B, T, E] are alive at once: in forward x and out, whose memory becomes the result (under
+"attention_output", or if their shapes differ, the result is a third); in backward x, out, dy = dx and dout. In 16 bits
 dx is rounded each time that a stage of heads adds to it.
 """
 
@@ -46,23 +46,23 @@ POLICIES: tuple[Policy, ...] = ("none", "layer", "attention_output")
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Activation checkpointing: what each block keeps for backward.
+    """Options of activation checkpointing.
 
     Args:
-        policy: what each block keeps.
-        offload: keep it in the host's memory.
-        prefetch: bring it back while the block above is differentiated; otherwise after that, which takes one [B, T, E]
-            less and leaves less to hide the copying behind.
-        tiled: also under policy "none", run what follows attention in chunks that backward computes again.
+        policy: selects the tensors that each block keeps for backward.
+        offload: keeps them in the host's memory.
+        prefetch: copies them back while the block above is differentiated. Without it, copies start after that block:
+            one tensor [B, T, E] less at the peak, and less computation to overlap with.
+        tiled: runs the token-wise part in chunks that backward recomputes, also under policy "none".
         chunk: tokens of a chunk in norms, projections and MLPs; by default that of
             `armillary.attention.call.token_chunks`.
-        inputs: blocks that keep their input, all by default; that of the others is computed again from the block
-            below. layers / n of them keep every n-th block's, nearly.
-        outputs: of "attention_output": the last so many blocks keep attention's result, all by default.
-        on_device: with offload, the last so many blocks keep on the device what they keep.
+        inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the block
+            below. layers / n keeps about every n-th.
+        outputs: under "attention_output", number of last blocks that keep attention's output, all by default.
+        on_device: with offload, number of last blocks that keep their tensors on the device.
 
     Raises:
-        ValueError: an unknown policy, an option that has no meaning under it, or a count below its least.
+        ValueError: an unknown policy, an option without meaning under it, or a count below its minimum.
     """
 
     policy: Policy = "none"
@@ -82,23 +82,23 @@ class Checkpointing:
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunks of {self.chunk} tokens: at least 1 is needed")
         if self.inputs is not None and self.policy == "none":
-            raise ValueError(f"inputs {self.inputs}: under policy 'none' no block's input is computed again")
+            raise ValueError(f"inputs {self.inputs}: policy 'none' recomputes no block's input")
         if self.outputs is not None and self.policy != "attention_output":
             raise ValueError(
                 f"outputs {self.outputs}: only policy 'attention_output' keeps attention's, not {self.policy!r}"
             )
         if self.on_device and not self.offload:
             raise ValueError(f"on_device {self.on_device}: without offload all is on the device")
-        for name, count, least in (
+        for name, count, minimum in (
             ("inputs", self.inputs, 1),
             ("outputs", self.outputs, 0),
             ("on_device", self.on_device, 0),
         ):
-            if count is not None and count < least:
-                raise ValueError(f"{name} {count}: at least {least} is needed")
+            if count is not None and count < minimum:
+                raise ValueError(f"{name} {count}: at least {minimum} is needed")
 
     def kept_by_blocks(self, layers: int) -> tuple[Keep, ...]:
-        """Returns the tensors that each of so many blocks keeps, in order, under a policy that runs them in parts.
+        """Returns the tensors that each of `layers` blocks keeps, in order, under a policy other than "none".
 
         Raises:
             ValueError: counts above the number of blocks.
@@ -116,7 +116,7 @@ class Checkpointing:
         return kept_by_blocks(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
     def apply(self, model: nn.Module) -> None:
-        """Sets how the blocks of `Llama` or `GPT` run, in place; before FSDP or after it, repeatable. Before
+        """Sets how the blocks of `Llama` or `GPT` run, in place; before or after FSDP, repeatable. Call it before
         torch.compile, which replaces the same attribute.
 
         Raises:
@@ -125,7 +125,7 @@ class Checkpointing:
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks and (self.policy != "none" or self.tiled):
-            raise ValueError(f"{type(model).__name__} has no blocks of armillary's to be run otherwise")
+            raise ValueError(f"{type(model).__name__} has no blocks of armillary.models, which a policy applies to")
         for block in blocks:
             if self.policy != "none" and not isinstance(block.attention, Method):
                 kind = type(block.attention).__name__
@@ -145,31 +145,35 @@ class Checkpointing:
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Runs a block under autograd, keeping only x and out of the part behind attention."""
+    """Runs a block under autograd. Of the token-wise part, only its inputs x and out are kept."""
     out = attend(block, x, context)
     with label("mlp"):
-        return chunked.in_chunks(block.rest, (x, out), block, chunk, block.gathered_ranks)
+        return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
 
 
 def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
     """Runs a block as one `autograd.Function` under a checkpoint policy."""
     method = cast(Method, block.attention)
-    call = method.check_projected(  # of this, which knows it from the block before; the next is another one each time
-        like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
+    call = (
+        method.check_projected(  # on this method, whose cache has the previous block's call: UPipe below is a new one
+            like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
+        )
     )
     params = trained(block)
-    below = context.below[0]() if context.below else None
-    if below is None or not below.is_result(x):
-        keep = replace(keep, x=True)  # from no block of ours, or changed on the way
-    context.below.clear()
+    previous = context.previous_checkpoint[0]() if context.previous_checkpoint else None
+    if previous is None or not previous.is_result(x):
+        keep = replace(
+            keep, x=True
+        )  # x is not the previous block's result, or was changed since: nothing recomputes it
+    context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
-        keep = replace(keep, host=False)  # nothing will be differentiated
+        keep = replace(keep, host=False)  # no backward follows, so nothing needs to be copied
     work = CheckpointedRun(options, keep, block, context, UPipe.around(method), call)
-    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, below, x, *params))
+    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
 
 
 def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Returns a tensor shaped as x is within attention. Takes no memory."""
+    """Returns a tensor of the shape that x has within attention, without memory of its own."""
     return x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
 
 
@@ -185,8 +189,8 @@ class CheckpointedRun:
     call: AttentionSpec
     draws: RNGReplay = field(default_factory=RNGReplay)
 
-    def again(self) -> CheckpointedRun:
-        """Returns the same run, with the random numbers that it drew."""
+    def replay(self) -> CheckpointedRun:
+        """Returns the same run with the random numbers of its first forward."""
         return replace(self, draws=self.draws.again())
 
     @property
@@ -194,56 +198,63 @@ class CheckpointedRun:
         return self.block.gathered_ranks
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """Returns the source of q, k and v, a few heads at a time, from x or from `inside`."""
+        """Returns the source of q, k and v for attention: projections of x, or of `inside`, a few heads at a time."""
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.options.chunk, dx, totals, self.draws)
 
     def inside(self, x: Tensor) -> Tensor:
-        """Returns the input of q, k and v: x, to be normed for each stage of heads; or all ranks' x, normed."""
+        """Returns the input of the projections: x itself, normed again by each stage of heads; under tensor parallelism
+        the normed x of all ranks, gathered once.
+        """
         if self.gathered_ranks == 1:
             return x
-        normed = chunked.forward(
+        normed_x = chunked.forward(
             self.block.norm, (x,), RNGReplay(), self.options.chunk, gathered_ranks=self.gathered_ranks
         )
-        return normed[:, : self.context.tokens]
+        return normed_x[:, : self.context.tokens]
 
-    def attend(self, x: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes out and lse, without autograd."""
         with label("attention"):
-            return self.upipe.attend(self.source(self.inside(x)), self.call, into)
+            return self.upipe.attend(self.source(self.inside(x)), self.call, buffer)
 
-    def rest(self, x: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
+    def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor:
         """Computes the block's result."""
         with label("mlp"):
-            return chunked.forward(self.block.rest, (x, out), self.draws, self.options.chunk, into, self.gathered_ranks)
+            return chunked.forward(
+                self.block.after_attention, (x, out), self.draws, self.options.chunk, buffer, self.gathered_ranks
+            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it, chunk by chunk."""
+        """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it chunk by chunk."""
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
-        if self.keep.attended or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
+        # The result can take out's memory if out is not needed later and has as many elements.
+        if self.keep.attention_output or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
-            return self.rest(x, out, None), out, lse
-        with label("checkpoints"):  # what the next block keeps
+            return self.after_attention(x, out, None), out, lse
+        with label("checkpoints"):  # the next block keeps it as its x
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        room = y.view(len(y), tokens, heads, -1)
-        out, lse = self.attend(x, room)
-        return self.rest(x, out, y if out is room else None), out, lse
+        out_buffer = y.view(len(y), tokens, heads, -1)
+        out, lse = self.attend(x, out_buffer)
+        return self.after_attention(x, out, y if out is out_buffer else None), out, lse
 
     def differentiate(
         self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: GradientSums, wants_dx: bool
     ) -> None:
-        """Turns dx, which contains dy at first, into the gradient of x."""
+        """Turns dx, which holds dy on entry, into the gradient of x."""
         projections = self.block.projections(self.context, normed=False)
         attention_too = wants_dx or any(p.requires_grad for p in projections.parameters())
+        # 1. The token-wise part, which overwrites dx by its gradient and the residual's, and writes dout.
         with label("attention"):
             dout = torch.empty_like(out) if attention_too else None
         with label("mlp"):
             grads = (dx if wants_dx else None, dout)
-            cut = self.options.chunk, self.gathered_ranks
-            chunked.backward(self.block.rest, (x, out), dx, grads, totals, self.draws, *cut)
+            chunking = self.options.chunk, self.gathered_ranks
+            chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
         if dout is None:
             return
+        # 2. Attention and projections, which add to dx.
         with label("attention"):
             if self.gathered_ranks == 1:
                 source = self.source(x, dx if wants_dx else None, totals)
@@ -254,28 +265,28 @@ class CheckpointedRun:
     def differentiate_inside(
         self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: GradientSums
     ) -> None:
-        """Adds attention's part to dx, where all ranks' x was gathered for it."""
+        """Adds attention's gradient to dx under tensor parallelism: back through the gathered tokens and the norm."""
         dinside = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
         source = self.source(self.inside(x), dinside[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
-        share, cut = torch.empty_like(dx), (self.options.chunk, self.gathered_ranks)
-        chunked.backward(self.block.norm, (x,), dinside, (share,), totals, RNGReplay(), *cut)
-        dx += share
+        norm_dx, chunking = torch.empty_like(dx), (self.options.chunk, self.gathered_ranks)
+        chunked.backward(self.block.norm, (x,), dinside, (norm_dx,), totals, RNGReplay(), *chunking)
+        dx += norm_dx
 
 
 class CheckpointedBlock(torch.autograd.Function):
-    """A block as one autograd function."""
+    """A block as one autograd function: saves x, out and lse as its checkpoint says, recomputes everything else."""
 
     @staticmethod
-    def forward(ctx: Any, work: CheckpointedRun, below: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
-        checkpoint = Checkpoint(work, work.keep, capture_autocast(x.device.type), below)
+    def forward(ctx: Any, work: CheckpointedRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
+        checkpoint = Checkpoint(work, work.keep, capture_autocast(x.device.type), previous)
         with checkpoint.autocast():
-            y, *attended = work.forward(x)
-        checkpoint.store(ctx, params, x, attended)
-        checkpoint.gave(y)
+            y, *attention_output = work.forward(x)
+        checkpoint.store(ctx, params, x, attention_output)
+        checkpoint.record_result(y)
         ctx.checkpoint = checkpoint
-        work.context.below[:] = [ref(checkpoint)]
+        work.context.previous_checkpoint[:] = [ref(checkpoint)]
         return y
 
     @staticmethod
@@ -284,12 +295,12 @@ class CheckpointedBlock(torch.autograd.Function):
         with label("gradients"):
             dx = writable(grad_outputs)
         checkpoint: Checkpoint = ctx.checkpoint
-        work = cast(CheckpointedRun, checkpoint.work).again()
+        work = cast(CheckpointedRun, checkpoint.work).replay()
         totals = GradientSums(trained(work.block))
         with phase("backward"), checkpoint.autocast():
             x, out, lse = checkpoint.recall()
-            if work.options.prefetch:
-                checkpoint.fetch_below()
+            if work.options.prefetch:  # the copies of the block below overlap with this block's backward
+                checkpoint.fetch_previous()
             work.differentiate(x, out, lse, dx, totals, ctx.needs_input_grad[2])
         checkpoint.finish()
         return None, None, dx if ctx.needs_input_grad[2] else None, *totals.result()

@@ -1,9 +1,9 @@
 """The tensors that each block keeps for its backward, and where, as a pure function of counts.
 
-A block without its input recomputes it from the block below. So blocks form segments, of which only the first block
-keeps its input. A segment is run again when backward reaches its last block, and its blocks then keep what they need
-until they are differentiated. By then the blocks above have released their tensors, so lower segments may be longer at
-the same peak.
+A block without its input recomputes it from the block below. So blocks form segments, in which only the first block
+keeps its input. A segment is rerun when backward reaches its last block; its blocks then keep their recomputed tensors
+until they are differentiated. By then the blocks above have released theirs, so lower segments may be longer at the
+same peak.
 """
 
 from __future__ import annotations
@@ -18,60 +18,64 @@ class Keep:
 
     Args:
         x: its input [B, T, E].
-        attended: attention's output: out [B, T, H, D] and lse [B, T, H].
-        host: in the host's memory.
+        attention_output: out [B, T, H, D] and lse [B, T, H].
+        host: keeps them in the host's memory.
     """
 
     x: bool
-    attended: bool
+    attention_output: bool
     host: bool
 
 
-@lru_cache(maxsize=4096)  # a planner asks for the same ones again and again
-def segment_sizes(layers: int, inputs: int, attended: int) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)  # the planner's search repeats few distinct counts
+def segment_sizes(layers: int, inputs: int, outputs: int) -> tuple[int, ...]:
     """Returns the number of blocks of each segment, in order, with the lowest peak of kept tensors.
 
     Args:
         inputs: number of segments.
-        attended: number of last blocks that keep attention's output.
+        outputs: number of last blocks that keep attention's output.
     """
-    limit = inputs + attended
-    while (sizes := _longest_segments(layers, inputs, attended, limit)) is None:
+    limit = inputs + outputs  # everything kept in forward is alive when backward begins: no peak is lower
+    while (sizes := _longest_segments(layers, inputs, outputs, limit)) is None:
         limit += 1
     return sizes
 
 
 @lru_cache(maxsize=1024)
-def best_input_count(layers: int, attended: int) -> int:
+def best_input_count(layers: int, outputs: int) -> int:
     """Returns the number of inputs to keep with the lowest peak; of several such numbers, the largest."""
-    return min(range(layers, 0, -1), key=lambda inputs: peak_count(layers, inputs, attended))
+    return min(range(layers, 0, -1), key=lambda inputs: peak_count(layers, inputs, outputs))
 
 
-def peak_count(layers: int, inputs: int, attended: int) -> int:
-    """Returns the peak number of inputs and attention outputs: after forward, or when a segment is run again."""
-    end, count, peak = layers, inputs + attended, inputs + attended
-    for size in reversed(segment_sizes(layers, inputs, attended)):
+def peak_count(layers: int, inputs: int, outputs: int) -> int:
+    """Returns the peak number of inputs and attention outputs: after forward, or while a segment is rerun."""
+    end, count, peak = layers, inputs + outputs, inputs + outputs
+    for size in reversed(segment_sizes(layers, inputs, outputs)):  # in backward's order
         start = end - size
-        peak = max(peak, count + sum(recomputed_counts(start, end, layers - attended)))
-        count -= 1 + min(size, max(0, end - (layers - attended)))
+        peak = max(peak, count + sum(recomputed_counts(start, end, layers - outputs)))
+        # The segment is differentiated: its input, and the outputs that it kept from forward, are released.
+        count -= 1 + min(size, max(0, end - (layers - outputs)))
         end = start
     return peak
 
 
-def _longest_segments(layers: int, inputs: int, attended: int, limit: int) -> tuple[int, ...] | None:
-    """Returns segments, each as long as a peak of `limit` allows, from the last block on; None if too few fit."""
+def _longest_segments(layers: int, inputs: int, outputs: int, limit: int) -> tuple[int, ...] | None:
+    """Returns segments, each as long as a peak of `limit` allows, from the last block backwards.
+
+    None if `inputs` such segments do not cover all layers.
+    """
     sizes, end = list[int](), layers
     for segments in range(inputs, 0, -1):
         size, longest = 1, end - (segments - 1)
-        count = segments + max(0, attended - (layers - end))
-        while size < longest and count + sum(recomputed_counts(end - size - 1, end, layers - attended)) <= limit:
+        count = segments + max(0, outputs - (layers - end))
+        while size < longest and count + sum(recomputed_counts(end - size - 1, end, layers - outputs)) <= limit:
             size += 1
         sizes, end = [size, *sizes], end - size
     return tuple(sizes) if end == 0 else None
 
 
 def recomputed_counts(start: int, end: int, without: int) -> tuple[int, int]:
-    """Returns how many inputs and attention outputs the segment of blocks start..end-1 keeps while it is run again.
+    """Returns the numbers of inputs and attention outputs that blocks start..end-1 keep while the segment is rerun.
 
     The last block's are used at once and not counted.
 
@@ -81,20 +85,20 @@ def recomputed_counts(start: int, end: int, without: int) -> tuple[int, int]:
     return max(0, end - start - 2), max(0, min(end - 1, without) - start)
 
 
-def kept_by_blocks(layers: int, inputs: int, attended: int, host: int) -> tuple[Keep, ...]:
+def kept_by_blocks(layers: int, inputs: int, outputs: int, host: int) -> tuple[Keep, ...]:
     """Returns the tensors that each block keeps, in order.
 
     Args:
         inputs: number of blocks that keep their input.
-        attended: number of last blocks that keep attention's output.
-        host: number of first blocks that keep theirs in the host's memory. Those above keep their input.
+        outputs: number of last blocks that keep attention's output.
+        host: number of first blocks that keep their tensors in the host's memory. Blocks above keep their input.
     """
     on_device = layers - host if host else 0
     sizes = ()
     if layers > on_device:
-        sizes = segment_sizes(layers - on_device, inputs - on_device, max(0, attended - on_device))
-    firsts = {sum(sizes[:i]) for i in range(len(sizes))}
+        sizes = segment_sizes(layers - on_device, inputs - on_device, max(0, outputs - on_device))
+    first_blocks = {sum(sizes[:i]) for i in range(len(sizes))}
     return tuple(
-        Keep(x=i in firsts or i >= layers - on_device, attended=i >= layers - attended, host=i < host)
+        Keep(x=i in first_blocks or i >= layers - on_device, attention_output=i >= layers - outputs, host=i < host)
         for i in range(layers)
     )

@@ -31,7 +31,7 @@ COPIED = (
     "resid_pdrop",
     "task_specific_params",
 )
-"""Fields that do not change what a model computes; they are copied from the source of its weights."""
+"""Fields that do not affect computation. They are copied from the source of the weights."""
 
 
 def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
@@ -64,7 +64,7 @@ def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
 
 
 def parse(fields: Mapping[str, Any]) -> Config:
-    """Returns the config by the fields of a `config.json`. Errors as in `read_config`."""
+    """Returns the config from the fields of a `config.json`. Errors as in `read_config`."""
     kind = check_choice("model_type", fields.get("model_type"), list(FAMILIES))
     family = FAMILIES[kind]
     nonnull = {name: value for name, value in fields.items() if value is not None}
@@ -75,19 +75,21 @@ def parse(fields: Mapping[str, Any]) -> Config:
             expected = f"must be {' or '.join(map(repr, accepted))}" if accepted else "is not computed here"
             raise ValueError(f"{name}={nonnull[name]!r} {expected} for model_type {kind!r}")
     values = {name: nonnull.get(name, family.defaults.get(name)) for name in family.fields}
-    sizes = {family.fields[name]: read(family, name, value) for name, value in values.items() if value is not None}
+    sizes = {
+        family.fields[name]: read_field(family, name, value) for name, value in values.items() if value is not None
+    }
     # In `transformers` null means as many as query heads, and an absent field the family's default.
     null = "num_key_value_heads" in fields and "num_key_value_heads" not in nonnull
     if family.config is LlamaConfig and (null or "kv_heads" not in sizes):
         sizes["kv_heads"] = sizes["heads"]
     try:
         return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
-    except ValueError as error:  # it has our names of sizes
+    except ValueError as error:  # names sizes as our configs do: translated to the file's names
         hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
         raise ValueError(re.sub(r"\b\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))) from error
 
 
-def read(family: Family, name: str, value: object) -> int | float | bool:
+def read_field(family: Family, name: str, value: object) -> int | float | bool:
     """Returns the value of a field that the family's config has too, checked against its type there.
 
     Raises:
@@ -150,10 +152,10 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
     # `transformers` ignores this field in Mistral.
     types: object = fields.get("layer_types") if kind != "mistral" else None
     if types is not None:
-        listed = cast("list[object]", types) if isinstance(types, list) else []
-        first = listed.count("full_attention")
-        ordered = ["full_attention"] * first + ["sliding_attention"] * (len(listed) - first)
-        if len(listed) != layers or listed != ordered:
+        layer_types = cast("list[object]", types) if isinstance(types, list) else []
+        first = layer_types.count("full_attention")
+        expected_types = ["full_attention"] * first + ["sliding_attention"] * (len(layer_types) - first)
+        if len(layer_types) != layers or layer_types != expected_types:
             raise ValueError(
                 f"layer_types={types} must be full_attention at first, sliding_attention from some layer, for all "
                 f"{layers} layers"
@@ -164,23 +166,23 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
 
 
 def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the contents of `config.json`, with the fields of the `source`'s that are copied.
+    """Returns the contents of `config.json`, with some fields copied from `source`.
 
     Raises:
         ValueError: no family has this combination of options.
     """
     kind = "gpt2" if isinstance(config, GPTConfig) else llama_family(config)
     family = FAMILIES[kind]
-    # Absent ids would be read as the family's defaults.
-    copied = {"bos_token_id": None, "eos_token_id": None}
-    copied |= {name: value for name, value in (source or {}).items() if name in COPIED}
+    # Written as null: `transformers` would replace absent ids by the family's defaults.
+    copied_fields = {"bos_token_id": None, "eos_token_id": None}
+    copied_fields |= {name: value for name, value in (source or {}).items() if name in COPIED}
     return {
         "architectures": [family.architecture],
         "model_type": kind,
         **{hf_name: getattr(config, name) for hf_name, name in family.fields.items()},
         **(describe_gpt() if isinstance(config, GPTConfig) else describe_llama(kind, config)),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **copied,
+        **copied_fields,
     }
 
 
@@ -217,7 +219,7 @@ def llama_family(config: LlamaConfig) -> str:
         return "qwen3"
     if not config.qk_norm and biases == (True, False, False):
         return "qwen2"
-    # The heads of a "llama" must divide its dim; those of a "mistral" without a window need not.
+    # `transformers` requires that heads divide dim in a "llama", but not in a "mistral".
     divisible = config.dim % config.heads == 0
     if not config.qk_norm and config.window is None and same_bias and divisible:
         return "llama"

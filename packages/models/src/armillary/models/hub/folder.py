@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads the object in a JSON file.
 
     Raises:
-        ValueError: there is no such file, or it holds no object.
+        ValueError: the file is missing, or does not contain an object.
     """
     try:
         fields: object = parse_json(path.read_text())
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read {path}: {reason}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return cast(dict[str, Any], fields)
 
 
@@ -57,7 +57,7 @@ def ends_of_text(folder: Path) -> list[int] | None:
     """Returns the tokens that end a text, by `generation_config.json` or else `config.json`; None if neither has any.
 
     Raises:
-        ValueError: as `read_json`, or eos_token_id is neither an integer nor a list of integers.
+        ValueError: as `read_json`, or eos_token_id is not an integer or a list of integers.
     """
     for name in (GENERATION, CONFIG):
         path = folder / name
@@ -83,7 +83,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
     """Returns the file of each tensor by the index; None if all are in one file, which `transformers` prefers too.
 
     Raises:
-        ValueError: there is neither file nor index, or the index does not map names to files of this folder.
+        ValueError: file and index are missing, or the index does not map names to files of this folder.
     """
     if not has_weights(folder):
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles_in(folder)}")
@@ -101,13 +101,13 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def pickles_in(folder: Path) -> str:
-    """Returns the end of a message about missing weights."""
+    """Returns a hint for the message about missing weights."""
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
     return f"; {pickles[0]} is a pickle, and only safetensors are read" if pickles else ""
 
 
 def write_partial(path: Path, save: Callable[[Path], object]) -> None:
-    """Calls `save` with the path of a partial file, which `put` moves to `path`, and syncs it to the disk."""
+    """Calls `save` with the path of a partial file, and syncs it to disk. `replace_by_partial` moves it to `path`."""
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         save(partial)
@@ -115,7 +115,7 @@ def write_partial(path: Path, save: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
 
 
-def put(path: Path) -> None:
+def replace_by_partial(path: Path) -> None:
     """Replaces the file at `path` by its partial file."""
     os.replace(path.with_name(path.name + PARTIAL), path)
 
@@ -126,10 +126,13 @@ def discard(path: Path) -> None:
 
 
 def earlier_weights(folder: Path) -> set[str]:
-    """Returns the files of weights of an earlier save, by its index. Files that it does not name are not ours."""
-    indexed: object = None
+    """Returns the weight files of an earlier save, from its index. Files that it does not name are not ours."""
+    files_by_tensor: object = None
     if (folder / INDEX).is_file():
         with suppress(ValueError):  # a broken index names no files
-            indexed = read_json(folder / INDEX).get("weight_map")
-    files = {WEIGHTS, *map(str, cast(dict[str, Any], indexed).values() if isinstance(indexed, dict) else ())}
-    return {file for file in files if WEIGHT_NAME.fullmatch(file) and (folder / file).exists()}
+            files_by_tensor = read_json(folder / INDEX).get("weight_map")
+    candidates = {
+        WEIGHTS,
+        *map(str, cast(dict[str, Any], files_by_tensor).values() if isinstance(files_by_tensor, dict) else ()),
+    }
+    return {file for file in candidates if WEIGHT_NAME.fullmatch(file) and (folder / file).exists()}

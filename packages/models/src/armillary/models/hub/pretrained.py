@@ -37,10 +37,10 @@ class Pretrained(nn.Module):
     ) -> Self:
         """Returns the model of a Hugging Face folder: `config.json` and safetensors, in one file or with an index.
 
-        It is on the CPU and not sharded; `load_pretrained` fills a sharded model.
+        The model is on the CPU and not sharded; for a sharded model use `load_pretrained`.
 
         Args:
-            dtype: of the weights; by default that of the folder.
+            dtype: of the weights; by default the folder's.
 
         Raises:
             ValueError: a file is missing or broken, a tensor is missing, unexpected or of another shape, or the config
@@ -66,15 +66,15 @@ class Pretrained(nn.Module):
         """Writes `config.json` and safetensors, as `transformers` reads them. Creates the folder if it does not exist.
 
         The tokenizer's files, the generation config and the ids of special tokens are copied from `source`. Old files
-        are replaced once all new ones are complete, and stay if there is an error. Files of other names are left alone.
+        are replaced once all new ones are complete, and kept if there is an error. Other files are not touched.
 
         Collective over the world for a model of `DTensor`s; all ranks must see the folder. Each rank writes some of the
-        files, and holds at most one of them and one tensor. An error of one rank is raised on all.
+        files, and holds at most one file and one tensor at a time. An error on one rank is raised on all.
 
         Args:
             source: a Hugging Face folder; by default the one from which the weights were loaded, if it still exists.
-            dtype: of the written weights; by default that of the parameters.
-            max_file_bytes: if the weights have more, they are written as several files with an index.
+            dtype: of the written weights; by default the parameters'.
+            max_file_bytes: larger weights are written as several files with an index.
 
         Raises:
             ValueError: a parameter has no data, no model of `transformers` has this config, or `source` is no folder.
@@ -82,7 +82,7 @@ class Pretrained(nn.Module):
         """
         if source is None and self.source is not None and self.source.is_dir():
             source = self.source
-        hub.save(folder, self.config, named(self), source, dtype, max_file_bytes)
+        hub.save(folder, self.config, parameters_by_name(self), source, dtype, max_file_bytes)
 
 
 def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
@@ -101,19 +101,18 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
     """
     saved_config, config = hub.read_config(folder, model.kind), model.config
     names = [field.name for field in fields(config) if field.name not in UNCHECKED]
-    differing = [name for name in names if getattr(saved_config, name) != getattr(config, name)]
-    if differing:
-        pairs = [(name, getattr(saved_config, name), getattr(config, name)) for name in differing]
-        values = ", ".join(f"{name}={saved} and not {value}" for name, saved, value in pairs)
+    different_names = [name for name in names if getattr(saved_config, name) != getattr(config, name)]
+    if different_names:
+        pairs = [(name, getattr(saved_config, name), getattr(config, name)) for name in different_names]
+        values = ", ".join(f"{name}={saved_value} instead of {value}" for name, saved_value, value in pairs)
         raise ValueError(f"the config in {folder} differs from the model's: {values}")
-    hub.fill(folder, config, named(model))
+    hub.fill(folder, config, parameters_by_name(model))
     model.source = Path(folder)
 
 
-def named(model: nn.Module) -> Mapping[str, Tensor]:
+def parameters_by_name(model: nn.Module) -> Mapping[str, Tensor]:
     """Returns the parameters by their names in the unwrapped model.
 
-    They come from `state_dict`, in which FSDP2 reshards parameters that a forward pass left unsharded, in its compute
-    dtype.
+    Read from `state_dict`, which makes FSDP2 reshard parameters that a forward pass left gathered in compute dtype.
     """
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}

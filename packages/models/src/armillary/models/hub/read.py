@@ -1,6 +1,6 @@
 """From files to tensors: each rank reads its own parts, without communication.
 
-The headers of all files are checked first, so that every rank refuses a folder that does not fit before any change.
+Every rank checks the headers of all files first, so that all ranks refuse a bad folder before any change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FAULTS = 8
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of an open file, by the header."""
+    """A tensor of an open file, as its header describes it."""
 
     file: Any
     key: str
@@ -41,7 +41,7 @@ def read_tensors(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Reads whole tensors of these names and shapes, on the CPU, in `dtype` or that of the file.
+    """Reads full tensors of these names and shapes, on the CPU, in `dtype` or the file's dtype.
 
     Raises:
         ValueError: a file is missing or broken, or a tensor missing, unexpected or of another shape; names it.
@@ -50,9 +50,9 @@ def read_tensors(
     with open_entries(Path(folder), names_of(config)) as entries:
         check_entries(Path(folder), entries, expected_places := places(config, shapes))
         for name, place in expected_places.items():
-            part = part_of(entries, place, tuple(slice(0, size) for size in shapes[name]))
-            # Copied, since a view would map the file: saving to the same folder would change the tensor.
-            tensors[name] = torch.empty(shapes[name], dtype=dtype or part.dtype).copy_(part)
+            values = part_of(entries, place, tuple(slice(0, size) for size in shapes[name]))
+            # A copy: a view would map the file, and saving to the same folder would change the tensor.
+            tensors[name] = torch.empty(shapes[name], dtype=dtype or values.dtype).copy_(values)
     return tensors
 
 
@@ -61,7 +61,7 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
     """Fills each parameter, or this rank's part of a `DTensor`.
 
     Raises:
-        ValueError: as `read_tensors`; or a parameter has no data, or its local part is no box of the whole tensor.
+        ValueError: as `read_tensors`; or a parameter has no data, or its local part is not a box of the full tensor.
     """
     for name, parameter in parameters.items():
         if parameter.is_meta:
@@ -77,26 +77,28 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
 
 def part_of(entries: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
     """Returns a box of one of our tensors, possibly as a view of the file."""
-    return place.turn(cut(entries[place.name], place.index(box)))
+    return place.transpose(read_box(entries[place.name], place.index(box)))
 
 
-def cut(entry: TensorEntry, index: Box) -> Tensor:
-    """Reads a box of a tensor. All reads of tensors come here."""
+def read_box(entry: TensorEntry, index: Box) -> Tensor:
+    """Reads a box of a tensor. The only place that reads tensor data."""
     return cast(Tensor, entry.file.get_slice(entry.key)[index])
 
 
 @contextmanager
 def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
-    """Context manager of the folder's tensors, by their names in a model with a head. Files are open within."""
+    """Context manager that opens a folder's files: its tensors, by their names in a model with a head."""
     with ExitStack() as stack:
-        indexed = weight_map(folder)
-        files = [WEIGHTS] if indexed is None else sorted(set(indexed.values()))
+        index = weight_map(folder)
+        files = [WEIGHTS] if index is None else sorted(set(index.values()))
         entries: dict[str, TensorEntry] = {}
         for file in files:
             in_file = headers(folder / file, stack)
-            if missing := [name for name, holder in (indexed or {}).items() if holder == file and name not in in_file]:
-                raise ValueError(f"{folder / INDEX} has {join_faults(missing)} in {file}, and it is not there")
-            entries |= {key: entry for key, entry in in_file.items() if (indexed or {}).get(key, file) == file}
+            if missing_names := [
+                name for name, holder in (index or {}).items() if holder == file and name not in in_file
+            ]:
+                raise ValueError(f"{folder / INDEX} has {join_faults(missing_names)} in {file}, and it is not there")
+            entries |= {key: entry for key, entry in in_file.items() if (index or {}).get(key, file) == file}
         entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
         if not any(key.startswith(names.prefix) for key in entries):
             entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
@@ -104,7 +106,7 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
 
 
 def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_places: Mapping[str, Place]) -> None:
-    """Raises ValueError unless names, shapes and dtypes of the entries are those of `expected_places`."""
+    """Raises ValueError unless names, shapes and dtypes of the entries match `expected_places`."""
     if faults := list(differences(entries, {place.name: place.shape for place in expected_places.values()})):
         raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {join_faults(faults, '; ')}")
 
@@ -112,7 +114,7 @@ def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_pla
 def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
     """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only.
 
-    A config may state any sizes, so nothing is built or listed for more layers than there are tensors.
+    A config may state any sizes, so nothing is built for more layers than there are tensors.
 
     Args:
         build: builds a model from a config.
@@ -126,7 +128,7 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
 
 
 def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
-    """Returns the tensors of a file, which `stack` closes."""
+    """Opens a file, which `stack` closes, and returns its tensors."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt"))
         entries: dict[str, TensorEntry] = {}
@@ -151,5 +153,5 @@ def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[i
 
 
 def join_faults(faults: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
-    return separator.join(faults[:MAX_FAULTS]) + more
+    suffix = f"{separator}and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
+    return separator.join(faults[:MAX_FAULTS]) + suffix

@@ -44,13 +44,13 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     if kind == "default":
         return theta, None
     try:
-        chosen = scaling(kind, options, fields, max_positions)
+        rope_scaling = scaling(kind, options, fields, max_positions)
         # Extreme values fail here rather than in the first forward pass; any head dim shows it.
-        if not (chosen.frequencies(64, theta).isfinite().all() and isfinite(chosen.amplitude)):
+        if not (rope_scaling.frequencies(64, theta).isfinite().all() and isfinite(rope_scaling.amplitude)):
             raise ValueError(f"with rope_theta={theta}, its frequencies are not finite")
     except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError names an argument that is missing
         raise ValueError(f"{source}={rope}: {error}") from error
-    return theta, chosen
+    return theta, rope_scaling
 
 
 def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], max_positions: int) -> RopeScaling:
@@ -69,18 +69,18 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
     return SCALINGS[kind](**values)
 
 
-def describe_rope(theta: float, chosen: RopeScaling | None) -> dict[str, Any]:
+def describe_rope(theta: float, rope_scaling: RopeScaling | None) -> dict[str, Any]:
     """Returns `rope_theta` and `rope_scaling`, which all versions of `transformers` read.
 
     Raises:
         ValueError: Hugging Face has no name for the scaling.
     """
-    if chosen is None:
+    if rope_scaling is None:
         return {"rope_theta": theta, "rope_scaling": None}
     for kind, scaling_type in SCALINGS.items():
-        if type(chosen) is scaling_type:
-            values = {field.name: getattr(chosen, field.name) for field in fields_of(scaling_type)}
+        if type(rope_scaling) is scaling_type:
+            values = {field.name: getattr(rope_scaling, field.name) for field in fields_of(scaling_type)}
             options = {name: value for name, value in values.items() if value is not None}
             return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **options}}
     accepted = ", ".join(scaling_type.__name__ for scaling_type in SCALINGS.values())
-    raise ValueError(f"rope_scaling={chosen} has no name in Hugging Face's config.json; {accepted} have")
+    raise ValueError(f"rope_scaling={rope_scaling} has no name in Hugging Face's config.json; {accepted} have")

@@ -1,4 +1,4 @@
-"""Our tensors' places in the tensors of files: GPT-2's are transposed there, and its q, k and v fused."""
+"""The places of our tensors in the tensors of files: GPT-2 files have transposed weights, and q, k and v fused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place:
         name: of the tensor in the file.
         shape: of the tensor in the file.
         start: offset of our tensor along the last dim.
-        transposed: our tensor's two dims are exchanged there.
+        transposed: the file has our tensor's two dims exchanged.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Place:
 
     def index(self, box: Box) -> Box:
         """Returns the box in the file's tensor of a box in ours."""
-        *leading, last = reversed(box) if self.transposed else box
-        return (*leading, slice(last.start + self.start, last.stop + self.start))
+        *leading_dims, last = reversed(box) if self.transposed else box
+        return (*leading_dims, slice(last.start + self.start, last.stop + self.start))
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Converts the file's order of dims to ours, and back."""
+    def transpose(self, x: Tensor) -> Tensor:
+        """Converts the file's order of dims to ours, or back."""
         return x.T if self.transposed else x
 
 
@@ -73,23 +73,23 @@ def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GP
         model = build(one_block(config))
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
-        before, index, after = name.partition(".0.")  # blocks alone have a number
+        before, index, after = name.partition(".0.")  # only blocks have a number in their names
         for layer in range(config.layers if index else 1):
             shapes[f"{before}.{layer}.{after}" if index else name] = tuple(tensor.shape)
     return shapes
 
 
 def places(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Place]:
-    """Returns the place of each of our tensors, by its name and shape."""
+    """Returns the place of each of our tensors, from names and shapes."""
     place = gpt_place if isinstance(config, GPTConfig) else Place
     return {name: place(name, tuple(shape)) for name, shape in shapes.items()}
 
 
 def gpt_place(name: str, shape: tuple[int, ...]) -> Place:
-    """Returns a place for GPT-2, whose linear layers are [inputs, outputs], and q, k and v one layer."""
+    """Returns a place in GPT-2's files, where linear weights are [inputs, outputs] and q, k and v are one layer."""
     transposed = TRANSPOSED.fullmatch(name) is not None
-    *leading, width = reversed(shape) if transposed else shape
-    if fused := FUSED.fullmatch(name):
-        before, part, kind = fused.groups()
-        return Place(f"{before}c_attn.{kind}", (*leading, 3 * width), "qkv".index(part) * width, transposed)
-    return Place(name, (*leading, width), 0, transposed)
+    *leading_dims, width = reversed(shape) if transposed else shape
+    if match := FUSED.fullmatch(name):
+        before, projection, kind = match.groups()
+        return Place(f"{before}c_attn.{kind}", (*leading_dims, 3 * width), "qkv".index(projection) * width, transposed)
+    return Place(name, (*leading_dims, width), 0, transposed)

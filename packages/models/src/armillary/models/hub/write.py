@@ -1,7 +1,7 @@
-"""From tensors to files; no rank holds more than one file and one tensor at a time.
+"""From tensors to files. A rank holds at most one file and one tensor at a time.
 
-All ranks gather a sharded tensor together, and the rank that writes its file keeps it: rank i modulo their number
-writes file i. Partial files lie beside the old ones until all are complete.
+All ranks gather a sharded tensor together, and only the rank that writes its file keeps it: rank i % ranks writes file
+i. New files are partial files beside the old ones until all are complete.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, and our tensors that it consists of, in order."""
+    """A tensor of a file, with our tensors that it is made from, in order."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[tuple[Place, Tensor]]
+    sources: list[tuple[Place, Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -55,19 +55,19 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`."""
-    ranks = SavingRanks.around(tensors.values())
+    ranks = SavingRanks.of(tensors.values())
     ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
-    stored = all_stored(config, tensors, dtype)
-    described = describe(config, next(iter(stored)).dtype)
-    named = name_files(split(stored, max_file_bytes))
+    file_tensors = all_stored(config, tensors, dtype)
+    config_fields = describe(config, next(iter(file_tensors)).dtype)
+    files_by_name = name_files(split(file_tensors, max_file_bytes))
     target = Path(folder)
     try:
         ranks.agree(lambda: target.mkdir(parents=True, exist_ok=True))
-        for first in range(0, len(named), ranks.size):
-            write_round(target, dict(list(named.items())[first : first + ranks.size]), ranks)
-        ranks.agree(lambda: ranks.rank or commit(target, named, config, described, source))
+        for first in range(0, len(files_by_name), ranks.size):
+            write_round(target, dict(list(files_by_name.items())[first : first + ranks.size]), ranks)
+        ranks.agree(lambda: ranks.rank or commit(target, files_by_name, config, config_fields, source))
     finally:
-        for path in list(named)[ranks.rank :: ranks.size]:
+        for path in list(files_by_name)[ranks.rank :: ranks.size]:
             files.discard(target / path)
 
 
@@ -86,7 +86,7 @@ def check(
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes={max_file_bytes}: at least 1 is needed")
     if source is not None and not Path(source).is_dir():
-        raise ValueError(f"source={str(source)!r} is no folder")
+        raise ValueError(f"source={str(source)!r} is not a folder")
 
 
 def all_stored(
@@ -94,19 +94,19 @@ def all_stored(
 ) -> list[FileTensor]:
     """Returns the tensors of all files, in the model's order."""
     our_places = places(config, {name: tensor.shape for name, tensor in tensors.items()})
-    stored: dict[str, FileTensor] = {}
+    file_tensors: dict[str, FileTensor] = {}
     for name, place in our_places.items():
         file_dtype = tensors[name].dtype if dtype is None else dtype
-        file_tensor = stored.setdefault(place.name, FileTensor(place.name, place.shape, file_dtype, []))
-        file_tensor.parts.append((place, tensors[name]))
-    return list(stored.values())
+        file_tensor = file_tensors.setdefault(place.name, FileTensor(place.name, place.shape, file_dtype, []))
+        file_tensor.sources.append((place, tensors[name]))
+    return list(file_tensors.values())
 
 
-def split(stored: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
+def split(file_tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
     """Returns the tensors of each file, as `transformers` splits them: in order, and a larger tensor alone."""
     groups: list[list[FileTensor]] = []
     current: list[FileTensor] = []
-    for tensor in stored:
+    for tensor in file_tensors:
         if tensor.nbytes > max_file_bytes:
             groups.append([tensor])
             continue
@@ -120,41 +120,41 @@ def split(stored: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTe
 def name_files(groups: Sequence[list[FileTensor]]) -> dict[str, list[FileTensor]]:
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": stored for i, stored in enumerate(groups, 1)}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": file_tensors for i, file_tensors in enumerate(groups, 1)}
 
 
-def write_round(target: Path, named: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
+def write_round(target: Path, files_by_name: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
     """Gathers the tensors of at most one file for each rank, and writes these files at once. Collective."""
     own_tensors: dict[str, Tensor] = {}
-    for writer, stored in enumerate(named.values()):
-        for tensor in stored:
-            values = assembled(tensor, is_kept=writer == ranks.rank)
+    for writer, file_tensors in enumerate(files_by_name.values()):
+        for tensor in file_tensors:
+            values = assemble(tensor, is_kept=writer == ranks.rank)
             if values is not None:
                 own_tensors[tensor.name] = values
-            del values  # or it would stay while the next one is gathered
-    path = target / list(named)[ranks.rank] if ranks.rank < len(named) else None
+            del values  # frees it before the next one is gathered
+    path = target / list(files_by_name)[ranks.rank] if ranks.rank < len(files_by_name) else None
     ranks.agree(lambda: path and write_weights(path, own_tensors))
 
 
-def assembled(stored: FileTensor, is_kept: bool) -> Tensor | None:
+def assemble(file_tensor: FileTensor, is_kept: bool) -> Tensor | None:
     """Returns a tensor of a file on the CPU; None unless this rank keeps it. Collective if it is sharded."""
     values: Tensor | None = None
-    for place, tensor in stored.parts:
-        part = gathered(tensor, stored.dtype)
+    for place, tensor in file_tensor.sources:
+        our_values = full_values(tensor, file_tensor.dtype)
         if not is_kept:
             continue
-        if len(stored.parts) == 1:
-            return place.turn(part.cpu()).contiguous()
-        values = torch.empty(stored.shape, dtype=stored.dtype) if values is None else values
-        turned = place.turn(part)
-        values.narrow(-1, place.start, turned.shape[-1]).copy_(turned)
+        if len(file_tensor.sources) == 1:
+            return place.transpose(our_values.cpu()).contiguous()
+        values = torch.empty(file_tensor.shape, dtype=file_tensor.dtype) if values is None else values
+        values_in_file = place.transpose(our_values)
+        values.narrow(-1, place.start, values_in_file.shape[-1]).copy_(values_in_file)
     return values
 
 
 @torch.no_grad()
-def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the whole tensor, in `dtype`. Collective if it is sharded."""
-    tensor = tensor.detach().to(dtype)  # before it is sent, since a narrow dtype has fewer bytes
+def full_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the full tensor, in `dtype`. Collective if it is sharded."""
+    tensor = tensor.detach().to(dtype)  # cast before the all-gather: a narrow dtype sends fewer bytes
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -162,7 +162,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     def save(partial: Path) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk has its error number in the text only
+        except SafetensorError as error:  # safetensors reports a full disk in its text only
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(*((int(number[1]), os.strerror(int(number[1]))) if number else (str(error),))) from error
 
@@ -171,29 +171,29 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def commit(
     target: Path,
-    named: Mapping[str, list[FileTensor]],
+    files_by_name: Mapping[str, list[FileTensor]],
     config: LlamaConfig | GPTConfig,
-    described: dict[str, Any],
+    config_fields: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> None:
-    """Replaces the old files by the partial ones: weights first, the index and `config.json` last. On one rank.
+    """Replaces the old files by the partial ones: weights first, the index and `config.json` last. Runs on one rank.
 
-    Meanwhile a folder of several files has no index, so that readers refuse it rather than mix old and new files.
+    Until then a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
     """
-    small = companions(target, named, config, described, source)
+    small = companions(target, files_by_name, config, config_fields, source)
     old = files.earlier_weights(target)
     try:
         for name, save in small.items():
             files.write_partial(target / name, save)
         (target / INDEX).unlink(missing_ok=True)
-        if len(named) > 1:
+        if len(files_by_name) > 1:
             (target / WEIGHTS).unlink(missing_ok=True)
-        for name in (*named, *small):
-            files.put(target / name)
+        for name in (*files_by_name, *small):
+            files.replace_by_partial(target / name)
     finally:
         for name in small:
             files.discard(target / name)
-    for name in old - named.keys():
+    for name in old - files_by_name.keys():
         (target / name).unlink(missing_ok=True)
     for path in target.glob(f"*{files.PARTIAL}"):  # left by a killed save
         if files.WEIGHT_NAME.fullmatch(path.name.removesuffix(files.PARTIAL)):
@@ -202,43 +202,43 @@ def commit(
 
 def companions(
     target: Path,
-    named: Mapping[str, list[FileTensor]],
+    files_by_name: Mapping[str, list[FileTensor]],
     config: LlamaConfig | GPTConfig,
-    described: dict[str, Any],
+    config_fields: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> dict[str, Callable[[Path], object]]:
-    """Returns functions that write the files beside the weights, by name."""
+    """Returns functions that write the other files (config, index, tokenizer), by file name."""
     writers: dict[str, Callable[[Path], object]] = {}
     if source is not None:
         origin = Path(source)
-        dtype = getattr(torch, described["torch_dtype"])
+        dtype = getattr(torch, config_fields["torch_dtype"])
         fields = files.read_json(origin / CONFIG) if (origin / CONFIG).exists() else None
-        described = describe(config, dtype, fields)
+        config_fields = describe(config, dtype, fields)
         for name in TOKENIZER:
             if (origin / name).exists() and origin.resolve() != target.resolve():
                 writers[name] = lambda path, file=origin / name: shutil.copyfile(file, path)
-    writers[CONFIG] = lambda path: path.write_text(files.as_json(described))
-    if len(named) > 1:
-        writers[INDEX] = lambda path: path.write_text(files.as_json(index(named)))
+    writers[CONFIG] = lambda path: path.write_text(files.as_json(config_fields))
+    if len(files_by_name) > 1:
+        writers[INDEX] = lambda path: path.write_text(files.as_json(index(files_by_name)))
     return writers
 
 
-def index(named: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
+def index(files_by_name: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
     """Returns the contents of `model.safetensors.index.json`."""
-    file_names = {tensor.name: file for file, stored in named.items() for tensor in stored}
-    total = sum(tensor.nbytes for stored in named.values() for tensor in stored)
+    file_names = {tensor.name: file for file, file_tensors in files_by_name.items() for tensor in file_tensors}
+    total = sum(tensor.nbytes for file_tensors in files_by_name.values() for tensor in file_tensors)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
 
 
 @dataclass(frozen=True)
 class SavingRanks:
-    """The ranks that save together: all of them if a tensor is sharded, else the calling one alone."""
+    """The ranks that save together: all ranks if a tensor is sharded, else the calling rank alone."""
 
     rank: int
     size: int
 
     @classmethod
-    def around(cls, tensors: Any) -> SavingRanks:
+    def of(cls, tensors: Any) -> SavingRanks:
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         return cls(dist.get_rank(), dist.get_world_size()) if sharded else cls(0, 1)
 

@@ -1,4 +1,4 @@
-"""Linear layers that add their weights' gradients to one buffer, not to a tensor as large as the weight each time."""
+"""Linear layers that accumulate weight gradients in one buffer, instead of a new tensor per stage of heads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from armillary.attention.call.sources import head_slices, select_heads, update_h
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows of some heads, D `dim` each, in a weight [H D, E] or a bias [H D]."""
+    """The rows of some heads, `dim` (D) per head, in a weight [H D, E] or a bias [H D]."""
 
     heads: tuple[int, ...]
     dim: int
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Returns [h D, ...]: a view if the heads are neighbours."""
+        """Returns [h D, ...]: a view if the heads are consecutive."""
         return select_heads(parameter.unflatten(0, (-1, self.dim)), self.heads, 0).flatten(0, 1)
 
     def add_to(self, total: Tensor, rows: Tensor) -> None:
@@ -30,20 +30,20 @@ class HeadRows:
         update_heads(total.unflatten(0, (-1, self.dim)), self.heads, rows.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
 
     def add_product(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; fused if the rows allow."""
+        """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; one fused op for consecutive rows."""
         run, *more_runs = head_slices(self.heads)
         if more_runs or run.step != 1:
             self.add_to(total, product(dy, x, total.dtype))
             return
         rows = total[run.start * self.dim : run.stop * self.dim]
-        if dy.dtype == total.dtype or not dy.is_cuda:
+        if dy.dtype == total.dtype or not dy.is_cuda:  # addmm with out_dtype exists on CUDA only
             rows.addmm_(dy.T.to(total.dtype), x.to(total.dtype))
         else:
             torch.addmm(rows, dy.T, x, out_dtype=total.dtype, out=rows)
 
 
 def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Computes dy^T x in `dtype`, for tensors that may be narrower."""
+    """Returns dy^T x in `dtype`, which may be wider than the tensors'."""
     if dy.dtype == dtype or not dy.is_cuda:
         return dy.T.to(dtype) @ x.to(dtype)
     return torch.mm(dy.T, x, out_dtype=dtype)
@@ -51,29 +51,31 @@ def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: GradientSums) -> Tensor:
     """Computes some outputs [..., h D] of a linear layer. Backward adds gradients of weight and bias to `totals`."""
-    # As registered: a sharded module's attributes are this rank's parts (`ShardedModule`).
+    # The registered parameters: reading a sharded module's attribute would make its local part (`ShardedModule`).
     weight, bias = (linear._parameters[name] for name in ("weight", "bias"))  # pyright: ignore[reportPrivateUsage]
     return cast(Tensor, cast(Any, CollectedLinear).apply(x, weight, bias, rows, totals))
 
 
 class CollectedLinear(torch.autograd.Function):
-    """Weight and bias are inputs without a gradient, so that autograd runs backward even if x needs none."""
+    """Weight and bias are inputs whose gradient is None: autograd runs backward even if x needs no gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: HeadRows, totals: GradientSums
     ) -> Tensor:
-        used = rows.of(local_part(weight))
-        y = F.linear(x, used, None if bias is None else rows.of(local_part(bias)))
+        used_weight = rows.of(local_part(weight))
+        y = F.linear(x, used_weight, None if bias is None else rows.of(local_part(bias)))
         ctx.rows, ctx.totals, ctx.parameters = rows, totals, (weight, bias)
-        ctx.save_for_backward(x, used)
+        ctx.save_for_backward(x, used_weight)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dy,), (x, used) = grad_outputs, ctx.saved_tensors
-        dx = dy @ used.to(dy.dtype) if ctx.needs_input_grad[0] else None  # under autocast it computed in dy's dtype
+        (dy,), (x, used_weight) = grad_outputs, ctx.saved_tensors
+        dx = (
+            dy @ used_weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        )  # under autocast forward ran in dy's dtype
         weight, bias = map(ctx.totals.buffer, ctx.parameters)
         if weight is not None:
             ctx.rows.add_product(weight, dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype))

@@ -25,16 +25,15 @@ class HeadProjections:
     """Linear projections [B, T, E] -> [B, T, H, D] with norms and rotation: a `TokenProjections`.
 
     Args:
-        query, key, value: from E to H D, K D and K D. Plain `nn.Linear`s compute only the requested heads; anything
-            else
-            (LoRA adapters, float8, hooks) is called as a whole.
+        query, key, value: from E to H D, K D and K D. Plain `nn.Linear`s compute only the requested heads; other
+            modules (LoRA adapters, float8, hooks) compute all heads, which are then selected.
         head_dim: D.
-        rotation: of queries and keys, for the tokens of x.
-        norm: of x, first.
-        query_norm, key_norm: of each head, before its rotation (Qwen3).
-        projector: registered number of the `Projecting` module that made them, if any, as a tensor: torch.compile then
-            does not trace them.
-        totals: sums to which backward adds the gradients of plain linear layers, which autograd then does not return.
+        rotation: rotates queries and keys, for the tokens of x.
+        norm: applied to x first.
+        query_norm, key_norm: applied to each head before its rotation (Qwen3).
+        projector: registered number of the `ProjectionModule` that made them, as a tensor: torch.compile then does not
+            trace them.
+        totals: sums to which backward adds the gradients of plain linear layers, instead of returning them.
     """
 
     query: nn.Module
@@ -68,29 +67,27 @@ class HeadProjections:
         return chain.from_iterable(module.parameters() for module in modules if module is not None)
 
     def parts(self) -> ProjectionParts | None:
-        """Returns the tensors from which an op remakes the projections; None if something else (such as LoRA) is
-        involved.
-        """
+        """Returns the tensors from which an op rebuilds the projections; None if they involve more (LoRA, hooks)."""
         modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
         plain_modules = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
         if self.projector is None or self.norm is not None or not plain_modules or self.key is self.value:
             return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
         parameters = [
-            getattr(part, name)  # sharded over an axis, a module's attribute is what this rank has (`ShardedModule`)
+            getattr(submodule, name)  # an attribute, which is the local part of a sharded parameter (`ShardedModule`)
             for module in modules
             if module is not None
-            for part in module.modules()
-            for name, parameter in part._parameters.items()  # pyright: ignore[reportPrivateUsage]
+            for submodule in module.modules()
+            for name, parameter in submodule._parameters.items()  # pyright: ignore[reportPrivateUsage]
             if parameter is not None and parameter.requires_grad
         ]
         return ProjectionParts(self.projector, self.head_dim, tensors, parameters)
 
     def made_of(self) -> Hashable | None:
-        """Returns a key of the parameters' dims and dtypes; None unless all layers and norms are plain."""
+        """Returns a cache key of the parameters' dims and dtypes; None unless all layers and norms are plain."""
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
-        descriptions = [() if module is None else described(module) for module in modules]
-        angles = () if self.rotation is None else (kind_of(self.rotation.cos), kind_of(self.rotation.sin))
+        descriptions = [() if module is None else module_key(module) for module in modules]
+        angles = () if self.rotation is None else (tensor_key(self.rotation.cos), tensor_key(self.rotation.sin))
         return None if None in descriptions else (self.heads, self.key_heads, self.head_dim, angles, *descriptions)
 
     def of_tokens(self, tokens: slice) -> HeadProjections:
@@ -100,7 +97,7 @@ class HeadProjections:
         return replace(self, totals=totals)
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
-        """Computes the requested ones of `count` heads."""
+        """Computes the requested heads out of `count`."""
         if self.totals is not None and isinstance(linear, nn.Linear) and plain(linear, nn.Linear):
             y = collected_linear(x, linear, HeadRows(tuple(heads), self.head_dim), self.totals)
             return y.unflatten(-1, (len(heads), self.head_dim))
@@ -114,8 +111,8 @@ class HeadProjections:
         return y.unflatten(-1, (len(heads), self.head_dim))
 
 
-class Projecting(nn.Module):
-    """A module that makes `HeadProjections`, and remakes them inside an op from its registered number."""
+class ProjectionModule(nn.Module):
+    """A module that makes `HeadProjections`. An op rebuilds them from its registered number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +120,7 @@ class Projecting(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.projector = register_as_tensor(self)  # a copy is another module
+        self.projector = register_as_tensor(self)  # a copy needs a number of its own
 
     @abstractmethod
     def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
@@ -134,26 +131,26 @@ class Projecting(nn.Module):
 
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """True if calling the module does exactly what one of `kinds` does."""
+    """Returns True if the module computes exactly what a class of `kinds` does: no hooks, no other `forward`."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    touched = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
-    return any(type(module).forward is kind.forward for kind in kinds) and not touched
+    is_changed = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
+    return any(type(module).forward is kind.forward for kind in kinds) and not is_changed
 
 
-def described(module: nn.Module) -> Hashable | None:
-    """Returns a key for the dims and dtype of a plain module's result; None for modules that are not plain."""
-    parameters = module._parameters  # pyright: ignore[reportPrivateUsage] - as attributes, some would be made here
-    children = module._modules  # pyright: ignore[reportPrivateUsage] - a parametrization, or what a subclass calls
+def module_key(module: nn.Module) -> Hashable | None:
+    """Returns a cache key for the dims and dtype of a plain module's result; None for other modules."""
+    parameters = module._parameters  # pyright: ignore[reportPrivateUsage] - attributes would make local parts
+    children = module._modules  # pyright: ignore[reportPrivateUsage] - a parametrization, or a subclass's submodule
     if children or "weight" not in parameters or not plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm):
         return None
     if not all(x is None or type(x) in (Tensor, nn.Parameter) or compat.is_dtensor(x) for x in parameters.values()):
         return None
-    return type(module), getattr(module, "normalized_shape", None), *map(kind_of, parameters.values())
+    return type(module), getattr(module, "normalized_shape", None), *map(tensor_key, parameters.values())
 
 
-def kind_of(x: Tensor | None) -> Hashable:
+def tensor_key(x: Tensor | None) -> Hashable:
     """Returns dims, dtype and device of a tensor, and the mesh and placements of a DTensor."""
     if x is None:
         return None
-    placed = (x.device_mesh, x.placements) if compat.is_dtensor(x) else ()
-    return x.shape, x.dtype, x.device, *placed
+    placement = (x.device_mesh, x.placements) if compat.is_dtensor(x) else ()
+    return x.shape, x.dtype, x.device, *placement

@@ -31,15 +31,15 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         scaling: RopeScaling | None = None,
     ) -> RotaryEmbedding:
-        """Returns the angles position * theta^(-2i / D) of pair i, or those of a scaling.
+        """Returns the rotation by position * theta^(-2i / D) for pair i, or by the frequencies of a scaling.
 
         Args:
-            positions: integers [T] or [B, T], as large as float64 represents exactly (2^53).
+            positions: integers [T] or [B, T], up to 2^53 (exact in float64).
             head_dim: D.
-            dtype: of the model; cosines and sines have it, or float32 if it is narrower.
-            scaling: other frequencies, and a factor for cosines and sines.
+            dtype: of the model; cosines and sines have it, but at least float32.
+            scaling: replaces the frequencies, and may scale cosines and sines.
         """
-        # A float32 frequency is off by up to 6e-8 of itself: at position 5,000,000 that is 0.3 radians.
+        # In float64: a float32 frequency has a relative error of 6e-8, which is 0.3 radians at position 5,000,000.
         frequencies = plain_frequencies if scaling is None else scaling.frequencies
         angles = positions.double()[..., None, None] * frequencies(head_dim, theta, positions.device)
         cos, sin = angles.cos(), angles.sin()
@@ -54,19 +54,21 @@ class RotaryEmbedding:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotates each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
-        if torch.compiler.is_compiling():  # a graph fuses it anyway, and in torch 2.11's a Function's gradient was 0
-            return turned(x, self.cos, self.sin, 1)
-        return cast(Tensor, cast(Any, Turn).apply(x, self.cos, self.sin))
+        if (
+            torch.compiler.is_compiling()
+        ):  # inductor fuses it anyway; in torch 2.11 a compiled Function's gradient was 0
+            return rotate(x, self.cos, self.sin, 1)
+        return cast(Tensor, cast(Any, Rotate).apply(x, self.cos, self.sin))
 
 
-class Turn(torch.autograd.Function):
-    """RoPE, a linear map whose transpose rotates backwards: backward needs no x, and angles have no gradient."""
+class Rotate(torch.autograd.Function):
+    """RoPE is linear, and its transpose rotates backwards: backward needs no x, and angles have no gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return turned(x, cos, sin, 1)
+        return rotate(x, cos, sin, 1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -74,11 +76,11 @@ class Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return turned(*grad_outputs, *ctx.saved_tensors, sign=-1), None, None
+        return rotate(*grad_outputs, *ctx.saved_tensors, sign=-1), None, None
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Rotates x by its angles times `sign`."""
     a, b = x.chunk(2, dim=-1)
-    parts = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
-    return torch.cat(parts, dim=-1).to(x.dtype)
+    halves = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
+    return torch.cat(halves, dim=-1).to(x.dtype)

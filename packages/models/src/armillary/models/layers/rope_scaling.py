@@ -1,4 +1,4 @@
-"""Scalings of RoPE's frequencies for sequences longer than those of pre-training.
+"""Scalings of RoPE's frequencies for sequences longer than in pre-training.
 
 Fields have the names and meanings of Hugging Face's `rope_parameters`.
 """
@@ -86,6 +86,7 @@ class Llama3Scaling:
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)
+        # Turns of each pair over the length of pre-training: pairs that never completed few turns are interpolated.
         turns = self.original_max_position_embeddings * plain / (2 * math.pi)
         fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return plain * (fast + (1 - fast) / self.factor)
@@ -127,32 +128,33 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
-        return self._grown(1.0)
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)
-        first = self._pair_turning(self.beta_fast, head_dim, theta)
-        last = self._pair_turning(self.beta_slow, head_dim, theta)
+        # Pairs before `first` keep their frequency, pairs after `last` are interpolated, with a ramp between them.
+        first = self._pair_at(self.beta_fast, head_dim, theta)
+        last = self._pair_at(self.beta_slow, head_dim, theta)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        last = last + 0.001 if first == last else last  # as transformers has it, not to divide by 0
+        last = last + 0.001 if first == last else last  # as in transformers, avoids a division by 0
         pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
         slow = ((pairs - first) / (last - first)).clamp(0, 1)
         return plain * (1 - slow + slow / self.factor)
 
-    def _grown(self, scale: float) -> float:
+    def _mscale(self, scale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
-    def _pair_turning(self, turns: float, head_dim: int, theta: float) -> float:
-        """Returns the pair, as a fraction, with so many turns in the original length."""
+    def _pair_at(self, turns: float, head_dim: int, theta: float) -> float:
+        """Returns the (fractional) index of the pair that makes `turns` turns in the original length."""
         length = self.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def check_positive(scaling: LinearScaling | Llama3Scaling | YarnScaling) -> None:
-    """Raises ValueError for a field that is neither a finite number above 0 nor None by default."""
+    """Raises ValueError unless each field is a finite number above 0, or None where that is the default."""
     for field in fields(scaling):
         value = getattr(scaling, field.name)
         if field.name == "truncate":

@@ -1,4 +1,4 @@
-"""Labels of a chunk of tokens, one each or any number with weights: their logits, and the gradient of all logits.
+"""Labels of a chunk of tokens: one per token, or several with weights. Their logits, and the gradient of all logits.
 
 Letters: C tokens of a chunk, m labels, V_r rows of the vocabulary on this rank.
 """
@@ -25,8 +25,8 @@ class ChunkLabels(Protocol):
     @property
     def weights(self) -> Tensor: ...
 
-    def chosen(self, logits: Tensor) -> Tensor:
-        """Returns the weighted sum of the labels' logits [C, V_r], [C, 1]; labels of other ranks count 0."""
+    def logits_of(self, logits: Tensor) -> Tensor:
+        """Returns the weighted sum of the labels' logits, [C, V_r] -> [C, 1]; labels on other ranks count 0."""
         ...
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
@@ -51,32 +51,32 @@ class TokenLabels(Protocol):
         ...
 
     def check(self, rows: VocabularyShard) -> None:
-        """Refuses labels outside of the vocabulary."""
+        """Raises an error for labels outside of the vocabulary."""
         ...
 
-    def any_of(self, part: slice) -> bool:
-        """False if the host knows that there are no labels among these tokens of each rank."""
+    def any_of(self, chunk: slice) -> bool:
+        """False if the host knows, without a device sync, that these tokens of each rank have no labels."""
         ...
 
-    def of_chunk(self, part: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
-        """Returns the labels of these tokens of each rank, rank by rank, in the dtype of sums."""
+    def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
+        """Returns the labels of these tokens of every rank, rank by rank, in the dtype of sums."""
         ...
 
 
 def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> TokenLabels:
-    """Returns the labels [B, T], or triples, of tokens of which each rank has every R-th."""
+    """Returns the lookup of labels [B, T], or triples, for tokens interleaved over R ranks."""
     if isinstance(labels, LabelTriples):
-        return SeveralEach.of(labels, ranks)
+        return MultiLabels.of(labels, ranks)
     if labels.is_floating_point() or labels.ndim != 2:
         raise ValueError(f"labels must be integers [B, T]; got {labels.dtype} {tuple(labels.shape)}")
-    return OneEach((labels != ignore).sum(), pad_to_multiple(labels, ranks, ignore), ignore, ranks)
+    return SingleLabels((labels != ignore).sum(), pad_to_multiple(labels, ranks, ignore), ignore, ranks)
 
 
-# -- one label to a token ---------------------------------------------------------------------------------------------
+# -- one label per token ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class OneEach:
+class SingleLabels:
     """One label, or `ignore`, for each token [B, T]."""
 
     count: Tensor
@@ -92,42 +92,43 @@ class OneEach:
     def check(self, rows: VocabularyShard) -> None:
         rows.check_labels(self.labels, self.ignore)
 
-    def any_of(self, part: slice) -> bool:
+    def any_of(self, chunk: slice) -> bool:
         return True
 
-    def of_chunk(self, part: slice, rows: VocabularyShard, dtype: torch.dtype) -> OneOfChunk:
-        labels = self.labels.reshape(-1, self.ranks)[part].T.flatten().long().unsqueeze(1)
+    def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> SingleChunkLabels:
+        # Token i R + r is rank r's i-th: a column per rank, transposed to rank order, as hidden states are gathered.
+        labels = self.labels.reshape(-1, self.ranks)[chunk].T.flatten().long().unsqueeze(1)
         valid = labels != self.ignore
-        return OneOfChunk(valid, *rows.find(labels, valid))
+        return SingleChunkLabels(valid, *rows.local_columns(labels, valid))
 
 
 @dataclass(frozen=True)
-class OneOfChunk:
-    """Columns [C, 1] of the labels' logits, and a mask of those on this rank."""
+class SingleChunkLabels:
+    """Columns [C, 1] of the labels' logits, and a mask of the labels on this rank."""
 
     weights: Tensor
-    places: Tensor
-    here: Tensor
+    columns: Tensor
+    is_local: Tensor
 
-    def chosen(self, logits: Tensor) -> Tensor:
-        return logits.gather(1, self.places).where(self.here, 0)
+    def logits_of(self, logits: Tensor) -> Tensor:
+        return logits.gather(1, self.columns).where(self.is_local, 0)
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
-        at_labels = softmax.gather(1, self.places) * factor - self.here.to(softmax.dtype)
-        # On a GPU an op casts as it writes; on a CPU it first makes all of its result, and bfloat16's scatter does too.
+        at_labels = softmax.gather(1, self.columns) * factor - self.is_local.to(softmax.dtype)
+        # A CUDA op casts as it writes. On the CPU it materializes its result first, and so does bfloat16's scatter.
         product = torch.mul(softmax, factor, out=softmax if softmax.device.type == "cpu" else gradient)
-        # Scattered, and not added: the same on every run on a GPU.
-        product.scatter_(1, self.places, at_labels.to(product.dtype))
+        # Scattered instead of added with atomics: deterministic on a GPU.
+        product.scatter_(1, self.columns, at_labels.to(product.dtype))
         if product is not gradient:
             gradient.copy_(product)
 
 
-# -- several ----------------------------------------------------------------------------------------------------------
+# -- several labels ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SeveralEach:
-    """Triples, with positions among padded tokens; `host` has the original triples, for lookups without waiting."""
+class MultiLabels:
+    """Triples with positions among padded tokens. `triples` keeps host copies, for lookups without a device sync."""
 
     shape: tuple[int, int]
     positions: Tensor
@@ -135,7 +136,7 @@ class SeveralEach:
     ranks: int
 
     @classmethod
-    def of(cls, triples: LabelTriples, ranks: int) -> SeveralEach:
+    def of(cls, triples: LabelTriples, ranks: int) -> MultiLabels:
         rows, tokens = triples.shape
         padding = -tokens % ranks
         positions = triples.positions + triples.positions // max(tokens, 1) * padding
@@ -146,52 +147,57 @@ class SeveralEach:
         return self.triples.weights.sum()
 
     def check(self, rows: VocabularyShard) -> None:
-        if self.triples.largest >= rows.whole:
-            raise ValueError(f"label {self.triples.largest} is not in the vocabulary of {rows.whole} tokens")
+        if self.triples.largest >= rows.total_rows:
+            raise ValueError(f"label {self.triples.largest} is not in the vocabulary of {rows.total_rows} tokens")
 
-    def any_of(self, part: slice) -> bool:
-        within = self._within(part)
-        return within.stop > within.start
+    def any_of(self, chunk: slice) -> bool:
+        triples = self._within(chunk)
+        return triples.stop > triples.start
 
-    def of_chunk(self, part: slice, rows: VocabularyShard, dtype: torch.dtype) -> SeveralOfChunk:
-        within, size = self._within(part), len(range(*part.indices(self.shape[0] * self.shape[1] // self.ranks)))
-        place = self.positions[within] - part.start * self.ranks
-        labels, weights = self.triples.labels[within], self.triples.weights[within].to(dtype)
-        tokens = place % self.ranks * size + place // self.ranks  # rank by rank
-        total = weights.new_zeros(size * self.ranks).index_put_((tokens,), weights, accumulate=True)
-        places, on_this_rank = rows.find(labels, labels >= 0)
-        return SeveralOfChunk(total.unsqueeze(1), tokens, places, weights.where(on_this_rank, 0))
+    def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> MultiChunkLabels:
+        in_chunk, token_count = (
+            self._within(chunk),
+            len(range(*chunk.indices(self.shape[0] * self.shape[1] // self.ranks))),
+        )
+        place = self.positions[in_chunk] - chunk.start * self.ranks
+        labels, weights = self.triples.labels[in_chunk], self.triples.weights[in_chunk].to(dtype)
+        token_rows = (
+            place % self.ranks * token_count + place // self.ranks
+        )  # rank by rank, as hidden states are gathered
+        total = weights.new_zeros(token_count * self.ranks).index_put_((token_rows,), weights, accumulate=True)
+        places, on_this_rank = rows.local_columns(labels, labels >= 0)
+        return MultiChunkLabels(total.unsqueeze(1), token_rows, places, weights.where(on_this_rank, 0))
 
-    def _within(self, part: slice) -> slice:
-        """Returns a mask of the triples that lie on these tokens of each rank."""
-        bounds = [self._unpadded(edge * self.ranks) for edge in (part.start, part.stop)]
+    def _within(self, chunk: slice) -> slice:
+        """Returns the slice of the triples on these tokens of each rank."""
+        bounds = [self._unpadded(edge * self.ranks) for edge in (chunk.start, chunk.stop)]
         return self.triples.within(*bounds)
 
     def _unpadded(self, position: int) -> int:
-        """Returns the number of tokens before this one."""
+        """Converts a position among padded tokens to a position among the original ones."""
         tokens = self.triples.shape[1]
         row, place = divmod(position, max(self.shape[1], 1))
         return row * tokens + min(place, tokens)
 
 
 @dataclass(frozen=True)
-class SeveralOfChunk:
-    """For each of m labels its token among the C, its column, and its weight, 0 if another rank has the column.
+class MultiChunkLabels:
+    """For each of m labels: its token among the C, its column, and its weight, 0 if another rank has the column.
 
-    Sums use index_put_, whose order on a GPU is the same in every run.
+    Sums use index_put_, which is deterministic on a GPU.
     """
 
     weights: Tensor
     tokens: Tensor
-    places: Tensor
-    each: Tensor
+    columns: Tensor
+    local_weights: Tensor
 
-    def chosen(self, logits: Tensor) -> Tensor:
-        # Where the weight is 0, so is the product, whatever the logit of another label.
-        logits_of_labels = (logits[self.tokens, self.places] * self.each).where(self.each != 0, 0)
+    def logits_of(self, logits: Tensor) -> Tensor:
+        # `where`, because 0 times an infinite logit would be NaN.
+        logits_of_labels = (logits[self.tokens, self.columns] * self.local_weights).where(self.local_weights != 0, 0)
         return logits.new_zeros(len(logits)).index_put_((self.tokens,), logits_of_labels, accumulate=True).unsqueeze(1)
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
-        softmax.mul_(factor).index_put_((self.tokens, self.places), -self.each, accumulate=True)
+        softmax.mul_(factor).index_put_((self.tokens, self.columns), -self.local_weights, accumulate=True)
         if gradient is not softmax:
             gradient.copy_(softmax)

@@ -28,7 +28,7 @@ def linear_argmax(
 ) -> Tensor:
     """Returns the token with the largest logit at each label, `ignore` elsewhere: int64 [B, T]; fits a model's `head`.
 
-    Logits are computed only at labels, `chunk_rows` at a time. Of equal logits the first token counts. Arguments as in
+    Logits are computed only at labels, `chunk_rows` at a time. Ties go to the first token. Arguments as in
     `linear_token_loss`; with an axis the result is the same on all its ranks.
 
     Bytes sent over R ranks, kind "all_gather": (R - 1) n E e for n tokens of each rank, and 2 w (R - 1) for each label.
@@ -40,13 +40,13 @@ def linear_argmax(
     ranks = 1 if axis is None else Axis.of(axis).size
     check(hidden, weight, token_labels(labels, ignore, ranks).shape, None, None, ranks)
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
-    labelled = labels != ignore
+    is_labelled = labels != ignore
     if not rows.alone:
         hidden = all_gather_interleaved(hidden, rows.axis)[:, : labels.shape[1]]
-    chosen = hidden[labelled]
-    chunk = chunk_rows(len(chosen), hidden.shape[-1], rows.whole, hidden.element_size(), ranks)
-    tokens = [likeliest(part, weight, rows) for part in chosen.split(chunk)]
-    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(labelled, torch.cat(tokens))
+    labelled_hidden = hidden[is_labelled]
+    chunk = chunk_rows(len(labelled_hidden), hidden.shape[-1], rows.total_rows, hidden.element_size(), ranks)
+    tokens = [likeliest(chunk_hidden, weight, rows) for chunk_hidden in labelled_hidden.split(chunk)]
+    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(is_labelled, torch.cat(tokens))
 
 
 def likeliest(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
@@ -54,10 +54,10 @@ def likeliest(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
     logits = F.linear(hidden, weight)
     if rows.alone:
         return logits.argmax(1)
-    if not len(weight):
+    if not len(weight):  # a rank without rows takes part in the gather, and never wins
         logits = logits.new_full((len(hidden), 1), -torch.inf)
     best = logits.max(1)
-    # Both in float64, which is exact for tokens too: one message instead of two.
+    # Logit and token in one message: float64 represents token ids exactly.
     own_best = torch.stack([best.values.double(), (best.indices + rows.first).double()], 1).unsqueeze(0)
     values, tokens = start_all_gather(own_best, rows.axis, [1] * rows.axis.size, 0).wait().unbind(2)
     return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()

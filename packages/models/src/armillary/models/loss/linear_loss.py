@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.core import Axis
 from armillary.core.labels import LabelTriples
 from armillary.models.dtensors import sums_dtensors
-from armillary.models.loss.chunk_labels import OneEach, token_labels
-from armillary.models.loss.cross_entropy import scaled
+from armillary.models.loss.chunk_labels import SingleLabels, token_labels
+from armillary.models.loss.cross_entropy import scale
 from armillary.models.loss.linear_chunks import LinearLossSpec, loss_and_gradients
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -42,53 +42,53 @@ def linear_token_loss(
 ) -> tuple[Tensor, Tensor]:
     """`token_loss(F.linear(hidden, weight, bias), labels)` without holding the logits; it fits a model's `head`.
 
-    A chunk's logits are computed once, in the dtype of `hidden` (under autocast, in autocast's), and softmax in
-    float32. Their gradients are computed right then, in the forward pass, for those inputs alone that require one;
-    backward scales them, any number of times (`retain_graph`), but cannot be differentiated itself.
+    A chunk's logits are computed once, in the dtype of `hidden` (or of autocast), and softmax in float32. Gradients are
+    computed in the same forward pass, for inputs that require them; backward scales them, any number of times
+    (`retain_graph`), but cannot be differentiated itself.
 
-    With e bytes to an element: from forward to backward there live d(hidden), T E e, and d(weight) in float32, 4 V E;
-    in forward a chunk's logits and their float32 copy too, chunk V (e + 4). Neither `hidden` nor `weight` is kept.
+    Memory, with e bytes per element: d(hidden), T E e, and d(weight) in float32, 4 V E, live from forward to backward;
+    forward adds a chunk's logits and their float32 copy, chunk V (e + 4). `hidden` and `weight` are not kept.
 
-    With an `axis` of R ranks (tensor parallelism) each has its part of the vocabulary, V_r rows, and of the tokens
-    those of its `interleaved_shard`: i R + r of each batch row. Then a chunk's hidden states are gathered, while the
-    chunk before is worked on, and their gradients are summed over ranks; of all else what lives is a part.
+    With an `axis` of R ranks (tensor parallelism) each rank has V_r rows of the vocabulary, and the tokens i R + r of
+    each batch row (`interleaved_shard`). A chunk's hidden states are gathered while the previous chunk is computed, and
+    their gradients are summed over ranks; everything else is this rank's part.
 
     Args:
         hidden: [B, T, E]; with an axis [B, ceil(T / R), E].
-        weight: [V, E], whole: a linear layer's or an embedding's, under FSDP2 within `forward`; with an axis [V_r, E],
-            as `torch.chunk` and DTensor's `Shard(0)` cut it: ceil(V / R) rows each while there are any.
-        labels: integers [B, T], shifted already: `labels[b, t]` is what the hidden state of token t of row b predicts.
-            With an axis too those of all tokens, the same on all its ranks. Or `LabelTriples` of those tokens, of which
-            a position may have several labels, with weights; chunks without any are not computed.
+        weight: [V, E], of a linear layer or an embedding; under FSDP2 gathered, as within `forward`. With an axis
+            [V_r, E], cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until none are left.
+        labels: integers [B, T], shifted: `labels[b, t]` is predicted by the hidden state of token t of row b. With an
+            axis, too, the labels of all tokens, the same on all ranks. Or `LabelTriples`: several labels per position,
+            with weights; chunks without labels are not computed.
         bias: [V]; with an axis [V_r].
         ignore: the label that is not counted.
-        chunk: how many tokens at a time, over all rows; `chunk_rows` of these shapes unless given. With an axis those
-            of all ranks together: the multiple of R below, or R.
+        chunk: number of tokens at a time, over all rows; by default `chunk_rows` of these shapes. With an axis, of all
+            ranks together, rounded down to a multiple of R, and at least R.
         z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
         backend: "own", or "torch" for `F.linear_cross_entropy` of torch 2.13. In float32 that is as exact and as fast,
-            but keeps its gradients for as long as the sum is kept. In bfloat16 it rounds the sum and d(weight) after
-            every chunk: with 1024 chunks the sum came out at a sixth.
-        axis: a 1-D mesh of R ranks. All must make the same call, and want gradients of the same inputs.
+            but its gradients live as long as the sum. In bfloat16 it rounds the sum and d(weight) after every chunk:
+            with 1024 chunks the sum was a sixth of the exact one.
+        axis: a 1-D mesh of R ranks. All ranks make the same call, with gradients for the same inputs.
         vocabulary: V, needed with an axis.
 
-    Bytes sent, all in forward, by each of R ranks for B ceil(T / R) = n tokens of its own, with w = 4, in float64 8:
+    Bytes sent, all in forward, by each of R ranks for its n = B ceil(T / R) tokens, with w = 4 (8 in float64):
 
         "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any gradient is wanted
-        "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if that of `hidden` is
+        "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if the gradient of `hidden` is wanted
 
     Returns:
         The sum of the cross entropies, in nats, a scalar in float32 (float64 for float64), and the count of valid
         labels, an integer scalar on the same device. With no valid label the sum is 0, with zero gradients. Of triples
         both count weights: the sum of weight times cross entropy, and the sum of weights, in float64.
 
-        With an axis both are those of all its tokens, to the bit the same on all its ranks. It is one loss of which
-        each rank has a copy, not R losses: each rank calls backward with the same upstream gradient, and gets that
-        loss's gradient by its own tokens, rows and biases. Nothing is left to be summed over the axis.
+        With an axis both cover all tokens and are bitwise equal on all ranks. It is one loss with a copy on each rank,
+        not R losses: each rank calls backward with the same upstream gradient, and gets the gradient by its own tokens,
+        rows and biases. Nothing needs to be summed over the axis.
 
     Raises:
         ValueError: shapes or dtypes that do not match, rows that are not this rank's part of `vocabulary`, a chunk
-            below 1, a backend that cannot do this. Raised before any communication. A label that is neither below V
-            nor `ignore` is left to torch, as in `token_loss`: to look would stall a GPU.
+            below 1, an unsupported backend. Raised before any communication. Labels out of range are not checked here,
+            as in `token_loss`, because that would synchronize with the GPU; torch's device assertion reports them.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_lookup = token_labels(labels, ignore, ranks)
@@ -96,37 +96,37 @@ def linear_token_loss(
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
     run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
     if backend == "torch" and isinstance(labels, LabelTriples):
-        raise ValueError(f"torch's takes one label to a token; got {labels}, which backend='own' takes")
-    chunk = chunk or chunk_rows(prod(label_lookup.shape), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
+        raise ValueError(f"backend 'torch' takes one label per token; got {labels}, which backend='own' takes")
+    chunk = chunk or chunk_rows(prod(label_lookup.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
     label_lookup.check(rows)
     spec = LinearLossSpec(label_lookup, chunk, dtype, z_loss, rows)
     return run(hidden.flatten(0, 1), weight, bias, spec), label_lookup.count
 
 
 def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
-    """How many tokens to take at a time, in chunks as equal as can be.
+    """Returns the number of tokens per chunk, with chunks as equal as possible.
 
-    Logits and their float32 copy are allowed 64 MiB or, where that is more, half of what `hidden` [tokens, dim] and
-    `weight` [vocabulary, dim] take, which are there anyway: 683 tokens of 8192 for LLaMA-3-8B, 4148 of 655360. Smaller
-    chunks would cost time, since each reads the weight and adds to all of its gradient.
+    Logits and their float32 copy may take 64 MiB or half the bytes of `hidden` [tokens, dim] and `weight` [vocabulary,
+    dim], whichever is more: 683 tokens of 8192 for LLaMA-3-8B, 4148 of 655360. Smaller chunks cost time, since each
+    one reads the weight and adds to its full gradient.
 
-    With several ranks, each has a part of the tokens and of the vocabulary. Beside the logits are then what is sent
-    and received of a chunk: its hidden states and the next one's, their gradient before and after.
+    With several ranks, the bytes in flight count too: hidden states of this chunk and the next, and their gradient
+    before and after the reduction.
     """
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
-    wide = 4 if itemsize < 4 else 0
-    exchanged = 4 * dim * itemsize if ranks > 1 else 0
-    chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide) + exchanged) / budget)
+    wide_itemsize = 4 if itemsize < 4 else 0
+    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0
+    chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide_itemsize) + exchanged_bytes) / budget)
     return max(1, ceil(tokens / max(1, chunks)))
 
 
 LossBackend = Callable[[Tensor, Tensor, Tensor | None, LinearLossSpec], Tensor]
-"""From hidden [T, E], weight [V, E] and bias [V] to the sum."""
+"""From hidden [T, E], weight [V, E] and bias [V] to the summed loss."""
 
 
 def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
-    """Computes the sum by `F.linear_cross_entropy`."""
-    labels = cast(OneEach, spec.labels)
+    """Computes the summed loss by `F.linear_cross_entropy`."""
+    labels = cast(SingleLabels, spec.labels)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=spec.chunk, chunking_method=None, allow_retain_graph=True)
     total = F.linear_cross_entropy(
         hidden.to(spec.dtype),
@@ -140,22 +140,22 @@ def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
     return total.to(spec.wide)
 
 
-@torch.compiler.disable  # Traced, it would be a graph of all chunks, one after the other.
+@torch.compiler.disable  # traced, the loop would be unrolled into a graph of all chunks
 def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
-    """Computes the sum by our own code, in `linear_chunks`."""
-    # Asked here, because inside a Function grad mode is off.
-    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
-    return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, wanted))
+    """Computes the summed loss chunk by chunk (`linear_chunks`)."""
+    # Decided here: inside a Function grad mode is off.
+    needs_grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
+    return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, needs_grad))
 
 
 class LinearLoss(torch.autograd.Function):
-    """The sum, whose gradients are computed in forward."""
+    """The summed loss. Its gradients are computed in forward, and scaled in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, wanted: Sequence[bool]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, needs_grad: Sequence[bool]
     ) -> Tensor:
-        total, gradients = loss_and_gradients(hidden, weight, bias, spec, wanted)
+        total, gradients = loss_and_gradients(hidden, weight, bias, spec, needs_grad)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
@@ -163,8 +163,8 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if x is None else scaled(x, grads[0], dtype) for x, dtype in saved), None, None
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if x is None else scale(x, grads[0], dtype) for x, dtype in gradients), None, None
 
 
 def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
@@ -177,16 +177,16 @@ def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {name!r}")
     if name == "torch" and (z_loss or ranks > 1 or not hasattr(nn, "LinearCrossEntropyOptions")):
         raise ValueError(
-            "torch's has no z_loss, and needs torch 2.13 and one rank; "
-            f"got {z_loss}, torch {torch.__version__} and {ranks} ranks"
+            "backend 'torch' has no z_loss, and needs torch 2.13 and one rank; "
+            f"got z_loss={z_loss}, torch {torch.__version__} and {ranks} ranks"
         )
     return with_torch if name == "torch" else cast(LossBackend, with_own)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype of `hidden`, unless autocast lowers it, as it does all but float64."""
-    lowered = autocasts(hidden) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(hidden.device.type) if lowered else hidden.dtype
+    """Returns the dtype of `hidden`, or autocast's, which applies to every dtype except float64."""
+    is_lowered = autocasts(hidden) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(hidden.device.type) if is_lowered else hidden.dtype
 
 
 def autocasts(x: Tensor) -> bool:
@@ -197,17 +197,19 @@ def autocasts(x: Tensor) -> bool:
 def check(
     hidden: Tensor, weight: Tensor, tokens: tuple[int, ...], bias: Tensor | None, chunk: int | None, ranks: int
 ) -> None:
-    """Refuses arguments that do not fit together, as far as can be seen without waiting for a GPU."""
+    """Raises ValueError for arguments that do not match, as far as visible without a device sync."""
     rows = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
     expected = rows, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
-    got = tokens, weight.shape, weight.shape[:1] if bias is None else bias.shape
-    if hidden.ndim != 3 or got != expected:
-        over = f"B, ceil(T / {ranks}), E], of this rank's part of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
+    shapes_given = tokens, weight.shape, weight.shape[:1] if bias is None else bias.shape
+    if hidden.ndim != 3 or shapes_given != expected:
+        hidden_shape = (
+            f"B, ceil(T / {ranks}), E], with this rank's rows of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
+        )
         tensors = [x.shape for x in (hidden, weight)], [tokens], [] if bias is None else [bias.shape]
-        shapes = ", ".join(str(tuple(shape)) for part in tensors for shape in part)
-        raise ValueError(f"hidden [{over}, E], labels [B, T] and bias [V] are needed; got {shapes}")
+        shapes = ", ".join(str(tuple(shape)) for group in tensors for shape in group)
+        raise ValueError(f"hidden [{hidden_shape}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
     if not autocasts(hidden) and len({*dtypes}) > 1:
         raise ValueError(f"hidden, weight and bias need one dtype outside of autocast; got {dtypes}")
     if chunk is not None and chunk < 1:
-        raise ValueError(f"a chunk must be 1 token at least; got {chunk}")
+        raise ValueError(f"chunk must be at least 1 token; got {chunk}")

@@ -25,9 +25,9 @@ from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.core.observe.ledger import phase
 from armillary.core.validation import check_tensor
 from armillary.models.dtensors import sums_dtensors
-from armillary.models.loss.chunk_labels import SeveralOfChunk
+from armillary.models.loss.chunk_labels import MultiChunkLabels
 from armillary.models.loss.cross_entropy import at_least_one
-from armillary.models.loss.linear_chunks import Gradients, chunk_parts, chunks
+from armillary.models.loss.linear_chunks import Gradients, chunk_slices, chunks
 from armillary.models.loss.linear_loss import check, chunk_rows, matmul_dtype
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -134,8 +134,8 @@ def token_logprobs(
         raise ValueError(f"temperature={temperature}: it must be above 0")
     rows, dtype = VocabularyShard.of(len(weight), axis, vocabulary), matmul_dtype(hidden)
     # torch raises for a label outside of the vocabulary, without waiting for a GPU.
-    listed.labels.new_zeros(1).expand(rows.whole).gather(0, listed.labels.where(listed.valid, 0))
-    chunk = chunk or chunk_rows(prod(listed.shape), hidden.shape[-1], rows.whole, dtype.itemsize, ranks)
+    listed.labels.new_zeros(1).expand(rows.total_rows).gather(0, listed.labels.where(listed.valid, 0))
+    chunk = chunk or chunk_rows(prod(listed.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
     spec = LogprobsSpec(listed, chunk, dtype, temperature, rows, statistics)
     run = cast(Callable[..., list[Tensor]], log_probabilities)  # torch.compiler.disable loses the signature
     logprobs, *described = run(hidden.flatten(0, 1), weight, bias, spec)
@@ -207,7 +207,7 @@ class LabelList:
         within = self.within(part)
         place = self.positions[within] - part.start * self.ranks
         tokens = place % self.ranks * (part.stop - part.start) + place // self.ranks  # rank by rank, as gathered
-        return ChunkLabelList(within, tokens, *vocabulary.find(self.labels[within], self.valid[within]))
+        return ChunkLabelList(within, tokens, *vocabulary.local_columns(self.labels[within], self.valid[within]))
 
     def shaped(self, values: Tensor) -> Tensor:
         """Returns values [M] in the caller's order and shape; 0 where a label is ignored."""
@@ -244,7 +244,7 @@ class LogprobsSpec:
 
     def parts(self) -> list[slice]:
         """Returns the hidden states that a rank takes at a time; no chunk without labels."""
-        parts = chunk_parts(self.labels.shape, self.chunk, self.vocabulary.axis.size)
+        parts = chunk_slices(self.labels.shape, self.chunk, self.vocabulary.axis.size)
         return [part for part in parts if self.labels.within(part).stop > self.labels.within(part).start]
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -289,7 +289,7 @@ class LogProbabilities(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden, weight, bias, lses), spec = ctx.saved_tensors, cast(LogprobsSpec, ctx.spec)
-        gradients = Gradients.room(hidden, weight, spec.wide, [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2]])
+        gradients = Gradients.empty(hidden, weight, spec.wide, [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2]])
         matrix, offset = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
         # The gradient by a token's logits is the upstream gradient of each label times (one-hot - softmax).
         upstream = -(grads[0] / spec.temperature).where(spec.labels.valid, 0).to(spec.wide)
@@ -319,7 +319,7 @@ def add_gradient(
     """Adds a chunk's gradients. Overwrites its softmax [C, V_r] and logits `narrow`."""
     weights = upstream[labels.within]
     total = weights.new_zeros(len(softmax)).index_put_((labels.tokens,), weights, accumulate=True).unsqueeze(1)
-    chunk = SeveralOfChunk(total, labels.tokens, labels.places, weights.where(labels.is_local, 0))
+    chunk = MultiChunkLabels(total, labels.tokens, labels.places, weights.where(labels.is_local, 0))
     chunk.logits_gradient(softmax, total, narrow)
     gradients.add(part, narrow.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
 
@@ -345,7 +345,7 @@ def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: Logpro
         expecteds, sums, tops = described
         share = (lses - lse).exp()
         entropy = lse - (expecteds * share).sum(0)
-        mean_logit, top = sums.sum(0) / spec.vocabulary.whole, tops.amax(0)
+        mean_logit, top = sums.sum(0) / spec.vocabulary.total_rows, tops.amax(0)
         is_top = (chosen >= top[labels.tokens]).to(lse.dtype)
         values += [entropy[labels.tokens], mean_logit[labels.tokens], is_top]
     return values

@@ -15,7 +15,7 @@ from armillary.core.accumulate import accumulation_dtype
 from armillary.core.labels import LabelTriples
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import TokenLabels, token_labels
-from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scaled
+from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scale
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
@@ -29,32 +29,32 @@ def token_loss(
     axis: DeviceMesh | Axis | None = None,
     vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropies, in nats, over valid labels, and how many those are.
+    """Returns the sum of the cross entropies, in nats, over valid labels, and the number of valid labels.
 
-    A sum, because shards and ranks hold different numbers of valid labels: add up both over all ranks, then divide.
-    With no valid label it is 0, with zero gradients.
+    A sum, because shards and ranks have different numbers of valid labels: sum both over all ranks, then divide.
+    Without valid labels it is 0, with zero gradients.
 
     Args:
-        logits: [B, T, V]; with an axis [B, T, V_r], this rank's part of the vocabulary, cut as `torch.chunk` and
-            DTensor's `Shard` cut: ceil(V / R) of it each while there is any.
-        labels: integers [B, T], shifted already: `labels[b, t]` is what `logits[b, t]` predict. With an axis the same
-            on all its ranks. Or `LabelTriples` of the tokens, of which a position may have several labels.
+        logits: [B, T, V]; with an axis [B, T, V_r], this rank's part of the vocabulary, cut as by `torch.chunk` and
+            DTensor's `Shard`: ceil(V / R) entries per rank until none are left.
+        labels: integers [B, T], shifted: `logits[b, t]` predict `labels[b, t]`. With an axis, the same on all ranks.
+            Or `LabelTriples`, with several labels per position.
         ignore: the label that is not counted.
         z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
-        axis: a 1-D mesh of R ranks, over which the vocabulary is cut. All must make the same call, and all want
-            gradients or none.
+        axis: a 1-D mesh of R ranks, over which the vocabulary is sharded. All ranks make the same call, all with
+            gradients or all without.
         vocabulary: V, needed with an axis.
 
-    Bytes sent, all in forward, with w = 4, in float64 8: "reduce_scatter" 2 w for each of B T tokens but this rank's
-    share, which is a Rth of them; "all_gather" (R - 1) w and, if gradients are wanted, (R - 1) ceil(B T / R) w.
+    Bytes sent, all in forward, with w = 4 (8 in float64): "reduce_scatter" 2 w for each of the other ranks' tokens, of
+    which each rank has B T / R; "all_gather" (R - 1) w and, with gradients, (R - 1) ceil(B T / R) w.
 
     Returns:
         The sum, a scalar in float32 (float64 for float64 logits), and the count, an integer scalar on the same device.
         Of triples both count weights: the sum of weight times cross entropy, and the sum of weights, in float64.
 
-        With an axis both are the same on all its ranks, to the bit. It is one loss of which each rank has a copy, not
-        R losses: each rank calls backward with the same upstream gradient, and gets that loss's by its own logits.
-        Then backward cannot be differentiated itself.
+        With an axis both are bitwise equal on all ranks. It is one loss with a copy on each rank, not R losses: each
+        rank calls backward with the same upstream gradient, and gets the gradient by its own logits. Backward cannot be
+        differentiated then.
 
     Raises:
         ValueError: shapes that do not match, or logits that are not this rank's part of `vocabulary`. Raised before
@@ -64,39 +64,39 @@ def token_loss(
         raise ValueError(
             f"logits [B, T, V] and labels [B, T] are needed; got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
-    rows, found = VocabularyShard.of(logits.shape[-1], axis, vocabulary), token_labels(labels, ignore)
+    rows, label_lookup = VocabularyShard.of(logits.shape[-1], axis, vocabulary), token_labels(labels, ignore)
     if rows.alone and isinstance(labels, Tensor):
-        return whole_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), found.count
-    found.check(rows)
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    total = PartLoss.apply(logits.flatten(0, 1), found, rows, z_loss, wanted)
-    return cast(Tensor, total), found.count
+        return unsharded_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), label_lookup.count
+    label_lookup.check(rows)
+    needs_grad = logits.requires_grad and torch.is_grad_enabled()
+    total = ShardedLoss.apply(logits.flatten(0, 1), label_lookup, rows, z_loss, needs_grad)
+    return cast(Tensor, total), label_lookup.count
 
 
-def whole_loss(logits: Tensor, labels: Tensor, ignore: int, z_loss: float) -> Tensor:
-    """Computes the sum for logits [T, V] and labels [T]."""
+def unsharded_loss(logits: Tensor, labels: Tensor, ignore: int, z_loss: float) -> Tensor:
+    """Returns the summed loss of logits [T, V] and labels [T]."""
     logits = logits.to(accumulation_dtype(logits.dtype))
     total = F.cross_entropy(logits, labels, ignore_index=ignore, reduction="sum")
     return total + z_loss * logits.logsumexp(1).square().where(labels != ignore, 0).sum() if z_loss else total
 
 
-class PartLoss(torch.autograd.Function):
-    """The sum for this rank's part [T, V_r] of all logits. The gradient is computed in forward, and saved."""
+class ShardedLoss(torch.autograd.Function):
+    """The summed loss from this rank's part [T, V_r] of the logits. Its gradient is computed in forward, and saved."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: TokenLabels, vocabulary: VocabularyShard, z_loss: float, wanted: bool
+        ctx: Any, logits: Tensor, labels: TokenLabels, vocabulary: VocabularyShard, z_loss: float, needs_grad: bool
     ) -> Tensor:
-        mine = at_least_one(logits)
-        gradient = mine.to(accumulation_dtype(logits.dtype), copy=True)
-        into = gradient if wanted else None
-        chunk = labels.of_chunk(slice(0, len(mine)), vocabulary, gradient.dtype)
-        losses = cross_entropy_(gradient, mine, chunk, vocabulary, z_loss=z_loss, gradient=into)
-        ctx.save_for_backward(gradient.narrow(1, 0, logits.shape[1]) if wanted else None)
+        padded_logits = at_least_one(logits)
+        gradient = padded_logits.to(accumulation_dtype(logits.dtype), copy=True)
+        gradient_buffer = gradient if needs_grad else None
+        chunk = labels.of_chunk(slice(0, len(padded_logits)), vocabulary, gradient.dtype)
+        losses = cross_entropy_(gradient, padded_logits, chunk, vocabulary, z_loss=z_loss, gradient=gradient_buffer)
+        ctx.save_for_backward(gradient.narrow(1, 0, logits.shape[1]) if needs_grad else None)
         ctx.dtype = logits.dtype
         return vocabulary.total(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return scaled(ctx.saved_tensors[0], grads[0], ctx.dtype), *[None] * 4
+        return scale(ctx.saved_tensors[0], grads[0], ctx.dtype), *[None] * 4

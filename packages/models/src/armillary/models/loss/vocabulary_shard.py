@@ -1,8 +1,9 @@
-"""A vocabulary sharded over the ranks of an axis, and the exchanges about its logits.
+"""A vocabulary sharded over the ranks of an axis, and the communication about its logits.
 
-Each rank has some rows of the head's weight, so its logits [C, V_r] of C tokens. From them it computes three numbers
-per token: the log-sum-exp, the label's logit if it has that row, and, given the log-sum-exp over all rows, its part of
-the gradient. The owner of a token sums them up; no logit is sent.
+Each rank has some rows of the head's weight, and so computes logits [C, V_r] of C tokens. It reduces them to the
+log-sum-exp and the label's logit (0 if another rank has that row). The owner of a token merges these two numbers of all
+ranks, and returns the log-sum-exp over all rows, from which each rank computes its part of the gradient. No logits are
+sent.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from armillary.core.collectives.reduce_scatter import start_reduce_scatter, star
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Rows `first` to `first + rows` of `whole`, those of this rank of `axis`. On one rank nothing is sent.
+    """Rows `first` to `first + rows` of `total_rows`, on this rank of `axis`. On one rank nothing is sent.
 
-    C tokens of all R ranks are ordered by rank, `shares(C)` of each; of a tensor [C, ...] this rank's own are [c, ...].
+    C tokens of all R ranks are ordered by rank, `token_counts(C)` of each. Of a tensor [C, ...], this rank owns the
+    part [c, ...].
     """
 
     axis: Axis
     first: int
     rows: int
-    whole: int
+    total_rows: int
 
     @classmethod
     def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> VocabularyShard:
-        """Returns this rank's part, as `torch.chunk` and DTensor's `Shard(0)` cut: ceil(V / R) rows each while there
-        are any.
+        """Returns this rank's part, cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until
+        none are left.
 
         Args:
             rows: number of this rank's rows, V_r.
@@ -44,21 +46,22 @@ class VocabularyShard:
             vocabulary: V, needed with an axis.
 
         Raises:
-            ValueError: no V with an axis, or other rows than this rank's part of V.
+            ValueError: an axis without V, or a number of rows that is not this rank's part of V.
         """
-        along = Axis.alone("vocabulary") if axis is None else Axis.of(axis)
+        rank_axis = Axis.alone("vocabulary") if axis is None else Axis.of(axis)
         if axis is not None and vocabulary is None:
             raise ValueError(
-                f"over axis {along.name!r} of {along.size} ranks, vocabulary must say how many rows all have"
+                f"vocabulary, the number of rows of all ranks, is needed over axis {rank_axis.name!r} of "
+                f"{rank_axis.size} ranks"
             )
         all_rows = rows if vocabulary is None else vocabulary
-        part = range(all_rows)[cut(all_rows, along)]
-        if rows != len(part):
+        row_range = range(all_rows)[own_rows(all_rows, rank_axis)]
+        if rows != len(row_range):
             raise ValueError(
-                f"rank {along.rank} of {along.size} on axis {along.name!r} has {len(part)} of vocabulary={vocabulary} "
-                f"rows, as Shard(0) cuts them; got {rows}"
+                f"rank {rank_axis.rank} of {rank_axis.size} on axis {rank_axis.name!r} has {len(row_range)} of "
+                f"vocabulary={vocabulary} rows, as Shard(0) cuts them; got {rows}"
             )
-        return cls(along, part.start, rows, all_rows)
+        return cls(rank_axis, row_range.start, rows, all_rows)
 
     @property
     def alone(self) -> bool:
@@ -67,49 +70,51 @@ class VocabularyShard:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def shares(self, tokens: int) -> list[int]:
-        """Returns how many of `tokens` each rank sums up; equal if R divides them."""
+    def token_counts(self, tokens: int) -> list[int]:
+        """Returns the number of `tokens` that each rank owns; equal if R divides them."""
         base, remainder = divmod(tokens, self.axis.size)
         return [base + (rank < remainder) for rank in range(self.axis.size)]
 
-    def own(self, x: Tensor) -> Tensor:
-        """Returns this rank's tokens, [C, ...] -> [c, ...]. Sends nothing."""
-        return x.split(self.shares(len(x)))[self.axis.rank]
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """Returns this rank's own tokens, [C, ...] -> [c, ...]. No communication."""
+        return x.split(self.token_counts(len(x)))[self.axis.rank]
 
     def gather(self, x: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Collective[Tensor]:
         """Starts gathering: [c, ...] of each rank -> [C, ...], C = `tokens`, in `dtype`.
 
-        Bytes sent: (R - 1) times those of `x`, padded to the largest share, kind "all_gather".
+        Bytes sent: (R - 1) times the bytes of `x`, padded to the largest count, kind "all_gather".
         """
-        if self.alone:  # converted only when it is needed
+        if self.alone:  # converted when the result is taken, so that only one chunk is converted at a time
             return Collective(self.axis, (x,), (), lambda: x if dtype is None else x.to(dtype))
-        return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.shares(tokens), 0)
+        return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.token_counts(tokens), 0)
 
-    def scatter(self, x: Tensor, into: Tensor) -> Callable[[], object]:
-        """Starts summing [C, ...] over ranks; calling the result waits, and writes this rank's own to `into` [c, ...].
+    def scatter(self, x: Tensor, target: Tensor) -> Callable[[], object]:
+        """Starts summing [C, ...] over ranks. The returned function waits, and writes this rank's [c, ...] to `target`.
 
-        Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter".
+        Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
         """
-        if self.alone:  # written right away, so that `x` can go
-            into.copy_(x)
+        if self.alone:  # copied at once, so that `x` can be freed
+            target.copy_(x)
             return lambda: None
-        moving = start_reduce_scatter(x, self.axis, self.shares(len(x)), 0)
-        return lambda: into.copy_(moving.wait())
+        scatter = start_reduce_scatter(x, self.axis, self.token_counts(len(x)), 0)
+        return lambda: target.copy_(scatter.wait())
 
-    def merged(self, lse: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Merges each rank's log-sum-exp and part of the labels' logits, [C, 1] -> those of all rows, [c, 1].
+    def merge(self, lse: Tensor, label_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Merges all ranks' log-sum-exps and label logits: [C, 1] over this rank's rows -> [c, 1] over all rows.
 
-        Bytes sent: those of the other ranks' tokens in both, kind "reduce_scatter".
+        Bytes sent: the other ranks' tokens of both, kind "reduce_scatter".
         """
         if self.alone:
-            return lse, chosen
-        parts = start_scatter_parts(torch.cat([lse, chosen], 1), self.axis, self.shares(len(lse)), 0).wait()
-        lses, chosens = torch.stack(parts).unsqueeze(-1).unbind(2)  # [R, c, 1] each
-        return lses.logsumexp(0), chosens.sum(0)
+            return lse, label_logits
+        # Both in one message per pair of ranks; a reduce-scatter cannot add log-sum-exps, so the parts are merged here.
+        messages = start_scatter_parts(
+            torch.cat([lse, label_logits], 1), self.axis, self.token_counts(len(lse)), 0
+        ).wait()
+        lses, label_logit_parts = torch.stack(messages).unsqueeze(-1).unbind(2)  # [R, c, 1] each
+        return lses.logsumexp(0), label_logit_parts.sum(0)
 
     def total(self, losses: Tensor) -> Tensor:
-        """Returns the sum of all ranks' losses [c], added in rank order on each rank, so with the same bits on all of
-        them.
+        """Returns the sum of all ranks' losses [c], added in rank order on each rank: bitwise equal on all ranks.
 
         Bytes sent: (R - 1) scalars, kind "all_gather".
         """
@@ -123,26 +128,24 @@ class VocabularyShard:
     # -- labels and logits --------------------------------------------------------------------------------------------
 
     def check_labels(self, labels: Tensor, ignore: int) -> None:
-        """Makes torch raise on every rank for a label outside of the vocabulary; on one rank it does so anyway."""
-        if not self.alone:
-            labels.new_zeros(1).expand(self.whole).gather(0, labels.flatten().where(labels.flatten() != ignore, 0))
+        """Makes torch raise on every rank for a label outside of the vocabulary, as it does without sharding."""
+        if not self.alone:  # an indexing op with the full vocabulary's bounds, on memory of one element
+            labels.new_zeros(1).expand(self.total_rows).gather(0, labels.flatten().where(labels.flatten() != ignore, 0))
 
-    def find(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the labels' places among this rank's rows, and a mask of those on this rank; the place of others is
-        0.
-        """
+    def local_columns(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the labels' columns among this rank's logits, and a mask of labels on this rank; 0 for all others."""
         if self.alone:
             return labels.where(valid, 0), valid
-        places = labels - self.first
-        on_this_rank = valid & (places >= 0) & (places < self.rows)
-        return places.where(on_this_rank, 0), on_this_rank
+        columns = labels - self.first
+        on_this_rank = valid & (columns >= 0) & (columns < self.rows)
+        return columns.where(on_this_rank, 0), on_this_rank
 
-    def share(self, x: Tensor, part: Tensor, lse: Tensor) -> Tensor:
-        """Returns `x` times exp(part - lse), the probability of this rank's rows."""
-        return x if self.alone else x * (part - lse).exp()
+    def scale_by_mass(self, x: Tensor, rank_lse: Tensor, lse: Tensor) -> Tensor:
+        """Returns `x` times exp(rank_lse - lse), the probability mass of this rank's rows."""
+        return x if self.alone else x * (rank_lse - lse).exp()
 
 
-def cut(vocabulary: int, axis: Axis) -> slice:
+def own_rows(vocabulary: int, axis: Axis) -> slice:
     """Returns the rank's part of V rows, as `torch.chunk` cuts them."""
-    each = ceil(vocabulary / axis.size)
-    return slice(axis.rank * each, (axis.rank + 1) * each)
+    row_count = ceil(vocabulary / axis.size)
+    return slice(axis.rank * row_count, (axis.rank + 1) * row_count)

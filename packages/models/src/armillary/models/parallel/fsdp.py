@@ -1,4 +1,4 @@
-"""FSDP2 over all axes that hold tokens: parameters, gradients and optimizer state are sharded."""
+"""FSDP2 over all axes that shard rows or tokens: parameters, gradients and optimizer state are sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.models.llama import Llama
 ZeroStage = Literal[2, 3]
 
 SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
-"""Axes over which parameters are sharded, as one."""
+"""Axes over which parameters are sharded, flattened into one."""
 
 
 def shard_parameters(
@@ -28,11 +28,11 @@ def shard_parameters(
     """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, replicated over replicate
     (HSDP).
 
-    Each block is gathered when it runs, and so are embedding table and head if they are two parameters. Gradients are
-    summed over all ranks, not averaged: divide the loss by the global number of labels.
+    Each block is a unit that is gathered when it runs; so are embedding table and head, if they are not tied. Gradients
+    are summed over all ranks, not averaged: divide the loss by the global number of labels.
 
     Args:
-        mesh: a mesh with some of these axes, and any others, such as `build_mesh` makes.
+        mesh: a mesh with some of these axes, and possibly others, such as `build_mesh` returns.
         precision: of forward and backward; gradients are reduced in float32 (float64 for float64).
         cpu_offload: keeps parameters, gradients and optimizer state in the host's memory.
         zero_stage: 3 frees a block's gathered parameters after its forward and gathers them again in backward; 2 keeps
@@ -43,11 +43,11 @@ def shard_parameters(
     """
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=accumulation_dtype(precision))
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    over = sharding_mesh(mesh)
-    for module, keep in units(model):
+    fsdp_mesh = sharding_mesh(mesh)
+    for module, keep in units(model):  # inner first: a unit takes the parameters that no unit has taken yet
         fully_shard(
             module,
-            mesh=over,
+            mesh=fsdp_mesh,
             mp_policy=policy,
             offload_policy=place,
             reshard_after_forward=zero_stage == 3 and not keep,
@@ -56,11 +56,11 @@ def shard_parameters(
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh for FSDP2: the sharding ranks, behind the replicating ones if there are several."""
-    sharding = compat.flatten(mesh, sharding_axes(mesh), "fsdp")
+    """Returns the mesh for FSDP2: 1-D over the sharding axes, or 2-D [replicate, sharding] for HSDP."""
+    flat_mesh = compat.flatten(mesh, sharding_axes(mesh), "fsdp")
     if "replicate" in (mesh.mesh_dim_names or ()) and mesh["replicate"].size() > 1:
-        return compat.join(mesh["replicate"], sharding)
-    return sharding
+        return compat.join(mesh["replicate"], flat_mesh)
+    return flat_mesh
 
 
 def sharding_axes(mesh: DeviceMesh) -> list[str]:
@@ -78,11 +78,9 @@ def sharding_axes(mesh: DeviceMesh) -> list[str]:
 
 
 def units(model: Llama | GPT) -> Iterator[tuple[nn.Module, bool]]:
-    """Yields modules whose parameters are gathered together, inner ones first, and if they stay gathered until
-    backward.
-    """
+    """Yields FSDP units, inner modules first, each with a flag: stay gathered from forward to backward."""
     yield from ((module, False) for module in model.modules() if isinstance(module, Block))
     if isinstance(model, Llama) and model.lm_head is not None:
         yield model.model.embed_tokens, False
         yield model.lm_head, True  # its backward follows at once
-    yield model, True
+    yield model, True  # the final norm, and tied weights, are used at the very end of forward

@@ -1,4 +1,4 @@
-"""Attention, checkpointing, tensor parallelism, compilation and FSDP2 of a plain model, in the order that works."""
+"""Applies attention, checkpointing, tensor parallelism, torch.compile and FSDP2 to a plain model, in this order."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def parallelize(
     compiler: str | None = None,
     zero_stage: ZeroStage = 3,
 ) -> None:
-    """Puts the model onto the mesh, in place. It is called as before, on this rank's tokens of the sequence.
+    """Puts the model onto the mesh, in place. Its call is unchanged, on this rank's tokens of the sequence.
 
-    First attention and checkpoints; then tensor parallelism over `tp`, if the mesh has such an axis; then
-    torch.compile, block by block; then FSDP2 over shard x ring x ulysses, with copies over replicate. Best built on
-    "meta", followed by `to_empty` and `initialize` or `load_pretrained`.
+    Sets attention and checkpointing; then applies tensor parallelism over `tp`, if the mesh has that axis; then
+    torch.compile, per block; then FSDP2 over shard x ring x ulysses, replicated over replicate. Build the model on
+    "meta", and call `to_empty` and `initialize` or `load_pretrained` afterwards:
 
         with torch.device("meta"):
             model = Llama(LlamaConfig.llama3_8b())
@@ -45,16 +45,16 @@ def parallelize(
         initialize(model, seed=0)
 
     Args:
-        mesh: such as `build_mesh` makes; some of replicate, shard, ring, ulysses and tp are enough, among them one of
-            shard, ring and ulysses for FSDP2.
-        attention: for all layers, over this mesh's axes; as it is unless given. Heads are this rank's of `tp`.
-        checkpointing: what blocks keep for backward; all unless given.
-        precision: of forward and backward under FSDP2, whose master weights and reductions are float32; None: no FSDP2,
-            parameters stay whole, and it is the caller who sums gradients over ranks.
+        mesh: such as `build_mesh` returns, with some of the axes replicate, shard, ring, ulysses and tp; FSDP2 needs at
+            least one of shard, ring and ulysses.
+        attention: for all layers, over this mesh's axes; by default unchanged. It sees this rank's heads of `tp`.
+        checkpointing: the activation checkpointing policy; by default blocks keep all tensors.
+        precision: of forward and backward under FSDP2, whose master weights and reductions are float32. None: no FSDP2,
+            parameters are not sharded, and the caller sums gradients over ranks.
         cpu_offload: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
-        compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Where blocks are run in
-            parts (a checkpoint policy), what follows attention is compiled, and attention is not. Shards of more than a
-            few different layouts are run as they are, with a warning: a graph is made for a layout.
+        compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy
+            only the token-wise part is compiled, not attention. One graph per layout of the shards: beyond Dynamo's
+            limit of graphs, blocks run eagerly, with a warning.
         zero_stage: under FSDP2, 2 gathers a block's parameters once for forward and backward, 3 once for each.
 
     Raises:
@@ -80,37 +80,37 @@ def parallelize(
 def check(
     model: Llama | GPT, mesh: DeviceMesh, attention: Method | None, precision: torch.dtype | None, compiler: str | None
 ) -> None:
-    """Refuses settings that do not fit this model or mesh, before anything is changed."""
-    config, cut = model.config, "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
+    """Raises ValueError for settings that do not fit this model or mesh, before anything is changed."""
+    config, is_tensor_parallel = model.config, "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{name} is a DTensor: the model is on a mesh already")
+            raise ValueError(f"{name} is a DTensor: the model is already on a mesh")
     if precision is not None:
         sharding_axes(mesh)
-    if cut:
+    if is_tensor_parallel:
         styles_for(model, Axis.of(mesh["tp"]))
     if attention is not None:
-        ranks = mesh["tp"].size() if cut else 1
+        ranks = mesh["tp"].size() if is_tensor_parallel else 1
         heads = (config.heads // ranks, config.kv_heads // ranks)
         q, k = (torch.empty(1, 1, count, config.head_dim, device="meta") for count in heads)
         attention.check(q, k, k)
-        for axis in attention.axes if cut else ():
+        for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
     compilers = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
     if compiler is not None and compiler not in compilers:
-        raise ValueError(f"no compiler {compiler!r}; known: {', '.join(compilers)}")
+        raise ValueError(f"compiler {compiler!r} must be one of {', '.join(compilers)}")
 
 
 def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
     """Compiles a block in place, or its token-wise part if a checkpoint policy runs it in parts.
 
     Args:
-        fullgraph: more than one graph is an error. So is a graph beyond Dynamo's limit for a function, which should not
-            end a training run.
+        fullgraph: raises an error for a graph break, but also beyond Dynamo's limit of graphs per function. Therefore
+            off in training: reaching that limit should not end a run.
     """
-    compiled: nn.Module = block
+    target: nn.Module = block
     if block.run is run_plainly:
-        compiled.run = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
+        target.run = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
     else:
-        compiled_rest = torch.compile(type(block).rest, backend=compiler, fullgraph=fullgraph)
-        compiled.rest = MethodType(compiled_rest, block)
+        compiled_rest = torch.compile(type(block).after_attention, backend=compiler, fullgraph=fullgraph)
+        target.after_attention = MethodType(compiled_rest, block)

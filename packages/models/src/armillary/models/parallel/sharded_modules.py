@@ -1,7 +1,7 @@
 """Modules whose parameters are sharded over one mesh axis, and that compute with this rank's part.
 
-A parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers need; read as an attribute, it is this rank's
-local part. Tokens are interleaved over the ranks between blocks (`armillary.core.collectives.interleaved`), and
+A registered parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers expect; the attribute of that name
+is its local part. Tokens are interleaved over the ranks between blocks (`armillary.core.collectives.interleaved`), and
 gathered within attention and MLP.
 """
 
@@ -28,22 +28,22 @@ class ShardedModule(nn.Module):
 
     axis: Axis
     empty: frozenset[str]
-    """Parameters of which this rank has nothing: a vocabulary of 5 over 4 ranks is 2, 2, 1, 0."""
+    """Parameters with an empty local part: a vocabulary of 5 over 4 ranks is 2, 2, 1, 0."""
     plain: ClassVar[type[nn.Module]]
-    """What it is made of."""
+    """The unsharded class that it replaces."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
-            return value  # sharded by FSDP too, it is not to be computed with, and FSDP wants it as it is
+            return value  # also sharded by FSDP, which reads the DTensor itself; nothing computes with it now
         return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
 
 
 class EmptyShard(torch.autograd.Function):
     """A rank's empty part of a parameter.
 
-    Its backward is part of the graph, because of the collectives behind it, but returns no gradient: FSDP2 cannot
-    reduce empty ones. The parameter gets its gradient when the backward pass is over.
+    It stays in the graph, because all ranks must run the collectives further down, but returns no gradient: FSDP2
+    cannot reduce empty gradients. The parameter gets a gradient of zero size when the backward pass is over.
     """
 
     @staticmethod
@@ -58,25 +58,25 @@ class EmptyShard(torch.autograd.Function):
 
 
 def give_gradient(module: nn.Module, name: str) -> None:
-    """Sets the gradient of an empty part, if it has none. After backward, when FSDP has restored its own parameter."""
+    """Sets the gradient of an empty part, if it has none. Runs after backward, when FSDP has resharded parameters."""
     parameter = dict(module.named_parameters(recurse=False))[name]
     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def local(parameter: DTensor) -> Tensor:
-    """Returns this rank's part. Its gradient is a part too; that of a replicated parameter is a share of a sum."""
+    """Returns this rank's part. Its gradient has the same placement; for a replicated parameter it is `Partial`."""
     (placement,) = parameter.placements
     return parameter.to_local(grad_placements=[Partial() if placement == Replicate() else placement])
 
 
 def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
-    """Makes `module` one of `kind`, in place, with its parameters distributed; unnamed ones are replicated.
+    """Changes the class of `module` to `kind`, in place, and distributes its parameters; replicated by default.
 
-    Every rank keeps its part of the parameter's local value (or of meta); nothing is sent.
+    Every rank keeps its part of its own full value (or of "meta"); no communication.
     """
     for name, parameter in module.named_parameters(recurse=False):
-        placed = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        dtensor = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
     parameters = cast(Mapping[str, DTensor], dict(module.named_parameters(recurse=False)))
     module.__class__ = kind
     sharded = cast(M, module)
@@ -86,13 +86,13 @@ def place(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mappin
 
 
 class ColumnParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer with some of the outputs, for all tokens: weight and bias are sharded by rows."""
+    """A linear layer that computes some outputs for all tokens: weight and bias are sharded by rows."""
 
     plain = nn.Linear
 
 
 class RowParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer from some inputs, for all tokens, to this rank's tokens: the weight is sharded by columns."""
+    """A linear layer from some inputs of all tokens to all outputs of this rank's tokens: sharded by columns."""
 
     plain = nn.Linear
 
@@ -114,21 +114,21 @@ class ReplicatedLayerNorm(ShardedModule, nn.LayerNorm):
 
 
 class GatheringRMSNorm(ReplicatedRMSNorm):
-    """An RMSNorm of this rank's tokens that returns those of all ranks."""
+    """An RMSNorm of this rank's tokens, whose results are all-gathered."""
 
     def forward(self, x: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(x), self.axis)
 
 
 class GatheringLayerNorm(ReplicatedLayerNorm):
-    """A LayerNorm of this rank's tokens that returns those of all ranks."""
+    """A LayerNorm of this rank's tokens, whose results are all-gathered."""
 
     def forward(self, input: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(input), self.axis)
 
 
 class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
-    """An embedding of all tokens that returns this rank's: each rank has some rows of the table."""
+    """An embedding sharded by rows of the table: looks up all tokens, sums over ranks, returns this rank's tokens."""
 
     plain = nn.Embedding
 
@@ -136,23 +136,23 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
         table = self.weight
         inside = inside_of(input, self.num_embeddings) - first_row(self.num_embeddings, self.axis)
         on_this_rank = (inside >= 0) & (inside < len(table))
-        # A rank without rows has one to look up, so that its backward pass exchanges what the others' do.
+        # A rank without rows looks up a row of zeros, so that it takes part in the collectives of backward.
         x = F.embedding(inside.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
         return reduce_scatter_interleaved(x.where(on_this_rank.unsqueeze(-1), 0), self.axis)
 
 
 def inside_of(indices: Tensor, count: int) -> Tensor:
-    """Returns the indices; torch refuses one beyond `count` on every rank, as if all rows were there."""
+    """Returns the indices. torch raises for an index beyond `count` on every rank, as without sharding."""
     return indices + indices.new_zeros(1).expand(count)[indices]
 
 
 def first_row(rows: int, axis: Axis) -> int:
-    """Returns this rank's first row of a tensor sharded by rows, as `DTensor` and torch.chunk cut it."""
+    """Returns this rank's first row of a tensor sharded by rows, cut as by `DTensor` and torch.chunk."""
     return min(rows, axis.rank * -(-rows // axis.size))
 
 
 class InterleavedEmbedding(ShardedModule, nn.Embedding):
-    """An embedding of all positions [T] or [B, T] that returns this rank's; the table is replicated."""
+    """An embedding of positions [T] or [B, T] that looks up this rank's tokens only; the table is replicated."""
 
     plain = nn.Embedding
 
@@ -163,6 +163,6 @@ class InterleavedEmbedding(ShardedModule, nn.Embedding):
 
 
 class VocabularyParallelHead(ShardedModule, Head):
-    """An LM head with some rows of the weight, of which its function must know (`on_vocabulary`)."""
+    """An LM head with some rows of the weight; its function takes the axis and the vocabulary (`sharded_head`)."""
 
     plain = Head

@@ -1,8 +1,8 @@
 """Tensor parallelism over one mesh axis of R ranks (Megatron-LM, arXiv 1909.08053 and, for norms, 2205.05198).
 
 Attention is sharded by heads, the MLP by hidden units, embedding table and head by the vocabulary. Norms and the
-residual stream are sharded by tokens: rank r has every R-th one. A block gathers twice and reduces twice, forward and
-backward alike: 4 (R - 1) / R B T E e bytes sent each time.
+residual stream are sharded by tokens: rank r has the tokens i R + r. A block all-gathers twice and reduce-scatters
+twice, in forward and in backward: 4 (R - 1) / R B T E e bytes sent each time.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from armillary.models.parallel.sharded_modules import ShardedModule, place
 
 
 def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
-    """Cuts the model over `axis`, in place. Parameters become `DTensor`s; nothing is sent.
+    """Shards the model over `axis`, in place. Parameters become `DTensor`s, without communication.
 
-    The model is called as before, with all tokens of the sequence shard on every rank of the axis, and with the same
-    results there. A `head` is given the hidden states [B, ceil(T / R), E] of the rank's own tokens, its rows [V_r, E]
-    of the weight, and `axis=` and `vocabulary=` (V) as `linear_token_loss` takes them; without a head, logits [B, T, V]
-    are gathered.
+    The call is unchanged: every rank of the axis passes all tokens of its sequence shard, and gets the same results. A
+    `head` is called with the hidden states [B, ceil(T / R), E] of the rank's own tokens, its rows [V_r, E] of the
+    weight, and `axis=` and `vocabulary=` (V), as `linear_token_loss` takes them; without a head, logits [B, T, V] are
+    gathered.
 
-    Without FSDP, the gradient of a parameter that is copied (norms, some biases) comes as `Partial`: this rank's share.
-    Clipping and AdamW sum it up; so does `full_tensor()`.
+    Without FSDP, the gradient of a replicated parameter (norms, some biases) is `Partial`, this rank's share of a sum.
+    Clipping and AdamW reduce it; so does `full_tensor()`.
 
     Args:
-        model: with plain parameters, the same on all ranks or on "meta"; not yet under FSDP, wrapped or adapted.
-        axis: a 1-D mesh, such as `mesh["tp"]`. One rank leaves the model as it is.
+        model: with plain parameters, equal on all ranks or on "meta"; before FSDP, wrappers and adapters.
+        axis: a 1-D mesh, such as `mesh["tp"]`. With one rank the model is unchanged.
 
     Raises:
-        ValueError: heads, key/value heads or the MLP's width are not divided by R, or a module is not what the model
-            was built with (wrapped, replaced, or cut already). Raised before anything is changed.
+        ValueError: R does not divide heads, key/value heads or the MLP's width, or a module is not as it was built
+            (wrapped, replaced, or already sharded). Raised before anything is changed.
     """
     if Axis.of(axis).size == 1:
         return
     styles = styles_for(model, Axis.of(axis))
     parallelize_module(model, axis, styles)
     model.tensor_axis = Axis.of(axis)
-    model.heading = partial(on_vocabulary, axis, model.config.vocab_size)
+    model.prepare_head = partial(sharded_head, axis, model.config.vocab_size)
 
 
 def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
@@ -60,29 +60,23 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
     width = model.config.hidden_dim if isinstance(model, Llama) else 4 * config.dim
     for name, count in {"heads": config.heads, "kv_heads": config.kv_heads, "MLP width": width}.items():
         if count % axis.size:
-            raise ValueError(f"{name} {count} cannot be divided by {axis.size} ranks of axis {axis.name!r}")
+            raise ValueError(f"{name} {count} must be divisible by the {axis.size} ranks of axis {axis.name!r}")
     patterns = llama_styles(model) if isinstance(model, Llama) else gpt_styles()
     styles = {name.replace("*", str(i)): style for name, style in patterns.items() for i in range(config.layers)}
     modules = dict(model.named_modules())
     for name, style in styles.items():
-        parallel_styles = modules.get(name)
+        module = modules.get(name)
         kind = style.kind.plain if isinstance(style, ReplaceBy) else nn.Module
-        touched = isinstance(style, ReplaceBy) and (
-            type(parallel_styles) is not kind or "forward" in vars(parallel_styles)
-        )
-        if parallel_styles is None or touched:
-            shown = (
-                "not there"
-                if parallel_styles is None
-                else f"{type(parallel_styles).__name__}, not {kind.__name__} as it was built"
-            )
-            raise ValueError(f"{name} is {shown}: cut a model first, and then wrap it or put adapters in")
+        is_replaced = isinstance(style, ReplaceBy) and (type(module) is not kind or "forward" in vars(module))
+        if module is None or is_replaced:
+            problem = "not there" if module is None else f"{type(module).__name__}, not {kind.__name__} as it was built"
+            raise ValueError(f"{name} is {problem}: apply tensor parallelism before wrappers and adapters")
     return styles
 
 
 @dataclass
 class ReplaceBy(ParallelStyle):
-    """Makes the module one of `kind`, with its parameters placed; unnamed ones are replicated."""
+    """Changes the module's class to `kind`, with placements for its parameters; replicated by default."""
 
     kind: type[ShardedModule]
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
@@ -92,7 +86,7 @@ class ReplaceBy(ParallelStyle):
 
 
 class SplitHeads(ParallelStyle):
-    """Gives attention this rank's heads."""
+    """Reduces attention's head counts to this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention: Any = module
@@ -171,23 +165,20 @@ def gpt_styles() -> dict[str, ParallelStyle]:
     }
 
 
-def on_vocabulary(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
-    """Returns the head for hidden states of some tokens, and a weight with some rows of the vocabulary."""
+def sharded_head(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
+    """Returns the `prepare_head` of a sharded vocabulary: binds `axis` and `vocabulary`; logits are gathered."""
     if head is F.linear:
-        return partial(whole_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
+        return partial(full_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
     return partial(head, axis=axis, vocabulary=vocabulary)
 
 
-def whole_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
-    """Computes logits [B, T, V] on every rank, from hidden states [B, n, E] of its tokens and rows [V_r, E] of the
-    head.
-    """
+def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
+    """Returns logits [B, T, V] on every rank, from its tokens' hidden states [B, n, E] and its rows [V_r, E]."""
     return gathered_logits(all_gather_interleaved(hidden, axis)[:, :tokens], weight, axis, vocabulary)
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
-    """Computes logits [B, T, V] on every rank, from hidden states [B, T, E] of all tokens and rows [V_r, E] of the
-    head.
+    """Returns logits [B, T, V] on every rank, from all tokens' hidden states [B, T, E] and its rows [V_r, E].
 
     Every rank must use them alike: their gradient is taken from one rank, not summed.
     """
@@ -195,4 +186,6 @@ def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
-    return shards.redistribute(placements=[Replicate()]).to_local().clone()  # FSDP2 wants no view
+    return (
+        shards.redistribute(placements=[Replicate()]).to_local().clone()
+    )  # a copy, since FSDP2 does not accept a view

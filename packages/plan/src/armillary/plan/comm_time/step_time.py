@@ -154,7 +154,7 @@ def recomputed_blocks(step: StepSizes, dense: float, forward: Span) -> tuple[flo
         return layers * (projections + (after_attention if step.checkpointing.tiled else 0.0)), Span()
     # `keeps` has the checkpoints of each block; see `armillary.models.activation_checkpoint`.
     without_input = sum(not keep.x for keep in step.keeps)
-    without_attention = sum(not keep.attended for keep in step.keeps)
+    without_attention = sum(not keep.attention_output for keep in step.keeps)
     return layers * dense + without_input * after_attention, forward.times(without_attention)
 
 
@@ -166,7 +166,7 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
             recomputed, not in their own backward.
     """
     backward, by_parts = passes.backward, step.checkpointing.policy != "none"
-    if by_parts and passes.overlap and ends_segment and not step.keeps[i].attended:
+    if by_parts and passes.overlap and ends_segment and not step.keeps[i].attention_output:
         backward += passes.forward
     recomputed = dense if by_parts else recomputed_blocks(step, dense, passes.forward)[0] / step.model.layers
 

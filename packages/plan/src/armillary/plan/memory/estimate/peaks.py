@@ -88,13 +88,13 @@ class Peaks:
         if step.checkpointing.policy == "none":
             return (self.saved_to_attention() + self.saved_after_attention()).times(0 if host else len(blocks))
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
-        return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attended for keep in keeps))
+        return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
     def outgoing(self, i: int) -> CategoryBytes:
         """Checkpoints of block i on their way to the host: on the device until the next block, or the loss, is done."""
         if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
             return CategoryBytes()
-        return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attended)
+        return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attention_output)
 
     def stored_below(self, i: int) -> CategoryBytes:
         """Stored tensors of the blocks below block i, or below the loss, on the device while that runs forward."""
@@ -104,7 +104,7 @@ class Peaks:
         """Checkpoints that these blocks store when their segment is recomputed; its last block needs none."""
         keeps = [self.step.keeps[i] for i in blocks if i + 1 < len(self.step.keeps) and not self.step.keeps[i + 1].x]
         keeps = [keep for keep in keeps if keep.host == host]
-        return self.checkpoints(sum(not keep.x for keep in keeps), sum(not keep.attended for keep in keeps))
+        return self.checkpoints(sum(not keep.x for keep in keeps), sum(not keep.attention_output for keep in keeps))
 
     def checkpoints(self, inputs: int, attended: int) -> CategoryBytes:
         """Bytes of so many blocks' inputs and attention outputs."""
@@ -138,7 +138,7 @@ class Peaks:
             return self.stored(range(i + 1))
         keep = step.keeps[i]
         memory = self.stored_before(i, host=False) + self.checkpoints(
-            not keep.x or keep.host, keep.attended and keep.host
+            not keep.x or keep.host, keep.attention_output and keep.host
         )
         return memory + (
             self.stored(block_below, True) + self.recomputed_checkpoints(block_below, True)
@@ -211,7 +211,7 @@ class Peaks:
 
     def recomputed_output(self, i: int) -> CategoryBytes:
         """Out and lse of block i in its backward, if they are recomputed."""
-        recomputed = self.step.checkpointing.policy != "none" and not self.step.keeps[i].attended
+        recomputed = self.step.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
         return CategoryBytes(attention=self.step.out + self.step.lse if recomputed else 0)
 
     def backward_attention(self, i: int) -> CategoryBytes:
