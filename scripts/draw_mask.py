@@ -34,7 +34,7 @@ from armillary.attention.mask.layouts import layout_of
 from armillary.attention.registry import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.files import writing
-from armillary.data.console.exit import ending
+from armillary.data.console.exit import exit_on_error
 from armillary.data.console.quantity import count_argument, whole
 from armillary.data.console.table import Column, print_table
 
@@ -45,7 +45,7 @@ NONE = "none"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draws what the command line asks for, and prints the numbers of it."""
     options = parsed(arguments)
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         mask = options.make(options)
         length = options.length or length_of(mask)
         layout = layout_asked_for(options, mask, length)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
-from armillary.data.console.exit import ending
+from armillary.data.console.exit import exit_on_error
 from armillary.data.console.picture import check_picture
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[:1] in (["-h"], ["--help"]):  # tyro would print the examples of all commands too
         print(cleandoc(DataCommand.__doc__ or ""))
         return
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         parse(words, DataCommand, PROGRAM).command.run()
 
 
@@ -177,11 +177,11 @@ def verify(path: Path) -> None:
     """
     if not is_folder(path):
         raise ValueError(f"{path} has no checksums; only stores of `armillary-data prepare` can be verified")
-    total, verified = sum(Header.read(path).sizes().values()), 0
+    total, verified_bytes = sum(Header.read(path).sizes().values()), 0
     with Bar(in_bytes=True, lines=True) as bar:
         for size in verify_folder(path):
-            verified += size
-            bar.show("verifying", verified, total)
+            verified_bytes += size
+            bar.show("verifying", verified_bytes, total)
     print(f"{path}: all {total:,} bytes match their checksums", file=sys.stderr)
 
 

@@ -107,14 +107,14 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
             per_row = (room or row_size) // size
             row_need = -(-len(items) // per_row)
             if room is None:
-                chosen, row_count = list(range(row_count, row_count + row_need)), row_count + row_need
+                chosen_rows, row_count = list(range(row_count, row_count + row_need)), row_count + row_need
             else:
-                chosen = free.take(room, row_need)
-            placed, items = items[: per_row * len(chosen)], items[per_row * len(chosen) :]
-            rows[placed] = np.repeat(chosen, per_row)[: len(placed)]
-            in_last = len(placed) - per_row * (len(chosen) - 1)  # the last row may get fewer
-            free.put((room or row_size) - per_row * size, chosen[:-1])
-            free.put((room or row_size) - in_last * size, chosen[-1:])
+                chosen_rows = free.take(room, row_need)
+            placed_items, items = items[: per_row * len(chosen_rows)], items[per_row * len(chosen_rows) :]
+            rows[placed_items] = np.repeat(chosen_rows, per_row)[: len(placed_items)]
+            in_last = len(placed_items) - per_row * (len(chosen_rows) - 1)  # the last row may get fewer
+            free.put((room or row_size) - per_row * size, chosen_rows[:-1])
+            free.put((room or row_size) - in_last * size, chosen_rows[-1:])
     return rows
 
 
@@ -133,11 +133,11 @@ class Free:
     def take(self, room: int, count: int) -> list[int]:
         """Removes and returns up to `count` rows with exactly this room."""
         rows = self._rows[room]
-        chosen = rows[-count:]
+        chosen_rows = rows[-count:]
         del rows[-count:]
         if not rows:
             del self._rows[room], self._spaces[bisect_left(self._spaces, room)]
-        return chosen
+        return chosen_rows
 
     def put(self, room: int, rows: list[int]) -> None:
         if room and rows:

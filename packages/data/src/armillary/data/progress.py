@@ -41,12 +41,12 @@ class Bar(Progress):
         self._in_bytes, self._is_log = in_bytes, lines and not quiet and not console.is_terminal
         self._logged = 0.0
 
-    def show(self, description: str, done: int = 0, total: int | None = None, note: str = "") -> None:
+    def show(self, description: str, count: int = 0, total: int | None = None, note: str = "") -> None:
         """Updates the bar; a total of None is an unknown one."""
-        amount = f"{done / 1e6:,.1f}/{(total or 0) / 1e6:,.1f} MB" if self._in_bytes else f"{done:,}/{total or 0:,}"
+        amount = f"{count / 1e6:,.1f}/{(total or 0) / 1e6:,.1f} MB" if self._in_bytes else f"{count:,}/{total or 0:,}"
         amount = "" if total is None else amount
-        self.update(self._bar, description=description, completed=done, total=total, amount=amount, note=note)
-        fraction = done / max(total or 0, 1)
+        self.update(self._bar, description=description, completed=count, total=total, amount=amount, note=note)
+        fraction = count / max(total or 0, 1)
         if self._is_log and total is not None and self._logged < fraction >= min(self._logged + LOG_INTERVAL, 1.0):
             self._logged = fraction
             self.console.print(f"{description}: {fraction:.0%} of {total:,} bytes {note}".rstrip(), markup=False)

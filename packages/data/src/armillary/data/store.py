@@ -87,12 +87,12 @@ class TokenStore:
         documents = [document for document in documents if document.text]
         if not documents:
             raise ValueError(f"{name}: there is no text in these documents; give at least one that is not empty")
-        encoded = [tokenizer.encode(document.text).numpy() for document in documents]
-        lengths = np.array([len(tokens) + 1 for tokens in encoded])
+        token_arrays = [tokenizer.encode(document.text).numpy() for document in documents]
+        lengths = np.array([len(tokens) + 1 for tokens in token_arrays])
         stops = np.cumsum(lengths)
         tokens = np.empty(stops[-1], token_dtype(tokenizer.vocab_size))
-        for part, start in zip(encoded, stops - lengths, strict=True):
-            tokens[start : start + len(part)] = part
+        for token_array, start in zip(token_arrays, stops - lengths, strict=True):
+            tokens[start : start + len(token_array)] = token_array
         tokens[stops - 1] = tokenizer.end_of_document
         hashes = np.array([stable_hash(document.text) for document in documents], np.uint64)
         content = f"{crc32(tokens.data):08x}-{crc32(stops.data):08x}"
@@ -195,8 +195,10 @@ class TokenStore:
             raise ValueError(f"{self.name} has one tree, which cannot be split; give at least 2")
         if size < 2:
             raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
-        cut = self.stops - min(max(round(size * fraction), 1), size - 1)
-        return self._with_ranges(self.starts, cut, self.hashes), self._with_ranges(cut, self.stops, self.hashes)
+        distances = self.stops - min(max(round(size * fraction), 1), size - 1)
+        return self._with_ranges(self.starts, distances, self.hashes), self._with_ranges(
+            distances, self.stops, self.hashes
+        )
 
     def _with_ranges(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
         checksum = crc32(np.ascontiguousarray(stops).data, crc32(np.ascontiguousarray(starts).data))

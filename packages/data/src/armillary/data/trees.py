@@ -87,10 +87,10 @@ class SegmentTree:
             if self.depths[leaf] >= length:
                 continue
             path = self.path(leaf)
-            added = {*path} - (groups[-1] if groups else {*()})
-            added_tokens = int(self.lengths[[*added]].sum())
+            new_segments = {*path} - (groups[-1] if groups else {*()})
+            added_tokens = int(self.lengths[[*new_segments]].sum())
             if groups and tokens + added_tokens <= length:
-                groups[-1] |= added
+                groups[-1] |= new_segments
                 tokens += added_tokens
             else:
                 groups.append({*path})

@@ -2,8 +2,8 @@
 
 presets.py   models and clusters by the names that people type
 cluster/     accelerators, nodes, and how long sends take between them
-comm_time/   what methods send, and how long their communication plans and a whole step take
-memory/      what a step holds: simulated, and by formulas
+comm_time/   the time of communication plans, and of a full step
+memory/      the memory of a step: simulated, and by formulas
 search/      every way to run a model on a cluster, best first
 tune/        the same measured on the machine at hand
 dry_run/     memory and time of a configuration of the trainer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from armillary.data.console.exit import FAILED, ending, leave
+from armillary.data.console.exit import FAILED, exit_on_error, leave
 from armillary.data.console.picture import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
     fits = None
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         if command not in COMMANDS:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
         try:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def search(argv: Sequence[str]) -> bool:
-    """`armillary-plan search`; returns whether anything fits."""
+    """Runs `armillary-plan search`. Returns True if anything fits."""
     plan = parse(argv, SearchPlan, f"{PROGRAM} search")
     if plan.plot is not None:
         check_picture(plan.plot, "--plot")
@@ -80,7 +80,7 @@ def search(argv: Sequence[str]) -> bool:
 
 
 def memory(argv: Sequence[str]) -> bool:
-    """`armillary-plan memory`; returns whether the sequence fits."""
+    """Runs `armillary-plan memory`. Returns True if the sequence fits."""
     plan = parse(argv, MemoryPlan, f"{PROGRAM} memory")
     with Bar("simulating", quiet=plan.json) as bar:
         result = plan_memory(plan, bar.show)
@@ -89,7 +89,7 @@ def memory(argv: Sequence[str]) -> bool:
 
 
 def run(argv: Sequence[str]) -> bool | None:
-    """`armillary-plan run`; returns whether the run fits, if that is known."""
+    """Runs `armillary-plan run`. Returns True if the run fits, or if its memory is unknown."""
     plan = dry_run.read_plan(argv, f"{PROGRAM} run")
     with Bar("simulating", quiet=plan.json) as bar:
         result = dry_run.predict(plan.run, plan.cluster, partial(bar.show, "simulating"))

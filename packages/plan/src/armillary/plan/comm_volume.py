@@ -137,12 +137,12 @@ def plan_bytes(
     """
     check_limits(plan)
     plan = replace(plan, kv_heads=plan.key_heads)
-    every, ranks, done = list(choices(plan)), plan.of_ranks or tuple(range(min(2, plan.ranks))), count()
+    every, ranks, finished_runs = list(choices(plan)), plan.of_ranks or tuple(range(min(2, plan.ranks))), count()
     rows = list[Row]()
     for candidate in every:
         by_figures = dict[tuple[object, ...], list[Row]]()
         for rank in ranks:
-            progress(f"{candidate.attention}, rank {rank}", next(done), len(every) * len(ranks))
+            progress(f"{candidate.attention}, rank {rank}", next(finished_runs), len(every) * len(ranks))
             pair = rows_of(plan, candidate, rank)
             group = by_figures.setdefault(tuple((row.counted, row.closed, row.messages) for row in pair), [])
             # Ranks with equal figures in both phases share the rows.
@@ -178,8 +178,8 @@ def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | Non
     """Team sizes of a method: the plan's, or all that fit; [None] for a method without teams."""
     if "team" not in method.sequence.options:
         return [None]
-    fitting = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
-    return plan.team or fitting or [None]
+    fitting_teams = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
+    return plan.team or fitting_teams or [None]
 
 
 def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
@@ -189,10 +189,10 @@ def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
     rows = list[Row]()
     for name in PHASES:
         p2p, closed_p2p = ledger.bytes(kind="p2p", phase=name), comm_plan.bytes(rank, "p2p", name)
-        counted = Sent(p2p, ledger.bytes(phase=name) - p2p)
-        closed = Sent(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
+        counted_bytes = Sent(p2p, ledger.bytes(phase=name) - p2p)
+        formula_bytes = Sent(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
         paper = published(shape, candidate.attention) if name == "forward" else None
-        rows.append(Row(candidate, (rank,), name, counted, closed, paper, ledger.messages(phase=name)))
+        rows.append(Row(candidate, (rank,), name, counted_bytes, formula_bytes, paper, ledger.messages(phase=name)))
     return rows
 
 
@@ -242,8 +242,8 @@ def published(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
     method, ranks = attention.method, shape.layout.shards
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
-    counted = method.sequence_plan(ranks).published_bytes(shape)
-    return None if counted is None else Sent(*counted)
+    paper_bytes = method.sequence_plan(ranks).published_bytes(shape)
+    return None if paper_bytes is None else Sent(*paper_bytes)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -268,10 +268,10 @@ def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
 
 def cells(row: Row) -> tuple[str, ...]:
     """Table cells of a row; backward, which follows forward, repeats no names."""
-    attention, mesh, counted, paper = row.candidate.attention, row.candidate.mesh, row.counted, row.published
+    attention, mesh, counted_bytes, paper = row.candidate.attention, row.candidate.mesh, row.counted, row.published
     title = f"{attention} ({mesh})" if min(mesh.ring, mesh.ulysses) > 1 else str(attention)
     names = (title, ", ".join(map(str, row.ranks))) if row.phase == "forward" else ("", "")
-    figures = map(gib, (counted.p2p, counted.collective, counted.total, row.closed.total))
+    figures = map(gib, (counted_bytes.p2p, counted_bytes.collective, counted_bytes.total, row.closed.total))
     if paper is None:
         paper_text = ""
     elif not paper.collective:
@@ -282,5 +282,5 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def gib(size: int) -> str:
-    """GiB with five decimals, of which WallFacer's paper needs four."""
+    """Formats GiB with five decimals; WallFacer's paper has four."""
     return f"{size / 2**30:,.5f}"

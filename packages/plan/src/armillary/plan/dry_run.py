@@ -36,7 +36,7 @@ class RunPlan(Source):
     Two ways to start:
       # a recipe on its machine
       armillary-plan run --recipe llama3_8b_1m --cluster 8xh100
-      # a file, and what differs from it
+      # a file, and settings that differ from it
       armillary-plan run --config planned.toml --cluster 16xh100 --data.sequence-length 256Ki
 
     Exit code 1: the run does not fit.
@@ -61,7 +61,7 @@ class Prediction:
 
     Args:
         memory: of a step, simulated.
-        bound: whether `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
+        bound: True if `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
             the tensors that CUDA's do.
         limit: seconds after which the run's watchdog ends a step.
     """
@@ -81,7 +81,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """The model's FLOPs over those of the cluster's peak in the predicted time."""
+        """The model's FLOPs over the cluster's peak FLOPs in the predicted time."""
         peak = self.cluster.ranks * self.cluster.accelerator.flops
         return self.run.flops / (self.time.seconds * peak)
 
@@ -124,21 +124,21 @@ def memory_of(config: Config, job: Job, local_parameters: int, progress: Progres
     if config.train.accumulation == 1:
         return memory
     place, sizes = ("host", memory.host_breakdown) if job.on_host else ("device", memory.device_breakdown)
-    accumulated = 4 * local_parameters  # float32
-    sizes = sizes | {"gradients": sizes.get("gradients", 0) + accumulated}
-    return replace(memory, **{place: getattr(memory, place) + accumulated, f"{place}_breakdown": sizes})
+    gradient_bytes = 4 * local_parameters  # float32
+    sizes = sizes | {"gradients": sizes.get("gradients", 0) + gradient_bytes}
+    return replace(memory, **{place: getattr(memory, place) + gradient_bytes, f"{place}_breakdown": sizes})
 
 
 def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
-    """Predicted time of a step: that of one micro-batch, as many times, and one optimizer update."""
+    """Returns the predicted time of a step: of its micro-batches, and of one optimizer update."""
     assert isinstance(job.attention, AttentionChoice)
     mesh = Mesh(**job.axes)
     rows = job.rows * mesh.replicas
     kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
     passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, kernel, margin)
     micro_batch = step_time(job, passes, cluster)
-    parts = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
-    return StepTime(**parts | {"optimizer": micro_batch.optimizer})
+    seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
+    return StepTime(**seconds_by_part | {"optimizer": micro_batch.optimizer})
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:

@@ -33,8 +33,8 @@ class BadSteps:
         message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {cause}"
         config = self.run.config.train
         if config.bad_step == "stop" or self.in_a_row >= config.bad_steps:
-            repeated = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
-            raise FloatingPointError(f"{message}{repeated}")
+            repetition = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
+            raise FloatingPointError(f"{message}{repetition}")
         self.say(f"{message}; skipped, weights unchanged")
 
 
@@ -46,9 +46,9 @@ def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
         end = rows.state_dict()["rows"]
         return f"losses are finite on every rank, in rows {end - len(batches) * rows.rows_per_step}..{end - 1}"
     ranks = ", ".join(map(str, sorted(by_rank)))
-    shown = "; ".join(f"row {row} ({rows.describe(row)})" for row in bad[:4])
-    omitted = f"; and {len(bad) - 4} more rows" if len(bad) > 4 else ""
-    return f"no finite loss on rank{'s' * (len(by_rank) > 1)} {ranks} in {shown}{omitted}"
+    row_texts = "; ".join(f"row {row} ({rows.describe(row)})" for row in bad[:4])
+    suffix = f"; and {len(bad) - 4} more rows" if len(bad) > 4 else ""
+    return f"no finite loss on rank{'s' * (len(by_rank) > 1)} {ranks} in {row_texts}{suffix}"
 
 
 @torch.no_grad()

@@ -48,8 +48,8 @@ def process_group(config: Config) -> Generator[torch.device]:
     check_kernel(config, precision(config, device), device)
     owns_group = not dist.is_initialized()
     if owns_group:
-        both = config.optimizer.cpu_offload
-        start_process_group(device.type, collective_timeout(config), host_too=both, bind=config.cuda.bind_device)
+        host_too = config.optimizer.cpu_offload
+        start_process_group(device.type, collective_timeout(config), host_too=host_too, bind=config.cuda.bind_device)
     yield device
     if owns_group:  # not after an error: destroying a group can wait for ranks that are in a collective
         dist.destroy_process_group()
@@ -107,7 +107,7 @@ def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> Devic
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Returns the time-out of collectives: that of a step, plus the time in which the watchdog reports who is late."""
+    """Returns the time-out of collectives: a step's, plus the time that the watchdog needs to report late ranks."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 
@@ -117,7 +117,7 @@ def shard_model(
     """Returns a model on the mesh, its parameters sharded and still on "meta", and its attention.
 
     Args:
-        sizes: those of the configuration, or others for the same mesh.
+        sizes: of the model in the configuration, or others for the same mesh.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the attention method.
@@ -147,7 +147,7 @@ def shard_model(
 
 def precision(config: Config, device: torch.device) -> torch.dtype:
     """Returns the dtype of forward and backward; weights, gradients and optimizer have its `accumulation_dtype`."""
-    chosen = config.train.precision
-    if chosen == "auto":
-        chosen = "bfloat16" if device.type == "cuda" else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[chosen]
+    setting = config.train.precision
+    if setting == "auto":
+        setting = "bfloat16" if device.type == "cuda" else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[setting]

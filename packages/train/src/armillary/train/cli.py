@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from armillary.data.console.exit import ELSEWHERE, FAILED, DamagedInput, ending, record
+from armillary.data.console.exit import ELSEWHERE, FAILED, DamagedInput, exit_on_error, record
 from armillary.train.command import PROGRAM, read_command
 from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import train, watchdog_of
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names rank, step and error; 2 refused to start, with one line that says why.
     """
     watchdog: Watchdog | None = None
-    with ending(PROGRAM, started=lambda: watchdog is not None and watchdog.training_started):
+    with exit_on_error(PROGRAM, is_started=lambda: watchdog is not None and watchdog.training_started):
         command, overrides = read_command(sys.argv[1:] if argv is None else argv)
         if command.dry_run:
             from armillary.train.dry_run import show_dry_run  # not on every rank of every run

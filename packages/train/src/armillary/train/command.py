@@ -52,7 +52,7 @@ class Command(Source):
       # long context: 8-way context parallelism, over heads (ulysses) and tokens (ring)
       torchrun --nproc-per-node 8 -m armillary.train --parallel.cp 8 \
           --data.sequence-length 128Ki
-      # what armillary-plan or armillary-tune chose
+      # written by armillary-plan or armillary-tune
       torchrun --nproc-per-node 8 -m armillary.train --config planned.toml
       # mesh, shards and shapes of a run, without GPUs
       armillary-train --recipe llama3_8b_1m --dry-run
@@ -135,8 +135,8 @@ def recipe_errors(recipe: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        where = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
-        raise ValueError(f"--recipe {recipe}: {where}{error}") from error
+        prefix = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
+        raise ValueError(f"--recipe {recipe}: {prefix}{error}") from error
 
 
 def location_of(error: Exception) -> str:

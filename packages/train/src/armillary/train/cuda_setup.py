@@ -18,7 +18,7 @@ class CudaSetup:
     """Settings of a run on GPUs.
 
     Args:
-        allocator: settings for torch's allocator; None: those of the environment.
+        allocator: settings for torch's allocator; None for the environment's.
         device_id: argument of `init_process_group`; with it communicators connect at once and split off each other.
         high_priority: mesh axes whose communicators run on streams of high priority.
         max_ctas: thread blocks, at most, of an NCCL kernel on these axes; None: NCCL decides.
@@ -37,10 +37,10 @@ class CudaSetup:
 def cuda_setup(config: Config, ring: int) -> CudaSetup:
     """Returns the settings of a run with `ring` ranks on its ring, the same on every rank."""
     settings = config.cuda
-    bound = binds_device(settings.bind_device, host_too=config.optimizer.cpu_offload)
+    device_is_bound = binds_device(settings.bind_device, host_too=config.optimizer.cpu_offload)
     return CudaSetup(
         allocator=allocator_settings(settings.expandable_segments),
-        device_id="cuda:LOCAL_RANK" if bound else None,
+        device_id="cuda:LOCAL_RANK" if device_is_bound else None,
         high_priority=("ring", "ulysses") if settings.high_priority else (),
         max_ctas=settings.max_ctas,
         sm_margin=sm_margin(config, ring),

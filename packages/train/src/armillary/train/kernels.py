@@ -75,5 +75,5 @@ def kernel_with_margin(
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Returns the kernel inputs of the model's layers on this machine's device."""
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
-    windowed = isinstance(model, LlamaConfig) and model.window is not None
-    return replace(Inputs.of(head, head, device=device), windowed=windowed, documents=config.data.documents)
+    has_window = isinstance(model, LlamaConfig) and model.window is not None
+    return replace(Inputs.of(head, head, device=device), windowed=has_window, documents=config.data.documents)

@@ -41,7 +41,7 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
 
 
 def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:
-    """Returns the vocabulary size of the model: that of the pretrained folder or the flag, else that of the stores.
+    """Returns the vocabulary size of the model: of the pretrained folder or the flag, else of the stores.
 
     Args:
         task: the vocabulary size of a synthetic task, which has no stores.
@@ -85,9 +85,9 @@ def load_rows(
         mask = AttentionMask(documents=documents) if parents is None else mask_of_trees(documents, parents)
         return attention.layout(length, "balanced", mask)
 
-    def rows(part: list[TokenStore]) -> PackedSequences:
+    def rows(stores_subset: list[TokenStore]) -> PackedSequences:
         return PackedSequences(
-            part,
+            stores_subset,
             layout=attention.layout(length, kind),
             shard=attention.shard,
             rows_per_batch=config.rows_per_batch,

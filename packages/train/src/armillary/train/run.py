@@ -48,7 +48,7 @@ class Run:
     def distributed(self, x: Tensor, layout: SequenceLayout) -> Tensor:
         """Returns this rank's part [B, T] of a batch as a DTensor [rows, N], for code that composes with the model.
 
-        It stays local where DTensor has no such shards: those of balanced layouts differ in length, and of 250 tokens
+        It stays local if DTensor has no such shards: shards of balanced layouts differ in length, and of 250 tokens
         on 4 ranks zigzag gives two ranks 62, DTensor 63 and 61.
         """
         names = self.mesh.mesh_dim_names or ()

@@ -36,28 +36,31 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     """Takes one optimizer step on one global batch, given as micro-batches.
 
     The loss is the sum over all labelled tokens of all micro-batches and ranks, divided by their number, or by the sum
-    of their weights: gradients are sums, and depend on neither mesh nor accumulation. A loss or norm that is not finite
-    leaves the weights unchanged.
+    of their weights: gradients are sums, independent of mesh and accumulation. A loss or norm that is not finite leaves
+    the weights unchanged.
     """
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(step, run.config.train.steps, run.config.optimizer)
-    labelled = sum_over_ranks(run, sum(batch.labelled for batch in batches))
-    labelled = labelled.where(labelled > 0, 1)  # a batch of padding has no loss
-    losses = [backward(run, batch, labelled) for batch in batches]
+    # 1. The global number of labels, before any backward: the divisor of every micro-batch's loss.
+    label_count = sum_over_ranks(run, sum(batch.labelled for batch in batches))
+    label_count = label_count.where(label_count > 0, 1)  # a batch of padding has no loss
+    # 2. Gradients add up over micro-batches here, and over ranks in FSDP2's reduce-scatter.
+    losses = [backward(run, batch, label_count) for batch in batches]
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
     result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item())
+    # 3. Every rank has the same loss and norm, so all ranks decide alike.
     if result.good:
         run.optimizer.step()
     run.optimizer.zero_grad()
     return result
 
 
-def backward(run: Run, batch: Batch, labelled: Tensor) -> Tensor:
+def backward(run: Run, batch: Batch, label_count: Tensor) -> Tensor:
     """Accumulates the gradients of a micro-batch; returns its share of the loss on this rank."""
     total, _ = local_loss(run, batch)
-    share = total / labelled.to(total.dtype)
-    share.backward()
-    return share.detach()
+    loss_share = total / label_count.to(total.dtype)
+    loss_share.backward()
+    return loss_share.detach()
 
 
 def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,7 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
     Tokens, labels and activations are local tensors; parameters and their gradients are DTensors.
     """
     labels = to_device(batch.labels, run.device) if isinstance(batch.labels, Tensor) else batch.labels.to(run.device)
-    # Positions that count from the start of the row are the same in each.
+    # Positions from the start of the row are equal in all rows: [T] instead of [B, T].
     by_row = run.config.data.reset_positions or batch.parents is not None
     return run.model(
         to_device(batch.tokens, run.device),
@@ -83,9 +86,9 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
 
 
 def sum_over_ranks(run: Run, value: Tensor | float) -> Tensor:
-    """Sums a value over all ranks that hold tokens of a step, each of which has a share of it."""
-    # Filled on the device: copied there, a number would make the host wait.
+    """Sums a value over all ranks with tokens of the step; each rank has a share."""
+    # `full` on the device: copying a number there would make the host wait.
     dtype = torch.float64 if isinstance(value, float) else None
-    share = value.clone() if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=run.device)
-    dist.all_reduce(share, group=run.data.group)
-    return share
+    local_value = value.clone() if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=run.device)
+    dist.all_reduce(local_value, group=run.data.group)
+    return local_value

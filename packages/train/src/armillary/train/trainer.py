@@ -34,7 +34,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
     environment or alone, and ends it.
 
     Args:
-        watchdog: is told of every phase and ends the process if a rank hangs; by default that of the configuration.
+        watchdog: ends the process if a phase takes too long; by default from the configuration.
         notes: lines that rank 0 prints before the first step.
 
     Raises:
@@ -63,7 +63,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
 
     Args:
         stop: a signal handler that is installed already; by default one is installed here.
-        watchdog: is told of every phase; by default none is started, and a hang ends by its group's time-out.
+        watchdog: measures every phase; by default it is not started, and a hang ends by the group's time-out.
     """
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)
@@ -72,42 +72,42 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         Reporter(config, lock.fence) as report,
         watchdog.reporting(),  # before the reporter waits for its sinks
         stop or StopSignal() as stop,
-        Checkpoints(run, lock, report.say, report.event) as saved,
+        Checkpoints(run, lock, report.say, report.event) as checkpoints,
         watchdog.reporting(),  # before checkpoints wait for the save in flight, and so for ranks that may be gone
     ):
         watchdog.start_phase("restoring", 0)
-        step = saved.restore()
+        step = checkpoints.restore()
         report.resumed(step)
         for line in schedule_notes(step, steps, config.optimizer):
             report.say(line)
         log, folder = config.log, config.train.output / "profile"
         profiler = Profiler(log.profile, log.memory_snapshot, folder, report.say)
-        traced = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, report.say)
+        step_trace = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, report.say)
         summary = Summary(first_step=step + 1)
         bad, watch = BadSteps(run, report.say), Stopwatch()
         while step < steps and not stop.asked(run.device):
             step += 1
             lock.check()
             watchdog.start_phase("training", step)
-            with profiler.step(step), traced.step(step):
+            with profiler.step(step), step_trace.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
                 result = train_step(run, step, batches)
                 watch.count(run.tokens_per_step)
-            bad.count(step, result, batches)
+            bad.count(step, result, batches)  # may stop the run
             summary.losses.append(result.loss)
-            report.step(measure(run, step, batches, result, watch.last_seconds, saved.tokens(step)))
-            with watch.paused():
+            report.step(measure(run, step, batches, result, watch.last_seconds, checkpoints.tokens(step)))
+            with watch.paused():  # validation and saving do not count as step time
                 if step % config.validation.every == 0 or step == steps:
                     watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
                     report.validated(step, summary.validation)
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.start_phase("saving", step)
-                    saved.start(step)
-        traced.finish()
+                    checkpoints.start(step)
+        step_trace.finish()
         watchdog.start_phase("saving", step)
         # Nothing to save before the first step. After a bad step the weights may be its cause, so older ones are kept.
-        summary.checkpoint = saved.finish(step, prune=not bad.in_a_row) if step else None
+        summary.checkpoint = checkpoints.finish(step, prune=not bad.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
         if summary.losses or step >= steps:

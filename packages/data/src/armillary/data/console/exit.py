@@ -33,18 +33,21 @@ ELSEWHERE = (TimeoutError, ConnectionError)
 
 
 @contextmanager
-def ending(program: str, started: Callable[[], bool] = lambda: False) -> Generator[None]:
+def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) -> Generator[None]:
     """Context manager that prints an error of its block in one line and ends the process.
 
     `REFUSALS` end it with 2, or with 1 if the machine or another process failed. Other errors are bugs and keep their
-    traceback, and so does every error after the work has `started`.
+    traceback, and so does every error after the work has begun.
+
+    Args:
+        is_started: returns True once the work has begun.
     """
     try:
         yield
     except KeyboardInterrupt:
         leave(program, "stopped", INTERRUPTED)
     except REFUSALS as error:
-        if started():
+        if is_started():
             raise
         failed = isinstance(error, OSError) and (error.errno in FAILING or isinstance(error, ELSEWHERE))
         leave(program, described(error), FAILED if failed else REFUSED)

@@ -52,16 +52,16 @@ def whole(text: str | int) -> int:
     return int(number)
 
 
-def count_argument(least: int = 1) -> Callable[[str], int]:
-    """Returns a `type` for arguments of `argparse`: integers of at least `least`, with units."""
+def count_argument(minimum: int = 1) -> Callable[[str], int]:
+    """Returns a `type` for arguments of `argparse`: integers of at least `minimum`, with units."""
 
     def count(text: str) -> int:
         try:
             number = whole(text)
         except ValueError as error:
             raise ArgumentTypeError(str(error)) from error
-        if number < least:
-            raise ArgumentTypeError(f"{text} must be at least {least}")
+        if number < minimum:
+            raise ArgumentTypeError(f"{text} must be at least {minimum}")
         return number
 
     return count

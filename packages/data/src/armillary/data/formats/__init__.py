@@ -41,17 +41,19 @@ def open_store(
                 f"{path} is not finished; run the same `armillary-data prepare` again, it resumes from {partial}"
             )
         else:
-            accepted = (
+            accepted_formats = (
                 "a folder made by `armillary-data prepare`, a Megatron .bin/.idx pair, or a saved `datasets` folder"
             )
-            raise ValueError(f"{path} {'holds no tokens' if path.exists() else 'does not exist'}; give {accepted}")
+            raise ValueError(
+                f"{path} {'holds no tokens' if path.exists() else 'does not exist'}; give {accepted_formats}"
+            )
     if tokenizer is not None:
         check_tokenizer(store, tokenizer)
     return store
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a store for `open_store`, or an incomplete one of `armillary-data prepare`."""
+    """Returns True if a path is a store for `open_store`, or an incomplete one of `armillary-data prepare`."""
     path = Path(path)
     with readable(path):
         return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or partial_folder(path).is_dir()

@@ -106,10 +106,10 @@ class Header:
 
     def _check(self) -> None:
         """Checks the values of JSON, which may be of any type."""
-        vocabulary, omitted = self.vocabulary, ("empty", "binary", "replaced", "skipped")
+        vocabulary, optional_counts = self.vocabulary, ("empty", "binary", "replaced", "skipped")
         counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
-        optional |= {f"summary.{name}": self.summary.get(name) for name in omitted}
+        optional |= {f"summary.{name}": self.summary.get(name) for name in optional_counts}
         for name, value in (counts | {n: x for n, x in optional.items() if x is not None}).items():
             integer(name, value, 0)
         if self.token_type.kind not in "iu" or type(vocabulary.tokenizer) not in (str, type(None)):

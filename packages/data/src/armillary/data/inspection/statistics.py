@@ -117,12 +117,12 @@ def measure_packings(
         for j, row in enumerate(packed_rows):
             progress(i * rows + j, len(packings) * rows)
             mask: dict[str, Any] = {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
-            balanced = SequenceLayout.balanced(length, shards, **mask)
+            balanced_layout = SequenceLayout.balanced(length, shards, **mask)
             zigzags.append(attention_balance(zigzag, **mask))
-            balances.append(attention_balance(balanced, **mask))
-            for k, layout in enumerate((zigzag, contiguous, balanced)):
+            balances.append(attention_balance(balanced_layout, **mask))
+            for k, layout in enumerate((zigzag, contiguous, balanced_layout)):
                 hops[k] += attention_traffic(layout, **mask)
-            spans = max(spans, *(len(balanced.spans(shard)) for shard in range(shards)))
+            spans = max(spans, *(len(balanced_layout.spans(shard)) for shard in range(shards)))
         documents = mean(len(row.ends) - 1 for row in packed_rows)
         balance = (mean(zigzags), max(zigzags), mean(balances), max(balances))
         mean_hops = [total / (length * len(packed_rows)) for total in hops]

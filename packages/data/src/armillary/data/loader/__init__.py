@@ -1,1 +1,1 @@
-"""Batches of rows packed from stores, of which each rank reads its own shard."""
+"""Batches of rows packed from stores; each rank reads its own shard."""

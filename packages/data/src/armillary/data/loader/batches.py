@@ -15,7 +15,7 @@ class Batches(ABC):
     """This rank's shard of batches of rows, which are numbered without end.
 
     Step s reads `rows_per_step` rows from row s * rows_per_step on, `rows_per_batch` of them on each replica. Global
-    batches are the same on any mesh with as many rows per step. Nothing is communicated.
+    batches are equal on all meshes with the same number of rows per step. No communication.
 
     Iteration continues from the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
 
@@ -26,7 +26,7 @@ class Batches(ABC):
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
             with shards of the same rows have the same `replica`.
         ahead: number of batches to prefetch in a thread.
-        settings: everything that the content of rows depends on, as JSON values; a state with others is refused.
+        settings: everything that the content of rows depends on, as JSON values; states with other values are refused.
 
     Raises:
         ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0.
@@ -76,6 +76,7 @@ class Batches(ABC):
 
     def __next__(self) -> Batch:
         """Returns the next batch. If reading it fails, the following call tries the same batch again."""
+        # The current batch, and the next ones to prefetch. The count advances only after a successful read.
         first_rows = [self._rows_read + i * self.rows_per_step for i in range(1 + self._ahead)]
         batch = self._prefetch.get(first_rows[0], first_rows[1:])
         self._rows_read += self.rows_per_step
@@ -111,7 +112,7 @@ class Batches(ABC):
 
     @abstractmethod
     def describe(self, row: int) -> str:
-        """Returns the source of row number `row`, for a person. Reads no tokens."""
+        """Returns a description of the source of row number `row`. Reads no tokens."""
 
 
 def check_minimum(minimum: int, **values: int) -> None:

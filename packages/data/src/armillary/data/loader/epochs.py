@@ -74,7 +74,7 @@ class Epochs:
         self._store, self._length, self._packing, self._key = store, length, packing, key
         self._documents, self._sizes = self._items()
         if not len(self._documents):
-            raise ValueError(f"{store.name} holds no tokens; give a store with at least one document")
+            raise ValueError(f"{store.name} has no tokens; give a store with at least one document")
         # Two epochs: prefetching reads the next one while other callers still need this one.
         self._packed = lru_cache(maxsize=2)(self._pack)
         self._lock = Lock()
@@ -89,22 +89,25 @@ class Epochs:
     def row(self, number: int) -> PackedRow:
         """Returns row `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.rows)
-        packed, order = self._epoch(epoch)
-        return self._row_of(packed.row(int(order[place])))
+        packed_rows, order = self._epoch(epoch)
+        return self._row_of(packed_rows.row(int(order[place])))
 
     def _row_of(self, slices: Sequence[DocumentSlice]) -> PackedRow:
         """Returns the row of slices of items."""
-        slices = [DocumentSlice(int(self._documents[part.document]), part.start, part.length) for part in slices]
-        ends = tuple(accumulate((part.length for part in slices), initial=0))
+        slices = [
+            DocumentSlice(int(self._documents[item_slice.document]), item_slice.start, item_slice.length)
+            for item_slice in slices
+        ]
+        ends = tuple(accumulate((item_slice.length for item_slice in slices), initial=0))
         return PackedRow(self._store, slices, ends if ends[-1] == self._length else (*ends, self._length))
 
     def waste(self) -> Waste:
         """Returns the cost of the packing in the first epoch."""
-        packed, sizes = self._epoch(0)[0], self._sizes
-        packed_tokens = int(packed.lengths.sum())
-        uncut = int((packed.lengths == sizes[packed.documents]).sum())
-        padding = 1 - packed_tokens / (len(packed) * self._length)
-        return Waste(len(packed), padding, 1 - packed_tokens / int(sizes.sum()), 1 - uncut / len(sizes))
+        packed_rows, sizes = self._epoch(0)[0], self._sizes
+        packed_tokens = int(packed_rows.lengths.sum())
+        uncut = int((packed_rows.lengths == sizes[packed_rows.documents]).sum())
+        padding = 1 - packed_tokens / (len(packed_rows) * self._length)
+        return Waste(len(packed_rows), padding, 1 - packed_tokens / int(sizes.sum()), 1 - uncut / len(sizes))
 
     def _epoch(self, number: int) -> tuple[Packed, Index]:
         """Returns the rows of an epoch, and their shuffled order."""
@@ -113,14 +116,14 @@ class Epochs:
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
         key = f"{self._key}, epoch {epoch}"
-        packed = self._packing(self._sizes, self._length, f"documents of {key}")
-        if epoch and len(packed) != self.rows:
-            raise ValueError(f"the packing made {len(packed)} rows of epoch {epoch}, but {self.rows} of epoch 0")
-        sizes = np.diff(np.concatenate([[0], np.cumsum(packed.lengths)])[packed.first])
+        packed_rows = self._packing(self._sizes, self._length, f"documents of {key}")
+        if epoch and len(packed_rows) != self.rows:
+            raise ValueError(f"the packing made {len(packed_rows)} rows of epoch {epoch}, but {self.rows} of epoch 0")
+        sizes = np.diff(np.concatenate([[0], np.cumsum(packed_rows.lengths)])[packed_rows.first])
         if sizes.min() < 1 or sizes.max() > self._length:
             row = int(np.argmax((sizes < 1) | (sizes > self._length)))
             raise ValueError(f"the packing put {sizes[row]} tokens into row {row}, not 1 to {self._length}")
-        return packed, permutation(len(packed), f"rows of {key}")
+        return packed_rows, permutation(len(packed_rows), f"rows of {key}")
 
 
 def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
@@ -132,32 +135,34 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
     Args:
         starts: filled with the row positions from which reset positions of the tokens are counted.
     """
+    # Only the pieces of documents that this shard's spans meet are read, in local order.
     offset, origins = 0, row.origins
     for span in spans:
-        for number, part in _cut_at(span, row.ends):
-            target = slice(offset, offset + len(part))
+        for number, positions in _cut_at(span, row.ends):
+            target = slice(offset, offset + len(positions))
             offset = target.stop
             if starts is not None:
                 starts[target] = origins[number]
             if number < len(row.slices):
-                _read_part(row, number, part, tokens[target], labels[target])
+                _read_part(row, number, positions, tokens[target], labels[target])
             else:
                 tokens[target], labels[target] = row.store.vocabulary.end_of_document or 0, IGNORE
 
 
-def _read_part(row: PackedRow, number: int, part: range, tokens: Index, labels: Index) -> None:
-    """Reads the tokens and labels at row positions `part`, all of which lie in slice `number`."""
+def _read_part(row: PackedRow, number: int, positions: range, tokens: Index, labels: Index) -> None:
+    """Reads the tokens and labels at some row positions, all in slice `number`."""
     source, store = row.slices[number], row.store
     shift = source.start - row.ends[number]
-    start, stop = part.start + shift, part[-1] + 1 + shift
+    start, stop = positions.start + shift, positions[-1] + 1 + shift
     size = int(store.stops[source.document] - store.starts[source.document])
     label_stop = min(stop + 1, size)  # the last token of a document has no label
-    if part.step == 1:
+    if positions.step == 1:
         window = store.read(source.document, start, label_stop)  # one read serves tokens and labels
-        tokens[:], next_tokens = window[: len(part)], window[1:]
+        tokens[:], next_tokens = window[: len(positions)], window[1:]
     else:
-        tokens[:] = store.read(source.document, start, stop, part.step)
-        next_tokens = store.read(source.document, start + 1, label_stop, part.step)
+        tokens[:] = store.read(source.document, start, stop, positions.step)
+        # With a step, tokens and labels do not overlap: the labels are read separately.
+        next_tokens = store.read(source.document, start + 1, label_stop, positions.step)
     labels[: len(next_tokens)], labels[len(next_tokens) :] = next_tokens, IGNORE
 
 

@@ -1,4 +1,4 @@
-"""Rows of N tokens packed from documents, of which each rank reads its own shard."""
+"""Rows of N tokens packed from documents; each rank reads its own shard."""
 
 from __future__ import annotations
 
@@ -115,12 +115,18 @@ class PackedSequences(Batches):
         return self._epochs[source].row(turn)
 
     def describe(self, row: int) -> str:
-        packed = self.row(row)
+        packed_row = self.row(row)
         # Token numbers of the store, since documents of a selection have other numbers than in its files.
-        starts = [int(packed.store.starts[part.document]) + part.start for part in packed.slices]
-        ranges = [f"{start}..{start + part.length - 1}" for start, part in zip(starts, packed.slices, strict=True)]
+        starts = [
+            int(packed_row.store.starts[document_slice.document]) + document_slice.start
+            for document_slice in packed_row.slices
+        ]
+        ranges = [
+            f"{start}..{start + document_slice.length - 1}"
+            for start, document_slice in zip(starts, packed_row.slices, strict=True)
+        ]
         suffix = f" and {len(ranges) - 8} more parts" if len(ranges) > 8 else ""
-        return f"{packed.store.name}, tokens {', '.join(ranges[:8])}{suffix}"
+        return f"{packed_row.store.name}, tokens {', '.join(ranges[:8])}{suffix}"
 
     def _make_batch(self, rows: range) -> Batch:
         packed_rows = [self.row(number) for number in rows]
@@ -172,10 +178,10 @@ def check_vocabularies(stores: Sequence[TokenStore]) -> None:
     """
     if not stores:
         raise ValueError("there are no stores to pack; give at least one")
-    named = [store for store in stores if store.vocabulary.tokenizer is not None]
-    for store in named[1:]:
-        if store.vocabulary != named[0].vocabulary:
+    stores_with_tokenizer = [store for store in stores if store.vocabulary.tokenizer is not None]
+    for store in stores_with_tokenizer[1:]:
+        if store.vocabulary != stores_with_tokenizer[0].vocabulary:
             raise ValueError(
-                f"{store.name} holds tokens of {store.vocabulary.tokenizer}, {named[0].name} of "
-                f"{named[0].vocabulary.tokenizer}; stores that are mixed must be prepared with one tokenizer"
+                f"{store.name} holds tokens of {store.vocabulary.tokenizer}, {stores_with_tokenizer[0].name} of "
+                f"{stores_with_tokenizer[0].vocabulary.tokenizer}; mixed stores need one tokenizer"
             )

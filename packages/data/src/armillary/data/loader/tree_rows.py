@@ -62,7 +62,7 @@ class TreeRow(PackedRow):
             depths += tree.depths
             segments = zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)
             slices += [DocumentSlice(document, start, size) for start, size in segments]
-        ends = tuple(accumulate((part.length for part in slices), initial=0))
+        ends = tuple(accumulate((segment_slice.length for segment_slice in slices), initial=0))
         weights = [tree.label_weights for _, tree in trees]
         if ends[-1] < length:
             ends, parents, depths, weights = (*ends, length), [*parents, -1], [*depths, 0], [*weights, np.zeros(1)]
@@ -105,15 +105,15 @@ class TreeEpochs(Epochs):
     def _row_of(self, slices: Sequence[DocumentSlice]) -> TreeRow:
         unsplit = len(self._documents) - len(self._split)
         trees: list[tuple[int, SegmentTree]] = []
-        for item in (part.document for part in slices):
+        for item in (tree_slice.document for tree_slice in slices):
             document = int(self._documents[item])
             trees.append((document, self._store.tree(document)) if item < unsplit else self._split[item - unsplit])
         return TreeRow.of(self._store, trees, self._length)
 
     def waste(self) -> Waste:
         """Cost of the packing. Tokens repeated in several rows are no padding; dropped tokens are in no row."""
-        packed, lengths = self._epoch(0)[0], self._store.lengths
-        padding = 1 - int(packed.lengths.sum()) / (len(packed) * self._length)
+        packed_rows, lengths = self._epoch(0)[0], self._store.lengths
+        padding = 1 - int(packed_rows.lengths.sum()) / (len(packed_rows) * self._length)
         # Of a segment that several split trees repeat, the longest copy counts.
         copies: dict[tuple[int, int], int] = {}
         for document, tree in self._split:
@@ -121,13 +121,13 @@ class TreeEpochs(Epochs):
                 copies[document, start] = max(size, copies.get((document, start), 0))
         packed_tokens = int(lengths[lengths <= self._length].sum()) + sum(copies.values())
         split_documents = int((lengths > self._length).sum()) / int((lengths > 0).sum())
-        return Waste(len(packed), padding, 1 - packed_tokens / self._store.tokens, split_documents)
+        return Waste(len(packed_rows), padding, 1 - packed_tokens / self._store.tokens, split_documents)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
-        packed, order = super()._pack(epoch)
-        if packed.starts.any() or (packed.lengths != self._sizes[packed.documents]).any():
+        packed_rows, order = super()._pack(epoch)
+        if packed_rows.starts.any() or (packed_rows.lengths != self._sizes[packed_rows.documents]).any():
             raise ValueError(f"{self._store.name} holds trees, and the packing cuts documents; use one that cuts none")
-        return packed, order
+        return packed_rows, order
 
 
 def label_triples(rows: Sequence[PackedRow], positions: Index, next_tokens: Index) -> LabelTriples:
@@ -159,8 +159,14 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
     # The last token of a segment predicts the first token of each of its children, so it may have several labels.
     place_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
     children = [
-        (place_of[parent], int(row.store.read(part.document, part.start, part.start + 1)[0]), weight)
-        for parent, part, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)  # no padding
+        (
+            place_of[parent],
+            int(row.store.read(segment_slice.document, segment_slice.start, segment_slice.start + 1)[0]),
+            weight,
+        )
+        for parent, segment_slice, weight in zip(
+            row.parents, row.slices, row.weights.tolist(), strict=False
+        )  # no padding
         if parent in place_of and weight > 0
     ]
     places, labels, weights = zip(*children, strict=True) if children else ((), (), ())

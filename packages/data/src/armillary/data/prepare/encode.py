@@ -61,7 +61,7 @@ class Encoder:
             ValueError: a file that can no longer be read, or a document that the policy refuses.
         """
         tokenizer, counts = tokenizer_in(self.folder), Counts()
-        parts, batch, size = list[Part](), list[Document](), 0
+        encoded_parts, batch, size = list[Part](), list[Document](), 0
         for document in documents(chunk):
             if not isinstance(document, Invalid) and self._accept(document, tokenizer, counts):
                 batch.append(document)
@@ -71,18 +71,18 @@ class Encoder:
             elif isinstance(document, Invalid):
                 self.skip(document, counts)
             if size >= BATCH_BYTES:
-                parts.append(self.encode(batch, tokenizer, counts))
+                encoded_parts.append(self.encode(batch, tokenizer, counts))
                 batch, size = [], 0
-        return Part.concatenate([*parts, self.encode(batch, tokenizer, counts)]), counts
+        return Part.concatenate([*encoded_parts, self.encode(batch, tokenizer, counts)]), counts
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
         """Returns the tokens of some documents, each followed by its end of document."""
         counts.documents += len(batch)
         counts.text_bytes += sum(len(document.text) for document in batch)
         texts, dtype = [document.text for document in batch], token_dtype(tokenizer.vocab_size)
-        end, encoded = np.array([tokenizer.end_of_document], dtype), encode_all(texts, tokenizer)
-        tokens = np.concatenate([np.empty(0, dtype), *(array for tokens in encoded for array in (tokens, end))])
-        lengths = np.array([len(tokens) + 1 for tokens in encoded], np.int64)
+        end, token_arrays = np.array([tokenizer.end_of_document], dtype), encode_all(texts, tokenizer)
+        tokens = np.concatenate([np.empty(0, dtype), *(array for tokens in token_arrays for array in (tokens, end))])
+        lengths = np.array([len(tokens) + 1 for tokens in token_arrays], np.int64)
         return Part(tokens, lengths, np.array([*map(stable_hash, texts)], np.uint64))
 
     def _accept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:

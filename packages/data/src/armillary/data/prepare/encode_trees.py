@@ -31,7 +31,7 @@ class TextSegment(NamedTuple):
 
 
 class SegmentedTree(NamedTuple):
-    """The segments of a record. Those of a chat template may contain the names of special tokens."""
+    """Segments of a record. Segments of a chat template may contain the names of special tokens."""
 
     record: TreeRecord
     segments: list[TextSegment]
@@ -43,7 +43,7 @@ class TreeEncoder(Encoder):
     """Tokenizes chunks of trees, each segment by itself. A tree that the chat template refuses is a broken record."""
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some trees, with an end of document behind each sequence."""
+        """Returns the tokens of some trees, with an end of document after each sequence."""
         template, trees = ChatTemplate.read(self.folder), list[SegmentedTree]()
         for record in cast(Sequence[TreeRecord], batch):
             has_messages = not isinstance(record.nodes[0].content, str)
@@ -60,14 +60,16 @@ class TreeEncoder(Encoder):
         counts.text_bytes += sum(len(tree.record.text) for tree in trees)
         tokens, dtype = segment_tokens(trees, tokenizer), token_dtype(tokenizer.vocab_size)
         empty = Part(np.empty(0, dtype), np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, SEGMENT))
-        parts = [tree_part(tree, [next(tokens) for _ in tree.segments], tokenizer.end_of_document) for tree in trees]
-        return Part.concatenate([empty, *parts])
+        tree_parts = [
+            tree_part(tree, [next(tokens) for _ in tree.segments], tokenizer.end_of_document) for tree in trees
+        ]
+        return Part.concatenate([empty, *tree_parts])
 
 
 def template_segments(
     nodes: Sequence[TreeNode], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Iterator[TextSegment]:
-    """Renders each node's messages behind those of its ancestors, with text of the assistant as separate segments.
+    """Renders each node's messages after its ancestors' messages, with text of the assistant as separate segments.
 
     Raises:
         ValueError: no template, one that refuses the messages, or a message that contains a special token.

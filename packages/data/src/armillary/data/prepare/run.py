@@ -39,7 +39,7 @@ class Preparation:
         output: folder of the store.
         tokenizer: "bytes", "bpe" (trained on the input first), or a tokenizer.json or the folder that has one.
         vocab_size: vocabulary size of a trained tokenizer.
-        end_of_document: name of the token behind each document; by default as the tokenizer's files say.
+        end_of_document: name of the token after each document; by default from the tokenizer's files.
         begin_of_document: name of a token before each document; by default none.
         format: of all files; auto goes by their suffixes. trees: JSONL of prompts with completions.
         text_field: field of JSONL objects, or column, that holds the text.
@@ -94,8 +94,8 @@ def prepare(
     if plan.output.is_symlink():
         plan = replace(plan, output=_resolve(plan.output))  # replaces the target, not the link
     _check_paths(plan)
-    parts = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
-    key = plan_key(plan, parts)
+    input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
+    key = plan_key(plan, input_chunks)
     try:
         # Tested before locking: a lock that cannot be created looks like one that another process has.
         plan.output.parent.mkdir(parents=True, exist_ok=True)
@@ -106,18 +106,18 @@ def prepare(
                 return header
             begin(plan.output, key, plan.overwrite)
             step = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
-            report(Progress(step, 0, sum(chunk.bytes for chunk in parts)))
-            return _encode(plan, parts, key, _save_tokenizer(plan, parts), workers, report)
+            report(Progress(step, 0, sum(chunk.bytes for chunk in input_chunks)))
+            return _encode(plan, input_chunks, key, _save_tokenizer(plan, input_chunks), workers, report)
     except OSError as error:
         remedy = "finished parts are kept: run the same command again to resume"
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {remedy}") from error
 
 
-def plan_key(plan: Preparation, parts: Sequence[InputChunk]) -> str:
+def plan_key(plan: Preparation, input_chunks: Sequence[InputChunk]) -> str:
     """Returns a key of all that the content of the store depends on."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
     tokenizer = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan).identity
-    settings: list[Any] = [fingerprint(parts), tokenizer, [getattr(plan, name) for name in names]]
+    settings: list[Any] = [fingerprint(input_chunks), tokenizer, [getattr(plan, name) for name in names]]
     if (template := _chat_template(plan)) is not None:
         settings.append(template.config)
     return sha256(json.dumps(settings).encode()).hexdigest()[:16]
@@ -135,12 +135,12 @@ def _chat_template(plan: Preparation) -> ChatTemplate | None:
     return ChatTemplate.read(path if path.is_dir() else path.parent)
 
 
-def _save_tokenizer(plan: Preparation, parts: Sequence[InputChunk]) -> Tokenizer:
+def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> Tokenizer:
     """Puts the tokenizer, trained if necessary, into the folder of the store, and reads it from there."""
     folder = partial_folder(plan.output)
     if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
         is_trained = plan.tokenizer == "bpe"
-        tokenizer = train_bpe(_sample(parts), plan.vocab_size) if is_trained else _read_tokenizer(plan)
+        tokenizer = train_bpe(_sample(input_chunks), plan.vocab_size) if is_trained else _read_tokenizer(plan)
         template = _chat_template(plan)
         names = {"eos_token": tokenizer.end_name, BEGIN: plan.begin_of_document}
         config = names | ({} if template is None else template.config)
@@ -149,11 +149,11 @@ def _save_tokenizer(plan: Preparation, parts: Sequence[InputChunk]) -> Tokenizer
     return tokenizer_in(folder)
 
 
-def _sample(parts: Sequence[InputChunk]) -> Iterator[str]:
+def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
     """Reads at most `TRAINED_ON` bytes of text, from the beginnings of chunks spread evenly over the input."""
-    chosen = parts[:: -(-sum(chunk.bytes for chunk in parts) // TRAINED_ON)]
-    for chunk in chosen:
-        room = -(-TRAINED_ON // len(chosen))
+    sampled_chunks = input_chunks[:: -(-sum(chunk.bytes for chunk in input_chunks) // TRAINED_ON)]
+    for chunk in sampled_chunks:
+        room = -(-TRAINED_ON // len(sampled_chunks))
         for document in documents(chunk):
             if not isinstance(document, Invalid) and room > 0:
                 yield decode_utf8(document.text[:room])[0]
@@ -162,7 +162,7 @@ def _sample(parts: Sequence[InputChunk]) -> Iterator[str]:
 
 def _encode(
     plan: Preparation,
-    parts: Sequence[InputChunk],
+    input_chunks: Sequence[InputChunk],
     key: str,
     tokenizer: Tokenizer,
     workers: int,
@@ -176,15 +176,17 @@ def _encode(
     trees = plan.format == "trees"
     encoder = (TreeEncoder if trees else Encoder)(partial_folder(plan.output), plan.invalid)
     with StoreWriter(plan.output, token_dtype(tokenizer.vocab_size), trees) as writer:
-        sizes, counts = [chunk.bytes for chunk in parts], Counts(**writer.counts)
+        sizes, counts = [chunk.bytes for chunk in input_chunks], Counts(**writer.counts)
         progress = Progress("encoding", sum(sizes[: writer.parts]), sum(sizes), writer.tokens, counts)
-        remaining = parts[writer.parts :]
-        for chunk, (part, part_counts) in zip(remaining, map_in_order(encoder, remaining, workers), strict=True):
+        remaining_chunks = input_chunks[writer.parts :]
+        for chunk, (encoded_part, part_counts) in zip(
+            remaining_chunks, map_in_order(encoder, remaining_chunks, workers), strict=True
+        ):
             counts.add(part_counts)
-            writer.add(part, asdict(counts))
+            writer.add(encoded_part, asdict(counts))
             progress.done_bytes, progress.tokens = progress.done_bytes + chunk.bytes, writer.tokens
             report(progress)
-        if plan_key(plan, parts) != key:
+        if plan_key(plan, input_chunks) != key:
             raise ValueError("an input file has changed while it was read; start over with --overwrite")
         if not writer.documents:
             raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document in there holds any text")
@@ -203,8 +205,10 @@ def _check_settings(plan: Preparation, workers: int) -> None:
     names = {"bytes": (None,), "bpe": (None, TRAINED_END)}.get(plan.tokenizer)
     for setting in ("end_of_document", "begin_of_document"):
         if names and (name := getattr(plan, setting)) not in names:
-            accepted = " or ".join(repr(name) if name else "none" for name in names)
-            raise ValueError(f"{setting}={name!r} is not a token of tokenizer {plan.tokenizer!r}; give {accepted}")
+            accepted_names = " or ".join(repr(name) if name else "none" for name in names)
+            raise ValueError(
+                f"{setting}={name!r} is not a token of tokenizer {plan.tokenizer!r}; give {accepted_names}"
+            )
 
 
 def _check_paths(plan: Preparation) -> None:

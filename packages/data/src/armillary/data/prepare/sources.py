@@ -44,7 +44,7 @@ def chunks(
 
     Raises:
         ValueError: a path that does not exist, cannot be read or holds no text; a missing column, or one without
-            strings; a file in two inputs; a .zst file; the splits of a saved dataset, of which one must be chosen.
+            strings; a file in two inputs; a .zst file; a saved dataset with several splits; choose one of them.
         ImportError: Parquet or a saved dataset, and the package that reads it is not installed.
     """
     if not inputs:
@@ -56,13 +56,13 @@ def chunks(
     files_of_inputs = [_files(path, format) for path in inputs]
     _check_unique(files_of_inputs)
     files = (file for group in files_of_inputs for file in group)
-    field, parts = None if format == "trees" else text_field, list[InputChunk]()
+    field, input_chunks = None if format == "trees" else text_field, list[InputChunk]()
     # Only consecutive files share a chunk, so that documents keep the order of their names.
     for cutter, group in groupby(files, key=lambda file: cutter_of(file, format)):
-        parts += cutter(list(group), field, size)
-    if not parts:
+        input_chunks += cutter(list(group), field, size)
+    if not input_chunks:
         raise ValueError(f"{', '.join(map(str, inputs))} holds no text; {_ACCEPTED}")
-    return parts
+    return input_chunks
 
 
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
@@ -133,17 +133,17 @@ def _file(path: Path, name: str, *, chosen: bool) -> File:
 def _check_text(file: File, format: Format) -> None:
     """Raises ValueError for a binary file whose format the user has not stated."""
     if format == "auto" and cutter_of(file, format) is cut_text:
-        with file.path.open("rb") as opened:
-            reason = binary(opened.read(SNIFFED_BYTES))
+        with file.path.open("rb") as text_file:
+            reason = binary(text_file.read(SNIFFED_BYTES))
         if reason is not None:
             raise ValueError(f"{file.path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text")
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Returns whether `datasets` wrote a folder.
+    """Returns True if `datasets` wrote the folder.
 
     Raises:
-        ValueError: it has several splits, of which one must be chosen.
+        ValueError: it has several splits; choose one of them.
     """
     splits = folder / "dataset_dict.json"
     if splits.is_file():

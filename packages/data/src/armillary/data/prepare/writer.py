@@ -57,15 +57,15 @@ class Part:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Part]) -> Part:
-        """Joins parts, all of which have segments or none has."""
+        """Joins parts; all or none of them have segments."""
         segments, offset = list[SegmentArray](), 0
         for part in parts:
             if part.segments is not None:
                 segments.append(part.shifted_segments(offset))
             offset += len(part.tokens)
         tokens, lengths, hashes = zip(*((part.tokens, part.lengths, part.hashes) for part in parts), strict=True)
-        joined = np.concatenate(segments) if segments else None
-        return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), joined)
+        segment_ends = np.concatenate(segments) if segments else None
+        return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), segment_ends)
 
     def shifted_segments(self, offset: int) -> SegmentArray:
         """Returns the segments of a part that begins with token `offset`."""
@@ -93,11 +93,11 @@ class BlockFile:
     def add(self, array: npt.NDArray[Any]) -> None:
         data = array.view(np.uint8).data
         while data:
-            written = self._file.write(data[: BLOCK - self.size % BLOCK])
+            written_bytes = self._file.write(data[: BLOCK - self.size % BLOCK])
             if self.size % BLOCK == 0:
                 self.checksums.append(0)
-            self.checksums[-1] = crc32(data[:written], self.checksums[-1])
-            self.size, data = self.size + written, data[written:]
+            self.checksums[-1] = crc32(data[:written_bytes], self.checksums[-1])
+            self.size, data = self.size + written_bytes, data[written_bytes:]
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -143,7 +143,7 @@ class StoreWriter:
         return self._files[DOCUMENTS].size // 8 - 1
 
     def add(self, part: Part, counts: dict[str, Any]) -> None:
-        """Appends a part, which is on disk after the next `sync`. `counts` are those of all parts so far."""
+        """Appends a part, which is on disk after the next `sync`. `counts` are totals over all parts so far."""
         ends = self.tokens + np.cumsum(part.lengths)
         if part.segments is not None:
             self._files[SEGMENTS].add(part.shifted_segments(self.tokens))

@@ -55,30 +55,30 @@ def match_pairs(query_shards: Index, pair_shards: Index) -> Index:
     def free_elsewhere(shard: int) -> Index:
         return np.flatnonzero(free & (pair_shards != shard).all(0))
 
-    def augment(shard: int, visited: set[int]) -> int:
+    def augment(shard: int, visited_shards: set[int]) -> int:
         """Returns a pair for a query on `shard`, or -1, by an augmenting path of bipartite matching.
 
         If no pair is free, a query of another shard hands over its pair and takes another one. All queries of a shard
         accept the same pairs, so each shard is visited once.
         """
-        visited.add(shard)
+        visited_shards.add(shard)
         if len(candidates := free_elsewhere(shard)):
             free[candidates[0]] = False
             return int(candidates[0])
         usable = (pairs >= 0) & (pair_shards[:, pairs] != shard).all(0)
         for donor_shard in np.unique(query_shards[usable]).tolist():
-            if donor_shard not in visited and (replacement := augment(donor_shard, visited)) >= 0:
+            if donor_shard not in visited_shards and (replacement := augment(donor_shard, visited_shards)) >= 0:
                 donor = np.flatnonzero(usable & (query_shards == donor_shard))[0]
-                released, pairs[donor] = int(pairs[donor]), replacement
-                return released
+                released_pair, pairs[donor] = int(pairs[donor]), replacement
+                return released_pair
         return -1
 
     # Greedy first: each shard's queries take free pairs while these last.
     for shard in np.unique(query_shards):
         queries = np.flatnonzero(query_shards == shard)
-        chosen = free_elsewhere(shard)[: len(queries)]
-        pairs[queries[: len(chosen)]] = chosen
-        free[chosen] = False
+        chosen_pairs = free_elsewhere(shard)[: len(queries)]
+        pairs[queries[: len(chosen_pairs)]] = chosen_pairs
+        free[chosen_pairs] = False
     for shard in np.unique(query_shards[pairs < 0]):
         for query in np.flatnonzero((query_shards == shard) & (pairs < 0)):
             pairs[query] = augment(shard, set())

@@ -16,7 +16,7 @@ from armillary.data.synthetic.task import Task, draw
 class Needle(Task):
     """Filler with one needle, a key followed by a value of several tokens, which the end of the row repeats.
 
-    The repeated key is the question. Labels are the tokens of the value behind it, and the row ends with them.
+    The repeated key is the question. Labels are the tokens of the value after it, which end the row.
 
     Args:
         length: N.

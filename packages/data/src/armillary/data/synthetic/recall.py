@@ -1,4 +1,4 @@
-"""Associative recall: many (key, value) pairs, each of which the end of the row asks for."""
+"""Associative recall: many (key, value) pairs, then queries for all keys at the end of the row."""
 
 from __future__ import annotations
 

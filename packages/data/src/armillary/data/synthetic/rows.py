@@ -103,5 +103,5 @@ def accuracy(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"{output.dtype} {tuple(output.shape)} for labels {shape}; give logits {(*shape, 'V')} or integers {shape}"
         )
-    labelled = labels != IGNORE
-    return ((predictions == labels) & labelled).sum(), labelled.sum()
+    is_labelled = labels != IGNORE
+    return ((predictions == labels) & is_labelled).sum(), is_labelled.sum()

@@ -14,7 +14,7 @@ from armillary.data.shuffle import Index, random_bits
 
 
 class Task(ABC):
-    """Rows of `length` tokens, numbered without end, any token of which can be computed by itself.
+    """Rows of `length` tokens, numbered without end. Any token can be computed on its own.
 
     `repr` of a task names everything that its rows depend on; states of loaders are compared by it.
     """

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """Token behind each document."""
+        """Token after each document."""
         ...
 
     def encode(self, text: bytes | str) -> Tensor:
@@ -49,7 +49,7 @@ class ByteTokenizer:
         return 256
 
     def encode(self, text: bytes | str) -> Tensor:
-        """Returns the bytes of `text`, of a str those of its UTF-8 form: an int16 tensor [T]."""
+        """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T]."""
         data = bytearray(text.encode() if isinstance(text, str) else text)
         # Copied, since frombuffer warns about read-only bytes. It refuses an empty buffer.
         return torch.frombuffer(data, dtype=torch.uint8).short() if data else torch.empty(0, dtype=torch.int16)

@@ -34,7 +34,7 @@ class ChatTemplate:
         """Reads chat_template.jinja, or "chat_template" in tokenizer_config.json; None if the folder has neither.
 
         Raises:
-            ValueError: a file that cannot be read, or several templates of which none is "default".
+            ValueError: a file that cannot be read, or several templates without a "default".
         """
         config, file = folder / CONFIG_FILE, folder / TEMPLATE_FILE
         try:
@@ -56,9 +56,9 @@ class ChatTemplate:
         return {"chat_template": self.source, STORE_NAMES: dict(self.names)}
 
     def render(self, messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[tuple[str, bool]]:
-        """Renders messages from number `start` on, as (text, whether the assistant wrote it) pieces.
+        """Renders messages from number `start` on, as pieces (text, True if the assistant wrote it).
 
-        Text of the assistant begins behind the generation prompt. The joined pieces are the template's text for all
+        Text of the assistant begins after the generation prompt. The joined pieces are the template's text for all
         messages, without its text for the messages before `start`.
 
         Raises:
@@ -99,15 +99,15 @@ class ChatTemplate:
 
 
 def _append(pieces: list[tuple[str, bool]], before: str, text: str, is_assistant: bool) -> str:
-    """Appends the text behind `before` to the last piece if it has the same author, else as a piece; returns `text`."""
+    """Appends the text after `before` to the last piece, or as a new piece if the author differs; returns `text`."""
     if not text.startswith(before):
         raise ValueError(
             "the chat template changes what it wrote of a conversation when a message is added to it, so branches "
             "cannot share their beginning; take another template (chat_template.jinja)"
         )
-    added = text[len(before) :]
-    if added and pieces and pieces[-1][1] == is_assistant:
-        pieces[-1] = (pieces[-1][0] + added, is_assistant)
-    elif added:
-        pieces.append((added, is_assistant))
+    new_text = text[len(before) :]
+    if new_text and pieces and pieces[-1][1] == is_assistant:
+        pieces[-1] = (pieces[-1][0] + new_text, is_assistant)
+    elif new_text:
+        pieces.append((new_text, is_assistant))
     return text

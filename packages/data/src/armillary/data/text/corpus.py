@@ -48,16 +48,16 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
     Raises:
         ValueError: a path that does not exist, cannot be read, or holds no text.
     """
-    root, accepted = Path(path), "give a text file, or a folder with text files in it"
+    root, accepted_paths = Path(path), "give a text file, or a folder with text files in it"
     try:
         if root.is_dir():
             documents = _read_folder(root, is_visible)
         else:
             documents = [Document(root.name, text)] if (text := root.read_bytes()) else []
     except OSError as error:
-        raise ValueError(f"{error.filename or path} cannot be read ({error.strerror}); {accepted}") from error
+        raise ValueError(f"{error.filename or path} cannot be read ({error.strerror}); {accepted_paths}") from error
     if not documents:
-        raise ValueError(f"{path} holds no text; {accepted}")
+        raise ValueError(f"{path} holds no text; {accepted_paths}")
     return documents
 
 
@@ -106,7 +106,7 @@ def is_visible(name: str) -> bool:
 
 
 def _is_library(name: str) -> bool:
-    """Returns whether a file or folder belongs to the library as it was released.
+    """Returns True if a file or folder belongs to the released library.
 
     Names that cannot be imported, such as site-packages, do not, nor do build settings of this machine. pydoc_data is
     left out because its topics are documents of their own."""

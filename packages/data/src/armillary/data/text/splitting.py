@@ -17,14 +17,14 @@ _BOUNDARY = re.compile(r"\S\r?\n(?=[^\W\d_])|[^\W\d_](?= [^\W\d_])")
 between two words: byte-level BPE and word-level tokenizers split there, so tokens rarely cross."""
 
 _REACH, _TRIES = 1 << 16, 8
-"""A cut is searched within this many characters behind its ideal place, and tried at this many boundaries."""
+"""A cut is searched within this many characters after its ideal place, and tried at this many boundaries."""
 
 _WINDOW = 2000
 """Characters on each side of a cut that are encoded to test it."""
 
 
 def split_text(text: str, size: int, encode: Callable[[str], Tokens]) -> list[str]:
-    """Splits `text` into parts of a little more than `size` characters whose joined tokens are those of the text.
+    """Splits `text` into parts of a little more than `size` characters whose tokens, joined, equal the text's.
 
     Each cut is tested with `encode` on the text around it. Where no cut passes, the part is longer; a tokenizer that
     puts a mark in front of each text gets the whole text.
@@ -32,9 +32,9 @@ def split_text(text: str, size: int, encode: Callable[[str], Tokens]) -> list[st
     cuts, target = [0], size
     while target < len(text):
         candidates = islice(_boundaries(text, target, target + _REACH), _TRIES)
-        cut = next((cut for cut in candidates if _changes_nothing(text, cut, encode)), None)
-        cuts += [] if cut is None else [cut]
-        target = size + (target if cut is None else cut)
+        position = next((position for position in candidates if _changes_nothing(text, position, encode)), None)
+        cuts += [] if position is None else [position]
+        target = size + (target if position is None else position)
     return [text[start:stop] for start, stop in pairwise([*cuts, len(text)])]
 
 
@@ -42,10 +42,10 @@ def _boundaries(text: str, start: int, stop: int) -> Iterator[int]:
     return (match.end() for match in _BOUNDARY.finditer(text, start, min(stop, len(text))))
 
 
-def _changes_nothing(text: str, cut: int, encode: Callable[[str], Tokens]) -> bool:
-    """Returns whether the text around a cut has the same tokens with and without it."""
-    first = max(cut - _WINDOW, 0)
+def _changes_nothing(text: str, position: int, encode: Callable[[str], Tokens]) -> bool:
+    """Returns True if the text around a cut has the same tokens with and without it."""
+    first = max(position - _WINDOW, 0)
     # The window starts at a boundary too, so that its start is not in the middle of a word.
-    start = 0 if first == 0 else next(_boundaries(text, first, cut), first)
-    before, after = text[start:cut], text[cut : cut + _WINDOW]
+    start = 0 if first == 0 else next(_boundaries(text, first, position), first)
+    before, after = text[start:position], text[position : position + _WINDOW]
     return np.array_equal(encode(before + after), np.concatenate([encode(before), encode(after)]))

@@ -39,7 +39,7 @@ class TextTokenizer:
 
     Args:
         definition: bytes of a tokenizer.json, kept unchanged.
-        end_of_document: name of the token behind each document; by default the first usual name in the vocabulary.
+        end_of_document: name of the token after each document; by default the first usual name in the vocabulary.
         begin_of_document: name of a token in front of each text; by default none.
         part_size: longer texts, in characters, are encoded in parts if that gives the same tokens.
 
@@ -67,9 +67,9 @@ class TextTokenizer:
         self.end_of_document = cast(int, self._inner.token_to_id(self.end_name))
         self._begin = [cast(int, self._inner.token_to_id(name)) for name in begins]
         self._dtype = np.dtype(np.min_scalar_type(self.vocab_size - 1))
-        added = cast(dict[int, Any], self._inner.get_added_tokens_decoder())
-        self._special_names = sorted(token.content for token in added.values() if token.special)
-        special_tokens = [number for number, token in added.items() if token.special]
+        added_tokens = cast(dict[int, Any], self._inner.get_added_tokens_decoder())
+        self._special_names = sorted(token.content for token in added_tokens.values() if token.special)
+        special_tokens = [number for number, token in added_tokens.items() if token.special]
         self._is_special = self._special_mask([*special_tokens, self.end_of_document, *self._begin], settings["model"])
 
     def _special_mask(self, special_tokens: list[int], model: dict[str, Any]) -> NDArray[np.bool_]:
@@ -102,8 +102,8 @@ class TextTokenizer:
             begin = begin_of_document or read_name(config, BEGIN)
             return cls(file.read_bytes(), end_of_document=end, begin_of_document=begin)
         except OSError as error:
-            accepted = "give a tokenizer.json, or a folder with one in it"
-            raise ValueError(f"{error.filename} cannot be read ({error.strerror}); {accepted}") from error
+            accepted_paths = "give a tokenizer.json, or a folder with one in it"
+            raise ValueError(f"{error.filename} cannot be read ({error.strerror}); {accepted_paths}") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
 
@@ -131,16 +131,16 @@ class TextTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes texts in one batch: an array [T] of uint8, uint16 or uint32 for each, otherwise as `encode`."""
         split = [split_text(text, self._part_size, lambda part: next(self._encode_parts([part]))) for text in texts]
-        tokens = self._encode_parts([part for parts in split for part in parts])
+        tokens = self._encode_parts([piece for pieces in split for piece in pieces])
         begin = np.array(self._begin, self._dtype)
-        return [np.concatenate([begin, *islice(tokens, len(parts))]) for parts in split]
+        return [np.concatenate([begin, *islice(tokens, len(pieces))]) for pieces in split]
 
     def encode_template(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes the output of a chat template: names of special tokens become these tokens, and no begin is added."""
         if not texts:  # building the second tokenizer takes seconds
             return []
-        encoded = self._template_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.fromiter(text.ids, self._dtype) for text in encoded]
+        encodings = self._template_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.fromiter(text.ids, self._dtype) for text in encodings]
 
     @cached_property
     def _template_tokenizer(self) -> Any:
@@ -170,28 +170,28 @@ class TextTokenizer:
     def _encode_parts(self, texts: Sequence[str]) -> Iterator[Tokens]:
         for start in range(0, len(texts), _BATCH):
             try:
-                encoded = self._inner.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
+                encodings = self._inner.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
             except TypeError as error:
                 raise ValueError(f"{error}, and one that UTF-8 can hold: no half of a surrogate pair") from error
-            for text in encoded:
+            for text in encodings:
                 tokens = np.fromiter(text.ids, self._dtype)
                 yield self._spell_specials(tokens) if self._is_special[tokens].any() else tokens
 
     def _spell_specials(self, tokens: Tokens) -> Tokens:
         """Replaces special tokens by the tokens of their letters: Unigram models may have their names as words."""
-        spelled: list[int] = []
+        token_ids: list[int] = []
         for token in tokens.tolist():
             if not self._is_special[token]:
-                spelled.append(token)
+                token_ids.append(token)
                 continue
             name = cast(str, self._inner.id_to_token(token))
             for half in filter(None, (name[:1], name[1:])):  # a whole name would give the special token again
-                spelled += [part.id for part in self._inner.model.tokenize(half)]
-        return np.array(spelled, self._dtype)
+                token_ids += [part.id for part in self._inner.model.tokenize(half)]
+        return np.array(token_ids, self._dtype)
 
 
 def decode_utf8(text: bytes) -> tuple[str, bool]:
-    """Returns `text` with U+FFFD for invalid UTF-8, and whether there was any."""
+    """Returns `text` with U+FFFD for invalid UTF-8, and True if there was any."""
     try:
         return text.decode(), False
     except UnicodeDecodeError:

@@ -73,10 +73,10 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
         ImportError: it is not installed.
     """
     model = {**settings["model"], **({"dropout": None} if settings["model"].get("dropout") else {})}
-    added = [{**token, "special": token["special"] or token["content"] in special} for token in _added(settings)]
+    added_tokens = [{**token, "special": token["special"] or token["content"] in special} for token in _added(settings)]
     library = optional("tokenizers", "tokenizers")
     try:
-        tokenizer = library.Tokenizer.from_str(json.dumps({**settings, "model": model, "added_tokens": added}))
+        tokenizer = library.Tokenizer.from_str(json.dumps({**settings, "model": model, "added_tokens": added_tokens}))
     except Exception as error:  # the library raises plain exceptions
         raise ValueError(f"tokenizers {library.__version__} cannot read this tokenizer.json ({error})") from error
     tokenizer.encode_special_tokens = True

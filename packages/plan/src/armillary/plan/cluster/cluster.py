@@ -62,15 +62,15 @@ class Cluster(Node):
         if name in EMULATED:
             nodes, machine = EMULATED[name]
             full_name = machine.name
-        elif (parts := re.fullmatch(r"(\d+)x(.+)", name)) and (machine := MACHINES.get(parts[2])):
-            nodes, remainder = divmod(int(parts[1]), machine.ranks_per_node)
-            nodes, full_name = 0 if remainder else nodes, f"{parts[1]} x {machine.name}"
+        elif (match := re.fullmatch(r"(\d+)x(.+)", name)) and (machine := MACHINES.get(match[2])):
+            nodes, remainder = divmod(int(match[1]), machine.ranks_per_node)
+            nodes, full_name = 0 if remainder else nodes, f"{match[1]} x {machine.name}"
         if machine is None or not nodes:
             presets = [f"{machine.ranks_per_node}x{kind}" for kind, machine in MACHINES.items()]
             raise ValueError(
                 f"no cluster {name!r}; known: {', '.join(presets)} and multiples of them; {', '.join(EMULATED)}"
             )
-        settings: dict[str, Any] = {each.name: getattr(machine, each.name) for each in fields(machine)}
+        settings: dict[str, Any] = {field.name: getattr(machine, field.name) for field in fields(machine)}
         settings |= {"nodes": nodes, "name": full_name}
         return cls(**settings)
 
@@ -117,7 +117,7 @@ def _problem(detail: Any) -> str:
     key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "unexpected_keyword_argument":
         table = TABLES.get(detail["loc"][0], Cluster) if len(detail["loc"]) > 1 else Cluster
-        return f"unknown key {key}; known: {', '.join(each.name for each in fields(table))}"
+        return f"unknown key {key}; known: {', '.join(field.name for field in fields(table))}"
     if detail["type"].startswith("missing"):
         return f"missing key {key}"
     return f"{key} = {detail['input']!r}: {detail['msg']}" if key else detail["msg"]

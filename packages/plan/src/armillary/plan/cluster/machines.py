@@ -90,7 +90,7 @@ CORE = Accelerator(
     attention_backward=1.0,
     step=2e-3,
 )
-"""One of 16 ranks on two cores, in float32. Benchmarks measure the actual speed where it matters."""
+"""One of 16 ranks on two cores, in float32. Benchmarks measure the actual speed where needed."""
 
 _SOFTWARE = 1e-4
 """Processor seconds per message, at both ends together; two processors serve all ranks."""

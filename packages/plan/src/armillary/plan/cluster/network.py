@@ -138,9 +138,9 @@ class Load:
         """
         sizes, sums = self.sorted_sizes
         smaller = bisect_right(sizes, size)
-        carried = sums[smaller] + (len(sizes) - smaller) * size
+        carried_bytes = sums[smaller] + (len(sizes) - smaller) * size
         crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
-        return carried * crowd / self.link.bandwidth
+        return carried_bytes * crowd / self.link.bandwidth
 
 
 def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
@@ -150,12 +150,12 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
         levels: from the smallest groups to all ranks.
     """
     loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
-    sent, received = Counter[int](), Counter[int]()
+    sends_by_rank, receives_by_rank = Counter[int](), Counter[int]()
     for send in sends:
         if send.source == send.target or not send.bytes:
             continue
-        sent[send.source] += 1
-        received[send.target] += 1
+        sends_by_rank[send.source] += 1
+        receives_by_rank[send.target] += 1
         # The smallest group that contains both ends carries the send.
         level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
         route = list[Load]()
@@ -168,11 +168,11 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
         routes.append((send, level.link, route))
 
     # Loads are complete only now, so times are computed in a second pass.
-    timed = list[Delivery]()
+    result = list[Delivery]()
     for send, link, route in routes:
-        start = link.latency + link.message * max(sent[send.source], received[send.target])
+        start = link.latency + link.message * max(sends_by_rank[send.source], receives_by_rank[send.target])
         busy = max(load.seconds(send.bytes) for load in route)
         # The sender waits for all bytes except those that its send buffer takes.
-        unbuffered = max(0.0, 1 - link.buffer / send.bytes)
-        timed.append(Delivery(send.source, send.target, start + busy, start + busy * unbuffered, link))
-    return timed
+        unbuffered_fraction = max(0.0, 1 - link.buffer / send.bytes)
+        result.append(Delivery(send.source, send.target, start + busy, start + busy * unbuffered_fraction, link))
+    return result

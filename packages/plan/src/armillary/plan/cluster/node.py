@@ -53,8 +53,12 @@ class Accelerator:
             kernel: by name; by default the fastest that torch ships.
             margin: multiprocessors that a persistent kernel leaves to NCCL.
         """
-        published = efficiency(kernel or self.kernel or "", self.compute_capability)
-        forward, backward = DEFAULT_SHARES if published is None else (published.forward(tokens), published.backward)
+        published_efficiency = efficiency(kernel or self.kernel or "", self.compute_capability)
+        forward, backward = (
+            DEFAULT_SHARES
+            if published_efficiency is None
+            else (published_efficiency.forward(tokens), published_efficiency.backward)
+        )
         if self.is_persistent(kernel):
             forward *= 1 - margin / MULTIPROCESSORS
         return self.attention or forward, self.attention_backward or backward
@@ -75,7 +79,9 @@ class Accelerator:
             return None
         inputs = Inputs("cuda", torch.bfloat16, 128, 128, capability=self.compute_capability)
         usable = (
-            each for each in kernel_candidates(inputs) if each.kernel.limits.module is None and each.refusal is None
+            candidate
+            for candidate in kernel_candidates(inputs)
+            if candidate.kernel.limits.module is None and candidate.refusal is None
         )
         return next(usable).kernel.name
 

@@ -97,5 +97,5 @@ def fullness(room: Room, memory: StepMemory) -> str:
 
 
 def spare_text(need: int, size: int) -> str:
-    """Needed GiB, and how many are missing or to spare."""
+    """Returns the needed GiB, and the GiB missing or to spare."""
     return f"{gib(need)} GiB ({gib(abs(need - size))} {'missing' if need > size else 'to spare'})"

@@ -37,7 +37,7 @@ class MaskCells:
 
     @classmethod
     def of(cls, layout: SequenceLayout, mask: AttentionMask, ulysses: int = 1) -> MaskCells:
-        """Chooses positions. Those of neighbouring cells are of different shards where the layout is striped.
+        """Chooses positions. Neighbouring cells are of different shards if the layout is striped.
 
         Args:
             layout: of the sequence axis.
@@ -46,16 +46,16 @@ class MaskCells:
         chunks = 2 * layout.shards  # of a zigzag layout: cells end where chunks do
         count = min(layout.length, chunks * max(1, MOST_CELLS // chunks))
         edges = np.arange(count + 1) * layout.length // count
-        uses, chosen, chosen_shards = np.zeros(layout.shards, np.int64), list[int](), list[int]()
+        uses, chosen_positions, chosen_shards = np.zeros(layout.shards, np.int64), list[int](), list[int]()
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             middle = (start + stop) // 2
             candidates = np.arange(middle, min(stop, middle + layout.shards))
             shards = shards_at(layout, candidates)
             best = int(uses[shards].argmin())
             uses[shards[best]] += 1
-            chosen.append(int(candidates[best]))
+            chosen_positions.append(int(candidates[best]))
             chosen_shards.append(int(shards[best]))
-        positions, tensor = np.array(chosen), torch.tensor(chosen)
+        positions, tensor = np.array(chosen_positions), torch.tensor(chosen_positions)
         owners = shards_at(layout.refine(ulysses), positions)
         return cls(positions, np.array(chosen_shards), owners, mask.visible(tensor, tensor).numpy())
 

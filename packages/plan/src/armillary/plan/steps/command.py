@@ -32,7 +32,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """Draws the steps of an attention method: who sends what to whom, and which tiles of the mask ranks compute.
+    """Draws the steps of an attention method: the transfers, and the tiles of the mask that ranks compute.
 
     Ways to start:
       # a page to step through, or all steps as one picture
@@ -44,7 +44,7 @@ class StepsPlan:
       armillary-plan steps --attention usp --ulysses 2 --documents 0 8 40 64 --parents -1 0 0 --layout balanced \\
           --out tree.html
 
-    All figures are those of the method's communication plan.
+    All figures come from the method's communication plan.
     """
 
     out: Path | None = None
@@ -175,8 +175,8 @@ def options_for(plan: StepsPlan, name: str) -> MethodOptions:
     if len(plan.attention) == 1:
         return options
     method = named_method(name)
-    accepted = (*method.sequence.options, *(method.head.options if method.head else ()))
-    return MethodOptions(**{option: value for option, value in options._asdict().items() if option in accepted})
+    option_names = (*method.sequence.options, *(method.head.options if method.head else ()))
+    return MethodOptions(**{option: value for option, value in options._asdict().items() if option in option_names})
 
 
 def head_ranks(plan: StepsPlan, method: NamedMethod) -> int:
@@ -223,11 +223,14 @@ def write_steps(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
 
 def as_dict(plan: StepsPlan, methods: Sequence[MethodSteps]) -> dict[str, Any]:
     """All figures for JSON."""
-    return {"plan": asdict(plan) | {"out": plan.out and str(plan.out)}, "methods": [each.as_dict for each in methods]}
+    return {
+        "plan": asdict(plan) | {"out": plan.out and str(plan.out)},
+        "methods": [method.as_dict for method in methods],
+    }
 
 
 def show(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
-    """Prints what is written, and the bytes of each method."""
+    """Prints the written files, and the bytes of each method."""
     for steps in methods:
         print(f"{steps.title}: {steps.subtitle}")
         for totals in steps.frames[-1].sent:

@@ -84,7 +84,7 @@ class Drawing:
     """Draws the frames of one method.
 
     Args:
-        ulysses: ranks of the head axis, each of which has a square of its own.
+        ulysses: ranks of the head axis; each has its own square.
         name: distinguishes ids of several methods in one file.
     """
 
@@ -103,8 +103,8 @@ class Drawing:
         ]
         paths = (f'<path id="{name}" d="{path}"/>' for name, path in shapes)
         squares = product(range(len(self.frames)), range(self.ulysses))
-        computed = (self._computed(*each) for each in squares if self._blocks(*each))
-        return f"<defs>{''.join(paths)}{self._strips()}{''.join(computed)}</defs>"
+        computed_cells = (self._computed(*square) for square in squares if self._blocks(*square))
+        return f"<defs>{''.join(paths)}{self._strips()}{''.join(computed_cells)}</defs>"
 
     def ring(self, frame: Frame) -> str:
         """Returns the ranks, the sends between them and the shards that each computes with."""
@@ -139,9 +139,13 @@ class Drawing:
         owners, width = self.cells.owners, STRIP * len(self.cells.owners) / SIDE
         starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
         runs = [(int(owners[start]), start, stop - start) for start, stop in pairwise(starts)]
-        beside = (f'<rect x="{-width:.2f}" y="{y}" width="{width:.2f}" height="{n}" class="r{r}"/>' for r, y, n in runs)
-        above = (f'<rect x="{x}" y="{-width:.2f}" width="{n}" height="{width:.2f}" class="r{r}"/>' for r, x, n in runs)
-        return f'<g id="{self._id("strips")}">{"".join(beside)}{"".join(above)}</g>'
+        left_strip = (
+            f'<rect x="{-width:.2f}" y="{y}" width="{width:.2f}" height="{n}" class="r{r}"/>' for r, y, n in runs
+        )
+        top_strip = (
+            f'<rect x="{x}" y="{-width:.2f}" width="{n}" height="{width:.2f}" class="r{r}"/>' for r, x, n in runs
+        )
+        return f'<g id="{self._id("strips")}">{"".join(left_strip)}{"".join(top_strip)}</g>'
 
     def _square(self, index: int, square: int) -> str:
         size = len(self.cells.visible)
@@ -190,8 +194,8 @@ class Drawing:
     def _block_id(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> str:
         return self._id("b", span_text(queries), span_text(keys))
 
-    def _id(self, *parts: object) -> str:
-        return "_".join(map(str, (self.name, *parts))).strip("_").replace(" ", "")
+    def _id(self, *names: object) -> str:
+        return "_".join(map(str, (self.name, *names))).strip("_").replace(" ", "")
 
 
 def arrows(frame: Frame) -> Iterator[tuple[tuple[int, int], str]]:
@@ -212,7 +216,7 @@ def side_of(move: Move) -> str:
 
 
 def moves_text(frame: Frame) -> str:
-    """Returns what is sent, such as "k, v: p2p"."""
+    """Returns the tensors and kind of a move, such as "k, v: p2p"."""
     texts = dict[str, list[str]]()
     for move in (*frame.moves, *frame.returning):
         texts.setdefault(move.kind.replace("_", "-"), []).extend(move.tensors)

@@ -83,23 +83,25 @@ def svg_file(steps: MethodSteps, columns: int = 2) -> str:
 
 def comparison(methods: Sequence[MethodSteps], rows: int) -> str:
     """Returns an SVG file with a column for each method: at most `rows` frames of its forward."""
-    parts = [
+    drawings = [
         (steps, column, [(0, row, i) for row, i in enumerate(digest(steps.frames, rows))])
         for column, steps in enumerate(methods)
     ]
-    return sheet(parts, len(methods), "comparison")
+    return sheet(drawings, len(methods), "comparison")
 
 
 def digest(frames: Sequence[Frame], rows: int) -> list[int]:
     """Returns indices of at most `rows` frames of forward with sends, evenly spaced, the first and last included."""
-    sending = [i for i, frame in enumerate(frames) if frame.phase == "forward" and (frame.moves or frame.returning)]
-    sending = sending or [0]
-    count = min(rows, len(sending))
-    return [sending[round(i * (len(sending) - 1) / max(count - 1, 1))] for i in range(count)]
+    sending_frames = [
+        i for i, frame in enumerate(frames) if frame.phase == "forward" and (frame.moves or frame.returning)
+    ]
+    sending_frames = sending_frames or [0]
+    count = min(rows, len(sending_frames))
+    return [sending_frames[round(i * (len(sending_frames) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def sheet(
-    parts: Sequence[tuple[MethodSteps, int, Sequence[tuple[int, int, int]]]], columns: int, style_class: str
+    drawings: Sequence[tuple[MethodSteps, int, Sequence[tuple[int, int, int]]]], columns: int, style_class: str
 ) -> str:
     """Returns an SVG file.
 
@@ -110,10 +112,10 @@ def sheet(
     """
     width_of_frame = 2 * SIDE + GAP
     height_of_frame = SIDE + CAPTION + GAP
-    rows = max(row for _, _, places in parts for _, row, _ in places) + 1
+    rows = max(row for _, _, places in drawings for _, row, _ in places) + 1
     width, height = columns * (width_of_frame + 2 * GAP), rows * height_of_frame + 3 * GAP
     body = list[str]()
-    for steps, first, places in parts:
+    for steps, first, places in drawings:
         left = first * (width_of_frame + 2 * GAP) + GAP
         body.append(f'<text x="{left}" y="{1.5 * GAP}" class="heading">{escape(steps.title)}</text>')
         body.append(steps.drawing.definitions())
@@ -127,8 +129,8 @@ def sheet(
                 f'<g transform="translate(0 {CAPTION})">{steps.drawing.ring(frame)}'
                 f'<g transform="translate({SIDE + GAP} 0)">{steps.drawing.masks(i)}</g></g></g>'
             )
-    style = resource("drawing.css") + rank_styles(max(steps.drawing.ranks for steps, _, _ in parts))
-    title = escape(", ".join(steps.title for steps, _, _ in parts))
+    style = resource("drawing.css") + rank_styles(max(steps.drawing.ranks for steps, _, _ in drawings))
+    title = escape(", ".join(steps.title for steps, _, _ in drawings))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" class="{style_class}" '
         f'role="img" aria-label="{title}">\n'
@@ -138,7 +140,7 @@ def sheet(
 
 
 def shortened(text: str, length: int) -> str:
-    """Returns at most so many characters of a text, with an ellipsis where it is cut."""
+    """Returns a text of at most `length` characters, with an ellipsis if it is truncated."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 

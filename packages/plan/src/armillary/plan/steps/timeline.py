@@ -1,4 +1,4 @@
-"""Frames: what ranks send and compute at each step of a method, from its communication plan."""
+"""Frames: the transfers and computations of each step of a method, from its communication plan."""
 
 from __future__ import annotations
 

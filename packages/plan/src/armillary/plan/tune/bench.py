@@ -110,7 +110,7 @@ def compare(config: Config, candidates: Sequence[Candidate], device: torch.devic
         for j in range(len(benches)):
             turn = (i + j) % len(benches)
             seconds[turn].append(benches[turn].seconds())
-    return [median(slowest_rank(each, device)) for each in seconds]
+    return [median(slowest_rank(samples, device)) for samples in seconds]
 
 
 def slowest_rank(values: list[float], device: torch.device) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from armillary.data.console.exit import ending
+from armillary.data.console.exit import exit_on_error
 from armillary.plan.tune.command import PROGRAM, read_plan
 from armillary.plan.tune.tuner import tune
 
@@ -16,5 +16,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 0: the choice is written. 1: a failure while measuring; the same command resumes. 2: wrong arguments, or
     no candidate could be run, with the reason in one line.
     """
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         tune(read_plan(sys.argv[1:] if argv is None else argv))

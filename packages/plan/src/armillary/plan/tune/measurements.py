@@ -26,7 +26,7 @@ CacheKey = dict[str, Any]
 def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
     """The cache key of a configuration on `ranks` ranks.
 
-    A model counts by its sizes, whether flags or a pretrained folder set them.
+    A model is identified by its sizes, from flags or from a pretrained folder.
 
     Raises:
         ValueError: sizes that make no model.
@@ -101,13 +101,14 @@ class TunerState:
 
     def has(self, candidate: Candidate) -> bool:
         """True if the candidate was measured, or failed."""
-        return any(each.candidate == candidate for each in self.measurements)
+        return any(measurement.candidate == candidate for measurement in self.measurements)
 
     @property
     def fastest_first(self) -> list[Measurement]:
         """Successful measurements, the fastest first."""
         return sorted(
-            (each for each in self.measurements if each.seconds is not None), key=lambda each: each.seconds or 0.0
+            (measurement for measurement in self.measurements if measurement.seconds is not None),
+            key=lambda each: each.seconds or 0.0,
         )
 
 

@@ -1,4 +1,4 @@
-"""Candidates, and the planner's predictions of which ones are worth measuring."""
+"""Candidates, pruned by the planner's predictions to those worth measuring."""
 
 from __future__ import annotations
 
@@ -68,17 +68,20 @@ def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tupl
     Excluded are candidates that do not fit, or take more than `slower` times as long as the fastest. If nothing fits,
     all are measured: the formulas may be wrong, and the device has the last word.
     """
-    fitting = [each for each in predictions if each.missing is None] or list(predictions)
-    fastest = min(each.seconds for each in fitting)
-    selected = sorted((each for each in fitting if each.seconds <= slower * fastest), key=lambda each: each.seconds)
-    excluded = list[Measurement]()
-    for each in predictions:
-        if each not in selected:
-            reason = f"predicted not to fit: {each.missing}"
-            if each.missing is None:
-                reason = f"predicted to take {each.seconds / fastest:.2f} times as long as the fastest"
-            excluded.append(Measurement(each.candidate, reason=reason))
-    return [each.candidate for each in selected], excluded
+    fitting_predictions = [prediction for prediction in predictions if prediction.missing is None] or list(predictions)
+    fastest = min(prediction.seconds for prediction in fitting_predictions)
+    selected_predictions = sorted(
+        (prediction for prediction in fitting_predictions if prediction.seconds <= slower * fastest),
+        key=lambda each: each.seconds,
+    )
+    excluded_measurements = list[Measurement]()
+    for prediction in predictions:
+        if prediction not in selected_predictions:
+            reason = f"predicted not to fit: {prediction.missing}"
+            if prediction.missing is None:
+                reason = f"predicted to take {prediction.seconds / fastest:.2f} times as long as the fastest"
+            excluded_measurements.append(Measurement(prediction.candidate, reason=reason))
+    return [prediction.candidate for prediction in selected_predictions], excluded_measurements
 
 
 def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
@@ -94,7 +97,7 @@ def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[C
         run = replace(config, parallel=replace(config.parallel, **candidate.parallel))
         job = job_of(run, candidate.mesh.axes, model, precision)
         memory = estimate(job)
-        missing = room.comparison(memory) if room.share(memory) > 1 else None
-        return CandidatePrediction(candidate, time_of(run, job, cluster).seconds, missing)
+        missing_text = room.comparison(memory) if room.share(memory) > 1 else None
+        return CandidatePrediction(candidate, time_of(run, job, cluster).seconds, missing_text)
 
     return predict

@@ -19,10 +19,10 @@ class TunerScreen:
         """Prints numbers of candidates."""
         counts = [f"{total} candidate{'' if total == 1 else 's'}"]
         counts += [f"{len(state.excluded)} more excluded by prediction"] if state.excluded else []
-        measured = total - state.remaining
-        counts += [f"{measured} measured before"] if measured else []
+        measured_count = total - state.remaining
+        counts += [f"{measured_count} measured before"] if measured_count else []
         self.print(", ".join(counts))
-        self.bar.show("tuning", measured, total)
+        self.bar.show("tuning", measured_count, total)
 
     def show_measurement(self, number: int, total: int, measurement: Measurement, state: TunerState) -> None:
         """Prints a line such as "2/7 ring on ring 8: 1.24 s (best 1.10 s: ulysses on ulysses 8)"."""

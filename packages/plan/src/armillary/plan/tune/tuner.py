@@ -79,10 +79,10 @@ class Tuner:
         if not state.complete:
             state = self.choose(state)
         if state.choice is None:
-            failed = state.measurements[0]
+            failed_measurement = state.measurements[0]
             raise ValueError(
                 f"none of {len(state.measurements)} candidates could be run, such as "
-                f"{failed.candidate}: {failed.reason}"
+                f"{failed_measurement.candidate}: {failed_measurement.reason}"
             )
         self.screen.print(f"chosen: {state.choice}; train with --config {self.plan.out}")
         return state
@@ -93,7 +93,7 @@ class Tuner:
         starts = state.attempts.get(name, 0)
         with self.groups.group("measuring", number) as (device, ranks):
             if starts < ATTEMPTS:
-                # Saved before the measurement: a run that it kills leaves this count behind.
+                # Saved before the measurement, so that a measurement that kills the run is counted.
                 self.save(ranks, replace(state, attempts=state.attempts | {name: starts + 1}))
                 measurement, reason = attempt(
                     lambda: self.measure(plan.measured_run, candidate, device, plan.iterations), ranks
@@ -101,7 +101,9 @@ class Tuner:
             else:
                 measurement, reason = None, f"has ended {starts} runs; take it out of the file to try it again"
             measurement = measurement or Measurement(candidate, reason=reason)
-            attempts = {each: count for each, count in state.attempts.items() if each != name}
+            attempts = {
+                candidate_name: count for candidate_name, count in state.attempts.items() if candidate_name != name
+            }
             state = replace(state, measurements=(*state.measurements, measurement), attempts=attempts)
             state = with_remaining(state, self.candidates)
             self.save(ranks, state)
@@ -111,16 +113,22 @@ class Tuner:
     def choose(self, state: TunerState) -> TunerState:
         """Chooses the fastest; if others are within the noise, after a comparison in turns."""
         # Comparisons of an earlier run may have had other finalists.
-        state = replace(state, measurements=tuple(replace(each, paired_seconds=None) for each in state.measurements))
+        state = replace(
+            state, measurements=tuple(replace(measurement, paired_seconds=None) for measurement in state.measurements)
+        )
         fastest = state.fastest_first
-        finalists = [each for each in fastest if (each.fastest_pass or 0.0) <= NOISE * (fastest[0].seconds or 0.0)]
+        finalists = [
+            measurement
+            for measurement in fastest
+            if (measurement.fastest_pass or 0.0) <= NOISE * (fastest[0].seconds or 0.0)
+        ]
         with self.groups.group("comparing") as (device, ranks):
             if len(finalists) > 1:
                 state = self.compare_finalists(finalists[:FINALISTS], state, device, ranks)
 
             # Finalists come before all others, by their seconds in turns.
-            def order(each: Measurement) -> tuple[bool, float]:
-                return each.paired_seconds is None, each.paired_seconds or each.seconds or 0.0
+            def order(measurement: Measurement) -> tuple[bool, float]:
+                return measurement.paired_seconds is None, measurement.paired_seconds or measurement.seconds or 0.0
 
             best = min(state.fastest_first, key=order, default=None)
             state = replace(state, complete=True, choice=None if best is None else best.candidate)
@@ -132,15 +140,18 @@ class Tuner:
     ) -> TunerState:
         """Adds the finalists' seconds in turns; no change if they cannot run in one process."""
         self.screen.show_finalists(len(finalists))
-        candidates, rounds = [each.candidate for each in finalists], 2 * self.plan.iterations
+        candidates, rounds = [finalist.candidate for finalist in finalists], 2 * self.plan.iterations
         seconds, reason = attempt(lambda: self.compare(self.plan.measured_run, candidates, device, rounds), ranks)
         if seconds is None:
             self.screen.print(f"not compared: {reason}")
             return state
-        paired = dict(zip(candidates, seconds, strict=True))
+        seconds_by_candidate = dict(zip(candidates, seconds, strict=True))
         return replace(
             state,
-            measurements=tuple(replace(each, paired_seconds=paired.get(each.candidate)) for each in state.measurements),
+            measurements=tuple(
+                replace(measurement, paired_seconds=seconds_by_candidate.get(measurement.candidate))
+                for measurement in state.measurements
+            ),
         )
 
     def save(self, ranks: Ranks, state: TunerState) -> None:
@@ -166,7 +177,7 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     # Agree outside of the handler: inside, the error's frames would still hold the failed candidate's tensors.
-    reasons = list(dict.fromkeys(each for each in ranks.agree(lambda: reason) if each is not None))
+    reasons = list(dict.fromkeys(text for text in ranks.agree(lambda: reason) if text is not None))
     return (None, "; ".join(reasons)) if reasons else (result, None)
 
 
@@ -178,12 +189,15 @@ def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], Tun
     """
     ranks = world_size()
     state = load(plan.measurements, cache_key(plan.measured_run, ranks, dtype))
-    selected, excluded = pruned(plan, ranks, dtype, all_candidates(plan, ranks))
-    state = replace(state, excluded=tuple(each for each in excluded if not state.has(each.candidate)))
-    state = with_remaining(state, selected)
+    selected_candidates, excluded_measurements = pruned(plan, ranks, dtype, all_candidates(plan, ranks))
+    state = replace(
+        state,
+        excluded=tuple(measurement for measurement in excluded_measurements if not state.has(measurement.candidate)),
+    )
+    state = with_remaining(state, selected_candidates)
     if state.choice is not None:
         write_files(plan, state)  # restores the TOML file if it was removed
-    return selected, state
+    return selected_candidates, state
 
 
 def write_files(plan: TunePlan, state: TunerState) -> None:
@@ -201,7 +215,7 @@ def write_files(plan: TunePlan, state: TunerState) -> None:
 
 def with_remaining(state: TunerState, candidates: Sequence[Candidate]) -> TunerState:
     """Updates the number of remaining candidates. While there are any, nothing is chosen."""
-    remaining = sum(not state.has(candidate) for candidate in candidates)
-    if remaining:
-        return replace(state, remaining=remaining, complete=False, choice=None)
+    remaining_count = sum(not state.has(candidate) for candidate in candidates)
+    if remaining_count:
+        return replace(state, remaining=remaining_count, complete=False, choice=None)
     return replace(state, remaining=0)

@@ -75,8 +75,8 @@ class Checkpoints:
     ) -> None:
         if self._saving is not None:
             # After an error of this rank the save in flight is worth keeping. It cannot end if a rank is missing.
-            missing = isinstance(error, Exception) and caused_by_peers(error)
-            self._saving.join(GRACE if missing else self.timeout.total_seconds())
+            peers_failed = isinstance(error, Exception) and caused_by_peers(error)
+            self._saving.join(GRACE if peers_failed else self.timeout.total_seconds())
         if error is None:  # after an error, other ranks may still use the group
             self._stager.close()
             self.ranks.close()
@@ -174,13 +174,13 @@ class Checkpoints:
             return
         since = time.monotonic()
         self._saving.join(self.timeout.total_seconds())
-        waited = time.monotonic() - since
+        waited_seconds = time.monotonic() - since
         if self._saving.is_alive():
             raise TimeoutError(
-                f"rank {self.ranks.rank} has waited {waited:.0f} s for {self._saving.name} to be written to "
+                f"rank {self.ranks.rank} has waited {waited_seconds:.0f} s for {self._saving.name} to be written to "
                 f"{self.folder.path}"
             )
-        if waited > NOTICEABLE:
-            self.say(f"training waited {waited:.0f} s for {self._saving.name} to be saved")
+        if waited_seconds > NOTICEABLE:
+            self.say(f"training waited {waited_seconds:.0f} s for {self._saving.name} to be saved")
         save_in_flight, self._saving = self._saving, None
         save_in_flight.result()

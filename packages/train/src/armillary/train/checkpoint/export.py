@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from armillary.data.console.exit import ending
+from armillary.data.console.exit import exit_on_error
 from armillary.data.parsing import parse
 from armillary.models import hub
 from armillary.models.hub.folder import CONFIG, read_json
@@ -34,7 +34,7 @@ class Export:
       # in half the bytes, with the tokenizer of a folder
       armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
 
-    Takes as much memory as the weights have bytes in `dtype`, and that of one file.
+    Takes the memory of the weights in `dtype`, and of one file.
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
@@ -90,5 +90,5 @@ def pretrained_of(checkpoint: Path) -> Path | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `armillary-export`. Exits with 2 on invalid input."""
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         export(parse(sys.argv[1:] if argv is None else argv, Export, PROGRAM))

@@ -19,13 +19,13 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 """Errors of a damaged file. Others, such as a lack of permission, say nothing about its content."""
 
 
-def file_fault(files: Mapping[str, FileRecord], folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Returns the first fault of every `parts`-th file from number `part` on; None if all are as they were written.
+def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, readers: int = 1) -> str | None:
+    """Returns the first fault of the files of one of several readers; None if all are intact.
 
     Raises:
         ValueError: a file may not be read.
     """
-    for name in sorted(files)[part::parts]:
+    for name in sorted(files)[reader::readers]:
         try:
             with reading(folder / name):
                 record = FileRecord.of_file(folder / name)

@@ -80,7 +80,7 @@ class Manifest:
 MANIFESTS = TypeAdapter(Manifest)
 
 
-def checkpoint_fault(folder: CheckpointFolder, step: int, part: int = 0, parts: int = 1) -> str | None:
+def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, readers: int = 1) -> str | None:
     """Returns the first fault of a checkpoint's manifest or of a part of its files. Errors as from `Manifest.read`."""
     try:
         manifest = Manifest.read(folder.place(step))
@@ -88,11 +88,11 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, part: int = 0, parts: 
         return str(damage)
     if manifest.step != step:
         return f"{MANIFEST} is that of step {manifest.step}"
-    return file_fault(manifest.files, folder.place(step), part, parts)
+    return file_fault(manifest.files, folder.place(step), reader, readers)
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
-    """Returns True if the manifest of this step's folder is that of another step."""
+    """Returns True if this step's folder has the manifest of another step."""
     try:
         return Manifest.read(folder.place(step)).step != step
     except Damaged:

@@ -68,6 +68,9 @@ def local_chunk(x: DTensor) -> ChunkStorageMetadata:
     DCP tells chunks apart by their offsets, so an empty one is placed at the end, where no other chunk begins.
     """
     _, box = local_part(x)
-    starts = [part.start if part.start < part.stop else size for part, size in zip(box, x.shape, strict=True)]
-    sizes = [part.stop - part.start for part in box]
+    starts = [
+        dim_slice.start if dim_slice.start < dim_slice.stop else size
+        for dim_slice, size in zip(box, x.shape, strict=True)
+    ]
+    sizes = [dim_slice.stop - dim_slice.start for dim_slice in box]
     return ChunkStorageMetadata(offsets=torch.Size(starts), sizes=torch.Size(sizes))

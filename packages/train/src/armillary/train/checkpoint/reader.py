@@ -121,11 +121,11 @@ def read_tensors(
     """
     names = list(files)
     entries = TensorReader(folder, names).read_metadata().state_dict_metadata
-    saved = {name.removeprefix(f"{prefix}."): x for name, x in entries.items() if name.startswith(f"{prefix}.")}
-    if not saved:
+    saved_tensors = {name.removeprefix(f"{prefix}."): x for name, x in entries.items() if name.startswith(f"{prefix}.")}
+    if not saved_tensors:
         raise ValueError(f"it holds no {prefix}")
     tensors: dict[str, Tensor] = {}
-    for name, entry in saved.items():
+    for name, entry in saved_tensors.items():
         assert isinstance(entry, TensorStorageMetadata)
         try:
             tensors[name] = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)

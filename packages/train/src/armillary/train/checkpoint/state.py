@@ -68,9 +68,9 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
 
 def saved_random_state(run: Run, place: Path, manifest: Manifest, rank: int) -> State:
     """Returns empty tensors for the saved states of those generators that this process has too."""
-    saved = saved_shapes(place, manifest.files, f"random.rank-{rank}.")
+    shapes = saved_shapes(place, manifest.files, f"random.rank-{rank}.")
     current = random_state(run.device)
-    return {name: x for name, x in current.items() if saved.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
+    return {name: x for name, x in current.items() if shapes.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
 
 
 def model_description(run: Run) -> dict[str, Any]:
@@ -117,9 +117,15 @@ def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
+def differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
     """Describes how `saved` differs from `current`, by the first `limit` names; "" if they are equal."""
-    names = [n for n in {**saved, **current} if (n in saved, saved.get(n)) != (n in current, current.get(n))]
-    lines = [f"{name} is {saved.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in names]
-    more = f", and {len(lines) - limit} more" if len(lines) > limit else ""
-    return ", ".join(lines[:limit]) + more
+    names = [
+        n
+        for n in {**saved_values, **current}
+        if (n in saved_values, saved_values.get(n)) != (n in current, current.get(n))
+    ]
+    lines = [
+        f"{name} is {saved_values.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in names
+    ]
+    suffix = f", and {len(lines) - limit} more" if len(lines) > limit else ""
+    return ", ".join(lines[:limit]) + suffix

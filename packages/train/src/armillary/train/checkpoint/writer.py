@@ -140,10 +140,10 @@ class TensorWriter(StorageWriter):
         self.files = {file.index.fqn: file.storage_data for of_rank in results for file in of_rank}
         reader = TensorReader(self.folder, self.files)
         try:
-            written = reader.read_metadata().state_dict_metadata
+            file_metadata = reader.read_metadata().state_dict_metadata
         except Damaged as damage:
             raise OSError(f"the written files cannot be read: {damage}") from damage
-        sizes = {name: entry.size for name, entry in written.items() if isinstance(entry, TensorStorageMetadata)}
+        sizes = {name: entry.size for name, entry in file_metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or sizes.get(name) != entry.size:
                 raise OSError(f"the written files lack a part of {name}")
@@ -156,8 +156,8 @@ def check_items(items: Sequence[WriteItem]) -> None:
         if item.tensor_data is None:
             raise ValueError(f"{name} must be a tensor to be saved in a checkpoint")
         if item.tensor_data.properties.dtype not in DTYPES:
-            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise ValueError(f"{name} has dtype {item.tensor_data.properties.dtype}; a checkpoint takes {accepted}")
+            dtype_names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"{name} has dtype {item.tensor_data.properties.dtype}; a checkpoint takes {dtype_names}")
     name, count = Counter(item.index.fqn for item in items).most_common(1)[0] if items else ("", 0)
     if count > 1:
         raise ValueError(f"{name} has {count} chunks on one rank; a checkpoint takes one")

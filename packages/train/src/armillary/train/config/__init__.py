@@ -39,7 +39,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     """The LM head shares the embedding table's weights."""
     rope_theta: Positive | None = None
-    """Base of RoPE's frequencies; by default 10,000, or that of the pretrained folder."""
+    """Base of RoPE's frequencies; by default 10,000, or the pretrained folder's."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None
     """RoPE scaling for longer sequences than the model was trained on; by default none, or as in the folder."""
     rope_factor: Positive = 8.0
@@ -47,7 +47,7 @@ class ModelConfig:
     rope_original_length: Count = 8192
     """Sequence length that the model was trained on before scaling; for llama3 and yarn."""
     vocab_size: CountOrNone = None
-    """Vocabulary size (V); by default that of the data."""
+    """Vocabulary size (V); by default the data's."""
     pretrained: Path | None = None
     """Hugging Face folder to start from: weights, sizes, and the tokenizer for text; RoPE may be overridden."""
 
@@ -75,9 +75,9 @@ class ParallelConfig:
     team: CountOrNone = None
     """wallfacer: ranks of a team (C), whose square divides ring; by default the largest that fits."""
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
-    """wallfacer: whether neighbouring ranks make a team, or a ring."""
+    """wallfacer: neighbouring ranks are a team (collect_intra), or a ring (p2p_intra)."""
     nodes: CountOrNone = None
-    """ring+ring, ring+token_ring: nodes that the ring's ranks are on; by default those of the run."""
+    """ring+ring, ring+token_ring: number of nodes of the ring; by default the run's."""
     kernel: str | None = None
     """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
     zero_stage: Literal[2, 3] = 3
@@ -185,7 +185,7 @@ class SaveConfig:
     keep_last: Count = 2
     """Newest checkpoints to keep."""
     keep_every: CountOrNone = None
-    """Keep checkpoints of every so many steps for good."""
+    """Keep every n-th step's checkpoint permanently."""
     asynchronous: bool = True
     """Write in the background, from a copy in the host's memory."""
     resume: Literal["auto", "never"] = "auto"

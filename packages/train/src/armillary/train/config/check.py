@@ -101,14 +101,14 @@ def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
     Raises:
         ValueError: a step outside the run, a package that is not installed, or an option of another device.
     """
-    for package, enabled in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
-        if enabled and find_spec(package) is None:
+    for package, is_enabled in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
+        if is_enabled and find_spec(package) is None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
     if config.trace_steps and config.trace is None:
         raise ValueError("--log.trace-steps: name the file too, as --log.trace FILE")
     traced_steps = {"profile": config.profile, "trace-steps": config.trace_steps}
-    for name, chosen in {**traced_steps, "memory-snapshot": config.memory_snapshot}.items():
-        outside = [step for step in chosen if not 1 <= step <= steps]
+    for name, steps_value in {**traced_steps, "memory-snapshot": config.memory_snapshot}.items():
+        outside = [step for step in steps_value if not 1 <= step <= steps]
         if outside:
             raise ValueError(f"--log.{name}: there is no step {outside[0]}; choose from 1 to {steps}")
     if config.memory_snapshot and device.type != "cuda":

@@ -50,7 +50,11 @@ def field_adapter(kind: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
 def requirement(annotation: Any, error: ValidationError) -> str:
     """Returns the field's limits in words, or pydantic's message where another rule is broken."""
     detail = error.errors()[0]
-    metadata = [item for part in (annotation, *get_args(annotation)) for item in getattr(part, "__metadata__", ())]
+    metadata = [
+        item
+        for annotation_part in (annotation, *get_args(annotation))
+        for item in getattr(annotation_part, "__metadata__", ())
+    ]
     limits = [limit for info in metadata if isinstance(info, FieldInfo) for limit in info.metadata]
     bounds = {word: getattr(limit, name) for limit in limits for name, word in WORDS.items() if hasattr(limit, name)}
     if not bounds or detail["type"].endswith("_type"):

@@ -15,7 +15,7 @@ OF_GPT = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
 
 
 def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
-    """Refuses configured sizes that differ from those of the pretrained folder.
+    """Refuses configured sizes that differ from the pretrained folder's.
 
     Raises:
         ValueError: names the flag and both values.

@@ -25,7 +25,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Reads a TOML or JSON file: sections with their keys, and keys before the first section.
 
     Raises:
-        ValueError: the file cannot be read, or is neither TOML nor JSON.
+        ValueError: the file cannot be read, or is not TOML or JSON.
     """
     readers = {".toml": parse_toml, ".json": parse_json}
     if path.suffix not in readers:
@@ -42,7 +42,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def overlaid(
-    config: Settings, settings: Mapping[str, Any], source: Path, renamed: Mapping[str, str] | None = None
+    config: Settings, settings: Mapping[str, Any], source: Path, new_names: Mapping[str, str] | None = None
 ) -> Settings:
     """Returns the configuration with the settings of the file `source` in it. Keys may have dashes or underscores.
 
@@ -52,14 +52,14 @@ def overlaid(
     Raises:
         ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
     """
-    valid_keys = {name: name for name, _ in flat(config)} | dict(renamed or {})
+    valid_keys = {name: name for name, _ in flat(config)} | dict(new_names or {})
     return overlaid_section(config, settings, f"--config {source}", valid_keys, "")
 
 
 def overlaid_section(
     config: Settings, settings: Mapping[str, Any], source: str, valid_keys: Mapping[str, str], prefix: str
 ) -> Settings:
-    """Returns a section with its settings. `prefix` is that of its keys, such as "model."."""
+    """Returns a section with its settings. `prefix` is the prefix of its keys, such as "model."."""
     annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
         name = key.replace("-", "_")
@@ -160,12 +160,12 @@ def aligned(changes: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """Returns a field's name as it is typed."""
+    """Returns a field's name as on the command line."""
     return name.replace("_", "-")
 
 
 def shown(value: object) -> str:
-    """Returns a value as it is typed."""
+    """Returns a value as on the command line."""
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"
     return "none" if value is None else str(value)

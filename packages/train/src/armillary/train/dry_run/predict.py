@@ -68,7 +68,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
         capability: compute capability of their accelerators; by default this machine's, or one of each family.
 
     Raises:
-        ValueError: a configuration that could not be trained on so many ranks.
+        ValueError: a configuration that cannot be trained on this number of ranks.
     """
     check(config)
     axes = axes_of(config, ranks)
@@ -109,7 +109,7 @@ def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
 
 
 def vocabulary(config: Config) -> int:
-    """Returns V. Opens the data only if they are named, or if neither flag nor folder tells V."""
+    """Returns V. Opens the data only if they are configured, or if V is not in a flag or folder."""
     size = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
     if size is not None and not config.data.path:
         return size

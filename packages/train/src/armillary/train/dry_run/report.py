@@ -37,7 +37,7 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
         print(f"a step: {result.tokens_per_step:,} tokens, {result.flops:.3g} FLOPs", PLANNER, sep="\n")
 
 
-def show(result: DryRun, where: str = "") -> None:
+def show(result: DryRun, location: str = "") -> None:
     """Prints model and mesh, shapes of a step, parameters, and attention's kernel.
 
     Args:
@@ -45,7 +45,7 @@ def show(result: DryRun, where: str = "") -> None:
     """
     family = "GPT" if isinstance(result.model, GPTConfig) else "LLaMA"
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items())
-    print(f"{family}, {result.parameters:,} parameters, {result.precision}{where}")
+    print(f"{family}, {result.parameters:,} parameters, {result.precision}{location}")
     print(f"mesh: {axes} = {result.ranks} {'rank' if result.ranks == 1 else 'ranks'}\n")
     print_table(STEP, ([name, shown(shape)] for name, shape in result.shapes.items()))
     print()
@@ -84,8 +84,8 @@ def parameters(result: DryRun) -> Iterator[list[str]]:
 def kernel_line(kernel: ChosenKernel) -> str:
     """Returns a line with the kernel on a device, and why others were rejected."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in kernel.rejected.items())
-    rejected = f" (not {reasons})" if reasons else ""
-    return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{rejected}"
+    reasons_text = f" (not {reasons})" if reasons else ""
+    return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{reasons_text}"
 
 
 def shown(shape: tuple[int, ...]) -> str:

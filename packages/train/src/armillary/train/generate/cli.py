@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import start_process_group
-from armillary.data.console.exit import ending
+from armillary.data.console.exit import exit_on_error
 from armillary.data.progress import Bar
 from armillary.data.text.streamer import TextStreamer, TwoWayTokenizer
 from armillary.models import GPT, Llama, stream
@@ -34,7 +34,7 @@ class Continuation:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `armillary-generate`. Exits with 2 and one line on invalid input."""
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         run(read_generate(sys.argv[1:] if argv is None else argv))
 
 

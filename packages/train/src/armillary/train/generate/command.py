@@ -56,11 +56,11 @@ class Generate:
     step: CountOrNone = None
     """Checkpoint of a run; by default the newest."""
     tokenizer: str | None = None
-    """tokenizer.json, a folder that has one, or "bytes"; by default that of the run or the folder."""
+    """tokenizer.json, a folder with one, or "bytes"; by default the tokenizer of the run or the folder."""
     begin_of_document: str | None = None
     """Name of a token in front of each prompt; by default as the tokenizer's store was prepared."""
     ids: bool = False
-    """Prompts are numbers of tokens, and so is what is printed."""
+    """Read prompts and print completions as token ids."""
     stop: bool = True
     """End at the tokenizer's end of document."""
     json: bool = False

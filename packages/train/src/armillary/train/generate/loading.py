@@ -60,8 +60,8 @@ def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int
     newest = newest_intact(folder, ranks)
     if newest.step is None:
         raise ValueError(f"{folder.path}: no checkpoint in it yet")
-    for damaged, fault in newest.faults.items() if ranks.rank == 0 else ():
-        print(f"{PROGRAM}: step-{damaged}: {fault}; going back to step-{newest.step}", file=sys.stderr)
+    for damaged_step, fault in newest.faults.items() if ranks.rank == 0 else ():
+        print(f"{PROGRAM}: step-{damaged_step}: {fault}; going back to step-{newest.step}", file=sys.stderr)
     return newest.step
 
 

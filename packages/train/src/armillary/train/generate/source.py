@@ -64,7 +64,7 @@ def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
 
 
 def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer called `name`, else that of the run's data or of the folder; None if it has none.
+    """Returns the tokenizer `name`, else the tokenizer of the run's data or of the folder; None without one.
 
     Raises:
         ValueError: it cannot be read.
@@ -79,7 +79,7 @@ def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> 
 
 
 def tokenizer_of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of the folder that a run began with, or of its data: that of a store, bytes of plain text.
+    """Returns the tokenizer of a run's pretrained folder, or of its data: the store's, or bytes for plain text.
 
     Raises:
         ValueError: the tokenizer or the run's config.json cannot be read.
@@ -100,7 +100,7 @@ def tokenizer_of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
 
 
 def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:
-    """Returns the tokens that end a text: those of a Hugging Face folder, else the tokenizer's end of document."""
+    """Returns the tokens that end a text: from a Hugging Face folder, else the tokenizer's end of document."""
     if source.checkpoints is None and (ends := ends_of_text(source.place)) is not None:
         return ends
     return [] if tokenizer is None else [tokenizer.end_of_document]

@@ -31,8 +31,8 @@ LLAMA3_70B = ModelConfig(
 def llama3_8b_128k() -> Config:
     """LLaMA-3.1-8B at 131,072 tokens on 8 x H100 80 GB: Ulysses, a head of keys to a rank.
 
-    A step is a million tokens, 8 rows one after the other. All but the MLP is kept for backward: 42 of 74 GiB a device,
-    none of it on the host.
+    A step is a million tokens, 8 rows one after the other. Everything except the MLP is kept for backward: 42 of 74 GiB
+    a device, none of it on the host.
     """
     return long_run(
         scaled(LLAMA3_8B),

@@ -52,8 +52,8 @@ class Journal:
         if self._file is None:
             self._file = self.path.open("ab", buffering=BUFFER)
         finite = nulled(record)
-        marked = finite if finite == record else finite | {"bad": True}
-        self._file.write(json.dumps(marked | {"time": time.time()}, allow_nan=False).encode() + b"\n")
+        marked_record = finite if finite == record else finite | {"bad": True}
+        self._file.write(json.dumps(marked_record | {"time": time.time()}, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
 
@@ -75,13 +75,13 @@ def cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     with path.open("rb") as file:
-        kept = 0
+        kept_bytes = 0
         for line in file:
             record = parsed(line)
             if not line.endswith(b"\n") or (record is not None and record["step"] > step):
                 break
-            kept += len(line)
-    os.truncate(path, kept)
+            kept_bytes += len(line)
+    os.truncate(path, kept_bytes)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

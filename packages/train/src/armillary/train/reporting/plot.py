@@ -14,7 +14,7 @@ from armillary.data.console.picture import picture
 from armillary.train.reporting import journal
 
 WINDOWS = 25
-"""The strong line is a mean over about one of so many parts of a run's steps."""
+"""The strong line is a running mean over 1 / this number of a run's steps."""
 DECADE = 10.0
 """A logarithmic axis is for values that differ by more than this factor."""
 Values = NDArray[np.float64]
@@ -45,19 +45,19 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
     if not runs:
         raise ValueError("no run to draw; give at least one output folder")
     with picture(path, (9, 6.5), "armillary-train") as figure:
-        loss, below = figure.subplots(2, sharex=True, height_ratios=[3, 1])
-        rates = below.twinx()
+        loss, norms = figure.subplots(2, sharex=True, height_ratios=[3, 1])
+        rates = norms.twinx()
         for i, run in enumerate(runs):
             draw_loss(loss, run, f"C{i}", alone=len(runs) == 1)
-            below.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.35, linewidth=0.8)
+            norms.plot(run.steps, run.grad_norm, color=f"C{i}", alpha=0.35, linewidth=0.8)
             rates.plot(run.steps, run.learning_rate, color=f"C{i}", linestyle="--", linewidth=1.5)
         scale(loss, [value for run in runs for value in run.loss])
-        scale(below, [value for run in runs for value in run.grad_norm])
+        scale(norms, [value for run in runs for value in run.grad_norm])
         loss.set_ylabel("loss (nats a token)")
         loss.legend(frameon=False)
         loss.grid(alpha=0.25)
-        below.set_xlabel("step")
-        below.set_ylabel("gradient norm (solid)")
+        norms.set_xlabel("step")
+        norms.set_ylabel("gradient norm (solid)")
         rates.set_ylabel("learning rate (dashed)")
         rates.set_ylim(bottom=0)
         rates.ticklabel_format(axis="y", scilimits=(-2, 3))
@@ -65,7 +65,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
 
 
 def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
-    """One run's losses: faint by step, strong smoothed, points where it was validated, lines where it was restarted."""
+    """Draws one run's losses: faint per step, strong smoothed, points at validations, lines at restarts."""
     steps, losses = np.array(run.steps), np.array(run.loss, dtype=np.float64)
     last = run.validation.get(max(run.validation, default=0))
     label = "" if last is None else f", validation {last:.4f}"
@@ -74,8 +74,8 @@ def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
     name = f"mean of {2 * half + 1} steps around each" if alone else f"{run.name}{label}"
     axes.plot(steps, smoothed(losses, half), color=color, linewidth=1.8, label=name)
     validation = {"label": f"validation, {last:.4f} in the end"} if alone and run.validation else {}
-    marked = "C1" if alone else color
-    axes.plot(list(run.validation), list(run.validation.values()), "o", color=marked, markersize=5, **validation)
+    marker_color = "C1" if alone else color
+    axes.plot(list(run.validation), list(run.validation.values()), "o", color=marker_color, markersize=5, **validation)
     for i, step in enumerate(run.restarts):
         label = "restarted" if alone and i == 0 else None
         axes.axvline(step, color="gray" if alone else color, linestyle=":", linewidth=1, label=label)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from armillary.data.console.exit import ending
+from armillary.data.console.exit import exit_on_error
 from armillary.data.console.picture import check_picture
 from armillary.data.parsing import parse
 from armillary.train.reporting.plot import plot_runs
@@ -37,7 +37,7 @@ class Pictures:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `armillary-plot`. Exits with 2 and one line on invalid input."""
-    with ending(PROGRAM):
+    with exit_on_error(PROGRAM):
         pictures = parse(sys.argv[1:] if argv is None else argv, Pictures, PROGRAM)
         default = pictures.folders[0] / "loss.png" if len(pictures.folders) == 1 else Path("losses.png")
         if pictures.output is not None:

@@ -54,7 +54,7 @@ class Reporter:
             sink.close(CLOSING)
 
     def resumed(self, step: int) -> None:
-        """Training starts after `step`: 0, or that of the checkpoint. Before, only `say` prints."""
+        """Training starts after `step`: 0, or the checkpoint's. Before that, only `say` prints."""
         self.last_step, self._begun = step, True
         self._submit_to_all(lambda sink: sink.resumed(step))
 

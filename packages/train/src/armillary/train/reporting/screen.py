@@ -50,8 +50,8 @@ class Screen:
             self._since_line = []
 
     def validated(self, step: int, values: dict[str, float]) -> None:
-        shown = " ".join(f"{name}: {value:.4f}" for name, value in values.items())
-        self.print(f"validation: step: {step} {shown}")
+        text = " ".join(f"{name}: {value:.4f}" for name, value in values.items())
+        self.print(f"validation: step: {step} {text}")
 
     def event(self, kind: str, step: int, text: str) -> None:
         """Nothing: events are for files; lines for people go through `Reporter.say`."""

@@ -8,7 +8,7 @@ from armillary.train.reporting.metrics import StepMetrics
 
 
 class Sink(Protocol):
-    """Receives what happens in a run, in the order of steps; may raise any error."""
+    """Receives the events of a run, in the order of steps; may raise any error."""
 
     def resumed(self, step: int) -> None:
         """Called first: training continues after `step`, 0 for a new run. Records of later steps are void."""

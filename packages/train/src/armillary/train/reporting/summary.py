@@ -10,7 +10,7 @@ from pathlib import Path
 class Summary:
     """The result of a run: losses are means over all tokens, of the steps since it (re)started at `first_step`.
 
-    `seconds` are those of steps alone, `elapsed` all since the first began. `picture` is set on rank 0 only.
+    `seconds` counts steps only, `elapsed` everything since the first step. `picture` is set on rank 0 only.
     """
 
     first_step: int = 1

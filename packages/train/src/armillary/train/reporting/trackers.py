@@ -72,7 +72,7 @@ class WeightsAndBiases:
             config=self.config,
             allow_val_change=True,
         )
-        # Its own count of steps only ever rises; ours goes back to the checkpoint.
+        # wandb's own step only increases; ours goes back to the checkpoint's after a restart.
         self._run.define_metric("*", step_metric="step")
 
     def step(self, metrics: StepMetrics) -> None:

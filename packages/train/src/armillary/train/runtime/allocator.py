@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator, in addition to those of the environment."""
+"""Settings of torch's CUDA allocator, in addition to the environment's."""
 
 from __future__ import annotations
 

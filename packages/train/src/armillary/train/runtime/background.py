@@ -40,7 +40,7 @@ class Background(Thread):
 
 
 class Guarded(Generic[Closed]):
-    """A sink of reports with a thread of its own, so that neither its errors nor its blocking reach training.
+    """A sink of reports with its own thread, so that its errors and its blocking do not affect training.
 
     A full disk, a lost network or a stopped terminal costs reports alone. The first error is printed; the next report
     tries the sink again.

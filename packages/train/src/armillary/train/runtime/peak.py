@@ -16,7 +16,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for name_part, peak in PEAK_FLOPS.items() if name_part in name), None)
 
 
 def peak_memory(device: torch.device) -> int:

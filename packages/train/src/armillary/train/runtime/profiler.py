@@ -28,10 +28,10 @@ class Profiler:
     """
 
     def __init__(
-        self, traced: Iterable[int], snapshots: Iterable[int], folder: Path, say: Callable[[str], None]
+        self, trace_steps: Iterable[int], snapshots: Iterable[int], folder: Path, say: Callable[[str], None]
     ) -> None:
         self.folder, self.say = folder, say
-        self._traced, self._snapshots = frozenset(traced), frozenset(snapshots)
+        self._traced, self._snapshots = frozenset(trace_steps), frozenset(snapshots)
         self._profile: profile | None = None
         self._first = 0
 
@@ -64,10 +64,10 @@ class Profiler:
             self._profile.stop()
             self._profile = None
 
-    def _write_trace(self, recorded: profile) -> None:
+    def _write_trace(self, profile_data: profile) -> None:
         # step() calls this after it has incremented step_num.
-        step = self._first + recorded.step_num - 1
-        self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", recorded.export_chrome_trace)
+        step = self._first + profile_data.step_num - 1
+        self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", profile_data.export_chrome_trace)
 
     def _begin_memory(self, step: int) -> None:
         if {step, step + 1} & self._snapshots:

@@ -17,12 +17,12 @@ WORDS = 624
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Returns all states as tensors: int64 for words, float64 for normal numbers that were drawn ahead."""
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state())
+    _, keys, position, has_gauss, cached_gauss = cast(tuple[Any, ...], np.random.get_state())
     state = {
         "python": torch.tensor([version, *words]),
         "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss]),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "numpy_gauss": torch.tensor([cached_gauss], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -51,15 +51,15 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
         raise ValueError(f"no state of random numbers ({error})") from error
 
 
-def set_numpy(state: Tensor, cached: float) -> None:
+def set_numpy(state: Tensor, cached_gauss: float) -> None:
     *keys, position, has_gauss = state.tolist()
     if not (0 <= position <= WORDS and has_gauss in (0, 1)):  # numpy would read beyond its words
         raise ValueError(f"no state of random numbers (position {position} of {WORDS})")
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached_gauss))
 
 
 def seed_all(*numbers: int) -> None:
-    """Seeds all generators from several numbers, of which each changes the streams."""
+    """Seeds all generators from several numbers; each of them changes the streams."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

@@ -31,10 +31,10 @@ class StepTrace:
         say: Callable[[str], None],
     ) -> None:
         self.path, self.say, self.trace = path, say, Trace(device.type)
-        chosen = steps or (min(first + 1, last),)
-        self._remaining = {step for step in chosen if first <= step <= last} if self.path else set[int]()
+        trace_steps = steps or (min(first + 1, last),)
+        self._remaining = {step for step in trace_steps if first <= step <= last} if self.path else set[int]()
         if self.path and not self._remaining and first <= last:
-            numbers = ", ".join(map(str, chosen))
+            numbers = ", ".join(map(str, trace_steps))
             say(f"{self.path}: no trace is written, for steps {first} to {last} are none of {numbers}")
 
     @contextmanager

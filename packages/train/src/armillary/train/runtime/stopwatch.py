@@ -16,7 +16,7 @@ class Stopwatch:
         self.started = self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
-        """Ends a step of so many tokens."""
+        """Ends a step of `tokens` tokens."""
         now = self.clock()
         self.last_seconds, self.running_since = now - self.running_since, now
         self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens

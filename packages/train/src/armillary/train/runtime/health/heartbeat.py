@@ -17,7 +17,7 @@ class Calls:
         count: collectives. Ranks that wait for each other have started equally many.
         last: name of the latest operation.
         running: an operation has not completed.
-        messages: sends and receives, of which ranks may have different numbers.
+        messages: number of sends and receives, which may differ between ranks.
     """
 
     count: int
@@ -71,9 +71,9 @@ def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> di
         beats: the last heartbeat of each rank; None from a rank that never gave one.
         silent: ranks that give no more heartbeats.
     """
-    lost = {rank: beat for rank, beat in beats.items() if rank in silent or beat is None or beat.failure}
-    if lost:
-        return {rank: reason_of_loss(beat) for rank, beat in lost.items()}
+    lost_ranks = {rank: beat for rank, beat in beats.items() if rank in silent or beat is None or beat.failure}
+    if lost_ranks:
+        return {rank: reason_of_loss(beat) for rank, beat in lost_ranks.items()}
     alive = {rank: beat for rank, beat in beats.items() if beat is not None}
     busy = {rank: beat for rank, beat in alive.items() if not beat.waits}
     if 0 < len(busy) < len(alive):
@@ -97,8 +97,8 @@ def ranks_behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
             continue
         for rank, call in calls.items():
             if call.count < highest:
-                entered = f"has entered {call.count} collectives of group {group}, others {highest}"
-                reasons.setdefault(rank, f"in {beats[rank].position}, {entered}; at {beats[rank].location}")
+                entered_text = f"has entered {call.count} collectives of group {group}, others {highest}"
+                reasons.setdefault(rank, f"in {beats[rank].position}, {entered_text}; at {beats[rank].location}")
     return reasons
 
 
@@ -113,6 +113,6 @@ def recorded_calls() -> dict[str, Calls]:
         operation: str = entry["profiling_name"]
         group = f"{entry['process_group'][0]} ({operation.partition(':')[0]})"
         earlier = calls.get(group)
-        running: bool = not entry["retired"] or (earlier is not None and earlier.running)
-        calls[group] = Calls(entry["collective_seq_id"], operation, running, entry["p2p_seq_id"])
+        is_running: bool = not entry["retired"] or (earlier is not None and earlier.running)
+        calls[group] = Calls(entry["collective_seq_id"], operation, is_running, entry["p2p_seq_id"])
     return calls

@@ -155,7 +155,7 @@ def clear(claim: Claim) -> bool:
 
 
 def newest(folder: Path) -> tuple[int, bool]:
-    """Returns the highest number, and whether it is held."""
+    """Returns the highest number, and True if it is held."""
     matches = [match for name in os.listdir(folder) if (match := NUMBERED.fullmatch(name))]
     return max(((int(match[1]), match[2] == "held") for match in matches), default=(0, False))
 

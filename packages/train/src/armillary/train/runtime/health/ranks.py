@@ -70,13 +70,13 @@ def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
     Args:
         subject: the values as a whole, such as "the configuration", for the message.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dict(values))
-    for rank, of_rank in enumerate(gathered):
-        for name, value in gathered[0].items():
+    values_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values_by_rank, dict(values))
+    for rank, of_rank in enumerate(values_by_rank):
+        for name, value in values_by_rank[0].items():
             if of_rank[name] != value:
-                both = f"{of_rank[name]} on rank {rank} and {value} on rank 0"
-                raise ValueError(f"{subject} must be the same on all ranks: {name} is {both}")
+                both_values = f"{of_rank[name]} on rank {rank} and {value} on rank 0"
+                raise ValueError(f"{subject} must be the same on all ranks: {name} is {both_values}")
 
 
 def combined(failures: dict[int, Failure]) -> Exception:

@@ -1,4 +1,4 @@
-"""The Python stack of a rank that seems to hang: its innermost line, and whether it waits for other ranks."""
+"""The Python stack of a rank that may hang: its innermost line, and if it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None
         return None
     # Python did not start autograd's threads, so `threading` knows them at most as dummies.
     dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
-    started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
-    autograd = [ident for ident in frames if ident not in started]
+    python_threads = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
+    autograd = [ident for ident in frames if ident not in python_threads]
     return max(autograd, key=lambda ident: runs_packages(frames[ident]), default=None)
 
 

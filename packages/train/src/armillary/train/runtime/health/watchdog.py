@@ -179,11 +179,13 @@ class Watchdog:
     def _diagnose(self, reason: str) -> list[str]:
         """Posts where this rank is, waits for the others to do so, and returns lines that name the missing ranks."""
         stack, calls = current_stack(), recorded_calls()
-        waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
-        self._heartbeats.post(Heartbeat(self.step, self.phase, location=location_of(stack), waits=waiting, calls=calls))
+        is_waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
+        self._heartbeats.post(
+            Heartbeat(self.step, self.phase, location=location_of(stack), waits=is_waiting, calls=calls)
+        )
         beats, silent = self._heartbeats.gather()
-        missing = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
-        lines = [reason, *(missing or ["no rank is missing: all wait for each other"])]
+        missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
+        lines = [reason, *(missing_lines or ["no rank is missing: all wait for each other"])]
         if not self._failing:
             self._hang = "; ".join(lines)
             record_for_torchrun(self._hang)
@@ -262,19 +264,19 @@ class Heartbeats:
         return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
 
     def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
-        """Waits for every rank to post where it is or that it failed; returns all heartbeats and the silent ranks."""
+        """Waits until every rank has posted its state; returns all heartbeats and the silent ranks."""
         posts = dict.fromkeys(range(self.ranks), "")
         since = dict.fromkeys(posts, time.monotonic())
-        awaited, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
-        while awaited and time.monotonic() < end:
-            for rank in sorted(awaited):
+        awaited_ranks, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
+        while awaited_ranks and time.monotonic() < end:
+            for rank in sorted(awaited_ranks):
                 post, now = self._latest_post(rank), time.monotonic()
                 if post != posts[rank]:
                     posts[rank], since[rank] = post, now
                 if (beat := parse_post(post)) is not None and (beat.location or beat.failure):
-                    awaited.discard(rank)
+                    awaited_ranks.discard(rank)
                 elif now - since[rank] > SILENCE:
-                    awaited.discard(rank)
+                    awaited_ranks.discard(rank)
                     silent.add(rank)
             time.sleep(0.05)
         return {rank: parse_post(post) for rank, post in posts.items()}, silent
