@@ -50,10 +50,10 @@ def weights(where: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) -> None:
     """Asserts that all losses and tensors equal those of an undisturbed run."""
-    expected, found = weights(undisturbed[0]), weights(where)
+    expected, actual = weights(undisturbed[0]), weights(where)
     assert losses(printed) == losses(undisturbed[1])
-    assert expected.keys() == found.keys() and len(expected) > 20
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert expected.keys() == actual.keys() and len(expected) > 20
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
 
 
 def run_undisturbed(parent: Path) -> tuple[Path, str]:

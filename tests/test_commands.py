@@ -96,7 +96,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_numbers_are_taken_alike_by_all_commands(read, capsys):
+def test_all_commands_parse_numbers_equally(read, capsys):
     for text, number in NUMBERS.items():
         assert set(read(text)) == {number}
     for text in NO_NUMBERS:
@@ -205,9 +205,9 @@ def test_help_begins_with_examples_that_are_taken(command, capsys, monkeypatch):
         Path(name).write_text('recipe = "llama3_8b_128k"')
     with suppress(SystemExit):
         HELPS[command]([*command.split()[1:], "--help"])
-    found = examples(capsys.readouterr().out)
-    assert found
-    for program, *words in found:
+    actual = examples(capsys.readouterr().out)
+    assert actual
+    for program, *words in actual:
         if "-m" in (program, *words):
             module, *words = words[words.index("-m") + 1 :]
             program = MODULES.get(module, module)

@@ -220,9 +220,9 @@ def check(attend, kind="zigzag", keys=26, **options):
     told = {"layout": layout, "return_lse": True, **({"key_layout": key_layout} if keys != 26 else {})}
     local = layout.take(q, attend.shard), *(key_layout.take(x, attend.shard) for x in (k, v))
     out, lse = attend(*local, **told, **options)
-    got = out, lse, *torch.autograd.grad(out, local, layout.take(dout, attend.shard))
-    for a, whole, at in zip(got, expected, [layout] * 3 + [key_layout] * 2, strict=True):
-        assert_close(a, at.take(whole, attend.shard))
+    result = out, lse, *torch.autograd.grad(out, local, layout.take(dout, attend.shard))
+    for a, full, at in zip(result, expected, [layout] * 3 + [key_layout] * 2, strict=True):
+        assert_close(a, at.take(full, attend.shard))
 
 
 MASK = AttentionMask(causal=True, window=(9, 0), documents=[0, 11, 26])
@@ -305,10 +305,10 @@ def projected_share(attend):
     projections, layout = Projections(), attend.layout(26)
     x = torch.linspace(-1, 1, 2 * 26 * 16, dtype=torch.float64).sin().reshape(2, 26, 16)
     out = attend.projected(layout.take(x, attend.shard), projections, mask=MASK, layout=layout)
-    whole = reference_attention(projections.q(x, range(8)), *projections.kv(x, range(4)), mask=MASK)
-    assert_close(out, layout.take(whole, attend.shard))
+    full = reference_attention(projections.q(x, range(8)), *projections.kv(x, range(4)), mask=MASK)
+    assert_close(out, layout.take(full, attend.shard))
     out.square().sum().backward()
-    return projections.weight.grad, torch.autograd.grad(whole.square().sum(), projections.weight)[0]
+    return projections.weight.grad, torch.autograd.grad(full.square().sum(), projections.weight)[0]
 
 
 def check_bytes(attend):
@@ -345,9 +345,9 @@ def check_models(attend):
         here = layout.take(ids, attend.shard)
         positions = layout.positions(attend.shard)
         logits = model(here, positions=positions, mask=AttentionMask(causal=True), layout=layout)
-        whole = type(model)(model.config)
-        whole.load_state_dict(model.state_dict())
-        assert_close(logits, layout.take(whole(ids), attend.shard), rtol=1e-4, atol=1e-5)
+        full = type(model)(model.config)
+        full.load_state_dict(model.state_dict())
+        assert_close(logits, layout.take(full(ids), attend.shard), rtol=1e-4, atol=1e-5)
 
 
 LLAMA = LlamaConfig(vocab_size=17, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48)
@@ -384,10 +384,10 @@ def everything_on_four_ranks():
 
 def test_four_ranks(worlds):
     ranks = worlds(4).run(everything_on_four_ranks)
-    sinks, usp, whole, upipe, _ = (torch.stack(shares) for shares in zip(*ranks, strict=True))
+    sinks, usp, full, upipe, _ = (torch.stack(shares) for shares in zip(*ranks, strict=True))
     assert_close(sinks.sum(0), sinks_share(Local()))
-    assert_close(usp.sum(0), whole[0])
-    assert_close(upipe.sum(0), whole[0])
+    assert_close(usp.sum(0), full[0])
+    assert_close(upipe.sum(0), full[0])
 
 
 def test_wrong_arguments():
@@ -437,7 +437,7 @@ def test_models(tmp_path, make):
         model(ids[0])
 
 
-def test_layers_call_what_they_are_given():
+def test_layers_call_their_attention():
     """attention(q, k, v, mask=, layout=): any function of that form."""
     shapes, local = [], Local()
 

@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(*found) for found in BLOCK.findall((ROOT / page).read_text())]
+    return [Block(*actual) for actual in BLOCK.findall((ROOT / page).read_text())]
 
 
 def side(diff: str, signs: str) -> str:
@@ -173,7 +173,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("page", WITH_DIFFS)
-def test_after_the_change_losses_and_gradients_are_those_of_before(tmp_path, page):
+def test_the_changed_script_has_equal_losses_and_gradients(tmp_path, page):
     before, after = run_in_float64(page, [scripts(page, " -"), scripts(page, " +")], tmp_path / "listing")
     for name in ("losses", "norms"):
         assert len(before[name]) == 3

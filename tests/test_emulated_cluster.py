@@ -50,7 +50,7 @@ def test_each_topology_has_its_wires():
     assert routes == ["within", "card", "within", "pair4"]
 
 
-def test_what_goes_from_rank_to_rank_leaves_by_the_ends_on_its_way():
+def test_messages_pass_the_links_on_their_way():
     node, spine = [End(0, "port2")], [End(CARDS.nodes + CARDS.ranks, "port5")]
     assert list(Wiring(CARDS).way(1, 2)) == [End(Wiring(CARDS).host(1), "within"), *node]
     assert list(Wiring(CARDS).way(1, 5)) == [End(Wiring(CARDS).host(1), "card"), *spine]
@@ -77,7 +77,7 @@ def test_other_networks_are_refused():
         race("other", 32)
 
 
-def test_predictions_are_held_against_what_was_measured():
+def test_predictions_are_compared_with_measurements():
     figures = {"ring": (1.0, 1.0, 9.0), "a": (2.0, 2.2, 4.0), "b": (2.05, 2.3, 3.9), "c": (0.5, 1.1, 8.0)}
     keys = ("over ring", "predicted over ring", "predicted")
     rows = [{"shapes": "S", "contender": name, **dict(zip(keys, each, strict=True))} for name, each in figures.items()]
@@ -100,17 +100,17 @@ def test_each_contender_has_a_plan_of_its_shapes():
 
 @pytest.mark.long
 @needs_namespaces
-def test_a_ring_over_the_wire_is_right_and_takes_what_its_bytes_take():
+def test_a_ring_over_the_wire_is_right_and_as_slow_as_its_bytes():
     with EmulatedCluster(TWO) as cluster:
         program = [sys.executable, str(Path(__file__).parent / "cluster_rank.py")]
         options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         nodes = cluster.torchrun(program, **options)
-        printed = [node.communicate(timeout=PATIENCE) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], printed
-    found = json.loads(printed[0][0])
-    assert found["error"] < 1e-5
-    assert found["sent"] == 64 * 4 * 64 * 4 * (2 + 4)  # k and v; again with their gradients
-    assert found["seconds"] > 0.8 * found["sent"] / TWO.between.bandwidth  # buckets let through a little at once
+        output = [node.communicate(timeout=PATIENCE) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], output
+    actual = json.loads(output[0][0])
+    assert actual["error"] < 1e-5
+    assert actual["sent"] == 64 * 4 * 64 * 4 * (2 + 4)  # k and v; again with their gradients
+    assert actual["seconds"] > 0.8 * actual["sent"] / TWO.between.bandwidth  # buckets let through a little at once
 
 
 @needs_namespaces

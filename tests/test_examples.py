@@ -39,9 +39,9 @@ def errors(name: str) -> list[float]:
         ("checkpoint_on_another_mesh", 1e-9),
     ],
 )
-def test_ranks_compute_what_one_does(worlds, name, limit):
-    for found in worlds(RANKS).run(errors, name):
-        assert max(found) < limit, found
+def test_ranks_equal_one_rank(worlds, name, limit):
+    for actual in worlds(RANKS).run(errors, name):
+        assert max(actual) < limit, actual
 
 
 def compiled_errors() -> list[float]:
@@ -49,8 +49,8 @@ def compiled_errors() -> list[float]:
 
 
 def test_blocks_compute_it_in_one_graph_each(worlds):
-    for found in worlds(RANKS).run(compiled_errors):
-        assert max(found) < 1e-9, found
+    for actual in worlds(RANKS).run(compiled_errors):
+        assert max(actual) < 1e-9, actual
 
 
 def norms(summed: bool) -> list[float]:

@@ -23,31 +23,31 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
     flags = ["--train.steps", "8", "--data.sequence-length", "256", "--log.every", "4"]
     with Launch(agent("--nproc-per-node", "4", flags=flags), tmp_path) as launch:
         assert launch.wait() == 0, launch.printed
-        printed = launch.printed
+        output = launch.printed
     changed = {"train.steps": "80 -> 8", "data.sequence-length": "1024 -> 256", "log.every": "10 -> 4"}
     shown = "".join(f"  {name:20}  {change}\n" for name, change in changed.items())
-    assert f"recipe: debug\n{shown}warm-up: 4 of 8 steps; " in printed
-    steps = STEP.findall(printed)
+    assert f"recipe: debug\n{shown}warm-up: 4 of 8 steps; " in output
+    steps = STEP.findall(output)
     assert [int(step) for step, *_ in steps] == [1, 4, 8]
     assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet
     assert float(steps[-1][1]) < float(steps[0][1]) - 1
-    assert re.search(r"^validation: step: 8 loss: \d\.\d{4}$", printed, re.MULTILINE)
-    assert re.search(r"^trained 8 steps, [\d,]+ tokens in \d+ s on 4 ranks$", printed, re.MULTILINE)
-    assert "  checkpoint   outputs/checkpoint/step-8" in printed
+    assert re.search(r"^validation: step: 8 loss: \d\.\d{4}$", output, re.MULTILINE)
+    assert re.search(r"^trained 8 steps, [\d,]+ tokens in \d+ s on 4 ranks$", output, re.MULTILINE)
+    assert "  checkpoint   outputs/checkpoint/step-8" in output
     assert len(list((tmp_path / "outputs/checkpoint/step-8").glob("rank-*.safetensors"))) == 4
 
 
-def test_under_torchrun_what_cannot_be_started_is_the_last_line_on_the_screen(tmp_path):
+def test_under_torchrun_a_refusal_is_the_last_line_on_the_screen(tmp_path):
     with Launch(agent("--nproc-per-node", "2", flags=["--train.steps", "0"]), tmp_path) as launch:
         assert launch.wait() == 1  # torchrun's, whatever its ranks end with
-        printed = launch.printed
-    said = re.compile(r"\[rank (\d)\] armillary-train: --train.steps 0: must be at least 1")
-    lines = [line for line in printed.splitlines() if set(line) != {"="}]
-    last = said.fullmatch(lines[-1])
-    assert last is not None, printed
+        output = launch.printed
+    messages = re.compile(r"\[rank (\d)\] armillary-train: --train.steps 0: must be at least 1")
+    lines = [line for line in output.splitlines() if set(line) != {"="}]
+    last = messages.fullmatch(lines[-1])
+    assert last is not None, output
     # The first rank of the host prints it too, and torchrun shows it of each rank that has come so far.
-    assert len(said.findall(printed.partition("====")[0])) <= 1
-    cause = printed.partition("Root Cause")[2]
+    assert len(messages.findall(output.partition("====")[0])) <= 1
+    cause = output.partition("Root Cause")[2]
     assert "exitcode  : 2 " in cause and "<N/A>" not in cause and f"rank      : {last[1]} " in cause
 
 
@@ -58,16 +58,16 @@ def test_without_torchrun_it_trains_on_one_process(tmp_path):
     assert " on 1 rank\n" in run.stdout
 
 
-def test_a_bad_start_says_why_in_a_line_for_each_rank_and_fails(tmp_path):
+def test_a_bad_start_prints_the_reason_per_rank_and_fails(tmp_path):
     with Launch(agent("--nproc-per-node", "2", flags=["--parallel.ring", "3"]), tmp_path) as launch:
         assert launch.wait() == 1
-        printed = launch.printed
+        output = launch.printed
     message = "= 3 ranks, but 2 are running; make the axes multiply to 2 or start 3 ranks"
-    lines = [line for line in printed.splitlines() if re.match(r"\[rank \d\] armillary-train: ", line)]
+    lines = [line for line in output.splitlines() if re.match(r"\[rank \d\] armillary-train: ", line)]
     # torchrun ends the other ranks as soon as one fails, so that one of them may not get to speak.
     assert lines
     assert all(re.match(r"\[rank [01]\] armillary-train: ", line) and message in line for line in lines)
-    assert "in prepare" not in printed  # no traceback of ours
+    assert "in prepare" not in output  # no traceback of ours
 
 
 def test_the_readme_shows_a_log_as_it_comes_out():

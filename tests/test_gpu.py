@@ -65,20 +65,20 @@ def policies() -> list:
 
 
 @pytest.mark.parametrize(("device", "policy"), policies())
-def test_a_step_of_the_trainer_is_that_of_the_cpu_in_float32(device, policy, tmp_path):
+def test_a_step_of_the_trainer_equals_the_cpu_in_float32(device, policy, tmp_path):
     with running("cpu", "none", "float32", tmp_path / "exact") as exact:
         batch = next(exact.training)
         weights = [local_of(p).detach().clone() for p in exact.model.parameters()]
         labelled = torch.tensor(batch.labelled)
-        wanted = float(backward(exact, batch, labelled)), gradients(exact)
+        expected = float(backward(exact, batch, labelled)), gradients(exact)
     for precision, limit in LIMITS.items():
         with running(device.type, policy, precision, tmp_path / precision) as run:
             with torch.no_grad():
                 for parameter, weight in zip(run.model.parameters(), weights, strict=True):
                     local_of(parameter).copy_(weight)
             loss = float(backward(run, batch, labelled.to(run.device)))
-            assert abs(loss / wanted[0] - 1) < limit / 10
-            assert relative_error(gradients(run), wanted[1]) < limit
+            assert abs(loss / expected[0] - 1) < limit / 10
+            assert relative_error(gradients(run), expected[1]) < limit
             run.optimizer.zero_grad()
             waits = device().syncs(partial(train_step, run, 1, [batch]))
             assert len(waits) <= READS[device.type], waits

@@ -45,59 +45,59 @@ def session(monkeypatch, gpus: int, nccl2: bool = True) -> dict[str, list[str | 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if not nccl2:
         monkeypatch.delattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", raising=False)
-    options, found = command.parsed(command.checks(), []), dict[str, list[str | None]]()
+    options, actual = command.parsed(command.checks(), []), dict[str, list[str | None]]()
 
     def started(arguments, env, start_new_session):
         assert start_new_session
-        found[arguments[2]].append(env.get(command.NCCL2))
+        actual[arguments[2]].append(env.get(command.NCCL2))
         raise Started
 
     monkeypatch.setattr(subprocess, "Popen", started)
     monkeypatch.delenv(command.NCCL2, raising=False)
     for run in command.runs([command.checks()[name] for name in options.chosen], options):
-        found.setdefault(run.check.name, [])
+        actual.setdefault(run.check.name, [])
         with suppress(Started):
-            found[run.check.name].append(command.apart(run, options, 1e4).reason)
-    return found
+            actual[run.check.name].append(command.apart(run, options, 1e4).reason)
+    return actual
 
 
 class Started(Exception):
     """Instead of a process."""
 
 
-def test_a_session_on_several_gpus_runs_what_takes_part_on_nccl_under_both_backends(monkeypatch):
+def test_a_session_on_several_gpus_runs_its_checks_under_both_nccl_backends(monkeypatch):
     if not hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2"):
         pytest.skip("torch has one NCCL backend")
-    found = session(monkeypatch, 8)
-    assert list(found) == list(command.ORDER)
+    actual = session(monkeypatch, 8)
+    assert list(actual) == list(command.ORDER)
     for name, check in command.checks().items():
-        assert found[name] == (["1", "0"] if check.nccl else [None])
+        assert actual[name] == (["1", "0"] if check.nccl else [None])
 
 
 def test_a_session_under_an_older_torch_runs_each_check_once(monkeypatch):
     assert set(map(tuple, session(monkeypatch, 8, nccl2=False).values())) == {(None,)}
 
 
-def test_one_gpu_is_asked_what_makes_sense_for_one(monkeypatch):
-    found = session(monkeypatch, 1)
+def test_a_single_gpu_runs_the_checks_for_one_gpu(monkeypatch):
+    actual = session(monkeypatch, 1)
     for name, check in command.checks().items():
-        (said,) = found[name]
-        assert (said is None) == (check.gpus == 1) and (said is None or "needs 2 GPUs" in said)
-    assert found["conformance"] == [None]
+        (messages,) = actual[name]
+        assert (messages is None) == (check.gpus == 1) and (messages is None or "needs 2 GPUs" in messages)
+    assert actual["conformance"] == [None]
 
 
 def test_a_table_ends_a_session(tmp_path, capsys):
     """Two checks in processes of their own, one of which fails there and one of which is ended."""
     assert command.main(["streams", "--fake", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    table = [line.split() for line in printed.splitlines() if "told" in line or "verdict" in line]
+    output = capsys.readouterr().out
+    table = [line.split() for line in output.splitlines() if "told" in line or "verdict" in line]
     assert table[0] == ["check", "must", "hold", "measured", "verdict", "seconds"] and table[1][0] == "streams"
     assert json.loads((tmp_path / "gpu-streams.json").read_text())["rows"]
     assert command.main(["streams", "--fake", "--minutes", "0.001"]) == 0, "nothing is begun without time for it"
     assert "left out" in capsys.readouterr().out
 
 
-def test_a_process_that_does_not_end_is_ended_with_what_it_started(monkeypatch, tmp_path):
+def test_a_hung_process_is_ended_with_its_children(monkeypatch, tmp_path):
     options = command.parsed(command.checks(), ["streams", "--fake"])
     (run,) = command.runs([command.checks()["streams"]], options)
     child = tmp_path / "child"
@@ -134,7 +134,7 @@ def status_of(process: str) -> str:
         ([], True, "left out", "why"),
     ],
 )
-def test_the_verdict_of_a_check_is_that_of_its_rows(passed, ended, verdict, measured):
+def test_the_verdict_of_a_check_follows_from_its_rows(passed, ended, verdict, measured):
     rows = [Row(str(i), i, passed=each) for i, each in enumerate(passed)]
     outcome = command.Outcome(rows, 1.0, ended, "why" if not ended or not rows else "")
     assert (outcome.verdict, outcome.measured) == (verdict, measured)
@@ -168,7 +168,7 @@ def test_a_check_that_fails_or_does_not_end_fails(run, said, monkeypatch, capsys
     assert said in capsys.readouterr().out
 
 
-def test_speeds_are_judged_on_a_gpu_alone_and_errors_everywhere():
+def test_speeds_are_judged_only_on_a_gpu_and_errors_everywhere():
     rehearsal, real = Setting(CpuDevice(), fake=True), Setting(CpuDevice(), fake=False)
     assert rehearsal.at_least("x", 1.0, 2.0, "", "").passed is None
     assert [real.at_least("x", x, 2.0, "", "").passed for x in (1.0, 2.0)] == [False, True]
@@ -246,6 +246,6 @@ def test_a_gpu_is_asked_for_time_memory_and_waits(cuda):
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    found = device.syncs(waits)
-    assert len(found) == 1 and "test_gpu_checks.py" in found[0]
+    actual = device.syncs(waits)
+    assert len(actual) == 1 and "test_gpu_checks.py" in actual[0]
     assert [args for args in cuda if args in [("warn",), ("default",)]] == [("warn",), ("default",)]

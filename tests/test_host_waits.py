@@ -79,7 +79,7 @@ def is_type(node: ast.Subscript) -> bool:
         ("x[:, heads]", []),
     ],
 )
-def test_what_is_looked_for(line, found):
+def test_host_waits_are_found(line, found):
     assert sorted(waits(ast.parse(line))) == found
 
 
@@ -89,8 +89,8 @@ def test_nothing_that_a_step_runs_has_the_host_wait():
         for name in RUN_BY_A_STEP
         for file in ([ROOT / name] if name[-3:] == ".py" else (ROOT / name).rglob("*.py"))
     ]
-    found = {f"{short(file)}: {what}" for file in files for what in waits(ast.parse(file.read_text()))}
-    assert found == set(ALLOWED)
+    actual = {f"{short(file)}: {what}" for file in files for what in waits(ast.parse(file.read_text()))}
+    assert actual == set(ALLOWED)
 
 
 def short(file: Path) -> str:

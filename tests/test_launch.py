@@ -112,7 +112,7 @@ def pod() -> dict:
     return replicated["template"]["spec"]["template"]["spec"]
 
 
-def test_the_pods_run_the_image_that_the_dockerfile_makes_of_what_is_in_the_repository():
+def test_the_pods_run_the_image_of_the_repositorys_dockerfile():
     dockerfile = (LAUNCH / "Dockerfile").read_text()
     (container,) = pod()["containers"]
     version = tomllib.loads((LAUNCH.parent / "packages/train/pyproject.toml").read_text())["project"]["version"]
@@ -134,8 +134,10 @@ def test_the_kubernetes_pods_start_all_ranks_of_all_nodes(tmp_path, index, host)
     stand_in.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
     stand_in.chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JOB_COMPLETION_INDEX": index}
-    said = subprocess.run(container["command"], env=environment, capture_output=True, text=True, check=True, timeout=60)
-    options, config = understood(said.stdout.splitlines())
+    messages = subprocess.run(
+        container["command"], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    options, config = understood(messages.stdout.splitlines())
     job = replicated["template"]["spec"]
     assert int(options.nnodes) == job["parallelism"] == job["completions"]
     assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]

@@ -21,7 +21,7 @@ def test_every_difference_has_a_number():
 
 
 @pytest.mark.long
-def test_the_page_is_made_again_alike(tmp_path):
+def test_the_page_is_reproducible(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "papers.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
     assert (tmp_path / "papers.md").read_text() == (STORED / "papers.md").read_text()

@@ -24,32 +24,32 @@ def test_a_run_with_two_killed_ranks_ends_like_an_undisturbed_one(undisturbed, t
             launch.signal(signal.SIGKILL, chance.randrange(4))
             seen = len(launch.printed)
         assert launch.wait() == 0, launch.printed
-        printed = launch.printed
+        output = launch.printed
     # Twice from a checkpoint, or from the beginning if the first of them was not whole yet.
-    assert len(re.findall("resuming from|^step: 1 ", printed, re.MULTILINE)) == 1 + 2
-    assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", printed, re.MULTILINE)
+    assert len(re.findall("resuming from|^step: 1 ", output, re.MULTILINE)) == 1 + 2
+    assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", output, re.MULTILINE)
     assert re.search(
-        r"^\[rank \d\] armillary-train: missing: rank \d: no sign of life since step", printed, re.MULTILINE
+        r"^\[rank \d\] armillary-train: missing: rank \d: no sign of life since step", output, re.MULTILINE
     )
-    assert_same_end(where, printed, undisturbed)
+    assert_same_end(where, output, undisturbed)
 
 
 def test_a_run_stopped_by_a_signal_saves_and_resumes(undisturbed, tmp_path):
     where = folder(tmp_path, "stopped")
-    printed = ""
+    output = ""
     with Launch(training(), where) as launch:
         launch.wait_for("^step: 3 ")
         launch.signal(signal.SIGUSR1, 2)  # one rank hears it
         launch.signal(signal.SIGTERM, 0, 1, 2, 3)  # and then all, again
         assert launch.wait() == 0, launch.printed
-        printed += launch.printed
-    assert re.search(rf"^stopped by a signal after step \d+ of {STEPS}; the same", printed, re.MULTILINE)
+        output += launch.printed
+    assert re.search(rf"^stopped by a signal after step \d+ of {STEPS}; the same", output, re.MULTILINE)
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed
-        printed += launch.printed
-    assert len(re.findall("^stopped by a signal after step", printed, re.MULTILINE)) == 1
-    assert len(re.findall("resuming from", printed)) == 1
-    assert_same_end(where, printed, undisturbed)
+        output += launch.printed
+    assert len(re.findall("^stopped by a signal after step", output, re.MULTILINE)) == 1
+    assert len(re.findall("resuming from", output)) == 1
+    assert_same_end(where, output, undisturbed)
 
 
 def test_torchrun_forwards_a_signal_and_fails_although_its_rank_saved(tmp_path):
@@ -86,16 +86,16 @@ def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_until_then(un
         while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
             assert time.monotonic() < end, launch.printed
             time.sleep(0.05)
-        printed = launch.printed
+        output = launch.printed
     assert (
-        len(re.findall(r"^\[rank \d\] armillary-train: ends in step .*: torchrun \(process", printed, re.MULTILINE)) > 0
+        len(re.findall(r"^\[rank \d\] armillary-train: ends in step .*: torchrun \(process", output, re.MULTILINE)) > 0
     )
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed
-        printed += launch.printed
+        output += launch.printed
     steps = [record["step"] for record in read(where / "outputs/metrics.jsonl") if "loss" in record]
     assert steps == list(range(1, STEPS + 1))
-    assert_same_end(where, printed, undisturbed)
+    assert_same_end(where, output, undisturbed)
 
 
 SLOW_SAVES = """
@@ -133,12 +133,12 @@ def test_a_rank_killed_during_a_background_save_is_named_by_all_others(undisturb
             time.sleep(seconds)
             launch.signal(signal.SIGKILL, rank)
             restarted = launch.wait_for("resuming from|^step: 1 ", resumed)
-            said = launch.printed[resumed:restarted]
+            messages = launch.printed[resumed:restarted]
             missing = rf"^\[rank (\d)\] armillary-train: missing: rank {rank}: no sign of life"
-            assert {*re.findall(missing, said, re.MULTILINE)} == {*"0123"} - {str(rank)}, said
+            assert {*re.findall(missing, messages, re.MULTILINE)} == {*"0123"} - {str(rank)}, messages
         assert launch.wait() == 0, launch.printed
-        printed = launch.printed
-    assert_same_end(where, printed, undisturbed)
+        output = launch.printed
+    assert_same_end(where, output, undisturbed)
 
 
 ASLEEP = """
@@ -186,8 +186,8 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_1_and_a_line_with_the_step(tm
     where = folder(tmp_path, "burst")
     with Launch(training(flags=[*SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"]), where) as launch:
         assert launch.wait() == 1
-        printed = launch.printed
+        output = launch.printed
     failed = r"^\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
-    assert re.search(failed, printed, re.MULTILINE), printed
-    cause = printed.partition("Root Cause")[2]  # as torchrun tells it
+    assert re.search(failed, output, re.MULTILINE), output
+    cause = output.partition("Root Cause")[2]  # as torchrun tells it
     assert re.search(r"^ *FloatingPointError: step \d+: loss (nan|inf)", cause, re.MULTILINE)

@@ -33,13 +33,13 @@ def test_a_run_on_two_hosts_resumes_after_one_died_and_came_back(undisturbed, tm
 
     with Namespaces(2) as hosts, start(0) as first:
         with start(1) as second:
-            printed = first.wait_for("^step: 10 ")  # not while the checkpoint of step 8 is being saved
+            output = first.wait_for("^step: 10 ")  # not while the checkpoint of step 8 is being saved
             hosts.kill(1)
             assert second.wait() != 0
-        seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no sign of life since step", printed)
+        seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no sign of life since step", output)
         with start(1) as again:
             first.wait_for("resuming from", seen)
             assert (first.wait(), again.wait()) == (0, 0), first.printed + again.printed
-        printed = first.printed
-    assert_same_end(where, printed, undisturbed)
+        output = first.printed
+    assert_same_end(where, output, undisturbed)
     assert not re.search(f"armillary-{os.getpid()}-", os.popen("ip netns list").read())

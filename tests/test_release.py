@@ -29,7 +29,7 @@ def test_a_package_states_what_an_index_shows_and_versions_agree(package):
 
 
 @each_package
-def test_a_readme_says_how_to_install_its_package_and_reads_alone(package):
+def test_a_readme_has_installation_and_is_self_contained(package):
     readme = (package.folder / package.project["readme"]).read_text()
     below = release.with_those_below(package, PACKAGES)
     assert f"\n    pip install {' '.join(f'./packages/{each.folder.name}' for each in below)}\n" in readme
@@ -45,15 +45,15 @@ def test_numpy_comes_with_every_package():
     assert all(BY_FOLDER["core"] in release.with_those_below(package, PACKAGES) for package in PACKAGES)
 
 
-def test_what_is_stated_wrongly_is_found():
+def test_wrong_statements_are_found():
     core, data = BY_FOLDER["core"], BY_FOLDER["data"]
     newer = replace(core, project=core.project | {"version": "0.3.1", "keywords": []})
     assert release.problems(newer, [newer]) == [
         "no keywords",
         f"the changelog's newest heading is of {core.version}, the package of 0.3.1",
     ]
-    (found,) = release.problems(data, [newer, data])
-    assert found.endswith("whose version is 0.3.1; write >=0.3,<0.4")
+    (actual,) = release.problems(data, [newer, data])
+    assert actual.endswith("whose version is 0.3.1; write >=0.3,<0.4")
     dated = replace(core, changelog=f"# Changelog\n\n## {core.version} (2026-11-30)\n\n## 0.0.1 (unreleased)\n")
     assert release.problems(dated, PACKAGES, final=True) == []
     undated = replace(core, changelog=f"# Changelog\n\n## {core.version} (unreleased)\n")
@@ -85,10 +85,10 @@ def test_a_trial_installs_a_wheel_with_those_below_it_and_no_other():
     )  # not integrations
 
 
-def test_a_trial_that_fails_is_told_with_what_it_printed(capsys):
+def test_a_failed_trial_is_reported_with_its_output(capsys):
     fails = [sys.executable, "-I", "-S", "-c", "print('a cause'); raise SystemExit(3)"]
     assert not release.tried("core ", [fails], dry_run=False)
-    assert "core FAILED" in (said := capsys.readouterr().out) and "a cause" in said
+    assert "core FAILED" in (messages := capsys.readouterr().out) and "a cause" in messages
     assert release.tried("core ", [fails], dry_run=True)
 
 

@@ -19,13 +19,13 @@ def laptop():
     return module
 
 
-def test_the_page_is_made_of_what_was_measured():
+def test_the_page_is_generated_from_measurements():
     measured = json.loads((RESULTS / "results.json").read_text())
     made = laptop()
     assert list(measured) == list(made.PARTS)
     page = (RESULTS / "index.md").read_text()
     assert page == made.page(measured)
-    assert sum(found["seconds"] for found in measured.values()) < 660  # ten minutes, on two slow cores eleven
+    assert sum(actual["seconds"] for actual in measured.values()) < 660  # ten minutes, on two slow cores eleven
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", page):
         assert (RESULTS / picture).exists()
 

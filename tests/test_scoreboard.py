@@ -73,7 +73,7 @@ class Crashing(Contender):
         os._exit(3)
 
 
-def test_ours_is_right_and_a_wrong_one_is_told_what_is_wrong_by_how_much():
+def test_our_methods_pass_and_a_wrong_one_gets_its_error():
     assert [each.outcome for each in run(contenders()["armillary, ring"], [CAUSAL, WINDOW])] == ["right", "right"]
     doubled, unseen = run(Careless, [CAUSAL, WINDOW])
     assert (doubled.outcome, unseen.outcome) == ("wrong", "wrong")
@@ -83,7 +83,7 @@ def test_ours_is_right_and_a_wrong_one_is_told_what_is_wrong_by_how_much():
     assert min(error for error, _ in unseen.errors.values()) > 0.1
 
 
-def test_who_refuses_hangs_or_crashes_is_told_so_and_the_next_case_is_tried():
+def test_a_refusal_hang_or_crash_is_reported_and_the_next_case_runs():
     refused, other = run(Refusing, [CAUSAL, WINDOW])
     assert (refused.outcome, refused.said) == ("refused", "AssertionError: only full attention")
     assert other.outcome == "refused"
@@ -94,7 +94,7 @@ def test_who_refuses_hangs_or_crashes_is_told_so_and_the_next_case_is_tried():
     assert cell([refused, other, hung, crashed]) == "2 refused, 1 hung, 1 crashed"
 
 
-def test_the_page_shows_what_is_stored():
+def test_the_page_shows_the_stored_results():
     stored = json.loads((ROOT / "docs/benchmarks/scoreboard.json").read_text())
     assert (ROOT / "docs/scoreboard.md").read_text().partition(MARK)[2] == f"\n{markdown(stored)}"
     assert [each["name"] for each in stored["contenders"]] == list(contenders())

@@ -39,19 +39,19 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 @cache
 def needs(module: str) -> set[str]:
     """The files that a file imports from: submodules, or the module that has the name, if only to pass it on."""
-    found = {f"{m}.{name}" if f"{m}.{name}" in sources() else m for m, name in imported(sources()[module])}
-    return found & set(sources()) - {module}
+    actual = {f"{m}.{name}" if f"{m}.{name}" in sources() else m for m, name in imported(sources()[module])}
+    return actual & set(sources()) - {module}
 
 
 @cache
 def reached(module: str) -> frozenset[str]:
     """All files that importing this one takes."""
-    found, waiting = set[str](), [module]
+    actual, waiting = set[str](), [module]
     while waiting:
-        new = needs(waiting.pop()) - found
-        found |= new
+        new = needs(waiting.pop()) - actual
+        actual |= new
         waiting += new
-    return frozenset(found)
+    return frozenset(actual)
 
 
 def line(modules: Iterable[str]) -> str:
@@ -76,7 +76,7 @@ def test_each_class_has_a_name_of_its_own():
     assert ", ".join(f"{n} {name}" for name, n in sorted(names.items()) if n > 1) == SHARED_NAMES
 
 
-def test_methods_do_not_import_their_driver_nor_it_them():
+def test_methods_and_their_driver_do_not_import_each_other():
     methods = {module for module in sources() if module.startswith("armillary.attention.methods.")}
     assert len(methods) > 10
     assert line(m for m in methods if needs(m) & DRIVER) == "attention.methods.base"

@@ -16,8 +16,8 @@ def test_a_mesh_is_tuned_for_the_trainer(tmp_path):
     flags = [*SMALL, "--attention", "ring", "ulysses", "--iterations", "1"]
     with Launch(agent("--nproc-per-node", "2", flags=flags, script=TUNER), tmp_path) as launch:
         assert launch.wait() == 0, launch.printed
-        printed = launch.printed
-    lines = printed[printed.index("2 candidates") :].splitlines()
+        output = launch.printed
+    lines = output[output.index("2 candidates") :].splitlines()
     assert lines[1].startswith("1/2 ring on ring 2: ") and lines[2].startswith("2/2 ulysses on ulysses 2: ")
     (chosen,) = (line for line in lines if line.startswith("chosen: "))
     assert chosen.endswith("; train with --config tuned.toml")

@@ -52,33 +52,33 @@ def readable(*tensors):
 
 def attend(q, k, v, ends_q, ends_k, most_q, most_k, window, scale, softcap, version):
     readable(q, k, v)
-    whole = ends_q is None
-    most_q, most_k = (q.shape[1], k.shape[1]) if whole else (most_q, most_k)
+    full = ends_q is None
+    most_q, most_k = (q.shape[1], k.shape[1]) if full else (most_q, most_k)
     outs, lses = [], []
     for a, b in _sequences(q, k, ends_q, ends_k):
-        one = [x[part] if whole else x[part][None] for x, part in ((q, a), (k, b), (v, b))]
+        one = [x[part] if full else x[part][None] for x, part in ((q, a), (k, b), (v, b))]
         seen = band(window, one[0].shape[1], one[1].shape[1], most_q, most_k, version)
         out, lse = Dense().forward(*one, seen, Scores(scale, softcap or None))
-        outs.append(out if whole else out[0])
-        lses.append(lse.mT if whole else lse[0].mT)
-    return (outs[0], lses[0].contiguous()) if whole else (torch.cat(outs), torch.cat(lses, 1))
+        outs.append(out if full else out[0])
+        lses.append(lse.mT if full else lse[0].mT)
+    return (outs[0], lses[0].contiguous()) if full else (torch.cat(outs), torch.cat(lses, 1))
 
 
 def attend_backward(tensors, into, ends_q, ends_k, most_q, most_k, window, scale, softcap, version):
     dout, q, k, v, out, lse = tensors
     readable(dout, q, k, v, out, *into)
-    whole = ends_q is None
-    most_q, most_k = (q.shape[1], k.shape[1]) if whole else (most_q, most_k)
+    full = ends_q is None
+    most_q, most_k = (q.shape[1], k.shape[1]) if full else (most_q, most_k)
     assert lse.is_contiguous() and [x.shape for x in into] == [x.shape for x in (q, k, v)]
     for x in into:
         x.fill_(torch.nan)
     for a, b in _sequences(q, k, ends_q, ends_k):
         parts = ((dout, a), (q, a), (k, b), (v, b), (out, a), (lse.mT, a))
-        one = [x[part] if whole else x[part][None] for x, part in parts]
+        one = [x[part] if full else x[part][None] for x, part in parts]
         seen = band(window, one[1].shape[1], one[2].shape[1], most_q, most_k, version)
         grads = Dense().backward(*one, seen, Scores(scale, softcap or None))
         for x, part, grad in zip(into, (a, b, b), grads, strict=True):
-            x[part] = grad if whole else grad[0]
+            x[part] = grad if full else grad[0]
 
 
 # -- flash-attn 2.8: flash_attn/flash_attn_interface.py ----------------------------------------------------------------

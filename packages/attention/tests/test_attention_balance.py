@@ -116,7 +116,7 @@ def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, side: Ro
 
 @pytest.mark.parametrize(("ranks", "team"), [(8, 2), (32, 4)])
 @pytest.mark.parametrize("name", MASKS)
-def test_ranks_of_teams_are_even_whatever_rotates(name, ranks, team):
+def test_ranks_of_teams_are_even_for_either_rotating_side(name, ranks, team):
     mask, teams = MASKS[name], Teams(ranks, team, "p2p_intra")
     layout = teams.layout(N, "balanced", mask)
     for side in ("keys", "queries"):

@@ -90,15 +90,19 @@ def attend(method, work: AttentionShape) -> CommLedger:
 def differences(method, work: AttentionShape, plan: CommPlan) -> list[str]:
     """Where this rank's ledger and the plan differ."""
     ledger = attend(method, work)
-    found = Counter({key: sent for key, sent in ledger.entries.items() if sent})
+    actual = Counter({key: sent for key, sent in ledger.entries.items() if sent})
     keys = product(get_args(Role), KINDS, ("forward", "backward"))
-    said = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
-    return [f"{key}: {found[key]} sent, {said[key]} in the plan" for key in found | said if found[key] != said[key]]
+    messages = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
+    return [
+        f"{key}: {actual[key]} sent, {messages[key]} in the plan"
+        for key in actual | messages
+        if actual[key] != messages[key]
+    ]
 
 
 def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
     """What this rank finds of some cases, those that the method can do."""
-    method, found = composition.build(), list[str]()
+    method, actual = composition.build(), list[str]()
     sizes = dict(composition.axes)
     for case in chosen:
         if case.heads < sizes.get("ulysses", 1):
@@ -107,10 +111,10 @@ def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
         key_layout = method.sequence_method.layout(case.keys, case.key_kind or case.kind)
         for projected in (True, False) if method.projects_in_stages and not case.crosses else (not case.crosses,):
             work = work_of(case, layout, key_layout, projected)
-            found += [
+            actual += [
                 f"{composition}: {case}: {line}" for line in differences(method, work, plan_of(composition, work))
             ]
-    return found
+    return actual
 
 
 @lru_cache(maxsize=512)  # ranks that follow each other in one process compare with the same plans
@@ -152,14 +156,14 @@ def every_composition(ranks: int) -> list[tuple[Composition, list[Case]]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_composition_sends_what_its_plan_says(ranks):
+def test_every_composition_sends_the_bytes_of_its_plan(ranks):
     """Bytes are counted as they are handed over: nobody has to receive them, as conformance shows that they do."""
     assert on_fake_ranks(ranks, all_wrong, every_composition(ranks)) == [[]] * ranks
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_every_composition_sends_it_to_ranks_that_receive(worlds, ranks):
+def test_every_composition_sends_the_bytes_of_its_plan_to_real_ranks(worlds, ranks):
     assert worlds(ranks).run(all_wrong, every_composition(ranks)) == [[]] * ranks
 
 
@@ -189,7 +193,7 @@ def uneven(shards: int) -> SequenceLayout:
 
 
 def wrong_when_uneven(names: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    actual: list[str] = []
     for composition in compositions(names, [4]):
         method = composition.build()
         layout = uneven(method.sequence_shards)
@@ -197,10 +201,10 @@ def wrong_when_uneven(names: Sequence[str]) -> list[str]:
         for mask, heads in ((FULL, (8, 2)), (CAUSAL, (9, 3)), (documents, (9, 3))):
             case = replace(SMALL, mask=mask, heads=heads[0], kv_heads=heads[1], dtype=torch.bfloat16)
             work = work_of(case, layout, layout, True)
-            found += [
+            actual += [
                 f"{composition}: {case}: {line}" for line in differences(method, work, composition.comm_plan(work))
             ]
-    return found
+    return actual
 
 
 def test_shards_of_unequal_size(worlds):
@@ -221,7 +225,7 @@ def wrong_in_stages(heads: int, key_heads: int, heads_per_stage: int | None, pre
 
 def wrong_in_any_stages() -> list[list[str]]:
     every = product(((8, 4), (9, 3), (12, 1)), (2, 4, 6, None), (False, True))
-    return [found for heads, *options in every if (found := wrong_in_stages(*heads, *options))]
+    return [actual for heads, *options in every if (actual := wrong_in_stages(*heads, *options))]
 
 
 def test_upipe_with_any_heads_a_stage(worlds):
@@ -237,7 +241,7 @@ def wrong_in_teams(placement: str, gather_keys: bool) -> list[str]:
 
 def wrong_in_any_teams() -> list[list[str]]:
     every = product(("collect_intra", "p2p_intra"), (True, False))
-    return [found for options in every if (found := wrong_in_teams(*options))]
+    return [actual for options in every if (actual := wrong_in_teams(*options))]
 
 
 def test_wall_facer_with_a_layout_that_is_not_its_own(worlds):
@@ -302,7 +306,7 @@ def wrong_with_holes() -> list[str]:
     return [line for name in names for line in wrong(Composition.of(name, ring=4), chosen)]
 
 
-def test_every_method_sends_what_its_plan_says_where_masks_leave_holes(worlds):
+def test_every_method_sends_the_bytes_of_its_plan_under_sparse_masks(worlds):
     assert worlds(4).run(wrong_with_holes) == [[]] * 4
 
 

@@ -17,7 +17,7 @@ TOKENS, HEADS, DIM = 6, 4, 8
 NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
 
 
-def test_the_ops_keep_what_torch_asks_of_ops():
+def test_the_ops_pass_torchs_checks():
     """Schema, shapes as promised, and a gradient, which is traced elsewhere: here lse would be given one."""
     attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
     key = GraphKey.of(attend, DIM, AttentionOptions(AttentionMask())).pack()
@@ -41,12 +41,12 @@ def own_memory(name: str) -> bool:
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
+            actual = func(*args, **(kwargs or {}))
             if func.namespace == "armillary":
                 given = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
-                out = storages(found)
+                out = storages(actual)
                 seen.append(len(set(out)) == len(out) and not set(out) & set(storages(given)))
-            return found
+            return actual
 
     q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
     with Watch():
@@ -99,7 +99,7 @@ def every_step() -> list[list[tuple[Tensor, int, int]]]:
     return [[step(name, how) for how in ("plain", "keep", "recompute")] for name in ("ring", "ulysses")]
 
 
-def test_what_is_kept_is_not_sent_again(worlds):
+def test_saved_tensors_are_not_sent_again(worlds):
     for rank in worlds(2).run(every_step):
         for (dx, forward, backward), (kept_dx, *kept_bytes), (again_dx, *again_bytes) in rank:
             assert kept_bytes == [forward, backward] and forward > 0

@@ -125,12 +125,12 @@ def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
     held = split_heads(work.key_heads, ranks).queries
     h, k = [len(mine) for mine in held], [len({work.key_heads[q] for q in mine}) for mine in held]
     c = a if sum(k) > key_heads else e
-    for u, found in enumerate(sent(build_comm_plan("ulysses", work, 1, ranks), ranks)):
+    for u, actual in enumerate(sent(build_comm_plan("ulysses", work, 1, ranks), ranks)):
         others = [w for w in range(ranks) if w != u]
         forward = tokens[u] * sum(h[w] + 2 * k[w] for w in others) * e + h[u] * sum(tokens[w] for w in others) * e
         dout = tokens[u] * sum(h[w] for w in others) * e
         home = (h[u] * e + 2 * k[u] * c) * sum(tokens[w] for w in others)
-        assert found == (B * D * forward, B * D * (dout + home))
+        assert actual == (B * D * forward, B * D * (dout + home))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 8])
@@ -148,7 +148,9 @@ def test_usp_is_the_sum_of_both(key_heads):
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
 @pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("heads_per_stage", [P, 2 * P])
-def test_upipe_sends_what_ulysses_does_and_in_backward_what_it_has_not_kept(key_heads, heads_per_stage, dtype, e, a):
+def test_upipe_sends_as_much_as_ulysses_and_in_backward_the_recomputed_tensors_too(
+    key_heads, heads_per_stage, dtype, e, a
+):
     work = work_of(key_heads, dtype, shards=1, length=P * T)
     queries, keys = (n * (P - 1) * B * T * D // P for n in (H, 2 * max(key_heads, P)))
     forward = (2 * queries + keys) * e
@@ -242,9 +244,9 @@ def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it():
 def test_causal_and_zigzag_three_quarters_are_sent(method):
     """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
     for key_heads in (2, 8):
-        whole, part = (sent(method(work=work_of(key_heads, mask=mask))) for mask in (FULL, CAUSAL))
+        full, part = (sent(method(work=work_of(key_heads, mask=mask))) for mask in (FULL, CAUSAL))
         for phase in (0, 1):
-            assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in whole)
+            assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in full)
 
 
 def test_with_a_window_neighbours_get_the_tokens_within_it():
@@ -368,7 +370,7 @@ def test_steps_of_wall_facer():
     assert kinds(plan.backward)[-2:] == ["reduce_scatter p2p", "reduce_scatter reduce_scatter"]
 
 
-def test_steps_of_upipe_and_what_it_brings_early():
+def test_upipes_steps_with_and_without_prefetch():
     """8 query heads, 4 key heads, 2 ranks, 4 heads a stage: keys come in once, and go home after the second stage."""
     work, local = work_of(4, shards=1), partial(build_comm_plan, "local")
     one = "all_to_all"
@@ -411,7 +413,7 @@ def test_inner_plans_of_uneven_heads_stand_side_by_side():
         ("rings", (4, 1), {}, "no attention method 'rings'"),
     ],
 )
-def test_what_makes_no_plan_is_refused(name, ranks, options, words):
+def test_invalid_plans_are_refused(name, ranks, options, words):
     with pytest.raises(ValueError, match=words):
         build_comm_plan(name, work_of(8), *ranks, **options)
 

@@ -53,8 +53,8 @@ def both_ways(
         sinks: their shape; none unless given.
     """
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(2, N, heads, D, generator=generator) for heads in (H, key_heads, key_heads, H)]
-    *inputs, dout = (layout.take(x, attend.shard) for x in whole)
+    full = [torch.randn(2, N, heads, D, generator=generator) for heads in (H, key_heads, key_heads, H)]
+    *inputs, dout = (layout.take(x, attend.shard) for x in full)
     leaves = [x.requires_grad_() for x in (*inputs, torch.randn(sinks, generator=generator))]
     results: list[list[Tensor]] = []
     for function in (plainly, compiled):
@@ -195,7 +195,7 @@ def test_sinks_that_do_not_fit_are_refused(sinks, projected):
         torch.compile(call, backend="aot_eager", fullgraph=True)(sinks)
 
 
-def test_what_does_not_fit_is_refused_when_run():
+def test_mismatched_arguments_are_refused_at_run_time():
     torch._dynamo.reset()
     compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
     q = torch.zeros(1, 4, 2, 8)
@@ -209,7 +209,7 @@ def test_a_copy_of_a_method_is_another_method():
         assert other.registered_id != attend.registered_id
 
 
-def test_masks_and_layouts_come_back_from_what_the_op_takes():
+def test_masks_and_layouts_survive_packing_for_the_op():
     for mask in MASKS:
         numbers = None if mask.numbers is None else mask.numbers.numpy().tobytes()
         assert read_mask(mask.causal, mask.window, numbers) == mask
@@ -226,7 +226,7 @@ def test_a_scale_of_zero_is_zero():
     assert torch.equal(compiled(q), attend(q, q, q, mask=MASKS[0], scale=0.0, kernel="dense"))
 
 
-def test_a_compiled_call_has_the_scale_and_the_softcap_that_it_is_given():
+def test_a_compiled_call_uses_its_scale_and_softcap():
     attend, (q, k, v) = Local(), torch.randn(3, 1, 6, 2, 8, generator=torch.Generator().manual_seed(0))
     options = {"mask": MASKS[0], "scale": 0.7, "softcap": 0.5}
     compiled = torch.compile(lambda: attend(q, k, v, **options), backend="aot_eager", fullgraph=True)
@@ -241,8 +241,8 @@ def other_heads() -> None:
         attend = Ulysses(mesh(ulysses=2)["ulysses"], inner=Local())
         q, k = torch.randn(1, 3, heads, dim), torch.randn(1, 3, key_heads, dim)
         layout = attend.layout(6)
-        found = compiled(attend, q, k, k, None, MASKS[0], layout)
-        assert torch.equal(found, plainly(attend, q, k, k, None, MASKS[0], layout))
+        actual = compiled(attend, q, k, k, None, MASKS[0], layout)
+        assert torch.equal(actual, plainly(attend, q, k, k, None, MASKS[0], layout))
 
 
 def test_models_with_other_heads_take_their_turn(worlds):
@@ -259,9 +259,9 @@ def test_lse_may_be_returned_and_has_no_gradient(compiled):
 
     run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     dout = torch.randn(1, 6, 2, 8)
-    (wanted,) = torch.autograd.grad(attend(q, q, q, mask=MASKS[0]), q, dout)
+    (expected,) = torch.autograd.grad(attend(q, q, q, mask=MASKS[0]), q, dout)
     out, _ = run(q)
-    assert torch.equal(torch.autograd.grad(out, q, dout)[0], wanted)
+    assert torch.equal(torch.autograd.grad(out, q, dout)[0], expected)
     out, lse = run(q)
     with pytest.raises((ValueError, RuntimeError), match="lse has no gradient here; detach it"):
         torch.autograd.grad((out, lse), q, (dout, torch.ones_like(lse)))

@@ -164,8 +164,8 @@ def test_every_kind_of_mask_goes_through_every_composition():
 
 
 def test_all_methods_of_the_table_are_in_the_suite():
-    found = {composition.method for composition in chain(THOROUGH, *BRIEF.values(), *PARTLY.values())}
-    assert found | {"wallfacer"} >= set(METHODS)
+    actual = {composition.method for composition in chain(THOROUGH, *BRIEF.values(), *PARTLY.values())}
+    assert actual | {"wallfacer"} >= set(METHODS)
 
 
 # -- several sinks a head -------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_no_dtensors_that_are_drawn_at_random_are_wrong(worlds):
     assert not failed
 
 
-def test_a_case_is_drawn_from_its_seed_and_index_alone():
+def test_a_case_depends_only_on_seed_and_index():
     trials = [drawn(3, index) for index in range(400)]
     assert trials[::-1] == [drawn(3, index) for index in reversed(range(400))]
     assert drawn(4, 7) != drawn(3, 7) and len({str(trial.case) for trial in trials}) == 400
@@ -238,10 +238,10 @@ WAYS = {
 def test_every_kind_of_mask_is_drawn_in_every_way():
     """About half of the masks are plain ones; the others come with whatever else there is, every hundredth compiled."""
     indices = range(600), range(99, 6000, 100)
-    found, compiled = ([drawn(6, index) for index in chosen] for chosen in indices)
-    assert 0.4 < sum(trial.case.mask.pattern is not None for trial in found) / len(found) < 0.6
+    actual, compiled = ([drawn(6, index) for index in chosen] for chosen in indices)
+    assert 0.4 < sum(trial.case.mask.pattern is not None for trial in actual) / len(actual) < 0.6
     for name in PATTERNS.values():
-        of_kind = [trial for trial in (*found, *compiled) if name in mask_kinds(trial.case.mask)]
+        of_kind = [trial for trial in (*actual, *compiled) if name in mask_kinds(trial.case.mask)]
         assert len({trial.composition.method for trial in of_kind}) > 12, name
         assert {trial.case.mask.window is None for trial in of_kind} == {True, False}, name
         for way, levels in WAYS.items() - {("beside", WAYS["beside"])}:
@@ -249,9 +249,9 @@ def test_every_kind_of_mask_is_drawn_in_every_way():
 
 
 def test_every_way_of_calling_is_drawn():
-    found = [drawn(5, index).case for index in range(400)]
+    actual = [drawn(5, index).case for index in range(400)]
     for name, levels in WAYS.items():
-        assert {getattr(case, name) for case in found} == set(levels)
+        assert {getattr(case, name) for case in actual} == set(levels)
 
 
 @pytest.mark.parametrize("how", ALONE)
@@ -348,8 +348,8 @@ def gradient_of_lse(axes: dict[str, int]) -> str:
 
 def test_a_gradient_through_lse_is_refused_rather_than_dropped(worlds):
     for rank in (gradients_of_lse([{}]), *worlds(2).run(gradients_of_lse, [{"ring": 2}, {"ulysses": 2}])):
-        for said in rank:
-            assert "lse has no gradient" in said or "does not require grad" in said, said
+        for messages in rank:
+            assert "lse has no gradient" in messages or "does not require grad" in messages, messages
 
 
 def with_either_layout(axes: dict[str, int]) -> bool:
@@ -365,7 +365,7 @@ def with_either_layout(axes: dict[str, int]) -> bool:
 
 
 @pytest.mark.parametrize("axes", [{"ulysses": 2}, {"ring": 2, "ulysses": 2}], ids=named)
-def test_the_layout_may_be_that_of_the_sequence_axis(worlds, axes):
+def test_a_layout_of_the_sequence_axis_is_accepted(worlds, axes):
     assert all(worlds(prod(axes.values())).run(with_either_layout, axes))
 
 
@@ -506,8 +506,8 @@ WRONG = [
 
 def test_a_wrong_argument_is_refused_on_every_rank_with_its_values(worlds):
     for rank in worlds(4).run(refusals, [(axes, wrong) for axes, wrong, _ in WRONG]):
-        for said, (axes, wrong, words) in zip(rank, WRONG, strict=True):
-            assert said != "accepted" and all(word in said for word in words), (axes, wrong, said)
+        for messages, (axes, wrong, words) in zip(rank, WRONG, strict=True):
+            assert messages != "accepted" and all(word in messages for word in words), (axes, wrong, messages)
 
 
 # -- the suite itself, on toys --------------------------------------------------------------------------------------
@@ -669,7 +669,7 @@ class Tampered:
         ("softcap ignored", r"bfloat16 .* softcap=1\.5 .*: out off by "),
     ],
 )
-def test_a_method_that_leaves_out_what_it_was_given_is_caught(flaw, says):
+def test_a_method_that_ignores_an_argument_is_caught(flaw, says):
     failed = failures_of(Tampered(Local(), flaw), [case for brief in range(3) for case in cases(brief=brief)])
     assert any(re.search(says, failure) for failure in failed), failed
     assert all(" sinks" in failure or " softcap=" in failure for failure in failed)
@@ -684,7 +684,7 @@ def tampered_ring(flaw: str) -> list[str]:
     return failures_of(Tampered(of("ring", ring=4).build(), flaw), chosen)
 
 
-def test_a_method_that_takes_the_keys_to_lie_as_the_queries_do_is_caught(worlds):
+def test_a_method_that_assumes_equal_query_and_key_layouts_is_caught(worlds):
     for right, failed in worlds(4).run(tampered_rings):
         assert not right
         assert len(failed) == 2 and all("zigzag keys=40," in failure for failure in failed)
@@ -724,10 +724,10 @@ class EverythingFunction(torch.autograd.Function):
 
 def gathered(x, layout, shard, alone: bool = False) -> torch.Tensor:
     """The global tensor from the shards of all ranks, or with zeros for those of the others."""
-    whole = x.new_zeros(x.shape[0], layout.length, *x.shape[2:]).index_copy(1, layout.positions(shard), x)
+    full = x.new_zeros(x.shape[0], layout.length, *x.shape[2:]).index_copy(1, layout.positions(shard), x)
     if not alone:
-        dist.all_reduce(whole)
-    return whole
+        dist.all_reduce(full)
+    return full
 
 
 def everything(flaw: str = "") -> list[str]:
@@ -740,7 +740,7 @@ def confused() -> list[list[str]]:
     return [everything(flaw) for flaw in ("", "others' queries forgotten", "wrong shard")]
 
 
-def test_shards_are_compared_with_what_belongs_to_them_and_who_confuses_ranks_is_caught_on_each(worlds):
+def test_shards_are_compared_with_their_part_and_confused_ranks_are_caught(worlds):
     for right, alone, shifted in worlds(4).run(confused):
         assert not right
         assert any("dk off by" in failure for failure in alone)
@@ -770,7 +770,7 @@ def test_shards_of_a_few_tokens_are_judged_together(worlds):
 
 
 def searched(some: list[Composition], case: Case) -> list[str]:
-    return [said for composition in some for said in failures_of(composition.build(), [case])]
+    return [messages for composition in some for messages in failures_of(composition.build(), [case])]
 
 
 ONE_KEY = AttentionMask(window=(0, 0))
@@ -778,7 +778,7 @@ ONE_KEY = AttentionMask(window=(0, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_cancels_is_held_to_the_size_of_what_cancels(dtype):
+def test_cancelling_sums_are_judged_by_their_addends(dtype):
     case = Case(dtype=dtype, mask=ONE_KEY, kind="contiguous")
     check(Local(), case)
     (failed,) = failures_of(Toy("delta forgotten"), [case])
@@ -811,9 +811,9 @@ def settings_of(case: Case) -> dict:
 
 
 def test_any_two_settings_of_any_two_factors_meet_in_a_case():
-    found = [settings_of(case) for case in cases()]
-    levels = {factor: {each[factor] for each in found if each["head_dim"] <= 40} for factor in found[0]}
-    met = {(f, each[f], g, each[g]) for each in found for f, g in combinations(levels, 2)}
+    actual = [settings_of(case) for case in cases()]
+    levels = {factor: {each[factor] for each in actual if each["head_dim"] <= 40} for factor in actual[0]}
+    met = {(f, each[f], g, each[g]) for each in actual for f, g in combinations(levels, 2)}
     assert met >= {(f, a, g, b) for f, g in combinations(levels, 2) for a in levels[f] for b in levels[g]}
     assert {factor: len(levels[factor]) for factor in ("mask", "heads", "dtype", "kind", "keys", "sinks")} == {
         "mask": len(MASKS),
@@ -851,7 +851,7 @@ def test_the_product_has_every_mask_layout_heads_and_dtype():
     assert len({(each["mask"], each["kind"], each["heads"], each["dtype"]) for each in made}) == len(MASKS) * 3 * 5 * 3
 
 
-def test_errors_are_numbers_for_what_the_case_needs():
+def test_errors_are_measured_for_the_tensors_of_a_case():
     assert set(errors(Toy(), Case(needs="kv"))) == {"out", "lse", "dk", "dv"}
     assert set(errors(Toy(), Case(needs=""))) == {"out", "lse"}
     assert set(errors(Local(), Case(sinks=1, needs="s"))) == {"out", "lse", "dsinks"}
@@ -860,29 +860,29 @@ def test_errors_are_numbers_for_what_the_case_needs():
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_reports_what_it_ran(tmp_path, capsys):
+def test_the_command_reports_its_cases(tmp_path, capsys):
     file = tmp_path / "result.json"
     arguments = ["--ranks", "2", "--method", "ring-keys", "ulysses", "--random", "80", "--kind", "strided"]
     assert main([*arguments, "--json", str(file)]) == 0
-    said, found = capsys.readouterr().out, json.loads(file.read_text())
-    ran = sum(row["cases"] for row in found["rows"])
+    messages, actual = capsys.readouterr().out, json.loads(file.read_text())
+    ran = sum(row["cases"] for row in actual["rows"])
     assert (
-        ran == found["tried"]["cases"] == found["tried"]["strided"] > 1
-        and f"[{ran}/{ran}] 0 failed" in said
-        and f"{ran} cases, 0 failed" in said
+        ran == actual["tried"]["cases"] == actual["tried"]["strided"] > 1
+        and f"[{ran}/{ran}] 0 failed" in messages
+        and f"{ran} cases, 0 failed" in messages
     )
-    assert all(0 < row["worst"] < 1 for row in found["rows"]) and not found["failures"]
+    assert all(0 < row["worst"] < 1 for row in actual["rows"]) and not actual["failures"]
 
 
-def test_the_command_names_what_failed_and_says_so_to_the_shell(monkeypatch, capsys):
+def test_the_command_names_failures_and_returns_an_exit_code(monkeypatch, capsys):
     monkeypatch.setattr("conformance.run.judge", judge_badly)
     assert main(["--seed", "7", "--case", "0", "1", "2"]) == 1
-    said = capsys.readouterr().out
-    assert "3 cases, 3 failed" in said
+    messages = capsys.readouterr().out
+    assert "3 cases, 3 failed" in messages
     assert re.search(
-        rf"^FAILED --seed 7 --case 0: {drawn(7, 0).composition}: B\d.*: dq off by 3 \(limit 1\)$", said, re.M
+        rf"^FAILED --seed 7 --case 0: {drawn(7, 0).composition}: B\d.*: dq off by 3 \(limit 1\)$", messages, re.M
     )
-    assert re.search(r"^FAILED --seed 7 --case 1: .*: RuntimeError: no$", said, re.M)
+    assert re.search(r"^FAILED --seed 7 --case 1: .*: RuntimeError: no$", messages, re.M)
 
 
 def judge_badly(chunk, device):
@@ -906,6 +906,6 @@ def through_gaps(names: list[str]) -> list[str]:
     return conform([(of(name, ring=4), GAPS) for name in names])
 
 
-def test_what_is_passed_on_with_gaps(worlds):
+def test_tokens_forwarded_with_gaps(worlds):
     names = ["ring-keys", "ring-queries", "token_ring", "wallfacer-1"]
     assert worlds(4).run(through_gaps, names) == [[]] * 4

@@ -57,8 +57,8 @@ def errors(found: list[Tensor], mask: AttentionMask, layout, shard: int) -> floa
     for share in found[2:]:
         dist.all_reduce(share)
     out, dx, *grads = on_one_rank(mask)
-    wanted = [layout.take(out, shard), layout.take(dx, shard), *grads]
-    return max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+    expected = [layout.take(out, shard), layout.take(dx, shard), *grads]
+    return max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
 
 
 class Setup(NamedTuple):
@@ -114,8 +114,8 @@ def on_a_shard(name: str) -> float:
     block = nullcontext() if setup.block is None else sequence(**arguments(setup.block, setup, layout, False))
     with block:
         out = checkpoint(model, x, use_reentrant=False) if setup.call == "checkpoint" else model(x)
-        found = [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
-    return errors(found, setup.mask, layout, attend.shard)
+        actual = [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
+    return errors(actual, setup.mask, layout, attend.shard)
 
 
 def each_on_a_shard() -> list[float]:
@@ -139,8 +139,8 @@ def compiled() -> list[float]:
         x.requires_grad_()
         with sequence(layout=layout, documents=documents):
             out = model(x)
-        found = [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
-        answers.append(errors(found, AttentionMask(documents=documents), layout, 0))
+        actual = [out.detach(), *torch.autograd.grad(out, [x, *model.parameters()], dout)]
+        answers.append(errors(actual, AttentionMask(documents=documents), layout, 0))
     return answers
 
 
@@ -162,7 +162,7 @@ def on_dtensors() -> float:
     return errors(local, AttentionMask(), layout, attend.shard)
 
 
-def test_dtensors_leave_as_they_entered(worlds):
+def test_dtensors_keep_their_placements(worlds):
     assert max(worlds(4).run(on_dtensors)) < EXACT
 
 
@@ -193,11 +193,11 @@ def beside_tensor_parallelism() -> float:
     out = model(x)
     (dx,) = torch.autograd.grad(out, x, dout)
     out_wanted, dx_wanted, *_ = on_one_rank(AttentionMask())
-    wanted = [layout.take(out_wanted, attend.shard), layout.take(dx_wanted, attend.shard)]
-    return max(relative_error(a.detach(), b) for a, b in zip((out, dx), wanted, strict=True))
+    expected = [layout.take(out_wanted, attend.shard), layout.take(dx_wanted, attend.shard)]
+    return max(relative_error(a.detach(), b) for a, b in zip((out, dx), expected, strict=True))
 
 
-def test_heads_may_be_those_of_a_tensor_parallel_rank(worlds):
+def test_heads_of_a_tensor_parallel_rank_are_accepted(worlds):
     assert max(worlds(4).run(beside_tensor_parallelism)) < EXACT
 
 
@@ -206,16 +206,16 @@ def sdpa_on_dtensors() -> float:
     over, attend = axes["ring", "tp"], Ring(axes["ring"])
     layout = attend.layout(N)
     generator = torch.Generator().manual_seed(2)
-    whole = [torch.randn(B, heads, N, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)]
+    full = [torch.randn(B, heads, N, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)]
     order = torch.cat([layout.positions(shard) for shard in range(2)])
-    q, k, v, dout = (distribute_tensor(x[:, :, order], over, [Shard(2), Shard(1)]) for x in whole)
+    q, k, v, dout = (distribute_tensor(x[:, :, order], over, [Shard(2), Shard(1)]) for x in full)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with sequence(layout=layout), sdpa_parallel(attend):
         out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     grads = torch.autograd.grad(out, leaves, dout)
-    plain = [x.transpose(1, 2).requires_grad_() for x in whole[:3]]
+    plain = [x.transpose(1, 2).requires_grad_() for x in full[:3]]
     wanted = reference_attention(*plain, mask=AttentionMask())
-    expected = [wanted.detach(), *torch.autograd.grad(wanted, plain, whole[3].transpose(1, 2))]
+    expected = [wanted.detach(), *torch.autograd.grad(wanted, plain, full[3].transpose(1, 2))]
     assert all(x.placements == (Shard(2), Shard(1)) for x in (out, *grads))
     return max(
         relative_error(a.full_tensor().detach().transpose(1, 2), b[:, order])
@@ -229,11 +229,11 @@ def test_sdpa_parallel_takes_dtensors(worlds):
 
 def refusals() -> list[str]:
     axes = mesh(ring=2, ulysses=2)
-    attend, whole = usp()
+    attend, full = usp()
     layout, x = attend.layout(N), torch.zeros(B, N // 4, E, dtype=torch.float64)
 
     def styled(style: ContextParallelStyle, module: nn.Module | None = None) -> nn.Module:
-        return parallelize_module(module or Attention(), whole, style)
+        return parallelize_module(module or Attention(), full, style)
 
     def within(block: dict, **style) -> Tensor:
         with sequence(**block):
@@ -253,21 +253,21 @@ def refusals() -> list[str]:
         lambda: styled(ContextParallelStyle(Ring(axes["ring"]))),
         lambda: styled(ContextParallelStyle(attend))(x),
         lambda: styled(ContextParallelStyle(attend, layout=layout), nn.Linear(E, E).double())(x),
-        lambda: styled(ContextParallelStyle(attend, layout=layout))(distribute_tensor(x, whole, [Shard(0), Shard(1)])),
+        lambda: styled(ContextParallelStyle(attend, layout=layout))(distribute_tensor(x, full, [Shard(0), Shard(1)])),
         lambda: within({"layout": attend.layout(N, "contiguous")}, layout=layout),
         lambda: within({"documents": DOCUMENTS}, layout=layout, mask=AttentionMask(documents=(0, N))),
         lambda: within({"layout": layout, "mask": NARROW}, layout=layout, mask=PACKED),
         lambda: within({"layout": layout, "documents": DOCUMENTS, "mask": AttentionMask.chunked(4)}),
         recomputed_outside,
     ]
-    said: list[str] = []
+    messages: list[str] = []
     for wrong in tries:
         try:
             wrong()
-            said.append("accepted")
+            messages.append("accepted")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 REFUSED = [
@@ -287,12 +287,12 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_done_is_refused_on_every_rank(worlds):
+def test_impossible_requests_are_refused_on_every_rank(worlds):
     for rank in worlds(4).run(refusals):
-        for said, words in zip(rank, REFUSED, strict=True):
-            assert words in said
+        for messages, words in zip(rank, REFUSED, strict=True):
+            assert words in messages
 
 
 @pytest.mark.parametrize("style", [ContextParallelStyle(Local())])
-def test_a_style_says_what_it_is(style):
+def test_a_style_describes_itself(style):
     assert repr(style) == "ContextParallelStyle(Local, layout=None, mask=None)"

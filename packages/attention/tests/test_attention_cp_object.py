@@ -171,7 +171,7 @@ def test_documents_of_a_mask_are_those_of_the_batch(worlds):
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_loss_and_gradients_are_those_of_one_rank(worlds, setup):
+def test_loss_and_gradients_equal_one_rank(worlds, setup):
     for loss_error, gradient_error in worlds(RANKS).run(sharded_step, setup):
         assert loss_error < 1e-12
         assert gradient_error < 1e-10

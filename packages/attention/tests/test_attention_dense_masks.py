@@ -43,15 +43,15 @@ def dense(mask: AttentionMask, row: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*MASKS, *OTHERS])
 def test_a_tensor_is_read_exactly(name):
     mask = (MASKS | OTHERS)[name]
-    found = mask_of_tensor(dense(mask), 2, LENGTH)
-    assert torch.equal(dense(found), dense(mask))
-    assert name in OTHERS or found.pattern is None or name == "window of one"  # the compact form
+    actual = mask_of_tensor(dense(mask), 2, LENGTH)
+    assert torch.equal(dense(actual), dense(mask))
+    assert name in OTHERS or actual.pattern is None or name == "window of one"  # the compact form
 
 
 def test_few_slices_are_enough():
     for name, most in (("tree", 9), ("prefix", 4), ("chunks", 6), ("images", 12), ("nothing", 0)):
-        found = mask_of_tensor(dense(OTHERS[name]), 1, LENGTH)
-        assert sum(map(len, found.slices(LENGTH))) <= most, (name, found.slices(LENGTH))
+        actual = mask_of_tensor(dense(OTHERS[name]), 1, LENGTH)
+        assert sum(map(len, actual.slices(LENGTH))) <= most, (name, actual.slices(LENGTH))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,14 +92,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_mask_of_the_sequence_is_refused(name):
-    given, said = REFUSED[name]
-    with pytest.raises(ValueError, match=said) as refused:
+def test_masks_of_other_sequences_are_refused(name):
+    given, messages = REFUSED[name]
+    with pytest.raises(ValueError, match=messages) as refused:
         mask_of_tensor(given, 2, LENGTH)
     assert "AttentionMask" in str(refused.value)
 
 
-def test_what_would_be_too_many_slices_is_refused():
+def test_too_many_slices_are_refused():
     with pytest.raises(ValueError, match="more than 16384 slices"):
         mask_of_tensor(torch.rand(400, 400, generator=torch.Generator().manual_seed(0)) > 0.5, 1, 400)
 
@@ -118,8 +118,8 @@ def test_a_tensor_and_a_value_do_the_same(name):
     q, k, v = torch.randn(3, 2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense(OTHERS[name])).nan_to_num()
     torch.testing.assert_close(attended(attn_mask=dense(OTHERS[name])), expected, rtol=0, atol=1e-12)
-    said = attended(mask=OTHERS[name], is_causal=name != "blocks")
-    torch.testing.assert_close(said, expected, rtol=0, atol=1e-12)
+    messages = attended(mask=OTHERS[name], is_causal=name != "blocks")
+    torch.testing.assert_close(messages, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

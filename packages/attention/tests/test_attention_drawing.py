@@ -47,15 +47,15 @@ def test_cells_count_the_visible_pairs(mask):
         for layout in LAYOUTS:
             keys = KeyCells([layout.spans(shard) for shard in range(4)], edges)
             for query in range(4):
-                for key, found in enumerate(keys.pairs(layout.spans(query), mask.slices(N)[0])):
+                for key, actual in enumerate(keys.pairs(layout.spans(query), mask.slices(N)[0])):
                     here = np.zeros((N, N), dtype=bool)
                     here[np.ix_(layout.positions(query), layout.positions(key))] = True
-                    assert np.array_equal(found, summed(dense(mask) & here, edges))
+                    assert np.array_equal(actual, summed(dense(mask) & here, edges))
 
 
 @pytest.mark.parametrize("method", ["ring", "token_ring", "wallfacer", "all_gather", "usp"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["zigzag", "striped", "stripes"])
-def test_ranks_compute_what_the_communication_plan_says(method, layout):
+def test_ranks_compute_the_blocks_of_the_communication_plan(method, layout):
     for mask in (MASKS["plain"], MASKS["tree"], AttentionMask(causal=False)):
         shares = shares_of(mask, layout, method)
         work = AttentionShape.of(layout, mask, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32)
@@ -104,7 +104,7 @@ def test_faint_cells_have_few_pairs():
     assert len(np.unique(rank_colors(40), axis=0)) == 40
 
 
-def test_cells_hold_each_position_once():
+def test_cells_cover_each_position_once():
     edges = cell_edges(N, 5)
     for layout in LAYOUTS:
         assert np.array_equal(sum(count_positions(layout.spans(shard), edges) for shard in range(4)), np.diff(edges))
@@ -122,12 +122,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_the_command_makes_each_kind_and_says_its_numbers(kind, tmp_path, capsys):
+def test_the_command_draws_each_kind_and_prints_its_numbers(kind, tmp_path, capsys):
     line, mask = COMMANDS[kind]
     assert main([*line.split(), "--layout", "striped", "--ranks", "4", "--json", str(tmp_path / "x.json")]) == 0
-    found, shares = json.loads((tmp_path / "x.json").read_text()), shares_of(mask, LAYOUTS[1])
-    assert (found["length"], found["pairs"]) == (N, mask.pairs(N))
-    assert (found["by_rank"], found["evenness"]) == (list(shares.by_rank), shares.evenness)
+    actual, shares = json.loads((tmp_path / "x.json").read_text()), shares_of(mask, LAYOUTS[1])
+    assert (actual["length"], actual["pairs"]) == (N, mask.pairs(N))
+    assert (actual["by_rank"], actual["evenness"]) == (list(shares.by_rank), shares.evenness)
     assert f"{shares.evenness:.3f}" in capsys.readouterr().out
     assert set(COMMANDS) == set(KINDS)
 
@@ -139,7 +139,7 @@ def test_the_command_draws(tmp_path, capsys):
     assert capsys.readouterr().out == "1,000,000 of 1,000,000 pairs are visible\n"
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
+def test_invalid_drawings_are_refused(tmp_path):
     mask, path = AttentionMask(), tmp_path / "mask.png"
     with pytest.raises(ValueError, match=r"mask.gif: pictures are .png, .svg, .pdf"):
         draw_mask(mask, N, tmp_path / "mask.gif")
@@ -170,7 +170,7 @@ def test_the_command_ends_with_a_line(line, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'armillary-attention\[plot\]'"):
         draw_mask(AttentionMask(), N, tmp_path / "mask.png")

@@ -126,7 +126,7 @@ def each_of(names: Sequence[str], compiled: bool) -> dict[str, tuple[float, floa
     [(4, False), (8, False), pytest.param(8, True, marks=pytest.mark.long)],
     ids=["four", "eight", "in one graph"],
 )
-def test_dtensors_give_what_local_tensors_give(worlds, ranks, compiled):
+def test_dtensors_equal_local_tensors(worlds, ranks, compiled):
     """In graphs with heads over tp; others are compiled below and in the suite's draws."""
     names = ["usp with tp"] if compiled else [case for case in CASES if ranks_of(case) == ranks]
     for rank in worlds(ranks).run(each_of, names, compiled):
@@ -136,16 +136,16 @@ def test_dtensors_give_what_local_tensors_give(worlds, ranks, compiled):
 
 
 def uneven(compiled: bool) -> list[tuple[float, float]]:
-    lengths, found = (11,) if compiled else (11, 15), list[tuple[float, float]]()
+    lengths, actual = (11,) if compiled else (11, 15), list[tuple[float, float]]()
     for name, axes in (("usp", ("ring", "ulysses")), ("ring+token_ring", ("nodes", "devices"))):
         sizes, placed = dict.fromkeys(axes, 2), dict.fromkeys(axes, TOKENS)
-        found += [attended(name, sizes, placed, length, "contiguous", compiled) for length in lengths]
-    return found
+        actual += [attended(name, sizes, placed, length, "contiguous", compiled) for length in lengths]
+    return actual
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
 def test_uneven_shards_that_dtensor_would_cut_too(worlds, compiled):
-    for error, difference in (found for rank in worlds(4).run(uneven, compiled) for found in rank):
+    for error, difference in (actual for rank in worlds(4).run(uneven, compiled) for actual in rank):
         assert error <= EXACT
         assert difference == 0.0
 
@@ -228,7 +228,7 @@ def refused() -> list[str]:
     return value_errors(calls)
 
 
-def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
+def test_mismatched_arguments_are_refused_by_name_on_every_rank(worlds):
     parts = [
         "q, k, v are DTensor, local, DTensor; pass all three as DTensors or all as local tensors",
         "all three must be placed alike on one mesh",
@@ -249,8 +249,8 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
         "over other ranks than",
         "q, k, v are local, local, local; sinks are a DTensor; pass all three",
     ]
-    for found in worlds(8).run(refused):
-        for message, part in zip(found, parts, strict=True):
+    for actual in worlds(8).run(refused):
+        for message, part in zip(actual, parts, strict=True):
             assert part in message
 
 
@@ -262,7 +262,7 @@ def every_placement() -> dict[str, dict[tuple[Placement, ...], str]]:
     built = mesh(ring=2, tp=2)
     over, attend = built["ring", "tp"], Ring(built["ring"])
     layout, mask = attend.layout(8, kind="contiguous"), AttentionMask()
-    said: dict[str, dict[tuple[Placement, ...], str]] = {"q": {}, "x": {}}
+    messages: dict[str, dict[tuple[Placement, ...], str]] = {"q": {}, "x": {}}
     for placed in product(PLACEMENTS, repeat=2):
         q, x = (place(random(0, *shape), over, placed) for shape in ((B, 8, 4, D), (B, 8, 4)))
         calls = {
@@ -271,9 +271,9 @@ def every_placement() -> dict[str, dict[tuple[Placement, ...], str]]:
         }
         for name, call in calls.items():
             with CommLedger() as ledger:
-                said[name][placed] = refusal_of(call)
-            assert not said[name][placed] or ledger.bytes() == 0
-    return said
+                messages[name][placed] = refusal_of(call)
+            assert not messages[name][placed] or ledger.bytes() == 0
+    return messages
 
 
 class Same:
@@ -299,12 +299,12 @@ def refusal_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_every_placement_is_taken_or_refused_with_the_one_that_is_wanted(worlds):
+def test_every_placement_is_accepted_or_refused_with_the_expected_one(worlds):
     others = {"q": (Shard(0), Shard(2), Replicate()), "x": (Shard(0), Replicate())}
     for rank in worlds(4).run(every_placement):
         for name, of_pairs in rank.items():
-            for (on_ring, on_tp), said in of_pairs.items():
+            for (on_ring, on_tp), messages in of_pairs.items():
                 expected = others[name] if on_ring == TOKENS else (Shard(1),)
                 taken = on_ring == TOKENS and on_tp in others[name]
-                named = f"{name} is" in said and all(repr(placement) in said for placement in expected)
-                assert (said == "") == taken and (taken or named), (on_ring, on_tp)
+                named = f"{name} is" in messages and all(repr(placement) in messages for placement in expected)
+                assert (messages == "") == taken and (taken or named), (on_ring, on_tp)

@@ -115,11 +115,11 @@ def errors(form: Form) -> dict[str, float]:
     shares = [
         Partial() if isinstance(placed, Shard) else cut for placed, cut in zip(placements, cuts(form), strict=True)
     ]
-    found = {"out": out.detach()} | {
+    actual = {"out": out.detach()} | {
         name: grad if isinstance(grad, DTensor) and grad.device_mesh == over else share_of(grad, over, shares)
         for name, grad in zip(leaves, grads, strict=True)
     }
-    return {name: relative_error(found[name].full_tensor(), its) for name, its in expected(form.length).items()}
+    return {name: relative_error(actual[name].full_tensor(), its) for name, its in expected(form.length).items()}
 
 
 def share_of(grad: Tensor, over: DeviceMesh, shares: list[Placement]) -> DTensor:
@@ -159,12 +159,12 @@ def each(forms: list[Form]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("forms", [ON_FOUR, pytest.param(ON_EIGHT, marks=pytest.mark.long)], ids=["four", "eight"])
-def test_projected_dtensors_give_what_one_rank_gives(worlds, forms):
+def test_projected_dtensors_equal_one_rank(worlds, forms):
     ranks = 4 if forms is ON_FOUR else 8
     for rank in worlds(ranks).run(each, forms):
-        for form, found in zip(forms, rank, strict=True):
-            assert set(found) == {"out", "x", "wq", "wk", "wv", "sinks"}
-            assert max(found.values()) <= EXACT, (form, found)
+        for form, actual in zip(forms, rank, strict=True):
+            assert set(actual) == {"out", "x", "wq", "wk", "wv", "sinks"}
+            assert max(actual.values()) <= EXACT, (form, actual)
 
 
 def refused() -> list[str]:
@@ -197,7 +197,7 @@ def refused() -> list[str]:
     return value_errors(calls)
 
 
-def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
+def test_mismatched_arguments_are_refused_by_name_on_every_rank(worlds):
     first = "parameter 0 of projections is"
     parts = [
         "x is Replicate() on axis 'ring' of DTensor [2, 16, 12] over (ring Replicate(), tp Replicate()); it must be "
@@ -216,6 +216,6 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank(worlds):
         "x is local and sinks are a DTensor",
         "x is a DTensor",
     ]
-    for found in worlds(8).run(refused):
-        for message, part in zip(found, parts, strict=True):
+    for actual in worlds(8).run(refused):
+        for message, part in zip(actual, parts, strict=True):
             assert part in message

@@ -6,7 +6,7 @@ import torch
 from armillary.attention.call.gradient_sums import GradientSums
 
 
-def test_totals_round_once_and_leave_shares_alone():
+def test_totals_round_once_and_leave_addends_unchanged():
     weights = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(3)]
     totals, share = GradientSums(weights), torch.tensor([1.0, 2.0, 3.0]).bfloat16()
     for _ in range(1000):

@@ -92,25 +92,25 @@ def worst(attend: Method, whole: tuple[Tensor, ...], order: Order = lambda x: x,
     q, k, v, dout = (order(layout.take(x, attend.shard)) for x in whole)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, mask=CAUSAL, layout=layout, **options)
-    got = (out, *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
+    result = (out, *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
     exact = [x.double().requires_grad_() for x in whole[:3]]
-    wanted = reference_attention(*exact, mask=CAUSAL, scale=options.get("scale"), softcap=options.get("softcap"))
-    wanted = [wanted, *torch.autograd.grad(wanted, exact, whole[3].double())]
-    wanted = [layout.take(x, attend.shard) for x in wanted]
+    expected = reference_attention(*exact, mask=CAUSAL, scale=options.get("scale"), softcap=options.get("softcap"))
+    expected = [expected, *torch.autograd.grad(expected, exact, whole[3].double())]
+    expected = [layout.take(x, attend.shard) for x in expected]
     # A gradient that is 0 (with scale 0) has no norm of its own.
     return max(
         relative_error(a.double(), b) if b.norm() > 0 else a.double().norm().item()
-        for a, b in zip(got, wanted, strict=True)
+        for a, b in zip(result, expected, strict=True)
     )
 
 
 def in_any_order() -> list[str]:
-    found = list[str]()
+    actual = list[str]()
     for name, attend in of_four("ring of keys", "token_ring", "all_gather", "usp", "upipe").items():
         for kind, order in ORDERS.items():
             if (error := worst(attend, made(torch.float64), order)) > 1e-12:
-                found.append(f"{name}, {kind}: {error:.1e}")
-    return found
+                actual.append(f"{name}, {kind}: {error:.1e}")
+    return actual
 
 
 def test_memory_order_does_not_matter(worlds):
@@ -134,8 +134,8 @@ def test_every_kernel_takes_every_memory_order(kernel, kind, dtype):
             leaves = [x.detach().requires_grad_() for x in tensors[:3]]
             out = Local()(*leaves, mask=CAUSAL, layout=layout, kernel=chosen)
             results.append([out, *torch.autograd.grad(out, leaves, tensors[3])])
-        for got, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        for result, expected in zip(*results, strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [*ORDERS, *SAME])
@@ -189,14 +189,14 @@ SCALES = (-0.4, 0, -3, 1e-6, 0.7)
 def test_any_finite_scale_will_do(kernel, scale, mask):
     q, k, v, dout = made(torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    got, wanted = (
+    result, expected = (
         (*results, *torch.autograd.grad(results[0], leaves, dout))
         for results in (
             Local()(*leaves, mask=mask, scale=scale, kernel=kernel, return_lse=True),
             reference_attention(*leaves, mask=mask, scale=scale, return_lse=True),
         )
     )
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(result, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -206,12 +206,12 @@ def test_any_finite_scale_will_do_with_a_softcap(scale):
 
 
 def scaled() -> list[str]:
-    found = list[str]()
+    actual = list[str]()
     for name, attend in of_four().items():
         for scale in (-0.4, 0):
             if (error := worst(attend, made(torch.float64), scale=scale)) > 1e-12:
-                found.append(f"{name}, scale {scale}: {error:.1e}")
-    return found
+                actual.append(f"{name}, scale {scale}: {error:.1e}")
+    return actual
 
 
 def test_any_finite_scale_will_do_on_ranks(worlds):
@@ -223,7 +223,7 @@ def test_any_finite_scale_will_do_on_ranks(worlds):
 
 def under_autocast() -> list[str]:
     """Inputs of one dtype are computed in it, whatever autocast is for; forward, and backward in it or outside."""
-    found = list[str]()
+    actual = list[str]()
     limits = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     every = [(torch.float32, {})], list(product(limits, ({}, {"kernel": "dense"}, {"softcap": 2.0})))
     for name, attend in of_four().items():
@@ -231,8 +231,8 @@ def under_autocast() -> list[str]:
             with torch.autocast("cpu", torch.bfloat16):
                 error = worst(attend, made(dtype), **options)
             if not error < limits[dtype]:
-                found.append(f"{name}, {dtype}, {options}: {error:.1e}")
-    return found
+                actual.append(f"{name}, {dtype}, {options}: {error:.1e}")
+    return actual
 
 
 def test_autocast_does_not_reach_into_attention(worlds):
@@ -241,7 +241,7 @@ def test_autocast_does_not_reach_into_attention(worlds):
 
 def mixed() -> list[str]:
     """q and k as RoPE leaves them, in float32, and v as autocast does: cast, as scaled_dot_product_attention casts."""
-    found = list[str]()
+    actual = list[str]()
     for name, attend in of_four().items():
         layout = attend.layout(N)
         q, k, v, _ = (layout.take(x, attend.shard) for x in made(torch.float32))
@@ -249,11 +249,11 @@ def mixed() -> list[str]:
             out = attend(q, k, v.bfloat16(), mask=CAUSAL, layout=layout)
         same = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask=CAUSAL, layout=layout)
         if out.dtype != torch.bfloat16 or not torch.equal(out, same):
-            found.append(name)
-    return found
+            actual.append(name)
+    return actual
 
 
-def test_dtypes_that_differ_under_autocast_become_that_of_autocast(worlds):
+def test_different_dtypes_are_cast_to_autocasts_dtype(worlds):
     assert worlds(4).run(mixed) == [[]] * 4
 
 
@@ -331,12 +331,12 @@ def test_a_sink_of_minus_infinity_is_none_even_for_a_query_that_sees_nothing(sin
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks[rows])]
     mask, keys = AttentionMask(causal=False, window=(2, 0)), SequenceLayout.contiguous(12, 1)
     layout = SequenceLayout.contiguous(N, 1)
-    got = attend(*leaves[:3], mask=mask, layout=layout, key_layout=keys, sinks=leaves[3])
-    wanted = reference_attention(*leaves[:3], mask=mask, sinks=leaves[3])
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    finite = torch.autograd.grad(got, leaves, dout)
+    result = attend(*leaves[:3], mask=mask, layout=layout, key_layout=keys, sinks=leaves[3])
+    expected = reference_attention(*leaves[:3], mask=mask, sinks=leaves[3])
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    finite = torch.autograd.grad(result, leaves, dout)
     assert all(grad.isfinite().all() for grad in finite)
-    for a, b in zip(finite, torch.autograd.grad(wanted, leaves, dout), strict=True):
+    for a, b in zip(finite, torch.autograd.grad(expected, leaves, dout), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -345,16 +345,16 @@ def test_several_sinks_are_summed_in_float32_at_least(dtype):
     """Rounded to bfloat16 in between, the log of 64 equal sinks would be off by 0.2%, and so would each output."""
     q, k, v, _ = (x.to(dtype) for x in made(torch.float64))
     sinks = torch.full((64, HEADS), 1.234, dtype=dtype)
-    wanted = reference_attention(q.double(), k.double(), v.double(), mask=CAUSAL, sinks=sinks, return_lse=True)[1]
+    expected = reference_attention(q.double(), k.double(), v.double(), mask=CAUSAL, sinks=sinks, return_lse=True)[1]
     lse = Local()(q, k, v, mask=CAUSAL, sinks=sinks, return_lse=True)[1]
-    torch.testing.assert_close(lse.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # -- what autograd may do with the result -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"))], ids=["local", "upipe"])
-def test_the_result_can_be_written_to_as_that_of_any_other_attention(attend):
+def test_the_result_can_be_written_to(attend):
     q, k, v, _ = (x.requires_grad_() for x in made(torch.float32))
     out = attend(q, k, v, mask=CAUSAL)
     assert not out._is_view()
@@ -369,8 +369,8 @@ def test_the_result_can_be_written_to_as_that_of_any_other_attention(attend):
 def test_a_projected_result_can_be_written_to():
     for attend in (Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)):
         x = torch.randn(1, N, 16)
-        wanted = attend.projected(x, Projections(), mask=CAUSAL) + 1
-        assert torch.equal(attend.projected(x, Projections(), mask=CAUSAL).add_(1), wanted)
+        expected = attend.projected(x, Projections(), mask=CAUSAL) + 1
+        assert torch.equal(attend.projected(x, Projections(), mask=CAUSAL).add_(1), expected)
 
 
 def tangent(inputs: list[Tensor], which: int) -> Tensor:
@@ -380,7 +380,7 @@ def tangent(inputs: list[Tensor], which: int) -> Tensor:
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_forward_mode_is_refused_rather_than_given_a_tangent_of_zero(which):
+def test_forward_mode_is_refused_instead_of_a_zero_tangent(which):
     inputs = [*made(torch.float32)[:3], torch.zeros(HEADS)]
     with pytest.raises(ValueError, match=r"forward-mode AD .* use backward"):
         tangent(inputs, which)
@@ -408,7 +408,7 @@ def test_transforms_of_torch_func_are_refused_by_name(transform):
         TRANSFORMS[transform](*made(torch.float32)[:3])
 
 
-def test_what_a_transform_does_not_follow_is_computed():
+def test_untracked_tensors_are_computed_under_a_transform():
     q, k, v, _ = made(torch.float32)
     _, slope = torch.func.jvp(lambda a: a * attended(q, k, v).sum(), (torch.tensor(1.0),), (torch.tensor(1.0),))
     torch.testing.assert_close(slope, attended(q, k, v).sum())
@@ -421,7 +421,7 @@ def test_a_second_derivative_is_refused():
         dq.sum().backward()
 
 
-def test_cells_ask_of_a_kernel_what_it_can_do():
+def test_kernels_get_contiguous_rows_and_positive_scales():
     """A kernel of one's own sees rows that are whole, and scales above 0."""
 
     class Asking(Dense):

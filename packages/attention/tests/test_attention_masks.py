@@ -74,9 +74,9 @@ def counted(slices: np.ndarray, queries: int, keys: int) -> Tensor:
 @each_kind
 def test_slices_have_each_visible_pair_once_and_no_other(kind):
     for _, length, mask in masks(kind):
-        found, expected = mask.slices(length), seen(mask, length)
-        assert len(found) == len(expected), mask
-        for row, slices in enumerate(found):
+        actual, expected = mask.slices(length), seen(mask, length)
+        assert len(actual) == len(expected), mask
+        for row, slices in enumerate(actual):
             assert slices.dtype == np.int64 and slices.shape[1:] == (6,), mask
             assert torch.equal(counted(slices, length, length), expected[row].long()), (mask, row)
 
@@ -92,7 +92,7 @@ def test_visible_and_pairs_are_the_oracles(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "slices", "blocks"])
-def test_keys_may_be_others_than_queries(kind):
+def test_keys_may_differ_from_queries(kind):
     for seed in range(CASES):
         random = Random(f"{kind} {seed}")
         length, keys = random.randint(1, 30), random.randint(1, 30)
@@ -128,8 +128,8 @@ def test_positions_are_depths_in_trees_and_offsets_in_documents_elsewhere(kind):
             of_row = mask.row(row)
             ends = of_row.boundaries()
             starts = torch.tensor([a for a, b in pairwise(ends or (0, length)) for _ in range(b - a)])
-            found = mask.positions(length, row)
-            assert found.dtype == torch.long and torch.equal(found, depths(of_row, length) - starts), (mask, row)
+            actual = mask.positions(length, row)
+            assert actual.dtype == torch.long and torch.equal(actual, depths(of_row, length) - starts), (mask, row)
 
 
 def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_length():
@@ -167,7 +167,7 @@ def test_a_long_mask_is_counted_without_looking_at_pairs():
 
 
 @each_kind
-def test_masks_made_alike_are_equal_and_others_are_not(kind):
+def test_equal_masks_compare_equal_and_others_do_not(kind):
     made = [list(masks(kind, 30)) for _ in range(2)]
     for (_, length, one), (_, _, other) in zip(*made, strict=True):
         assert one == other and hash(one) == hash(other) and one is not other
@@ -176,9 +176,9 @@ def test_masks_made_alike_are_equal_and_others_are_not(kind):
             assert np.array_equal(np.concatenate(same.slices(length)), np.concatenate(one.slices(length)))
         wider = replace(one, window=(length + 7, None))
         assert wider != one and replace(wider, window=one.window) == one
-    found = [mask for _, _, mask in made[0]]
-    for a in found:
-        assert all((a == b) == (repr(vars(a)) == repr(vars(b))) or a == b for b in found)
+    actual = [mask for _, _, mask in made[0]]
+    for a in actual:
+        assert all((a == b) == (repr(vars(a)) == repr(vars(b))) or a == b for b in actual)
 
 
 def test_kinds_that_show_the_same_are_still_other_masks():
@@ -271,7 +271,7 @@ def test_rebuilding_looks_into_nothing_that_may_be_long():
         assert rebuilt(mask) == mask and hash(rebuilt(mask)) == hash(mask)
 
 
-def test_what_layers_compare_and_hash_is_not_looked_into_twice():
+def test_hashes_and_comparisons_of_masks_are_cached():
     for name, mask in sized(10_000).items():
         hash(mask)
         other = rebuilt(mask)
@@ -376,7 +376,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[f"{n}-{text[:24]}" for n, (_, text) in enumerate(REFUSED)])
-def test_what_is_no_mask_is_refused_with_its_values(make, message):
+def test_invalid_masks_are_refused_with_their_values(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -408,7 +408,7 @@ def row(given: Slice) -> list[int]:
     return [queries.start, queries.stop, keys.start, keys.stop, *bounds]
 
 
-def test_segments_are_those_of_documents_and_trees_and_other_kinds_are_refused():
+def test_segments_of_documents_and_trees_are_accepted_and_other_kinds_refused():
     tree = AttentionMask.tree([0, 3, 5, 8], [-1, 0, 0])
     assert [row.ends for row in AttentionMask().segments(8)] == [(0, 8)]
     assert [row.parents for row in AttentionMask(documents=[0, 3, 8]).segments(8)] == [(-1, -1)]

@@ -85,14 +85,14 @@ def test_any_side_travels_between_nodes_around_any_method(worlds):
 
 
 def conform_with_one_rank_on_an_axis() -> list[str]:
-    found = list[str]()
+    actual = list[str]()
     for i, axes in enumerate(({"nodes": 2, "devices": 1}, {"nodes": 1, "devices": 2})):
         over = mesh(**axes)
         inner = [Ring(over["devices"]), TokenRing(over["devices"]), AllGatherKV(over["devices"])]
         inner += [Local()] if axes["devices"] == 1 else []
         for j, method in enumerate(inner):
-            found += failures(Ring(over["nodes"], inner=method), cases(brief=i + j)[j::6])
-    return found
+            actual += failures(Ring(over["nodes"], inner=method), cases(brief=i + j)[j::6])
+    return actual
 
 
 def test_one_rank_on_either_axis(worlds):
@@ -168,10 +168,10 @@ def test_a_token_crosses_nodes_less_often_than_in_a_ring_of_all_ranks(name):
 def test_every_visible_pair_meets_in_one_step_of_one_node(kind):
     layout = getattr(SequenceLayout, kind)(61, 6)
     for mask in (AttentionMask(), AttentionMask(window=(7, 0)), AttentionMask(documents=(0, 4, 33, 50, 61))):
-        whole = Grid(layout, layout, mask)
-        pairs = sum(whole.pairs(query, key, 1) for query in range(6) for key in range(6))
+        full = Grid(layout, layout, mask)
+        pairs = sum(full.pairs(query, key, 1) for query in range(6) for key in range(6))
         for side in ("keys", "queries"):
-            rings, met = NodeRings.of(3, side, whole), 0
+            rings, met = NodeRings.of(3, side, full), 0
             for node in range(2):
                 for step in filter(None, (rings.step(node, step) for step in range(2))):
                     part = Grid(step.layout, step.key_layout, mask)
@@ -227,7 +227,7 @@ def refusals() -> list[str]:
     ]
 
 
-def test_what_a_ring_between_nodes_cannot_have_is_refused_by_name_on_every_rank(worlds):
+def test_invalid_inner_methods_are_refused_by_name_on_every_rank(worlds):
     words = ["Ulysses", "UPipe", "WallFacer", "TokenRing", "int", "nodes", "nodes", "ring", "team=2", "devices"]
     for rank in worlds(4).run(refusals):
         assert len(rank) == len(words)

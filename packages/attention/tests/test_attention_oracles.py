@@ -84,10 +84,10 @@ def each(ranks: int) -> list[dict[str, float] | str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_our_rings_agree_with_that_of_torch(worlds, ranks):
+def test_our_rings_agree_with_torchs_ring(worlds, ranks):
     for rank, answers in enumerate(worlds(ranks).run(each, ranks)):
-        for (method, dtype, causal), found in zip(CASES, answers, strict=True):
-            if isinstance(found, str):
-                pytest.skip(found)
-            said = f"rank {rank}, {method}, {dtype}, causal={causal}: {found}"
-            assert all(error <= LIMITS[dtype] for error in found.values()), said
+        for (method, dtype, causal), actual in zip(CASES, answers, strict=True):
+            if isinstance(actual, str):
+                pytest.skip(actual)
+            messages = f"rank {rank}, {method}, {dtype}, causal={causal}: {actual}"
+            assert all(error <= LIMITS[dtype] for error in actual.values()), messages

@@ -127,7 +127,7 @@ def goes_back(name: str, phase: str) -> bool:
     ("name", "phase"),
     [(name, phase) for name in METHODS for phase in ("forward", "backward") if goes_back(name, phase)],
 )
-def test_what_goes_back_is_under_way_while_the_next_step_is_computed(ranks, name, phase):
+def test_returning_results_overlap_with_the_next_step(ranks, name, phase):
     for rank in ranks:
         events = rank[name, "full"][phase == "backward"]
         at = {event: index for index, event in enumerate(events)}
@@ -152,8 +152,8 @@ def communicators() -> list[tuple[bool, list[int], list[int]]]:
 
 
 def test_the_two_directions_have_communicators_of_their_own(worlds):
-    for found in worlds(P).run(communicators):
-        for same, ranks, back in found:
+    for actual in worlds(P).run(communicators):
+        for same, ranks, back in actual:
             assert not same and ranks == back == list(range(P))
 
 

@@ -129,15 +129,15 @@ def check(name, loss, metrics, gradient, factor=1.0):
     logprobs.requires_grad_()
     expected, expected_metrics = by_formula(name, logprobs, *others)
     assert relative_error(loss, expected) < 1e-13
-    (whole,) = torch.autograd.grad(expected, logprobs, torch.tensor(1 / 17.3).double())
-    assert relative_error(gradient, factor * whole) < 1e-13
+    (full,) = torch.autograd.grad(expected, logprobs, torch.tensor(1 / 17.3).double())
+    assert relative_error(gradient, factor * full) < 1e-13
     assert metrics.keys() == expected_metrics.keys()
     for key, metric in metrics.items():
         assert metric.item() == pytest.approx(expected_metrics[key].item(), rel=1e-12, abs=1e-15), key
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_are_those_of_the_papers(name):
+def test_losses_match_the_papers(name):
     logprobs, *others = values()
     loss, metrics = loss_of(name, logprobs.requires_grad_(), *others)
     (gradient,) = torch.autograd.grad(loss, logprobs, torch.tensor(1 / 17.3).double())
@@ -150,7 +150,7 @@ def shares(x, layout, shard):
 
 def on_ranks():
     """Each loss on a part of the tokens of each rank, its gradient by them, and bytes; sharded by usp, rows by data."""
-    found = {}
+    actual = {}
     made = mesh(shard=2, ring=2, ulysses=1) if dist.get_world_size() == 4 else mesh(ring=2)
     ring = Ring(made["ring"])
     layout = SequenceLayout.zigzag(TOKENS // 2, 2)
@@ -164,8 +164,8 @@ def on_ranks():
                 logprobs.requires_grad_()
                 loss, metrics = loss_of(name, logprobs, *others, advantages, axes, gradients=gradients)
                 (gradient,) = torch.autograd.grad(loss, logprobs, torch.tensor(1 / 17.3).double())
-            found[name, gradients] = loss.detach(), metrics, gradient, ledger.bytes()
-    return rows, layout, ring.shard, found
+            actual[name, gradients] = loss.detach(), metrics, gradient, ledger.bytes()
+    return rows, layout, ring.shard, actual
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -173,14 +173,14 @@ def test_ranks_give_the_loss_metrics_and_gradients_of_one(worlds, count):
     ranks = worlds(count).run(on_ranks)
     columns = {"dpo": 6, "dpo, smoothed": 6, "policy gradient": 3}
     for name, gradients in ranks[0][3]:
-        whole = torch.zeros(2, TOKENS // 2, dtype=torch.float64)
-        for rows, layout, shard, found in ranks:
+        full = torch.zeros(2, TOKENS // 2, dtype=torch.float64)
+        for rows, layout, shard, actual in ranks:
             for i, row in enumerate(rows):
-                whole[row, layout.positions(shard)] = found[name, gradients][2][i]
-        for *_, found in ranks:
-            loss, metrics, _, sent = found[name, gradients]
+                full[row, layout.positions(shard)] = actual[name, gradients][2][i]
+        for *_, actual in ranks:
+            loss, metrics, _, sent = actual[name, gradients]
             assert torch.equal(loss, ranks[0][3][name, gradients][0])
-            check(name, loss, metrics, whole, count if gradients == "averaged" else 1)
+            check(name, loss, metrics, full, count if gradients == "averaged" else 1)
             # 2 (R - 1) / R S K w for each axis, of 2 ranks
             assert sent == (count // 2) * SEQUENCES * columns.get(name, 6) * 8
 
@@ -246,19 +246,19 @@ def test_completions_of_a_tree_are_labels_of_their_own_sequences():
     packed = AttentionMask.tree((0, 4, 6, 7, 12), (-1, 0, -1, 2))  # two packed rows, each a prompt and its completion
     mask = AttentionMask.rows([tree, packed])
     layout = SequenceLayout.zigzag(12, 2)
-    found = []
+    actual = []
     for shard in range(2):
         positions, labels, sequences, sequence_count = completion_labels(ids, mask, layout, shard)
         assert sequence_count == 5
         at = layout.positions(shard)
         rows, places = positions // len(at), positions % len(at)
-        found += zip(rows.tolist(), at[places].tolist(), labels.tolist(), sequences.tolist(), strict=True)
+        actual += zip(rows.tolist(), at[places].tolist(), labels.tolist(), sequences.tolist(), strict=True)
     expected = [
         (0, 2, 103, 0), (0, 2, 103, 1), (0, 3, 104, 0), (0, 3, 104, 1), (0, 4, 105, 0), (0, 5, 106, 0),
         (0, 4, 107, 1), (0, 2, 108, 2), (0, 8, 109, 2), (0, 9, 110, 2),
         (1, 3, 124, 3), (1, 4, 125, 3), (1, 6, 127, 4), (1, 7, 128, 4), (1, 8, 129, 4), (1, 9, 130, 4), (1, 10, 131, 4),
     ]  # fmt: skip
-    assert sorted(found) == sorted(expected)
+    assert sorted(actual) == sorted(expected)
     trained = completion_labels(ids, mask, trained=[[True, False, True, False, False, False], [False] * 4])
     assert trained.sequence_count == 3
     assert sorted(trained.labels[trained.sequences == 0].tolist()) == [101, 102, 105, 106]

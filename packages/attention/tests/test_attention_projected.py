@@ -62,8 +62,8 @@ def both_ways(name: str) -> tuple[bool, list[str]]:
         for operation in (operation for operation in noted if hasattr(dist, operation)):
             patch.setattr(dist, operation, note(getattr(dist, operation)))
         out = attend.projected(x, projections, mask=mask, layout=layout)
-    got = [out, *torch.autograd.grad(out, wanted, dout)]
-    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), EVENTS[:4]
+    result = [out, *torch.autograd.grad(out, wanted, dout)]
+    return all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), EVENTS[:4]
 
 
 def note(collective):
@@ -91,13 +91,13 @@ def test_under_autocast_every_projection_gets_its_gradient(attend, backward_insi
     with torch.autocast("cpu", torch.bfloat16):
         out = attend.projected(x, projections, mask=mask)
         dout = torch.randn_like(out)
-        got = torch.autograd.grad(out, wanted, dout) if backward_inside else ()
-    got = got or torch.autograd.grad(out, wanted, dout)
+        result = torch.autograd.grad(out, wanted, dout) if backward_inside else ()
+    result = result or torch.autograd.grad(out, wanted, dout)
     with torch.autocast("cpu", torch.bfloat16):
         q, (k, v) = projections.q(x, range(8)), projections.kv(x, range(2))
         plain = Local()(q, k, v, mask=mask)
     expected = torch.autograd.grad(plain, wanted, dout)
-    assert all(relative_error(a, b) < 2e-2 for a, b in zip(got, expected, strict=True))
+    assert all(relative_error(a, b) < 2e-2 for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("saving", ["checkpoint", "selective"])

@@ -20,7 +20,7 @@ def test_chunks_cover_all_tokens_once(tokens, size):
     assert size is not None or len(cut) <= 64
 
 
-def test_a_simulation_leaves_out_chunks_that_are_like_others():
+def test_a_simulation_skips_equal_chunks():
     with simulating():
         assert chunks(35, 10) == [slice(0, 10), slice(10, 20), slice(30, 35)]
         assert chunks(30, 10) == [slice(0, 10), slice(10, 20), slice(20, 30)]
@@ -32,7 +32,7 @@ def test_chunks_without_tokens_are_refused():
         chunks(10, 0)
 
 
-def test_what_is_computed_again_draws_the_same_numbers_and_leaves_no_trace():
+def test_recomputation_draws_the_same_numbers_and_restores_the_generator():
     draws, device = RNGReplay(), torch.device("cpu")
     with draws.at("a", device):
         first = torch.rand(4)

@@ -41,7 +41,7 @@ def with_gradients(attention, q, k, v, dout):
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_out_and_gradients_are_those_of_torch(name, scale):
+def test_out_and_gradients_match_torch(name, scale):
     q, k, v, dout = tensors()
     i = torch.arange(11)
     visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
@@ -52,8 +52,8 @@ def test_out_and_gradients_are_those_of_torch(name, scale):
         return out.transpose(1, 2)
 
     ours = with_gradients(lambda q, k, v: reference_attention(q, k, v, mask=MASKS[name], scale=scale), q, k, v, dout)
-    for got, expected in zip(ours, with_gradients(with_torch, q, k, v, dout), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for result, expected in zip(ours, with_gradients(with_torch, q, k, v, dout), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 ONE_A_HEAD = torch.tensor([-1.0, 0.5, 3.0, 40.0], dtype=torch.float64)
@@ -83,8 +83,8 @@ def test_a_sink_is_one_more_key_with_value_0_and_a_score_of_its_own(name, sinks)
         out = attention(*leaves)
         return out, *torch.autograd.grad(out, leaves, dout)
 
-    for got, expected in zip(run(ours), run(with_torch), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for result, expected in zip(run(ours), run(with_torch), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sink_for_each_query_has_a_gradient_for_each_query():
@@ -104,7 +104,7 @@ def test_sinks_of_other_shapes_are_refused_with_their_shape(shape):
         reference_attention(q, k, v, mask=CAUSAL, sinks=torch.zeros(shape))
 
 
-def test_a_sink_that_nobody_notices_changes_nothing_and_one_alone_gives_0():
+def test_a_sink_of_minus_infinity_has_no_effect_and_a_lone_sink_gives_0():
     q, k, v, _ = tensors()
     plain = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
     ignored = reference_attention(q, k, v, mask=CAUSAL, sinks=torch.full((4,), -torch.inf), return_lse=True)
@@ -138,7 +138,7 @@ def test_query_head_h_meets_kv_head_h_over_the_group_size(heads, kv_heads):
                 torch.testing.assert_close(out[b, t, h], weights @ v[b, : t + 1, g], rtol=1e-12, atol=1e-12)
 
 
-def test_lse_is_the_log_sum_of_what_was_seen():
+def test_lse_is_over_the_visible_keys():
     q, k, v, _ = tensors()
     _, lse = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
     logits = torch.einsum("thd,shd->hts", q[1], k[1].repeat_interleave(2, 1)) * 8**-0.5
@@ -210,7 +210,7 @@ def test_causal_and_full():
     assert shown(FULL) == ["xxxxx"] * 5
 
 
-def test_a_window_counts_what_lies_before_and_after_the_query_itself():
+def test_a_window_counts_tokens_before_and_after_the_query():
     assert shown(AttentionMask(causal=False, window=(1, 2))) == ["xxx..", "xxxx.", ".xxxx", "..xxx", "...xx"]
     assert shown(AttentionMask(causal=False, window=(None, 0))) == shown(CAUSAL)
     assert shown(AttentionMask(causal=False, window=(0, None))) == ["xxxxx", ".xxxx", "..xxx", "...xx", "....x"]
@@ -236,7 +236,7 @@ def test_a_tree_shows_a_segment_itself_and_its_ancestors():
     assert shown(near, 7) == ["x......", "xx.....", ".xx....", "..xx...", "..x.x..", ".x...x.", "......x"]
 
 
-def test_a_prefix_sees_all_of_itself_and_the_rest_what_is_before_it():
+def test_a_prefix_sees_all_of_itself_and_later_tokens_are_causal():
     assert shown(AttentionMask.prefix((0, 5), (3,))) == ["xxx..", "xxx..", "xxx..", "xxxx.", "xxxxx"]
     assert shown(AttentionMask.prefix((0, 2, 5), (0, 2))) == ["x....", "xx...", "..xx.", "..xx.", "..xxx"]
     cut = replace(AttentionMask.prefix((0, 5), (3,)), window=(1, 1))
@@ -257,7 +257,7 @@ def test_an_image_sees_all_of_itself_as_far_as_the_window_reaches():
     assert shown(documents) == ["x....", ".xx..", ".xx..", "..xx.", "...xx"]
 
 
-def test_blocks_are_seen_as_the_table_says():
+def test_blocks_are_visible_by_the_table():
     table = [[True, False, True], [False, False, False], [True, True, True]]
     assert shown(AttentionMask.blocks(table, 2, 5)) == ["xx..x", "xx..x", ".....", ".....", "xxxxx"]
     assert shown(AttentionMask.blocks(table, 2, 5, causal=True)) == ["x....", "xx...", ".....", ".....", "xxxxx"]
@@ -299,7 +299,7 @@ def test_a_path_of_a_tree_is_a_sequence_of_its_own():
         assert torch.equal(visible_pairs(tree, torch.arange(length), torch.arange(length)), expected), tree
 
 
-def test_positions_are_global_whatever_the_local_order():
+def test_positions_are_global_for_any_local_order():
     pairs = visible_pairs(AttentionMask(window=(2, None)), torch.tensor([7, 2]), torch.tensor([5, 0, 8, 2, 7]))
     assert pairs.tolist() == [[[True, False, False, False, True], [False, True, False, True, False]]]
 

@@ -75,7 +75,7 @@ MASKS: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), MASKS, ids=lambda value: repr(value)[:40])
-def test_what_is_no_mask(options, message):
+def test_invalid_masks_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionMask(**options)
     with pytest.raises(ValueError, match="causal" if "causal" in options else "document boundaries|window"):
@@ -105,9 +105,9 @@ def test_what_is_no_mask(options, message):
 def test_masks_are_kept_as_plain_numbers(given, kept):
     mask = AttentionMask(**given)
     ((name, _),) = given.items()
-    found = getattr(mask, name)
-    assert found == kept and type(found) is type(kept)
-    plain = [side for row in ([found] if isinstance(found, tuple) else []) for side in row]
+    actual = getattr(mask, name)
+    assert actual == kept and type(actual) is type(kept)
+    plain = [side for row in ([actual] if isinstance(actual, tuple) else []) for side in row]
     assert all(type(number) in (int, tuple, type(None)) for number in plain)
     assert hash(mask) == hash(AttentionMask(**{name: kept})) and mask == AttentionMask(**{name: kept})
 
@@ -156,7 +156,7 @@ MADE: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), MADE, ids=[message[:40] for _, message in MADE])
-def test_what_methods_cannot_be_made_of(make, message):
+def test_invalid_constructor_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -250,7 +250,7 @@ CALLS: list[tuple[dict, str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), CALLS, ids=[str(message)[:40] for _, message in CALLS])
 @pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
-def test_what_a_call_cannot_be_made_with(wrong, message, attend):
+def test_invalid_call_arguments_are_refused(wrong, message, attend):
     given = tensors(**GOOD) | {"mask": CAUSAL} | wrong
     with pytest.raises(ValueError, match=message):
         attend(given.pop("q"), given.pop("k"), given.pop("v"), **given)
@@ -282,14 +282,14 @@ PROJECTED = [
 
 @pytest.mark.parametrize(("wrong", "message"), PROJECTED, ids=[str(message)[:40] for _, message in PROJECTED])
 @pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
-def test_what_a_projected_call_cannot_be_made_with(wrong, message, attend):
+def test_invalid_projected_arguments_are_refused(wrong, message, attend):
     given = {"x": torch.zeros(2, N, 16), "projections": Plain(), "mask": CAUSAL} | wrong
     with pytest.raises(ValueError, match=message):
         attend.projected(given.pop("x"), given.pop("projections"), **given)
 
 
 @pytest.mark.parametrize("wrong", [{"mask": None}, {"scale": math.nan}, {"softcap": math.inf}, {"mask": torch.ones(8)}])
-def test_what_the_oracle_refuses(wrong):
+def test_the_oracle_refuses_invalid_arguments(wrong):
     given = tensors(**GOOD) | {"mask": CAUSAL} | wrong
     with pytest.raises(ValueError):
         reference_attention(**given)
@@ -361,13 +361,13 @@ def one_axis_twice() -> dict[str, str]:
 
 
 def test_a_composition_is_of_axes_that_span_a_grid(worlds):
-    said = worlds(4).run(one_axis_twice)
+    messages = worlds(4).run(one_axis_twice)
     words = {"across": "run across each other", "turned on some ranks": "run across each other"}
     words |= {"two axes": "one mesh axis is needed, got 2", "a group": "DeviceMesh.from_group makes one of it"}
     words |= {"no such axes": "no ring and ulysses; make it by build_mesh"}
     right = {"usp", "the other way", "of groups", "of two meshes", "of one rank"}
-    for rank, found in enumerate(said):
-        for name, message in found.items():
-            wanted = "accepted" if name in right else words.get(name, "share ranks; two axes of one mesh are needed")
-            assert wanted in message, (rank, name, message)
-    assert "axis 'ulysses' over ranks [0, 1] and axis 'ulysses' inside of it over [0, 1]" in said[0]["itself"]
+    for rank, actual in enumerate(messages):
+        for name, message in actual.items():
+            expected = "accepted" if name in right else words.get(name, "share ranks; two axes of one mesh are needed")
+            assert expected in message, (rank, name, message)
+    assert "axis 'ulysses' over ranks [0, 1] and axis 'ulysses' inside of it over [0, 1]" in messages[0]["itself"]

@@ -98,9 +98,9 @@ def attends_to_other_ranks_alone() -> list[float]:
     shards = [place.take(x, own).requires_grad_() for x, place in zip((q, k, v), places, strict=True)]
     out = method(*shards, mask=mask, layout=layout, key_layout=key_layout)
     exact = reference_attention(*wholes, mask=mask)
-    found = [out, *torch.autograd.grad(out, shards, layout.take(dout, own))]
+    actual = [out, *torch.autograd.grad(out, shards, layout.take(dout, own))]
     expected = zip((layout, *places), (exact, *torch.autograd.grad(exact, wholes, dout)), strict=True)
-    return [relative_error(x, place.take(whole, own)) for x, (place, whole) in zip(found, expected, strict=True)]
+    return [relative_error(x, place.take(full, own)) for x, (place, full) in zip(actual, expected, strict=True)]
 
 
 def test_results_of_other_ranks_alone_are_merged(worlds):
@@ -125,7 +125,7 @@ def tokens(ranges: TokenRanges) -> list[int]:
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
-def test_every_token_goes_as_far_as_it_is_seen_and_no_further(data, mask, ranks, moving):
+def test_every_token_travels_to_the_last_rank_that_sees_it(data, mask, ranks, moving):
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
     given = RingTopology.of_all(ranks, moving)
     hops = [sum(sum(last_seen(spec, way, origin)) for origin in range(ranks)) for way in (given, given.opposite)]
@@ -150,7 +150,7 @@ def test_every_token_goes_as_far_as_it_is_seen_and_no_further(data, mask, ranks,
 
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
-def test_kernels_are_handed_what_they_see_of_what_is_at_hand(data, mask, ranks, moving):
+def test_kernels_get_the_visible_tokens_of_the_current_shard(data, mask, ranks, moving):
     """Every visible pair once, wherever its tokens are packed."""
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
     rotation = ring(data.draw(st.integers(0, ranks - 1)), moving, spec, ranks)
@@ -186,16 +186,16 @@ def test_tokens_sent_of_the_120_of_a_full_round(mask, kind, moving, tokens):
     assert ring(0, moving, spec).topology.tokens_sent(spec.grid) == tokens
 
 
-def test_what_lies_between_tokens_that_are_seen_stays_behind():
+def test_tokens_between_visible_ones_are_not_sent():
     """Shard 1 has positions 8..15 and 48..55. Rank 0 sees their ends, of the first and the last document; ranks 2 and 3
     what is between."""
     mask = AttentionMask(causal=False, documents=(0, 12, 52, 64))
     spec = spec_of(mask, SequenceLayout.zigzag(64, 4))
     rotation = ring(1, "keys", spec)
     assert rotation.topology == RingTopology.of_all(4, "keys")
-    whole, middle, ends = (range(16),), (range(4, 12),), (range(4), range(12, 16))
+    full, middle, ends = (range(16),), (range(4, 12),), (range(4), range(12, 16))
     reach = rotation.topology.reach(spec.grid)[1]
-    assert [reach.tokens_at(step).runs for step in range(5)] == [whole, whole, whole, ends, ()]
+    assert [reach.tokens_at(step).runs for step in range(5)] == [full, full, full, ends, ()]
     assert [reach.final_tokens_at(step).runs for step in range(4)] == [(), (), middle, ends]
     assert reach.counts == (16, 16, 16, 8, 0)
     assert [step.returned_tokens.runs for step in rotation.steps] == [(), (), middle, ends]

@@ -101,7 +101,7 @@ def each_on_a_shard():
     return [on_a_shard(*call) for call in CALLS]
 
 
-def test_a_shard_computes_what_one_rank_does(worlds):
+def test_a_shard_equals_one_rank(worlds):
     for (kind, documents, *how), *ranks in zip(CALLS, *worlds(4).run(each_on_a_shard), strict=True):
         expected, gradients = on_one_rank(documents, how[1])
         outs, shares = zip(*ranks, strict=True)
@@ -127,24 +127,24 @@ def with_tensors():
     x, dout = (layout.take(y, attend.shard) for y in inputs())
     with sequence(layout=layout), sdpa_parallel(attend):
         out = blocks[1](blocks[0](x, of_the_whole_sequence()), of_the_whole_sequence())
-        said: list[str] = []
+        messages: list[str] = []
         for wrong in ("another", "a bias"):
             with pytest.raises(ValueError, match="attn_mask") as refused:
                 blocks[0](x, of_the_whole_sequence(wrong if attend.shard == 1 else ""))
-            said.append(str(refused.value))
+            messages.append(str(refused.value))
     out.backward(dout)
-    return out.detach(), [p.grad for p in blocks.parameters()], said
+    return out.detach(), [p.grad for p in blocks.parameters()], messages
 
 
 def test_a_tensor_of_the_whole_sequence_is_attended_by_shards(worlds):
     blocks, (x, dout) = model(), inputs()
     expected = blocks[1](blocks[0](x, of_the_whole_sequence()), of_the_whole_sequence())
     expected.backward(dout)
-    outs, shares, said = zip(*worlds(4).run(with_tensors), strict=True)
+    outs, shares, messages = zip(*worlds(4).run(with_tensors), strict=True)
     assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(outs), expected) < 1e-12
     for parameter, *parts in zip(blocks.parameters(), *shares, strict=True):
         assert relative_error(torch.stack(parts).sum(0), parameter.grad) < 1e-12
-    for differ, bias in said:
+    for differ, bias in messages:
         assert "ranks of one sequence were given different values" in differ
         assert "is a bias: it has 1" in bias or "another rank" in bias
 
@@ -163,7 +163,9 @@ def recompute_outside() -> str:
 
 
 def test_recomputing_outside_of_the_block_is_loud(worlds):
-    assert all("different metadata" in said or "number of" in said for said in worlds(4).run(recompute_outside))
+    assert all(
+        "different metadata" in messages or "number of" in messages for messages in worlds(4).run(recompute_outside)
+    )
 
 
 def without_layout() -> str:
@@ -178,7 +180,7 @@ def without_layout() -> str:
 
 
 def test_a_missing_layout_is_refused_with_the_remedy(worlds):
-    assert all("sequence(layout=attend.layout(length))" in said for said in worlds(4).run(without_layout))
+    assert all("sequence(layout=attend.layout(length))" in messages for messages in worlds(4).run(without_layout))
 
 
 def test_one_shard_needs_no_layout_and_the_block_ends():
@@ -200,15 +202,15 @@ def test_one_shard_needs_no_layout_and_the_block_ends():
     assert len(calls) == 2
 
 
-def test_the_innermost_sequence_holds():
+def test_the_innermost_sequence_applies():
     q = torch.randn(1, 2, 6, 8, dtype=torch.float64)
     alone = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     with sdpa_parallel(Local()), sequence(documents=[0, 3, 6]):
         split = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         with sequence():
-            whole = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            full = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         again = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert relative_error(whole, alone) < 1e-12 and torch.equal(split, again)
+    assert relative_error(full, alone) < 1e-12 and torch.equal(split, again)
     assert relative_error(split[:, :, 3:], alone[:, :, 3:]) > 0.01
 
 
@@ -222,7 +224,7 @@ def test_the_innermost_sequence_holds():
         ({"key": torch.zeros(2, 4, 8, 8), "value": torch.zeros(2, 4, 8, 8)}, "tokens"),
     ],
 )
-def test_what_cannot_be_done_is_refused(change, said):
+def test_impossible_requests_are_refused(change, said):
     given = {name: torch.zeros(2, 4, 9, 8) for name in ("query", "key", "value")} | change
     with sdpa_parallel(Local()), pytest.raises(ValueError, match=said):
         F.scaled_dot_product_attention(**given)
@@ -297,7 +299,7 @@ def test_methods_called_in_the_block_use_their_kernels():
     assert q.grad is not None
 
 
-def test_a_sequence_that_nothing_asked_for_is_refused():
+def test_an_unused_sequence_block_is_refused():
     q = torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match="`sequence` block"), sequence(documents=[0, 3, 6]):
         F.scaled_dot_product_attention(q, q, q)
@@ -307,8 +309,8 @@ def test_a_sequence_that_nothing_asked_for_is_refused():
 def test_autocast_casts_as_it_does_for_the_function_itself(dtypes):
     query, key, value = (torch.randn(2, 4, 10, 8).to(dtype) for dtype in dtypes)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = scaled_dot_product_attention(query, key, value, is_causal=True)
+        expected = scaled_dot_product_attention(query, key, value, is_causal=True)
         with sdpa_parallel(Local()):
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    assert found.dtype == wanted.dtype == torch.bfloat16
-    assert relative_error(found, wanted) < 1e-2
+            actual = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    assert relative_error(actual, expected) < 1e-2

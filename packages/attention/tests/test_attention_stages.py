@@ -24,11 +24,11 @@ def counts(draw) -> tuple[int, int, int, int]:
 @settings(max_examples=300)
 def test_every_query_head_attends_once_beside_its_own_key_head(chosen):
     heads, key_heads, _, at_once = chosen
-    found = plan(*chosen)
+    actual = plan(*chosen)
     mapping = key_heads_of(heads, key_heads)
-    assert sorted(head for stage in found for head in stage.queries) == list(range(heads))
-    assert all(len(share.queries) <= at_once for stage in found for share in stage.by_rank)
-    for share in (share for stage in found for share in stage.by_rank):
+    assert sorted(head for stage in actual for head in stage.queries) == list(range(heads))
+    assert all(len(share.queries) <= at_once for stage in actual for share in stage.by_rank)
+    for share in (share for stage in actual for share in stage.by_rank):
         keys = [mapping[head] for head in share.queries]
         assert set(keys) <= set(share.keys) and keys == sorted(keys)  # grouped by key head, as kernels want them
 
@@ -56,17 +56,17 @@ def test_travelling_keys_are_each_ranks_own(chosen):
 
 def test_llama_3_8b_on_eight_ranks():
     """One round: all 8 key heads come in with query head 4 k of each group, then come 4 k + 1, 4 k + 2, 4 k + 3."""
-    found = plan(32, 8, 8, 1)
-    assert [stage.queries for stage in found] == [tuple(range(turn, 32, 4)) for turn in range(4)]
-    assert [stage.received_keys.heads for stage in found] == [tuple(range(8)), (), (), ()]
-    assert [stage.returned_keys.heads for stage in found] == [(), (), (), tuple(range(8))]
+    actual = plan(32, 8, 8, 1)
+    assert [stage.queries for stage in actual] == [tuple(range(turn, 32, 4)) for turn in range(4)]
+    assert [stage.received_keys.heads for stage in actual] == [tuple(range(8)), (), (), ()]
+    assert [stage.returned_keys.heads for stage in actual] == [(), (), (), tuple(range(8))]
 
 
 def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
-    found = plan(8, 2, 4, 1)  # a stage has 4 query heads, one for each rank, and there are 2 key heads
-    assert [stage.queries for stage in found] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert [[share.keys for share in stage.by_rank] for stage in found] == [[(0,), (0,), (1,), (1,)]] * 2
-    assert [stage.received_keys.shared for stage in found] == [True, False]
+    actual = plan(8, 2, 4, 1)  # a stage has 4 query heads, one for each rank, and there are 2 key heads
+    assert [stage.queries for stage in actual] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [[share.keys for share in stage.by_rank] for stage in actual] == [[(0,), (0,), (1,), (1,)]] * 2
+    assert [stage.received_keys.shared for stage in actual] == [True, False]
 
 
 @given(st.lists(st.integers(0, 12), unique=True, max_size=9))

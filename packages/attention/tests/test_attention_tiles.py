@@ -121,7 +121,7 @@ def test_windows_and_documents_are_covered_exactly(data):
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.data())
-def test_what_is_seen_is_what_any_row_of_the_batch_sees(data):
+def test_visible_tokens_cover_all_batch_rows(data):
     queries, i, keys, j, length = data.draw(cells())
     mask = data.draw(masks(length))
     pairs = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).expand(2, -1, -1)
@@ -251,7 +251,7 @@ def test_a_causal_window_on_one_shard_is_one_band():
     assert (tile.low, tile.high) == (-5, 0)
 
 
-def test_a_shard_that_holds_nothing_has_no_tiles():
+def test_an_empty_shard_has_no_tiles():
     for queries, keys in (((range(3),), ()), ((), (range(3),)), ((), ())):
         assert tiles(queries, keys, AttentionMask()) == ()
 

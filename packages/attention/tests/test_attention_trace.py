@@ -89,12 +89,12 @@ def test_spans_of_a_lane_are_one_after_another_or_one_within_another(made, reque
 
 
 @pytest.mark.parametrize("made", ["ring", "usp"])
-def test_the_bytes_under_way_are_those_of_the_ledger(made, request):
+def test_the_bytes_in_flight_match_the_ledger(made, request):
     events, ledgers = request.getfixturevalue(made)
     for rank, ledger in enumerate(ledgers):
         for (axis, phase), sent in ledger.items():
-            found = spans(events, rank, axis=axis, phase=phase)
-            assert sum(event["args"]["bytes"] for event in found) == sent
+            actual = spans(events, rank, axis=axis, phase=phase)
+            assert sum(event["args"]["bytes"] for event in actual) == sent
         assert sum(ledger.values()) > 0
 
 
@@ -109,7 +109,7 @@ def test_a_ring_computes_each_cell_while_the_next_is_under_way(ring):
                 assert any(event["ts"] <= cell["ts"] and end(cell) <= end(event) for event in moving), cell
 
 
-def test_waits_end_what_is_under_way(ring):
+def test_waits_end_operations_in_flight(ring):
     events, _ = ring
     for rank in range(P):
         waits = spans(events, rank, cat="wait")

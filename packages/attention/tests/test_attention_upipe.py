@@ -224,9 +224,9 @@ def joined(ranks: Sequence[Result]) -> Result:
 
 def wrong(case: Case, ranks: Sequence[Result]) -> list[str]:
     """Which tensors are off, and how far."""
-    got, exact = joined(ranks), expected(case)
-    assert got.keys() == exact.keys()
-    errors = {name: relative_error(got[name], exact[name]) for name in exact}
+    result, exact = joined(ranks), expected(case)
+    assert result.keys() == exact.keys()
+    errors = {name: relative_error(result[name], exact[name]) for name in exact}
     return [f"{case}: {name} is off by {error:.1e}" for name, error in errors.items() if error > LIMITS[case.dtype]]
 
 
@@ -239,7 +239,7 @@ def failures(worlds, composition: Composition, todo: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=str)
-def test_results_and_gradients_are_those_of_the_formula(worlds, composition):
+def test_results_and_gradients_match_the_formula(worlds, composition):
     assert not failures(worlds, composition, cases(composition))
 
 
@@ -282,14 +282,14 @@ def test_tokens_that_see_themselves_only(worlds):
     """Values pass through: neither queries nor keys have a gradient, and nearly every cell is skipped."""
     case = Case(Heads(8, 2, 2), ("rope",), AttentionMask(window=(0, 0)))
     answers = worlds(4).run(on_ranks, USP, [case])
-    got, exact = joined([results[0] for results in answers]), expected(case)
+    result, exact = joined([results[0] for results in answers]), expected(case)
     for name in ("out", "dx", "dweights.v"):
-        assert relative_error(got[name], exact[name]) < 1e-10
+        assert relative_error(result[name], exact[name]) < 1e-10
     for name in ("dweights.q", "dweights.k"):
-        assert torch.linalg.vector_norm(got[name]) < 1e-12
+        assert torch.linalg.vector_norm(result[name]) < 1e-12
 
 
-def test_narrower_dtypes_stay_what_they_are(worlds):
+def test_narrower_dtypes_are_unchanged(worlds):
     todo = [
         Case(heads, ("norm", "rope"), dtype=dtype)
         for heads in (Heads(8, 2, 2), Heads(8, 8, 4), Heads(8, 1, 2))
@@ -337,8 +337,8 @@ def test_finished_tensors_and_queries_that_see_nothing(worlds):
         out, lse, *gradients = (torch.cat(parts, dim=1) for parts in zip(*(x for x, _ in ranks), strict=True))
         assert (out[:, -6:] == 0).all() and (lse[:, -6:] == -torch.inf).all() and (gradients[0][:, -6:] == 0).all()
         assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)
-        got = [out, lse.exp(), *gradients]
-        errors = [relative_error(a, b) for a, b in zip(got, [exact[0], exact[1].exp(), *exact[2:]], strict=True)]
+        result = [out, lse.exp(), *gradients]
+        errors = [relative_error(a, b) for a, b in zip(result, [exact[0], exact[1].exp(), *exact[2:]], strict=True)]
         assert max(errors) < 1e-10, (stage, errors)
 
 

@@ -107,11 +107,11 @@ def each_partly_frozen() -> list[Result]:
     return [partly_frozen(case, what) for what, case in FROZEN.items()]
 
 
-def test_what_is_frozen_has_no_gradient_computed_and_the_rest_has_its_own(worlds):
+def test_frozen_gradients_are_not_computed_and_others_are(worlds):
     for (what, case), *ranks in zip(FROZEN.items(), *worlds(4).run(each_partly_frozen), strict=True):
-        got, exact = joined(ranks), expected(case)
-        assert all(relative_error(got[name], exact[name]) < 1e-10 for name in got), (what, got.keys())
-        assert what != "base" or got.keys() == exact.keys()
+        result, exact = joined(ranks), expected(case)
+        assert all(relative_error(result[name], exact[name]) < 1e-10 for name in result), (what, result.keys())
+        assert what != "base" or result.keys() == exact.keys()
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ def errors_under_fsdp(reshard: bool, mixed: bool, options: tuple[str, ...]) -> d
         x, dout, plain, model = x.bfloat16(), dout.bfloat16(), plain.bfloat16(), model.float()
     exact = trained(plain, x, dout)
     model = sharded(model, reshard, precision)
-    got = trained(model, x, dout)
-    assert got.keys() == exact.keys()
-    return {name: relative_error(got[name], exact[name]) for name in exact}
+    result = trained(model, x, dout)
+    assert result.keys() == exact.keys()
+    return {name: relative_error(result[name], exact[name]) for name in exact}
 
 
 UNDER_FSDP = {
@@ -223,8 +223,8 @@ def every_way(composition: Composition) -> list[tuple[list[Tensor], int, int]]:
 
 @pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
 def test_a_checkpoint_that_keeps_attention_does_not_attend_again(worlds, composition):
-    found = worlds(composition.ring * composition.ulysses).run(every_way, composition)
-    for (exact, forward, backward), (kept_got, *kept_sent), (again_got, *again_sent) in found:
+    actual = worlds(composition.ring * composition.ulysses).run(every_way, composition)
+    for (exact, forward, backward), (kept_got, *kept_sent), (again_got, *again_sent) in actual:
         assert kept_sent == [forward, backward] and forward > 0 and backward > 0
         assert again_sent == [2 * forward, backward]
         assert all(map(torch.equal, kept_got, exact)) and all(map(torch.equal, again_got, exact))
@@ -277,8 +277,8 @@ def test_autocast_is_in_force_in_the_recomputation_too(worlds):
 def storages() -> dict[int, int]:
     """Bytes of the memory behind every tensor that Python knows of, but those that were frozen."""
     gc.collect()
-    found = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    actual = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in actual}
 
 
 def eventually_new(known: set[int]) -> dict[int, int]:
@@ -403,7 +403,7 @@ def bytes_of_both(ranks: int, todo: list[Heads]) -> list[tuple[tuple[int, int], 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_forward_sends_what_ulysses_does_and_backward_no_more_than_ulysses_in_both(worlds, ranks):
+def test_forward_sends_as_much_as_ulysses_and_backward_no_more_than_ulysses_in_both(worlds, ranks):
     """A key/value head comes in once, for all stages of its round; also where there are fewer than a stage has."""
     todo = [
         *(Heads(8, 8, 4), Heads(8, 4, 4), Heads(16, 8, 4), Heads(8, 8, 8), Heads(16, 4, 4), Heads(8, 4, None)),
@@ -456,8 +456,8 @@ def refusals() -> list[tuple[str, int]]:
     return [refusal(wrong) for wrong in REFUSED]
 
 
-def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(worlds):
+def test_invalid_requests_are_refused_on_every_rank_before_communication(worlds):
     for rank in worlds(4).run(refusals):
-        for (what, words), (said, sent) in zip(REFUSED.items(), rank, strict=True):
-            assert said != "accepted" and sent == 0, what
-            assert all(word in said for word in words), (what, said)
+        for (what, words), (messages, sent) in zip(REFUSED.items(), rank, strict=True):
+            assert messages != "accepted" and sent == 0, what
+            assert all(word in messages for word in words), (what, messages)

@@ -35,20 +35,20 @@ class Merged(NamedTuple):
 def poisoned(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """(x laid out in another way, the whole of its memory), with NaN in between and around."""
     if layout == "heads first" and x.ndim >= 3:
-        whole = x.transpose(1, 2).contiguous()
-        return whole.transpose(1, 2), whole
+        full = x.transpose(1, 2).contiguous()
+        return full.transpose(1, 2), full
     if layout == "columns first":
-        whole = x.mT.contiguous() if x.ndim > 1 else x.clone()
-        return whole.mT if x.ndim > 1 else whole, whole
+        full = x.mT.contiguous() if x.ndim > 1 else x.clone()
+        return full.mT if x.ndim > 1 else full, full
     if layout == "expanded":
         return x[:1].expand(x.shape), x[:1].clone()
     if layout == "contiguous" or x.ndim == 0:
         return x, x
     pad = 1 if layout == "packed" else 3
-    whole = x.new_full([2 * size + pad for size in x.shape[:-1]] + [x.shape[-1] + pad], torch.nan)
-    view = whole[tuple(slice(pad, pad + 2 * size, 2) for size in x.shape[:-1])][..., : x.shape[-1]]
+    full = x.new_full([2 * size + pad for size in x.shape[:-1]] + [x.shape[-1] + pad], torch.nan)
+    view = full[tuple(slice(pad, pad + 2 * size, 2) for size in x.shape[:-1])][..., : x.shape[-1]]
     view.copy_(x)
-    return view, whole
+    return view, full
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Merged:
@@ -87,15 +87,15 @@ def failures(shape: tuple[int, ...], dtype: torch.dtype, layout: str, poison: bo
     merge_by_ops_(*expected)
     accumulators = "contiguous" if layout == "expanded" else layout
     placed = [poisoned(x, how) for x, how in zip(given, (*[accumulators] * 2, *[layout] * 2), strict=True)]
-    views, wholes = Merged(*(view for view, _ in placed)), [whole for _, whole in placed]
-    before = [whole.clone() for whole in wholes]
+    views, wholes = Merged(*(view for view, _ in placed)), [full for _, full in placed]
+    before = [full.clone() for full in wholes]
     fused_merge_(*views)
     yield from (name for name in ("out", "lse") if differs(getattr(expected, name), getattr(views, name)))
-    for name, view, whole, old in zip(Merged._fields, views, wholes, before, strict=True):
-        kept = torch.ones_like(whole, dtype=torch.bool)
+    for name, view, full, old in zip(Merged._fields, views, wholes, before, strict=True):
+        kept = torch.ones_like(full, dtype=torch.bool)
         if name in ("out", "lse"):
             kept.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
-        if not torch.equal(whole[kept].nan_to_num(7.0), old[kept].nan_to_num(7.0)):
+        if not torch.equal(full[kept].nan_to_num(7.0), old[kept].nan_to_num(7.0)):
             yield f"memory of {name}, or beside it, was written to"
 
 

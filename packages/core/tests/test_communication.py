@@ -194,8 +194,8 @@ def test_a_flat_buffer_is_one_message_without_gaps_and_aligned():
 
 
 def test_parts_of_any_strides_are_packed_in_order():
-    whole = torch.randn(2, 3, 5, 8).permute(0, 3, 1, 2)  # torch.stack would give the like of these, "channels last"
-    for parts in (whole.split(4, 1), whole.split((2, 6), 1)):
+    full = torch.randn(2, 3, 5, 8).permute(0, 3, 1, 2)  # torch.stack would give the like of these, "channels last"
+    for parts in (full.split(4, 1), full.split((2, 6), 1)):
         assert torch.equal(pack(parts).view(-1), torch.cat([part.flatten() for part in parts]))
 
 
@@ -284,14 +284,14 @@ def there_and_back(ranges: list[range], length: int) -> tuple[bool, bool, int]:
     axis = Axis.of(mesh(ulysses=4)["ulysses"])
     layout = SequenceLayout.contiguous(length, 4)
     count = max(part.stop for part in ranges)
-    whole = torch.arange(2 * length * count * 3, dtype=torch.float64).view(2, length, count, 3)
+    full = torch.arange(2 * length * count * 3, dtype=torch.float64).view(2, length, count, 3)
     mine = ranges[axis.rank]
     with CommLedger() as ledger:
-        heads = start_seq_to_head(layout.take(whole, axis.rank), axis, layout.sizes, ranges).wait()
-    right = torch.equal(heads, whole[:, :, mine.start : mine.stop])
+        heads = start_seq_to_head(layout.take(full, axis.rank), axis, layout.sizes, ranges).wait()
+    right = torch.equal(heads, full[:, :, mine.start : mine.stop])
     back = start_head_to_seq(heads, axis, layout.sizes, ranges).wait()
     holders = torch.tensor([sum(head in part for part in ranges) for head in range(count)])
-    return right, torch.equal(back, layout.take(whole * holders[:, None], axis.rank)), ledger.bytes(kind="all_to_all")
+    return right, torch.equal(back, layout.take(full * holders[:, None], axis.rank)), ledger.bytes(kind="all_to_all")
 
 
 RANGES = {
@@ -332,6 +332,6 @@ def optional_axes() -> list[tuple[str, ...]]:
     return [every.mesh_dim_names, build_mesh("cpu", ring=4, pipe=2).mesh_dim_names]
 
 
-def test_axes_that_are_asked_for_are_there_in_order(worlds):
+def test_requested_axes_exist_in_order(worlds):
     names = [ALL_AXES, ("pipe", *AXES)]
     assert worlds(8).run(optional_axes) == [names] * 8

@@ -16,8 +16,8 @@ print(sorted(name for name in {SLOW} if name in sys.modules and name not in befo
 
 def test_importing_core_imports_no_slow_module():
     """DTensor and FSDP2 take as long as torch; who has them has imported them."""
-    found = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    actual = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
+    assert actual.stdout.strip() == "[]"
 
 
 def test_public_names_are_few_and_importable():

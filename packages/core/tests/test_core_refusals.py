@@ -143,17 +143,17 @@ PRIMITIVES = [
 
 
 def said_of_meshes() -> list[str]:
-    axis, found = Axis.of(mesh(ring=2)["ring"]), list[str]()
+    axis, actual = Axis.of(mesh(ring=2)["ring"]), list[str]()
     calls = [lambda options=options: build_mesh(**{"device_type": "cpu", "ring": 2} | options) for options, _ in MESHES]
     calls += [lambda make=make: make(axis) for make, _ in PRIMITIVES]
     for call in calls:
         try:
             with CommLedger() as ledger:
                 call()
-            found.append("accepted")
+            actual.append("accepted")
         except ValueError as error:
-            found.append(str(error) if ledger.bytes() == 0 else "sent something")
-    return found
+            actual.append(str(error) if ledger.bytes() == 0 else "sent something")
+    return actual
 
 
 def test_invalid_meshes_and_arguments_of_primitives_are_refused(worlds):

@@ -28,8 +28,8 @@ def tokens() -> torch.Tensor:
 def gradients(built: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Of the mean over all ranks' tokens, where this rank has those of x."""
     (built(x).square().sum() / (RANKS * TOKENS)).backward()
-    found = [p.grad for p in built.parameters()]
-    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
+    actual = [p.grad for p in built.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in actual]
 
 
 WAYS = [(how, summed) for how in ("FSDP2", "HSDP", "DDP") for summed in (True, False)]
@@ -53,11 +53,11 @@ def on_ranks(how: str, summed: bool) -> list[float]:
     if summed:
         sum_gradients(built)
     factor = 1 if summed else 1 / RANKS
-    found = gradients(built, mine)
-    return [relative_error(got, factor * wanted) for got, wanted in zip(found, expected, strict=True)]
+    actual = gradients(built, mine)
+    return [relative_error(result, factor * wanted) for result, wanted in zip(actual, expected, strict=True)]
 
 
-def test_gradients_are_those_of_one_rank_and_without_the_call_a_share(worlds):
+def test_gradients_equal_one_rank_and_are_shares_without_the_call(worlds):
     for rank in worlds(RANKS).run(each_on_ranks):
         for way, errors in zip(WAYS, rank, strict=True):
             assert max(errors) < 1e-12, (way, errors)
@@ -72,12 +72,12 @@ def refusals() -> list[str]:
     fully_shard(frozen[0], mesh=ranks)
     frozen[2].requires_grad_(False)
     sum_gradients(frozen)
-    said = []
+    messages = []
     for wrong in (model(), partly, hooked):
         with pytest.raises(ValueError) as refused:
             sum_gradients(wrong)
-        said.append(str(refused.value))
-    return said
+        messages.append(str(refused.value))
+    return messages
 
 
 def test_models_without_summed_gradients_are_refused(worlds):
@@ -101,11 +101,11 @@ def clipped_on_meshes() -> tuple[float, list[torch.Tensor]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tp"))
     model = nn.ParameterDict()
     for seed, (name, placements) in enumerate(PLACED.items()):
-        whole = gradient_of(seed)
+        full = gradient_of(seed)
         if placements is not None:
-            whole = distribute_tensor(whole, mesh if len(placements) == 2 else mesh["ring"], placements)
-        model[name] = nn.Parameter(torch.zeros_like(whole))
-        model[name].grad = whole
+            full = distribute_tensor(full, mesh if len(placements) == 2 else mesh["ring"], placements)
+        model[name] = nn.Parameter(torch.zeros_like(full))
+        model[name].grad = full
     norm = clip_gradients(model, 1.0).item()
     return norm, [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
 
@@ -116,11 +116,11 @@ def gradient_of(seed: int) -> torch.Tensor:
 
 def test_clipping_takes_gradients_on_several_meshes_and_shares_of_sums(worlds):
     expected = [gradient_of(seed) for seed in range(len(PLACED))]
-    whole = torch.stack(expected).norm().item()
-    for norm, found in worlds(RANKS).run(clipped_on_meshes):
-        assert norm == pytest.approx(whole, rel=1e-12)
-        for got, wanted in zip(found, expected, strict=True):
-            assert relative_error(got, wanted / (whole + 1e-6)) < 1e-12  # torch adds 1e-6 to the norm
+    full = torch.stack(expected).norm().item()
+    for norm, actual in worlds(RANKS).run(clipped_on_meshes):
+        assert norm == pytest.approx(full, rel=1e-12)
+        for result, wanted in zip(actual, expected, strict=True):
+            assert relative_error(result, wanted / (full + 1e-6)) < 1e-12  # torch adds 1e-6 to the norm
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear, {}, [nn.Linear(1, 1)]])

@@ -45,8 +45,8 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gathering_and_summing(worlds, ranks):
-    for found in worlds(ranks).run(each_shape):
-        for shape, facts in zip(SHAPES, found, strict=True):
+    for actual in worlds(ranks).run(each_shape):
+        for shape, facts in zip(SHAPES, actual, strict=True):
             assert all(facts.values()), (shape, facts)
 
 
@@ -59,15 +59,15 @@ def compile_both() -> dict[str, bool]:
     axis = Axis.of(build_mesh("cpu", tp=dist.get_world_size())["tp"])
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(axis.rank)).requires_grad_()
-    found = []
+    actual = []
     for function in (there_and_back, compiled, compiled):
         with CommLedger() as ledger:
             y = function(x, axis)
-            found.append((y, *torch.autograd.grad(y.square().sum(), x), dict(ledger.entries)))
+            actual.append((y, *torch.autograd.grad(y.square().sum(), x), dict(ledger.entries)))
     return {
-        "result": torch.equal(found[0][0], found[2][0]),
-        "gradient": torch.equal(found[0][1], found[2][1]),
-        "bytes": found[0][2] == found[2][2] and len(found[2][2]) == (4 if axis.size > 1 else 0),
+        "result": torch.equal(actual[0][0], actual[2][0]),
+        "gradient": torch.equal(actual[0][1], actual[2][1]),
+        "bytes": actual[0][2] == actual[2][2] and len(actual[2][2]) == (4 if axis.size > 1 else 0),
     }
 
 

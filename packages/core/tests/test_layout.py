@@ -50,9 +50,9 @@ def test_join_undoes_take_and_both_carry_gradients(layout, dim):
     shape.insert(dim, layout.length)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     parts = [layout.take(x, shard, dim=dim) for shard in range(layout.shards)]
-    whole = layout.join(parts, dim=dim)
-    assert torch.equal(whole, x)
-    (whole * x.detach()).sum().backward()
+    full = layout.join(parts, dim=dim)
+    assert torch.equal(full, x)
+    (full * x.detach()).sum().backward()
     assert torch.equal(x.grad, x.detach())
 
 
@@ -63,7 +63,7 @@ def test_sizes_differ_by_one_at_most(kind, shards, more):
     assert kind == "zigzag" or list(sizes) == sorted(sizes, reverse=True)
 
 
-def test_the_layouts_are_those_of_the_papers():
+def test_the_layouts_match_the_papers():
     assert SequenceLayout.contiguous(8, 4).positions(1).tolist() == [2, 3]
     assert SequenceLayout.zigzag(16, 4).positions(1).tolist() == [2, 3, 12, 13]
     assert SequenceLayout.striped(8, 4).spans(1) == (range(1, 8, 4),)
@@ -84,7 +84,7 @@ def test_coarsen_undoes_refine(layout, n):
     assert zigzag.refine(n).coarsen(n) == zigzag
 
 
-def test_equal_layouts_are_equal_and_hash_alike():
+def test_equal_layouts_compare_and_hash_equal():
     a, b = SequenceLayout.zigzag(12, 2), SequenceLayout([[range(3), range(9, 12)], [range(3, 6), range(6, 9)]])
     assert a == b
     assert hash(a) == hash(b)

@@ -42,7 +42,7 @@ def test_messages_are_counted_as_bytes_are():
     assert (ledger.messages(), ledger.messages(axis="ring"), ledger.messages(phase="backward")) == (17, 9, 10)
 
 
-def test_the_table_is_that_of_the_docstring():
+def test_the_table_matches_the_docstring():
     assert booked().table() == TABLE.rstrip("\n")
     assert TABLE in cleandoc(CommLedger.__doc__ or "")
 

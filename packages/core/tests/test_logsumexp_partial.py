@@ -143,10 +143,10 @@ def test_every_op_is_refused_by_name(packed, fake_mesh):
     for make in ("sum", "avg"):
         for op in ("aten.mul", "aten.slice", "aten.transpose", "aten.neg"):
             OPS[op](of([Partial(make)], ranks["ring"]))
-    wanted = "redistribute it first" if packed else "merge_scatter"
+    expected = "redistribute it first" if packed else "merge_scatter"
     for name, op in OPS.items():
         for _ in range(2):
-            with pytest.raises(ValueError, match=rf"LogSumExpPartial\(.*{wanted}") as refused:
+            with pytest.raises(ValueError, match=rf"LogSumExpPartial\(.*{expected}") as refused:
                 op(x)
         made_of_others = {"aten.dropout": "aten.empty_like", "aten.argmax": "" if not packed else name}
         assert str(refused.value).startswith(made_of_others.get(name, name)), (name, refused.value)
@@ -240,8 +240,8 @@ def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> 
 
 def test_redistributing_merges(worlds):
     for rank in worlds(4).run(each, merged, ON_ONE_AXIS):
-        for (found, sent), case in zip(rank, ON_ONE_AXIS, strict=True):
-            assert found <= TOLERANCE[case[-1]] and sent, case
+        for (actual, sent), case in zip(rank, ON_ONE_AXIS, strict=True):
+            assert actual <= TOLERANCE[case[-1]] and sent, case
 
 
 MESHES = ({"ring": 2, "ulysses": 2, "tp": 2}, {"ring": 4, "tp": 2}, {"shard": 2, "ring": 4}, {"ring": 8})
@@ -267,17 +267,17 @@ def merged_over(
     ranks = list(product(*(range(on.size(place)) for place in pending)))
     mine, left = tuple(on.get_local_rank(place) for place in pending), sum(placement == L for placement in target)
     parts = {at: partial(seed, tokens) for seed, at in enumerate(ranks)}
-    whole = pack_partial(*parts[mine])
-    x = DTensor.from_local(local_part(whole, on, source), on, source, shape=whole.shape, stride=whole.stride())
+    full = pack_partial(*parts[mine])
+    x = DTensor.from_local(local_part(full, on, source), on, source, shape=full.shape, stride=full.stride())
     y = x.redistribute(placements=target)
     known = oracle([part for at, part in parts.items() if at[:left] == mine[:left]])
-    assert y.placements == tuple(target) and y.shape == whole.shape
+    assert y.placements == tuple(target) and y.shape == full.shape
     return error(y.to_local(), local_part(known, on, target)), f"{on} {tokens} {source} to {target}"
 
 
 def test_any_placements_become_any_others(worlds):
     for rank in worlds(8).run(each, drawn, [(number,) for number in range(80)]):
-        assert [case for found, case in rank if not found <= EXACT] == []
+        assert [case for actual, case in rank if not actual <= EXACT] == []
 
 
 def over_a_joint_axis() -> list[tuple[float, str]]:
@@ -291,4 +291,4 @@ def over_a_joint_axis() -> list[tuple[float, str]]:
 
 def test_a_mesh_that_has_been_flattened(worlds):
     for rank in worlds(8).run(over_a_joint_axis):
-        assert [case for found, case in rank if not found <= EXACT] == []
+        assert [case for actual, case in rank if not actual <= EXACT] == []

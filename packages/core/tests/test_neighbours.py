@@ -60,7 +60,7 @@ def paths(rows: str) -> list[list[list[int]]]:
     else:
         ends = given.get("documents", [0, N])
         segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
-    found = []
+    actual = []
     for row in segments * (1 if len(segments) == 2 else 2):
         path: dict[int, list[int]] = {-1: []}
         for segment, (a, b) in enumerate(pairwise(row.ends)):
@@ -68,8 +68,8 @@ def paths(rows: str) -> list[list[list[int]]]:
             before = [] if parent < 0 else path[row.ends[parent + 1] - 1]
             for i in range(a, b):
                 before = path[i] = [*before, i]
-        found.append([path[i] for i in range(N)])
-    return found
+        actual.append([path[i] for i in range(N)])
+    return actual
 
 
 def whole_shift(x: torch.Tensor, rows: str, offset: int, fill: float) -> torch.Tensor:
@@ -106,23 +106,23 @@ def compare_everything(rows: str, kind: str) -> None:
     backwards = (-1, -3) if "tree" not in rows else ()
     for offset in (0, 1, 4, N, *backwards):
         expected = whole_shift(x, rows, offset, 7.0)
-        found = shift(own, layout, ring, offset, fill=7.0, **ROWS[rows])
-        assert torch.equal(found, layout.take(expected, axis.rank))
-        grads = torch.autograd.grad(found, own, layout.take(dout, axis.rank))
+        actual = shift(own, layout, ring, offset, fill=7.0, **ROWS[rows])
+        assert torch.equal(actual, layout.take(expected, axis.rank))
+        grads = torch.autograd.grad(actual, own, layout.take(dout, axis.rank))
         torch.testing.assert_close(grads[0], layout.take(torch.autograd.grad(expected, x, dout)[0], axis.rank))
     labels = shift(layout.take(torch.arange(N).expand(2, N), axis.rank), layout, ring, 1, fill=-100, **ROWS[rows])
     assert torch.equal(labels, layout.take(whole_shift(torch.arange(N).expand(2, N), rows, 1, -100), axis.rank))
 
     parameters = weight.requires_grad_(), bias.requires_grad_()
-    expected, found = (
+    expected, actual = (
         whole_convolution(x, *parameters, rows),
         short_convolution(own, parameters[0], layout, ring, parameters[1], **ROWS[rows]),
     )
-    torch.testing.assert_close(found, layout.take(expected, axis.rank))
-    whole = torch.autograd.grad(expected, (x, *parameters), dout)
-    local = torch.autograd.grad(found, (own, *parameters), layout.take(dout, axis.rank))
-    torch.testing.assert_close(local[0], layout.take(whole[0], axis.rank))
-    for share, gradient in zip(local[1:], whole[1:], strict=True):
+    torch.testing.assert_close(actual, layout.take(expected, axis.rank))
+    full = torch.autograd.grad(expected, (x, *parameters), dout)
+    local = torch.autograd.grad(actual, (own, *parameters), layout.take(dout, axis.rank))
+    torch.testing.assert_close(local[0], layout.take(full[0], axis.rank))
+    for share, gradient in zip(local[1:], full[1:], strict=True):
         torch.testing.assert_close(sums(share, axis), gradient)
 
 
@@ -131,7 +131,7 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
     axis = Axis.of(ring)
     layout = layouts(axis.size)[kind]
     x = torch.arange(1.0, 2 * N + 1).reshape(2, N)
-    found = halo(layout.take(x, axis.rank), layout, ring, left, right, **ROWS[rows])
+    actual = halo(layout.take(x, axis.rank), layout, ring, left, right, **ROWS[rows])
     shifted = [whole_shift(x, rows, offset, 0) for offset in (*range(left, 0, -1), *range(0, -right - 1, -1))]
     given = ROWS[rows].get("mask")
     if given is not None:
@@ -147,8 +147,8 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
             after = [y[:, tokens[-1:]] for y in shifted[left + 1 :]]
             part = torch.cat([*before, x[:, tokens], *after], 1)
             expected.append(part if len(segments) == 1 else part[row : row + 1])
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 KINDS = list(layouts(4))
@@ -156,7 +156,7 @@ KINDS = list(layouts(4))
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("rows", list(ROWS))
-def test_shift_and_short_convolution_are_those_of_the_whole_sequence(worlds, ranks, rows):
+def test_shift_and_short_convolution_equal_the_full_sequence(worlds, ranks, rows):
     for kind in KINDS:
         worlds(ranks).run(compare_everything, rows, kind)
 
@@ -199,20 +199,20 @@ def halo_bytes() -> list[int]:
     ring = mesh(ring=4)["ring"]
     layout = SequenceLayout.contiguous(64, 4)
     own = layout.take(torch.randn(2, 64, 3), Axis.of(ring).rank).requires_grad_()
-    found = []
+    actual = []
     for documents in (None, [0, 16, 32, 48, 64], [0, 30, 64]):
         with CommLedger() as ledger:
             short_convolution(own, torch.randn(3, 4), layout, ring, documents=documents).sum().backward()
-        found += [ledger.bytes(phase="forward"), ledger.bytes(phase="backward"), ledger.messages()]
-    return found
+        actual += [ledger.bytes(phase="forward"), ledger.bytes(phase="backward"), ledger.messages()]
+    return actual
 
 
 def test_a_convolution_sends_three_tokens_to_the_next_rank(worlds):
     three = 2 * 3 * 3 * 4  # rows, tokens, channels, bytes
     by_rank = worlds(4).run(halo_bytes)
     assert by_rank[0][:3] == [three, 0, 1] and by_rank[1][:3] == [three, three, 2] and by_rank[3][:3] == [0, three, 1]
-    assert all(found[3:6] == [0, 0, 0] for found in by_rank)  # every document on one rank: not even a call
-    assert [found[6] for found in by_rank] == [three, three // 3 * 2, three, 0]  # 30 and 31 of the second document
+    assert all(actual[3:6] == [0, 0, 0] for actual in by_rank)  # every document on one rank: not even a call
+    assert [actual[6] for actual in by_rank] == [three, three // 3 * 2, three, 0]  # 30 and 31 of the second document
 
 
 def dtensors() -> None:
@@ -266,7 +266,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_ancestors_are_those_of_the_path(data):
+def test_ancestors_follow_the_path(data):
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
     ends = (0, *np.cumsum(sizes).tolist())
     parents, path = [], []

@@ -72,15 +72,15 @@ def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int
     """seq_to_head, then head_to_seq, forward and backward: errors, and bytes of the first forward and backward."""
     axis = mesh(ulysses=4)["ulysses"]
     rank, mine = axis.get_local_rank(), heads[axis.get_local_rank()]
-    whole = random(0, B, sum(sizes), H, D).requires_grad_()
-    x = split(whole.detach(), sizes, rank).requires_grad_()
+    full = random(0, B, sum(sizes), H, D).requires_grad_()
+    x = split(full.detach(), sizes, rank).requires_grad_()
     ups = [random(1 + r, B, sum(sizes), len(part), D) for r, part in enumerate(heads)]
     with poisoned(), CommLedger() as ledger:
         y = seq_to_head(x, axis, sizes=sizes, heads=heads)
         (dx,) = torch.autograd.grad(y, x, ups[rank])
-    pieces = [whole[:, :, part.start : part.stop] for part in heads]
-    (expected,) = torch.autograd.grad(pieces, whole, ups)
-    found = errors((y, dx), (pieces[rank], split(expected, sizes, rank)))
+    pieces = [full[:, :, part.start : part.stop] for part in heads]
+    (expected,) = torch.autograd.grad(pieces, full, ups)
+    actual = errors((y, dx), (pieces[rank], split(expected, sizes, rank)))
 
     z = [random(10 + r, B, sum(sizes), len(part), D).requires_grad_() for r, part in enumerate(heads)]
     local, up = z[rank].detach().requires_grad_(), random(20, B, sum(sizes), H, D)
@@ -89,16 +89,16 @@ def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int
         (dz,) = torch.autograd.grad(back, local, split(up, sizes, rank))
     padded = [torch.nn.functional.pad(a, (0, 0, p.start, H - p.stop)) for a, p in zip(z, heads, strict=True)]
     total = torch.stack(padded).sum(0)
-    found += errors((back, dz), (split(total, sizes, rank), torch.autograd.grad(total, z, up)[rank]))
+    actual += errors((back, dz), (split(total, sizes, rank), torch.autograd.grad(total, z, up)[rank]))
     assert len(mine) == y.shape[2]
-    return found, ledger.bytes(kind="all_to_all", phase="forward"), ledger.bytes(kind="all_to_all", phase="backward")
+    return actual, ledger.bytes(kind="all_to_all", phase="forward"), ledger.bytes(kind="all_to_all", phase="backward")
 
 
 def test_all_to_all_and_its_gradient(worlds):
     todo = list(product(SIZES.values(), HEADS.values()))
     for (tokens, ranges), *ranks in zip(todo, *worlds(4).run(each, turned, todo), strict=True):
-        for rank, (found, forward, backward) in enumerate(ranks):
-            assert max(found) <= EXACT, (tokens, ranges, found)
+        for rank, (actual, forward, backward) in enumerate(ranks):
+            assert max(actual) <= EXACT, (tokens, ranges, actual)
             assert forward == B * tokens[rank] * sum(len(p) for r, p in enumerate(ranges) if r != rank) * D * 8
             assert backward == B * (sum(tokens) - tokens[rank]) * len(ranges[rank]) * D * 8
 
@@ -108,31 +108,31 @@ def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float],
     rank = axis.get_local_rank()
     shape = [batch, 5, 3]
     shape[dim] = sum(sizes)
-    whole, ups = random(0, *shape).requires_grad_(), [random(1 + r, *shape) for r in range(4)]
-    x = split(whole.detach(), sizes, rank, dim).requires_grad_()
+    full, ups = random(0, *shape).requires_grad_(), [random(1 + r, *shape) for r in range(4)]
+    x = split(full.detach(), sizes, rank, dim).requires_grad_()
     with poisoned(), CommLedger() as ledger:
         y = all_gather(x, axis, sizes=sizes, dim=dim)
         (dx,) = torch.autograd.grad(y, x, ups[rank])
-    found = errors((y, dx), (whole, split(sum(ups), sizes, rank, dim)))
+    actual = errors((y, dx), (full, split(sum(ups), sizes, rank, dim)))
 
     parts = [random(10 + r, *shape) for r in range(4)]
     local, up = parts[rank].clone().requires_grad_(), random(20, *shape)
     with poisoned(), CommLedger() as second:
         z = reduce_scatter(local, axis, sizes=sizes, dim=dim)
         (dz,) = torch.autograd.grad(z, local, split(up, sizes, rank, dim))
-    found += errors((z, dz), (split(sum(parts), sizes, rank, dim), up))
+    actual += errors((z, dz), (split(sum(parts), sizes, rank, dim), up))
     kinds = [(ledger, "all_gather", "forward"), (ledger, "reduce_scatter", "backward")]
     kinds += [(second, "reduce_scatter", "forward"), (second, "all_gather", "backward")]
     assert ledger.bytes() + second.bytes() == sum(each.bytes(kind=k, phase=p) for each, k, p in kinds)
-    return found, *(each.bytes("ring", k, p) for each, k, p in kinds)
+    return actual, *(each.bytes("ring", k, p) for each, k, p in kinds)
 
 
 def test_gather_and_its_transpose(worlds):
     todo = [(tokens, *how) for tokens in SIZES.values() for how in ((1, 2), (1, 1), (0, 7), (2, 2))]
     for (tokens, dim, batch), *ranks in zip(todo, *worlds(4).run(each, gathered, todo), strict=True):
         row = batch * 5 * 3 // [batch, 5, 3][dim] * 8  # bytes of one token
-        for rank, (found, *sent) in enumerate(ranks):
-            assert max(found) <= EXACT, (tokens, dim, batch, found)
+        for rank, (actual, *sent) in enumerate(ranks):
+            assert max(actual) <= EXACT, (tokens, dim, batch, actual)
             gather, scatter = 3 * max(tokens) * row, (sum(tokens) - tokens[rank]) * row
             assert sent == [gather, scatter, scatter, gather]
 
@@ -197,27 +197,27 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
         (whole_out, torch.where(seen, whole_lse, 0)), leaves[rank], [up.double() for up in ups]
     )
     assert torch.equal(lse == -torch.inf, ~split(seen, sizes, rank))
-    found = errors(
+    actual = errors(
         (out, lse.masked_fill(lse == -torch.inf, 0), *grads),
         (split(whole_out, sizes, rank), split(torch.where(seen, whole_lse, 0), sizes, rank), *expected),
     )
-    return found, ledger.bytes("ring", "reduce_scatter", "forward"), ledger.bytes("ring", "all_gather", "backward")
+    return actual, ledger.bytes("ring", "reduce_scatter", "forward"), ledger.bytes("ring", "all_gather", "backward")
 
 
 def test_merge_and_its_gradients(worlds):
     shifts = (0.0, 2000.0, -2000.0)  # exp of it overflows, and exp of its opposite vanishes
     todo = list(product(SIZES.values(), (1, 2), (torch.float64,), shifts))
     for (tokens, batch, _, shift), *ranks in zip(todo, *worlds(4).run(each, merged, todo), strict=True):
-        for rank, (found, forward, backward) in enumerate(ranks):
-            assert max(found) <= (1e-11 if shift else EXACT), (tokens, batch, shift, found)
+        for rank, (actual, forward, backward) in enumerate(ranks):
+            assert max(actual) <= (1e-11 if shift else EXACT), (tokens, batch, shift, actual)
             assert forward == batch * (sum(tokens) - tokens[rank]) * H * (D * 8 + 8)
             assert backward == 3 * batch * max(tokens) * H * (D * 8 + 16)
 
 
 def test_merge_in_bfloat16_rounds_once_and_sends_lse_wide(worlds):
-    for found, forward, backward in worlds(4).run(merged, SIZES["even"], 2, torch.bfloat16, 0.0):
-        assert max(found) <= 2**-8
-        assert found[1] <= 1e-6
+    for actual, forward, backward in worlds(4).run(merged, SIZES["even"], 2, torch.bfloat16, 0.0):
+        assert max(actual) <= 2**-8
+        assert actual[1] <= 1e-6
         assert (forward, backward) == (3 * 2 * 3 * H * (D * 2 + 4), 3 * 2 * 3 * H * (D * 2 + 8))
 
 
@@ -225,8 +225,8 @@ def sums_in_order() -> bool:
     """1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1."""
     axis = mesh(ring=4)["ring"]
     x = torch.full((1, 4, 2), 1.0 if axis.get_local_rank() == 0 else 2.0**-8, dtype=torch.bfloat16)
-    got = start_reduce_scatter(x, Axis.of(axis), (1, 1, 1, 1)).wait()
-    return torch.equal(got, torch.full((1, 1, 2), 1 + 3 * 2.0**-8, dtype=torch.bfloat16).view_as(got))
+    result = start_reduce_scatter(x, Axis.of(axis), (1, 1, 1, 1)).wait()
+    return torch.equal(result, torch.full((1, 1, 2), 1 + 3 * 2.0**-8, dtype=torch.bfloat16).view_as(result))
 
 
 def test_sums_are_taken_in_float32(worlds):
@@ -250,9 +250,9 @@ def parts_apart(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
     axis = Axis.of(mesh(ring=4)["ring"])
     wholes = [random(rank, *(3, sum(sizes), 2)[1 - dim :]) for rank in range(4)]
     with CommLedger() as ledger:
-        got = start_scatter_parts(wholes[axis.rank], axis, sizes, dim).wait()
-    expected = [split(whole, sizes, axis.rank, dim) for whole in wholes]
-    return all(torch.equal(g, e) for g, e in zip(got, expected, strict=True)), ledger.bytes("ring", "reduce_scatter")
+        result = start_scatter_parts(wholes[axis.rank], axis, sizes, dim).wait()
+    expected = [split(full, sizes, axis.rank, dim) for full in wholes]
+    return all(torch.equal(g, e) for g, e in zip(result, expected, strict=True)), ledger.bytes("ring", "reduce_scatter")
 
 
 def test_parts_to_sum_up_arrive_in_rank_order(worlds):
@@ -283,14 +283,14 @@ def defaults() -> bool:
     """Without sizes and heads: equal sizes, heads as torch.tensor_split cuts them."""
     axis = mesh(ulysses=4)["ulysses"]
     rank = axis.get_local_rank()
-    whole = random(0, B, 8, 7, D)
-    x = split(whole, (2,) * 4, rank)
+    full = random(0, B, 8, 7, D)
+    x = split(full, (2,) * 4, rank)
     heads = seq_to_head(x, axis)
-    right = torch.equal(heads, whole.tensor_split(4, dim=2)[rank])
+    right = torch.equal(heads, full.tensor_split(4, dim=2)[rank])
     even = seq_to_head(x[:, :, :4], axis)
     right &= torch.equal(head_to_seq(even, axis), x[:, :, :4])
-    right &= torch.equal(all_gather(x, axis), whole)
-    return right and torch.equal(reduce_scatter(whole, axis), 4 * x)
+    right &= torch.equal(all_gather(x, axis), full)
+    return right and torch.equal(reduce_scatter(full, axis), 4 * x)
 
 
 def test_defaults(worlds):
@@ -318,18 +318,18 @@ def on_a_part_of_the_world() -> list[float]:
     axis = whole_mesh["ulysses"]
     rank, group = axis.get_local_rank(), 2 * whole_mesh.get_local_rank("ring") + whole_mesh.get_local_rank("tp")
     sizes = (3, 1 + group)
-    whole = random(group, B, sum(sizes), H, D).requires_grad_()
-    x = split(whole.detach(), sizes, rank).requires_grad_()
+    full = random(group, B, sum(sizes), H, D).requires_grad_()
+    x = split(full.detach(), sizes, rank).requires_grad_()
     y = seq_to_head(x, axis, sizes=sizes)
     z = all_gather(x, axis, sizes=sizes)
     ups = [random(9 + r, *y.shape) for r in range(2)], [random(11 + r, *z.shape) for r in range(2)]
     (dx,) = torch.autograd.grad((y, z), x, (ups[0][rank], ups[1][rank]))
     expected = torch.cat(ups[0], dim=2) + sum(ups[1])
-    return errors((y, z, dx), (whole.tensor_split(2, 2)[rank], whole, split(expected, sizes, rank)))
+    return errors((y, z, dx), (full.tensor_split(2, 2)[rank], full, split(expected, sizes, rank)))
 
 
 def test_on_one_axis_of_a_larger_mesh(worlds):
-    assert all(max(found) <= EXACT for found in worlds(8).run(on_a_part_of_the_world))
+    assert all(max(actual) <= EXACT for actual in worlds(8).run(on_a_part_of_the_world))
 
 
 def twice() -> tuple[bool, ...]:
@@ -394,15 +394,15 @@ def test_mismatched_arguments_are_refused_with_the_numbers(worlds):
         "lse (2, 3, 6) in torch.float32 do not fit together; lse must be (2, 4, 6) in torch.float32",
         "lse must be (2, 4, 6) in torch.float32",
     ]
-    for found in worlds(4).run(refused):
-        for message, part in zip(found, expected, strict=True):
+    for actual in worlds(4).run(refused):
+        for message, part in zip(actual, expected, strict=True):
             assert part in message
 
 
 # -- DTensors ---------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_are_those_of_torch():
+def test_chunks_match_torch():
     for length in range(20):
         for ranks in range(1, 6):
             chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)] if length else []
@@ -412,26 +412,28 @@ def test_chunks_are_those_of_torch():
 def turns_dtensors(length: int, heads: int) -> list[float]:
     """On one axis a turn is DTensor's own redistribution, and back; so are the gradients."""
     built = mesh(ulysses=4)["ulysses"]
-    whole = distribute_tensor(random(0, B, length, heads, D), built, [Shard(1)]).requires_grad_()
+    full = distribute_tensor(random(0, B, length, heads, D), built, [Shard(1)]).requires_grad_()
     up = distribute_tensor(random(1, B, length, heads, D), built, [Shard(2)])
     with poisoned(), CommLedger() as ledger:
-        turned = seq_to_head(whole, built)
+        turned = seq_to_head(full, built)
         back = head_to_seq(turned, built)
-        (grad,) = torch.autograd.grad(turned, whole, up, retain_graph=True)
+        (grad,) = torch.autograd.grad(turned, full, up, retain_graph=True)
         (grad_back,) = torch.autograd.grad(back, turned, up.redistribute(placements=[Shard(1)]))
     assert turned.placements == grad_back.placements == (Shard(2),)
     assert back.placements == grad.placements == (Shard(1),)
-    assert turned.shape == back.shape == whole.shape
+    assert turned.shape == back.shape == full.shape
     assert ledger.bytes(kind="all_to_all") == ledger.bytes()
-    pairs = [(turned, whole.redistribute(placements=[Shard(2)])), (back, whole), (grad, up), (grad_back, up)]
-    for got, expected in pairs:
-        assert got.to_local().shape == expected.redistribute(placements=got.placements).to_local().shape
-    return errors(tuple(got.full_tensor() for got, _ in pairs), tuple(expected.full_tensor() for _, expected in pairs))
+    pairs = [(turned, full.redistribute(placements=[Shard(2)])), (back, full), (grad, up), (grad_back, up)]
+    for result, expected in pairs:
+        assert result.to_local().shape == expected.redistribute(placements=result.placements).to_local().shape
+    return errors(
+        tuple(result.full_tensor() for result, _ in pairs), tuple(expected.full_tensor() for _, expected in pairs)
+    )
 
 
 def test_turning_a_dtensor_is_to_redistribute_it(worlds):
     for rank in worlds(4).run(each, turns_dtensors, [(8, 8), (11, 6), (9, 5)]):
-        assert [max(found) for found in rank] == [0.0] * 3
+        assert [max(actual) for actual in rank] == [0.0] * 3
 
 
 PLACED = [Shard(1), Shard(1), Shard(2)]
@@ -452,13 +454,13 @@ def dtensors_like_local() -> list[float]:
     (grad,) = torch.autograd.grad(back, x, up)
     (plain_grad,) = torch.autograd.grad(plain_back, local, up.to_local())
     assert list(grad.placements) == PLACED
-    got = turned.to_local(), back.to_local(), grad.to_local()
-    found = errors(got, (plain, plain_back, plain_grad))
-    return found + errors((back.full_tensor(), grad.full_tensor()), (2 * x.full_tensor(), 2 * up.full_tensor()))
+    result = turned.to_local(), back.to_local(), grad.to_local()
+    actual = errors(result, (plain, plain_back, plain_grad))
+    return actual + errors((back.full_tensor(), grad.full_tensor()), (2 * x.full_tensor(), 2 * up.full_tensor()))
 
 
 def test_dtensors_on_three_axes(worlds):
-    assert all(max(found) == 0.0 for found in worlds(8).run(dtensors_like_local))
+    assert all(max(actual) == 0.0 for actual in worlds(8).run(dtensors_like_local))
 
 
 def gathers_dtensors(length: int) -> list[float]:
@@ -490,13 +492,13 @@ def gathers_dtensors(length: int) -> list[float]:
     (spread,) = torch.autograd.grad(scattered, parts, distribute_tensor(up, three, PLACED))
     assert list(scattered.placements) == PLACED
     assert spread.placements == placed
-    got = y.to_local(), grad.full_tensor(), summed.to_local(), scattered.to_local(), spread.full_tensor()
-    return errors(got, (expected.to_local(), up, split(both, sizes, rank), split(both, sizes, rank), up))
+    result = y.to_local(), grad.full_tensor(), summed.to_local(), scattered.to_local(), spread.full_tensor()
+    return errors(result, (expected.to_local(), up, split(both, sizes, rank), split(both, sizes, rank), up))
 
 
 def test_gathering_dtensors(worlds):
     for rank in worlds(8).run(each, gathers_dtensors, [(12,), (11,)]):
-        assert all(max(found) <= EXACT for found in rank)
+        assert all(max(actual) <= EXACT for actual in rank)
 
 
 def merges_dtensors() -> list[float]:
@@ -519,7 +521,7 @@ def merges_dtensors() -> list[float]:
 
 
 def test_merging_dtensors(worlds):
-    assert all(max(found) == 0.0 for found in worlds(8).run(merges_dtensors))
+    assert all(max(actual) == 0.0 for actual in worlds(8).run(merges_dtensors))
 
 
 def refused_dtensors() -> list[str]:
@@ -566,6 +568,6 @@ def test_wrong_placements_are_refused_by_name(worlds):
         "it must be LogSumExpPartial(packed=False) there",
         "one of out and lse is a DTensor and the other is not",
     ]
-    for found in worlds(8).run(refused_dtensors):
-        for message, part in zip(found, expected, strict=True):
+    for actual in worlds(8).run(refused_dtensors):
+        for message, part in zip(actual, expected, strict=True):
             assert part in message

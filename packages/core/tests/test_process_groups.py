@@ -54,7 +54,7 @@ def test_no_device_is_refused_before_anything_is_started(gpus):
     assert not dist.is_initialized()
 
 
-def test_only_nccl_alone_is_bound_to_the_device(gpus, monkeypatch):
+def test_only_a_group_with_nccl_alone_is_bound_to_the_device(gpus, monkeypatch):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append((backend, options)))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -259,11 +259,11 @@ def with_priority() -> list[Any]:
             compat.new_group([0, 1], f"priority {like is not None}", timedelta(seconds=30), like)
     finally:
         c10d._new_process_group_helper, dist.ProcessGroupNCCL = helper, was
-    found = [options["backend_options"] for options in asked]
-    return [None if one is None else vars(one) | {"config": one.config.max_ctas} for one in found]
+    actual = [options["backend_options"] for options in asked]
+    return [None if one is None else vars(one) | {"config": one.config.max_ctas} for one in actual]
 
 
-def test_torch_is_asked_for_the_priority_of_a_group(worlds):
+def test_groups_are_created_with_their_priority(worlds):
     high = {"is_high_priority_stream": True, "_timeout": timedelta(seconds=30), "config": 8}
     assert worlds(2).run(with_priority) == [[high, None]] * 2
 

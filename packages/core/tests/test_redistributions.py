@@ -67,15 +67,15 @@ def drawn(ranks: int, number: int) -> Case:
         before, after = REDISTRIBUTIONS[name](dim)
         placed = draw_placements(draw, over, (0, 1, 2), {axis: before})
         result = tuple(after if n == axis else p for n, p in zip(over.mesh_dim_names, placed, strict=True))
-        found = Case(name, over, axis, dim, shape, placed, result)
-        if found.fits():
-            return found
+        actual = Case(name, over, axis, dim, shape, placed, result)
+        if actual.fits():
+            return actual
 
 
 def differences(case: Case) -> list[str]:
     """In what a call differs from torch's redistribution of the same; the gradient for gradients placed in any way."""
-    whole, up = random(0, *case.shape), random(1, *case.shape)
-    x, same = (place(whole, case.over, case.before).requires_grad_() for _ in range(2))
+    full, up = random(0, *case.shape), random(1, *case.shape)
+    x, same = (place(full, case.over, case.before).requires_grad_() for _ in range(2))
     y = case.call(x)
     expected = same.redistribute(placements=case.after)
     ups = [place(up, case.over, case.after)]
@@ -85,8 +85,8 @@ def differences(case: Case) -> list[str]:
     made = ((x, y), (same, expected))
     pairs = [(y, expected)]
     pairs += [tuple(torch.autograd.grad(b, a, grad, retain_graph=True)[0] for a, b in made) for grad in ups]
-    wrong = [f"{got} is not {wanted}" for got, wanted in pairs if not alike(got, wanted)]
-    return wrong + ["value"] * (not close(y.to_local(), local_part(whole, case.over, case.after)))
+    wrong = [f"{result} is not {wanted}" for result, wanted in pairs if not alike(result, wanted)]
+    return wrong + ["value"] * (not close(y.to_local(), local_part(full, case.over, case.after)))
 
 
 def alike(got: DTensor, wanted: DTensor) -> bool:
@@ -106,20 +106,20 @@ def all_differences(ranks: int, numbers: Sequence[int]) -> list[tuple[str, list[
 @pytest.mark.parametrize(("ranks", "count"), [(4, 120), pytest.param(8, 60, marks=pytest.mark.long)])
 def test_collectives_equal_torchs_redistribute(worlds, ranks, count):
     for rank in worlds(ranks).run(all_differences, ranks, range(count), timeout=200):
-        assert [found for found in rank if found[1]] == []
+        assert [actual for actual in rank if actual[1]] == []
 
 
 def merged() -> list[bool]:
     """`merge_scatter` is torch's redistribution of `LogSumExpPartial`, for one that can be uneven or empty."""
-    found = list[bool]()
+    actual = list[bool]()
     for axes, tokens, target in (({"ring": 4}, 12, Shard(1)), ({"ring": 4}, 9, Shard(1)), ({"ring": 4}, 2, Shard(1))):
         axis = mesh(**axes)["ring"]
         out, lse = random(axis.get_local_rank(), 2, tokens, 3, 4), random(9 + axis.get_local_rank(), 2, tokens, 3)
         apart = [DTensor.from_local(x, axis, [LogSumExpPartial(packed=False)]) for x in (out, lse)]
         packed = DTensor.from_local(pack_partial(out, lse), axis, [LogSumExpPartial()])
-        got, wanted = merge_scatter(*apart, axis), unpack_partial(packed.redistribute(placements=[target]))
-        found += [alike(a, b) for a, b in zip(got, wanted, strict=True)]
-    return found
+        result, expected = merge_scatter(*apart, axis), unpack_partial(packed.redistribute(placements=[target]))
+        actual += [alike(a, b) for a, b in zip(result, expected, strict=True)]
+    return actual
 
 
 def test_redistributing_packed_partials_merges_them(worlds):
@@ -129,23 +129,23 @@ def test_redistributing_packed_partials_merges_them(worlds):
 def sizes_of_their_own() -> list[bool]:
     """Shards that DTensor would cut otherwise: refused as DTensors before anything is sent, taken as local tensors."""
     axis, sizes = mesh(ring=4)["ring"], (3, 3, 2, 2)
-    whole, found = random(0, 2, 10, 4, 3), list[bool]()
-    mine = whole.split(list(sizes), 1)[axis.get_local_rank()]
-    for call, x, wanted in (
-        (all_gather, mine, whole),
-        (seq_to_head, mine, whole[:, :, axis.get_local_rank() :][:, :, :1]),
-        (reduce_scatter, whole, 4 * mine),
-        (head_to_seq, whole[:, :, axis.get_local_rank() :][:, :, :1], mine),
+    full, actual = random(0, 2, 10, 4, 3), list[bool]()
+    mine = full.split(list(sizes), 1)[axis.get_local_rank()]
+    for call, x, expected in (
+        (all_gather, mine, full),
+        (seq_to_head, mine, full[:, :, axis.get_local_rank() :][:, :, :1]),
+        (reduce_scatter, full, 4 * mine),
+        (head_to_seq, full[:, :, axis.get_local_rank() :][:, :, :1], mine),
     ):
-        found.append(close(call(x, axis, sizes=sizes), wanted))
+        actual.append(close(call(x, axis, sizes=sizes), expected))
         before, _ = REDISTRIBUTIONS[call.__name__](1)
         with CommLedger() as ledger, pytest.raises(ValueError, match=r"\(3, 3, 2, 2\) .* cuts 10 as \(3, 3, 3, 1\)"):
-            call(place(whole, axis, [before]), axis, sizes=sizes)
-        found.append(ledger.bytes() == 0)
-    return found
+            call(place(full, axis, [before]), axis, sizes=sizes)
+        actual.append(ledger.bytes() == 0)
+    return actual
 
 
-def test_other_shards_than_those_of_dtensors_go_as_local_tensors(worlds):
+def test_shards_that_dtensor_cannot_express_are_local_tensors(worlds):
     assert all(all(rank) for rank in worlds(4).run(sizes_of_their_own))
 
 
@@ -154,12 +154,12 @@ def placed_as_by_torch(count: int) -> list[str]:
     for number in range(count):
         draw = Random(number)
         axes = draw.choice(MESHES[8])
-        over, whole = mesh(**axes)[tuple(axes)], random(number, draw.randint(1, 4), draw.randint(1, 20), 3)
+        over, full = mesh(**axes)[tuple(axes)], random(number, draw.randint(1, 4), draw.randint(1, 20), 3)
         placed = draw_placements(draw, over, (0, 1, 2), partial=True)
-        x = place(whole, over, placed, seed=number)
+        x = place(full, over, placed, seed=number)
         cut = [Replicate() if p.is_partial() else p for p in placed]
-        torchs = distribute_tensor(whole, over, cut, src_data_rank=None)
-        if not close(x.full_tensor(), whole) or not torch.equal(place(whole, over, cut).to_local(), torchs.to_local()):
+        torchs = distribute_tensor(full, over, cut, src_data_rank=None)
+        if not close(x.full_tensor(), full) or not torch.equal(place(full, over, cut).to_local(), torchs.to_local()):
             wrong.append(f"{number}: {placed}")
     return wrong
 

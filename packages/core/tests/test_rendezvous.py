@@ -12,8 +12,8 @@ from armillary.core.rendezvous import rendezvous
 def met(store: dist.Store, ranks: list[int], size: int, seconds: float) -> list[dist.Store]:
     """What each of `ranks` gets, all at once, out of `size` that are awaited."""
     with ThreadPoolExecutor(len(ranks)) as threads:
-        found = [threads.submit(rendezvous, store, rank, size, timedelta(seconds=seconds)) for rank in ranks]
-        return [one.result() for one in found]
+        actual = [threads.submit(rendezvous, store, rank, size, timedelta(seconds=seconds)) for rank in ranks]
+        return [one.result() for one in actual]
 
 
 def test_each_start_has_a_part_of_the_store_for_itself():

@@ -45,8 +45,8 @@ def test_sizes_over_several_axes_are_cut_one_after_the_other():
 
 
 def chunks(values: list[int], count: int) -> list[list[int]]:
-    found = [part.tolist() for part in torch.tensor(values).chunk(count)] if values else []
-    return found + [[]] * (count - len(found))
+    actual = [part.tolist() for part in torch.tensor(values).chunk(count)] if values else []
+    return actual + [[]] * (count - len(actual))
 
 
 def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
@@ -185,8 +185,8 @@ def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length
     shard = 0
     for axis in places:
         shard = shard * on.size(axis) + on.get_local_rank(axis)
-    whole = whole_of(length, others, dim)
-    x = whole.clone(memory_format=torch.preserve_format).requires_grad_()
+    full = whole_of(length, others, dim)
+    x = full.clone(memory_format=torch.preserve_format).requires_grad_()
     with CommLedger() as ledger:
         y = distribute_sequence(x, layout, on, dim)
     z = gather_sequence(y, layout)
@@ -198,23 +198,23 @@ def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length
     checks = {
         "sent nothing": ledger.bytes() == 0,
         "placements": list(y.placements) == list(placed.values()) == list(to_y.placements),
-        "shape": y.shape == whole.shape,
-        "local": torch.equal(y.to_local(), layout.take(whole, shard, dim)),
-        "full_tensor": torch.equal(y.full_tensor(), whole.index_select(dim, order)),
-        "whole": torch.equal(z, whole),
+        "shape": y.shape == full.shape,
+        "local": torch.equal(y.to_local(), layout.take(full, shard, dim)),
+        "full_tensor": torch.equal(y.full_tensor(), full.index_select(dim, order)),
+        "whole": torch.equal(z, full),
         "gradient of the DTensor": torch.equal(to_y.to_local(), layout.take(up, shard, dim)),
         "gradient": torch.equal(to_x, up),
-        "gradient of full_tensor": torch.equal(through, 2 * whole * unordered),
-        "dim": torch.equal(gather_sequence(y, layout, dim - whole.ndim), whole),
-        "replicated": torch.equal(gather_sequence(y.redistribute(placements=[R] * on.ndim), layout, dim), whole),
+        "gradient of full_tensor": torch.equal(through, 2 * full * unordered),
+        "dim": torch.equal(gather_sequence(y, layout, dim - full.ndim), full),
+        "replicated": torch.equal(gather_sequence(y.redistribute(placements=[R] * on.ndim), layout, dim), full),
     }
-    part = layout.take(whole, shard, dim).requires_grad_()
+    part = layout.take(full, shard, dim).requires_grad_()
     mine = sequence_from_local(part, layout, on, dim)
     (to_part,) = torch.autograd.grad(mine, part, to_y)
     checks["from local"] = torch.equal(mine.to_local(), part) and mine.placements == y.placements
     checks["from local, of the whole"] = mine.shape == y.shape and is_cut_by_dtensor(layout, on)
     checks["from local, gradient"] = torch.equal(to_part, to_y.to_local())
-    ids = torch.arange(whole.numel()).view(whole.shape)
+    ids = torch.arange(full.numel()).view(full.shape)
     checks["integers"] = torch.equal(gather_sequence(distribute_sequence(ids, layout, on, dim), layout, dim), ids)
     return [name for name, right in checks.items() if not right]
 
@@ -228,8 +228,8 @@ def all_faults(cases: list[Case]) -> list[list[str]]:
 )
 def test_distribute_and_gather_match_the_layouts_take_and_join(worlds, ranks, cases):
     for rank in worlds(ranks).run(all_faults, cases, timeout=100):
-        for found, case in zip(rank, cases, strict=True):
-            assert found == [], case
+        for actual, case in zip(rank, cases, strict=True):
+            assert actual == [], case
 
 
 def joined(length: int, kind: str) -> list[bool]:
@@ -269,12 +269,12 @@ def trained() -> list[float]:
     first = torch.autograd.grad(out, (x, sharded), up, retain_graph=True)
     second = torch.autograd.grad(shares, (x, sharded), up / 2)
     return [
-        (got - wanted).abs().max().item()
+        (result - wanted).abs().max().item()
         for grads in (first, second)
-        for got, wanted in zip((grads[0], grads[1].full_tensor()), expected, strict=True)
+        for result, wanted in zip((grads[0], grads[1].full_tensor()), expected, strict=True)
     ]
 
 
 def test_gradients_through_a_sharded_layer(worlds):
-    for found in worlds(8).run(trained, timeout=60):
-        assert max(found) <= 1e-13
+    for actual in worlds(8).run(trained, timeout=60):
+        assert max(actual) <= 1e-13

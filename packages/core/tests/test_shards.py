@@ -33,11 +33,11 @@ def held(size: int, fsdp: int, tp: int) -> dict[tuple[int, int], range]:
 def test_boxes_are_fsdp_shards_of_tensor_parallel_shards(fsdp, tp):
     strided, coordinates = _StridedShard(0, split_factor=tp), list(product(range(fsdp), range(tp)))
     for size in (*range(1, 80), 244, 257, 258, 259, 684):
-        found = {at: box_of((size, 6), (fsdp, tp), at, (strided, Shard(0)))[0] for at in coordinates}
-        assert {at: range(part.start, part.stop) for at, part in found.items() if part.start < part.stop} == {
+        actual = {at: box_of((size, 6), (fsdp, tp), at, (strided, Shard(0)))[0] for at in coordinates}
+        assert {at: range(part.start, part.stop) for at, part in actual.items() if part.start < part.stop} == {
             at: part for at, part in held(size, fsdp, tp).items() if part
         }
-        assert sorted(i for part in found.values() for i in range(part.start, part.stop)) == list(range(size))
+        assert sorted(i for part in actual.values() for i in range(part.start, part.stop)) == list(range(size))
 
 
 def test_boxes_of_other_placements():

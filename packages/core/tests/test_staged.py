@@ -92,11 +92,11 @@ def everything() -> dict[str, Tensor]:
     return {how: collected(how) for how in HOWS}
 
 
-def test_results_are_those_of_gloo(staged, worlds):
-    for got, wanted in zip(staged.run(everything), worlds(RANKS).run(everything), strict=True):
-        assert list(got) == list(HOWS)
-        assert all(torch.equal(got[how], wanted[how]) for how in HOWS[1:])
-        torch.testing.assert_close(got["all_reduce"], wanted["all_reduce"])  # gloo adds rows, here columns
+def test_results_match_gloo(staged, worlds):
+    for result, expected in zip(staged.run(everything), worlds(RANKS).run(everything), strict=True):
+        assert list(result) == list(HOWS)
+        assert all(torch.equal(result[how], expected[how]) for how in HOWS[1:])
+        torch.testing.assert_close(result["all_reduce"], expected["all_reduce"])  # gloo adds rows, here columns
 
 
 class Recording:
@@ -119,7 +119,7 @@ def sends() -> tuple[bool, bool, bool, bool]:
     group, seen = dist.group.WORLD, list[int]()
     group.host = Recording(group.host, seen)
     rank, x, y = dist.get_rank(), mine(8), empty(8)
-    wanted = torch.randn(8, generator=torch.Generator().manual_seed((rank - 1) % RANKS))
+    expected = torch.randn(8, generator=torch.Generator().manual_seed((rank - 1) % RANKS))
     coming = dist.irecv(y, (rank - 1) % RANKS)
     going = dist.isend(x, (rank + 1) % RANKS)
     x.zero_()
@@ -129,7 +129,7 @@ def sends() -> tuple[bool, bool, bool, bool]:
     going.wait()
     group.host = group.host.host
     copies = len(seen) == 2 and not {x.data_ptr(), y.data_ptr()} & set(seen)
-    return copies, early, torch.equal(y, wanted), host_timeout(group, "cpu") == group.longest
+    return copies, early, torch.equal(y, expected), host_timeout(group, "cpu") == group.longest
 
 
 def test_staged_messages_are_copies_and_arrive_by_wait(staged):
@@ -139,10 +139,10 @@ def test_staged_messages_are_copies_and_arrive_by_wait(staged):
 def sharded_gradients() -> float:
     torch.manual_seed(0)
     model, x = nn.Linear(6, 8), torch.randn(RANKS, 6)
-    (wanted,) = torch.autograd.grad(model(x).square().mean(), model.weight)
+    (expected,) = torch.autograd.grad(model(x).square().mean(), model.weight)
     fully_shard(model, mesh=mesh(ring=RANKS)["ring"])
     model(x[dist.get_rank()]).square().mean().backward()
-    return relative_error(model.weight.grad.full_tensor(), wanted)
+    return relative_error(model.weight.grad.full_tensor(), expected)
 
 
 def test_fsdp2_and_dtensors_run_on_it(staged):
@@ -157,8 +157,8 @@ def on_cuda() -> tuple[bool, Tensor]:
 
 
 def test_meshes_of_gpus_are_made_on_it(staged):
-    for plain, got in staged.run(on_cuda):
-        assert plain and got.tolist() == [0, 1, 2, 3]
+    for plain, result in staged.run(on_cuda):
+        assert plain and result.tolist() == [0, 1, 2, 3]
 
 
 def waits_for_nobody() -> str:
@@ -173,5 +173,5 @@ def waits_for_nobody() -> str:
 
 def test_nobody_waits_for_ever():
     with World(2, timeout=60, backend="staged") as world:
-        said = world.run(waits_for_nobody)
-    assert "imed out" in said[0], said
+        messages = world.run(waits_for_nobody)
+    assert "imed out" in messages[0], messages

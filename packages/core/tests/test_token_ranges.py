@@ -32,26 +32,26 @@ def test_sets_of_tokens(a):
     assert all(first.stop < second.start for first, second in pairwise(one.runs)) and all(one.runs)
     assert one.count == len(tokens(one))
     ends = np.array([0, *sorted({side for run in one.runs for side in (run.start, run.stop)} - {0, TOKENS}), TOKENS])
-    wanted = np.array([start in tokens(one) for start in ends[:-1]])
-    assert TokenRanges.where(ends, wanted).runs == one.runs
+    expected = np.array([start in tokens(one) for start in ends[:-1]])
+    assert TokenRanges.where(ends, expected).runs == one.runs
 
 
 @settings(derandomize=True, max_examples=200)
 @given(RANGES, st.integers(0, 2**TOKENS - 1))
 def test_in_tensors(ranges, chosen):
     held = TokenRanges.union(ranges)
-    wanted = some_of(held, chosen)
-    if not wanted.runs:
+    expected = some_of(held, chosen)
+    if not expected.runs:
         return
-    packed, x = wanted.within(held), torch.arange(TOKENS)[None, :, None].expand(2, -1, 3).clone()
+    packed, x = expected.within(held), torch.arange(TOKENS)[None, :, None].expand(2, -1, 3).clone()
     mine = held.take(x)
     assert [mine[0, held.index(token), 0] for token in tokens(held)] == tokens(held)
     part = packed.take(mine)
-    assert part[1, :, 2].tolist() == tokens(wanted)
+    assert part[1, :, 2].tolist() == tokens(expected)
     packed.add(mine, 100 * part.clone())
-    assert mine[1, :, 0].tolist() == [token * (101 if token in tokens(wanted) else 1) for token in tokens(held)]
+    assert mine[1, :, 0].tolist() == [token * (101 if token in tokens(expected) else 1) for token in tokens(held)]
     packed.put(mine, torch.zeros_like(part))
-    assert mine[0, :, 1].tolist() == [token * (token not in tokens(wanted)) for token in tokens(held)]
+    assert mine[0, :, 1].tolist() == [token * (token not in tokens(expected)) for token in tokens(held)]
 
 
 def test_taken_tokens_are_a_view_where_possible():
@@ -67,9 +67,9 @@ def test_taken_tokens_are_a_view_where_possible():
 def test_a_message_with_some_tokens(shapes):
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
     for runs in ((range(6),), (range(1, 4),), (range(2), range(3, 5))):
-        wanted = TokenRanges(runs)
+        expected = TokenRanges(runs)
         every = FlatBuffer.of(tensors, TokenRanges((range(6),)))
-        for flat in (FlatBuffer.of(tensors, wanted), every.part(wanted)):
+        for flat in (FlatBuffer.of(tensors, expected), every.part(expected)):
             assert flat.buffer.is_contiguous() and flat.buffer.nbytes == sum(x.nbytes for x in flat.tensors)
-            assert all(torch.equal(got, wanted.take(x)) for got, x in zip(flat.tensors, tensors, strict=True))
+            assert all(torch.equal(result, expected.take(x)) for result, x in zip(flat.tensors, tensors, strict=True))
     assert every.part(TokenRanges((range(6),))) is every

@@ -75,6 +75,6 @@ def test_primitives_show_messages_in_flight_and_waits(worlds):
     assert worlds(2).run(exchanged) == [expected] * 2
 
 
-def test_without_a_trace_works_stay_as_they_are():
+def test_without_a_trace_works_are_unchanged():
     work = LateWork()
     assert watched([work], record("ring", "p2p", 1, 1)) == (work,)

@@ -65,18 +65,18 @@ def test_several_files_and_chunks_are_one_store(tmp_path, shards):
     assert read_rows(alone(store, 99), 0, 40) == read_rows(alone(memory, 99), 0, 40)
 
 
-def test_shuffles_and_selections_of_a_saved_dataset_hold(tmp_path):
-    whole = datasets.Dataset.from_dict({"input_ids": ROWS})
-    whole.select([5, 2, 0]).save_to_disk(tmp_path / "some")
-    shuffled = whole.shuffle(seed=3)
+def test_shuffles_and_selections_of_a_saved_dataset_are_kept(tmp_path):
+    full = datasets.Dataset.from_dict({"input_ids": ROWS})
+    full.select([5, 2, 0]).save_to_disk(tmp_path / "some")
+    shuffled = full.shuffle(seed=3)
     shuffled.save_to_disk(tmp_path / "shuffled")
-    whole.filter(lambda row: len(row["input_ids"]) > 2).save_to_disk(tmp_path / "long")
+    full.filter(lambda row: len(row["input_ids"]) > 2).save_to_disk(tmp_path / "long")
     assert documents(open_store(tmp_path / "some")) == [ROWS[5], ROWS[2], ROWS[0]]
     assert documents(open_store(tmp_path / "shuffled")) == shuffled["input_ids"][:] != ROWS
     assert documents(open_store(tmp_path / "long")) == [row for row in ROWS if len(row) > 2]
 
 
-def test_another_column_may_hold_the_tokens(tmp_path):
+def test_another_column_may_contain_the_tokens(tmp_path):
     both = datasets.Dataset.from_dict({"text": ["a", "b"], "tokens": [[1, 2], [3]], "input_ids": [[4], [5]]})
     both.save_to_disk(tmp_path / "saved")
     assert documents(open_store(tmp_path / "saved", column="tokens")) == [[1, 2], [3]]
@@ -140,9 +140,9 @@ def test_broken_folders_are_refused(tmp_path, name, text):
 def test_truncated_or_missing_files_are_refused(tmp_path):
     path = save(tmp_path / "saved", [list(range(5000))] * 8, num_shards=2)
     name = json.loads((path / "state.json").read_text())["_data_files"][1]["filename"]
-    whole = (path / name).read_bytes()
-    for cut in (0, 10, len(whole) // 2, len(whole) - 100):
-        (path / name).write_bytes(whole[:cut])
+    full = (path / name).read_bytes()
+    for cut in (0, 10, len(full) // 2, len(full) - 100):
+        (path / name).write_bytes(full[:cut])
         assert refused(path, "cannot be read as a saved dataset")
     (path / name).unlink()
     assert refused(path, "cannot be read as a saved dataset")

@@ -324,8 +324,8 @@ def train(root: Path) -> TextTokenizer:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_raises_a_value_error_with_the_argument(folder, name):
-    call, said = CALLS[name]
+    call, messages = CALLS[name]
     with pytest.raises(ValueError) as error:
         call(folder)
-    assert said in str(error.value)
+    assert messages in str(error.value)
     assert "\n" not in str(error.value)

@@ -82,21 +82,21 @@ def test_prepare_takes_every_setting(tmp_path, capsys):
     source, output = str(tmp_path / "a.data"), str(tmp_path / "store")
     more = ["--begin-of-document", "<|endoftext|>", "--end-of-document", "<|endoftext|>", "--vocab-size", "260"]
     main(["prepare", source, "-o", output, "--format", "jsonl", "--text-field", "body", "--tokenizer", "bpe", *more])
-    found = open_store(output)
-    tokens = found.read(0, 0, found.tokens).tolist()
-    assert tokens[0] == tokens[-1] == found.vocabulary.end_of_document
-    assert found.vocabulary.size == 260
+    actual = open_store(output)
+    tokens = actual.read(0, 0, actual.tokens).tolist()
+    assert tokens[0] == tokens[-1] == actual.vocabulary.end_of_document
+    assert actual.vocabulary.size == 260
     main(["prepare", source, "-o", output, "--format", "text", "--overwrite"])
     assert open_store(output).tokens == len(Path(source).read_bytes()) + 1
     assert f"{output}: 1 documents, 25 tokens of uint16" in capsys.readouterr().out
 
 
-def test_run_again_prepare_says_the_same(lines, tmp_path, capsys):
-    said = []
+def test_prepare_prints_the_same_when_repeated(lines, tmp_path, capsys):
+    messages = []
     for _ in range(2):
         main(["prepare", str(lines), "-o", str(tmp_path / "store"), "--workers", "1"])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] == f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n"
+        messages.append(capsys.readouterr().out)
+    assert messages[0] == messages[1] == f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n"
 
 
 def test_invalid_input_is_one_line_and_exit_code_2(lines, store, tmp_path, capsys):
@@ -167,11 +167,11 @@ def test_info_shows_counts_and_lengths(store, capsys):
 
 def test_info_as_json_has_the_figures_of_describe(store, capsys):
     main(["info", str(store), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    bins = found.pop("histogram")
-    assert found == describe(open_store(store))
+    actual = json.loads(capsys.readouterr().out)
+    bins = actual.pop("histogram")
+    assert actual == describe(open_store(store))
     assert bins[0] == {"least": 2, "most": 3, "documents": 3, "tokens": 7}
-    assert sum(b["tokens"] for b in bins) == found["tokens"] == sum(LENGTHS) + len(LENGTHS)
+    assert sum(b["tokens"] for b in bins) == actual["tokens"] == sum(LENGTHS) + len(LENGTHS)
 
 
 def test_info_draws_a_picture(store, tmp_path, capsys):
@@ -180,7 +180,7 @@ def test_info_draws_a_picture(store, tmp_path, capsys):
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_picture_without_the_package_says_how_to_install_it(store, tmp_path, capsys, monkeypatch):
+def test_a_picture_without_matplotlib_names_the_package_to_install(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, line = refused(capsys, "info", store, "--plot", tmp_path / "a.png")
     assert code == 2 and "pip install 'armillary-data[plot]'" in line
@@ -220,10 +220,10 @@ def test_pack_shows_a_column_for_each_packing(store, capsys):
 
 def test_pack_as_json_has_the_figures_of_measure_packings(store, capsys):
     main(["pack", str(store), "--length", "64", "--shards", "2", "--rows", "3", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    actual = json.loads(capsys.readouterr().out)
     measured = measure_packings(open_store(store), 64, 2, 3)
-    assert [one["packing"] for one in found] == ["greedy", "best_fit", "one_per_row"]
-    assert [(one["waste"]["rows"], one["zigzag"], one["spans"]) for one in found] == [
+    assert [one["packing"] for one in actual] == ["greedy", "best_fit", "one_per_row"]
+    assert [(one["waste"]["rows"], one["zigzag"], one["spans"]) for one in actual] == [
         (m.waste.rows, m.zigzag, m.spans) for m in measured
     ]
 
@@ -246,44 +246,44 @@ def test_a_histogram_counts_every_document_and_token_once(lengths):
     edges = [(0, 0), *((2**b, 2 ** (b + 1) - 1) for b in range(13))]
     counted = [[n for n in lengths if least <= n <= most] for least, most in edges]
     every = [Bin(*edge, len(inside), sum(inside)) for edge, inside in zip(edges, counted, strict=True)]
-    used = [i for i, found in enumerate(every) if found.documents]
+    used = [i for i, actual in enumerate(every) if actual.documents]
     assert bins == (every[used[0] : used[-1] + 1] if used else [])
 
 
 def test_describe_counts_tokens_with_the_ends_of_documents():
-    found = describe(store_of(LENGTHS))
+    actual = describe(store_of(LENGTHS))
     lengths = sorted(length + 1 for length in LENGTHS)
-    assert (found["documents"], found["tokens"], found["longest"]) == (10, sum(lengths), 101)
-    assert (found["bytes"], found["dtype"]) == (2 * sum(lengths), "uint16")
-    assert found["mean_length"] == pytest.approx(sum(lengths) / 10)
-    assert found["p50"] == (lengths[4] + lengths[5]) / 2
-    assert (found["tokenizer"], found["vocabulary"], found["end_of_document"]) == ("bytes", 257, 256)
-    assert found["p10"] <= found["p50"] <= found["p90"] <= found["p99"] <= found["longest"]
+    assert (actual["documents"], actual["tokens"], actual["longest"]) == (10, sum(lengths), 101)
+    assert (actual["bytes"], actual["dtype"]) == (2 * sum(lengths), "uint16")
+    assert actual["mean_length"] == pytest.approx(sum(lengths) / 10)
+    assert actual["p50"] == (lengths[4] + lengths[5]) / 2
+    assert (actual["tokenizer"], actual["vocabulary"], actual["end_of_document"]) == ("bytes", 257, 256)
+    assert actual["p10"] <= actual["p50"] <= actual["p90"] <= actual["p99"] <= actual["longest"]
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_packings_are_measured_as_their_rows_say(shards):
+def test_packing_statistics_match_the_rows(shards):
     documents, length = store_of(LENGTHS * 3), 64
     layout = SequenceLayout.zigzag(length, shards)
     total = documents.tokens
-    for found, packing in zip(
+    for actual, packing in zip(
         measure_packings(documents, length, shards, 5), (greedy, best_fit, one_per_row), strict=True
     ):
         packed = PackedSequences(documents, layout=layout, shard=0, rows_per_batch=1, packing=packing)
         every = [packed.row(number) for number in range(packed.rows_per_epoch)]
         held = sum(piece.length for row in every for piece in row.slices)
-        assert (found.packing, found.waste.rows) == (packing.__name__, len(every))
-        assert found.waste.padding == pytest.approx(1 - held / (len(every) * length))
-        assert found.waste.dropped == pytest.approx(1 - held / total)
+        assert (actual.packing, actual.waste.rows) == (packing.__name__, len(every))
+        assert actual.waste.padding == pytest.approx(1 - held / (len(every) * length))
+        assert actual.waste.dropped == pytest.approx(1 - held / total)
         balances = [attention_balance(layout, documents=row.ends) for row in every[:5]]
-        assert (found.zigzag, found.worst_zigzag) == pytest.approx((sum(balances) / 5, max(balances)))
-        assert found.documents == sum(len(row.ends) - 1 for row in every[:5]) / 5
-        assert 1 <= found.balanced <= found.worst_balanced <= found.worst_zigzag + 1e-9
-        assert 1 <= found.spans <= length
+        assert (actual.zigzag, actual.worst_zigzag) == pytest.approx((sum(balances) / 5, max(balances)))
+        assert actual.documents == sum(len(row.ends) - 1 for row in every[:5]) / 5
+        assert 1 <= actual.balanced <= actual.worst_balanced <= actual.worst_zigzag + 1e-9
+        assert 1 <= actual.spans <= length
 
 
 def test_statistics_show_the_purpose_of_each_packing():
-    by_name = {found.packing: found.waste for found in measure_packings(store_of(LENGTHS), 64, 1, 8)}
+    by_name = {actual.packing: actual.waste for actual in measure_packings(store_of(LENGTHS), 64, 1, 8)}
     assert by_name["greedy"].rows == -(-store_of(LENGTHS).tokens // 64) and by_name["greedy"].dropped == 0
     assert by_name["best_fit"].dropped == 0 and by_name["best_fit"].cut == pytest.approx(
         2 / 10

@@ -21,10 +21,10 @@ def write(root, **files):
 
 def test_the_python_corpus_is_large_sorted_and_has_long_documents():
     corpus = python_corpus()
-    found = [document.name for document in corpus]
+    actual = [document.name for document in corpus]
     assert sum(len(document.text) for document in corpus) > 1_000_000
-    assert found == sorted(set(found))
-    assert {"argparse.py", "email/message.py", "unittest/case.py", "doctest.py"} <= set(found)
+    assert actual == sorted(set(actual))
+    assert {"argparse.py", "email/message.py", "unittest/case.py", "doctest.py"} <= set(actual)
     manual = [document for document in corpus if document.name.startswith("pydoc_data/topics/")]
     assert max(len(document.text) for document in manual) > 32_000
 

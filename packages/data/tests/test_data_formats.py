@@ -65,20 +65,20 @@ def test_a_folder_comes_back_as_it_was_written(tmp_path, dtype):
     assert is_store(path)
 
 
-def test_rows_of_a_folder_are_those_of_its_documents_in_memory(folder):
-    found = read_rows(alone(open_store(folder), 16), 0, 20)
+def test_rows_of_a_folder_equal_rows_of_documents_in_memory(folder):
+    actual = read_rows(alone(open_store(folder), 16), 0, 20)
     memory = numbered(LENGTHS)
     memory.vocabulary = Vocabulary(end_of_document=0)
-    assert found == read_rows(alone(memory, 16), 0, 20)
+    assert actual == read_rows(alone(memory, 16), 0, 20)
 
 
 def test_content_depends_on_tokens_and_boundaries_not_on_the_path(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     other_tokens = write_folder(tmp_path / "other", [*DOCUMENTS[:4], DOCUMENTS[4][::-1]])
     other_bounds = write_folder(tmp_path / "bounds", [DOCUMENTS[0][:2], DOCUMENTS[0][2:], *DOCUMENTS[2:]])
-    found = [open_store(path).content for path in (folder, tmp_path / "copy", other_tokens, other_bounds)]
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
+    actual = [open_store(path).content for path in (folder, tmp_path / "copy", other_tokens, other_bounds)]
+    assert actual[0] == actual[1]
+    assert len(set(actual)) == 3
 
 
 def test_a_store_on_disk_cannot_be_changed(folder):
@@ -103,12 +103,12 @@ def test_a_folder_without_documents_opens_and_cannot_be_packed(tmp_path):
 @pytest.mark.parametrize("name, size", [("tokens.bin", 228), ("documents.bin", 48), ("hashes.bin", 40)])
 def test_files_of_another_length_are_refused_by_the_byte(folder, name, size, read):
     path = folder / name
-    whole = path.read_bytes()
-    assert len(whole) == size
+    full = path.read_bytes()
+    assert len(full) == size
     for cut in (size - 1, size // 2, 0):
-        path.write_bytes(whole[:cut])
+        path.write_bytes(full[:cut])
         assert refused(folder, rf"{name} .*byte {cut}; .* {size} bytes", read)
-    path.write_bytes(whole + b"abc")
+    path.write_bytes(full + b"abc")
     assert refused(folder, rf"{name} .*byte {size} .*byte {size + 3}; ", read)
     path.unlink()
     assert refused(folder, rf"{name} .*No such file.* {size} bytes", read)
@@ -117,14 +117,14 @@ def test_files_of_another_length_are_refused_by_the_byte(folder, name, size, rea
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "hashes.bin"])
 def test_a_flipped_bit_is_detected_with_its_block(tmp_path, small_blocks, name):
     folder = write_folder(tmp_path / "store", [list(range(90))] * 10, hashes=range(10))
-    whole = (folder / name).read_bytes()
+    full = (folder / name).read_bytes()
     assert sum(verify_folder(folder)) == 1800 + 88 + 80
-    for byte in (0, 63, 64, len(whole) - 1):
-        rewrite(folder / name, byte, bytes([whole[byte] ^ 4]))
+    for byte in (0, 63, 64, len(full) - 1):
+        rewrite(folder / name, byte, bytes([full[byte] ^ 4]))
         first = byte // 64 * 64
-        last = min(first + 64, len(whole)) - 1
+        last = min(first + 64, len(full)) - 1
         assert refused(folder, rf"{name}: bytes {first} to {last} are not what was written; prepare", verify_folder)
-        rewrite(folder / name, byte, whole[byte : byte + 1])
+        rewrite(folder / name, byte, full[byte : byte + 1])
     assert len(list(verify_folder(folder))) == 29 + 2 + 2
 
 

@@ -67,7 +67,7 @@ def test_either_file_or_their_prefix_opens_both(tmp_path, name):
     assert documents(open_store(str(tmp_path / name))) == SEQUENCES
 
 
-def test_rows_are_those_of_the_documents(tmp_path):
+def test_rows_have_the_documents_segments(tmp_path):
     lengths = [30, 0, 5, 100]
     memory = numbered(lengths)
     sequences = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
@@ -103,9 +103,9 @@ def test_content_tells_other_files_apart(tmp_path):
     one, same = write(tmp_path / "one"), write(tmp_path / "same")
     bounds = write(tmp_path / "bounds", boundaries=[0, 2, 2, 5, 6, 6, 6])
     lengths = write(tmp_path / "lengths", [[1, 2], [3], *SEQUENCES[2:]])
-    found = [open_store(path).content for path in (one, same, bounds, lengths)]
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
+    actual = [open_store(path).content for path in (one, same, bounds, lengths)]
+    assert actual[0] == actual[1]
+    assert len(set(actual)) == 3
 
 
 def test_no_tokens_open_and_cannot_be_packed(tmp_path):
@@ -136,12 +136,12 @@ def test_tokens_after_the_last_document_are_refused_by_the_byte(tmp_path):
 
 def test_a_truncated_index_is_refused_by_the_byte(tmp_path):
     path = write(tmp_path / "data")
-    whole = (tmp_path / "data.idx").read_bytes()
-    for cut in (34, 50, len(whole) - 1):
-        (tmp_path / "data.idx").write_bytes(whole[:cut])
-        assert refused(path, rf"data.idx is cut off at byte {cut}; its header says {len(whole)} bytes")
+    full = (tmp_path / "data.idx").read_bytes()
+    for cut in (34, 50, len(full) - 1):
+        (tmp_path / "data.idx").write_bytes(full[:cut])
+        assert refused(path, rf"data.idx is cut off at byte {cut}; its header says {len(full)} bytes")
     for cut in (0, 5, 33):
-        (tmp_path / "data.idx").write_bytes(whole[:cut])
+        (tmp_path / "data.idx").write_bytes(full[:cut])
         assert refused(path, r"data.idx is not a Megatron index: its first bytes are b'")
 
 
@@ -182,14 +182,14 @@ def test_an_inconsistent_index_is_refused(tmp_path, lengths, boundaries, pointer
 @given(st.data())
 def test_no_damaged_index_gives_tokens_outside_of_the_file(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("broken")
-    whole = bytearray(index([3, 0, 4], [0, 1, 3]))
+    full = bytearray(index([3, 0, 4], [0, 1, 3]))
     for _ in range(data.draw(st.integers(1, 3))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+        full[data.draw(st.integers(0, len(full) - 1))] = data.draw(st.integers(0, 255))
     (folder / "data.bin").write_bytes(bytes(range(14)))
-    (folder / "data.idx").write_bytes(whole)
+    (folder / "data.idx").write_bytes(full)
     try:
-        found = documents(open_store(folder / "data"))
+        actual = documents(open_store(folder / "data"))
     except ValueError as error:
         assert "data" in str(error)
     else:
-        assert sum(map(len, found)) * np.dtype(CODES[whole[17]]).itemsize == 14
+        assert sum(map(len, actual)) * np.dtype(CODES[full[17]]).itemsize == 14

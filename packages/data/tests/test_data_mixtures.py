@@ -27,9 +27,9 @@ STORES = [shifted(lengths, 1000 * i) for i, lengths in enumerate(SIZES)]
 
 def sources(rows, places):
     """The store that each row is of."""
-    found = [{token // 1000 for token in row if token != PADDING} for row in read_rows(rows, 0, places)]
-    assert all(len(stores) == 1 for stores in found)
-    return [stores.pop() for stores in found]
+    actual = [{token // 1000 for token in row if token != PADDING} for row in read_rows(rows, 0, places)]
+    assert all(len(stores) == 1 for stores in actual)
+    return [stores.pop() for stores in actual]
 
 
 @pytest.mark.parametrize("packing", [greedy, best_fit])
@@ -37,8 +37,8 @@ def test_by_default_every_store_is_read_once_an_epoch(packing):
     rows = alone(STORES, N, packing=packing)
     size = rows.rows_per_epoch
     for epoch in range(3):
-        found = read_rows(rows, epoch * size, (epoch + 1) * size)
-        tokens = sorted(token for row in found for token in row if token != PADDING)
+        actual = read_rows(rows, epoch * size, (epoch + 1) * size)
+        tokens = sorted(token for row in actual for token in row if token != PADDING)
         assert tokens == [1000 * i + t for i, lengths in enumerate(SIZES) for t in range(sum(lengths))]
 
 
@@ -71,17 +71,17 @@ def test_rows_of_a_store_do_not_depend_on_the_weights():
 
 def test_copies_of_a_store_are_shuffled_each_in_its_own_way():
     rows = alone([STORES[0], STORES[0]], N)
-    found = read_rows(rows, 0, rows.rows_per_epoch)
-    assert found[0::2] != found[1::2]
-    assert len(found) == 14
+    actual = read_rows(rows, 0, rows.rows_per_epoch)
+    assert actual[0::2] != actual[1::2]
+    assert len(actual) == 14
 
 
 def test_mixtures_are_the_same_on_every_mesh():
     layout = SequenceLayout.zigzag(N, 3)
     ranks = every_shard(STORES, layout, weights=[1, 2, 3], rows_per_batch=4, replica=1, replicas=2)
-    found = [joined([rank.batch(step) for rank in ranks])[0].tolist() for step in range(5)]
+    actual = [joined([rank.batch(step) for rank in ranks])[0].tolist() for step in range(5)]
     alike = alone(STORES, N, weights=[1, 2, 3])
-    assert found == [read_rows(alike, 8 * step + 4, 8 * step + 8) for step in range(5)]
+    assert actual == [read_rows(alike, 8 * step + 4, 8 * step + 8) for step in range(5)]
 
 
 def test_a_list_of_one_store_equals_the_store():

@@ -39,7 +39,7 @@ def splitmix(key, place):
 
 @settings(deadline=None, max_examples=25)
 @given(st.text(), st.lists(st.integers(0, 2**63 - 1)))
-def test_random_bits_are_those_of_splitmix(key, places):
+def test_random_bits_match_splitmix(key, places):
     assert random_bits(key, np.array(places, np.int64)).tolist() == [splitmix(key, place) for place in places]
 
 
@@ -83,11 +83,11 @@ def test_places_are_turns_sorted_by_time(weights, places):
 @settings(deadline=None, max_examples=20)
 @given(shares, st.integers(0, 10**12))
 def test_places_far_away_follow_one_another(weights, far):
-    found = [interleaved(far + i, weights) for i in range(20)]
-    times = [((turn + Fraction(1, 2)) / weights[source], source) for source, turn in found]
+    actual = [interleaved(far + i, weights) for i in range(20)]
+    times = [((turn + Fraction(1, 2)) / weights[source], source) for source, turn in actual]
     assert times == sorted(times)
     for source in range(len(weights)):
-        turns = [turn for s, turn in found if s == source]
+        turns = [turn for s, turn in actual if s == source]
         assert turns == list(range(turns[0], turns[0] + len(turns))) if turns else True
 
 
@@ -103,7 +103,7 @@ def test_of_the_first_places_each_source_has_its_share(weights, places):
 
 
 @pytest.mark.parametrize("weights", [[1], [3, 3], [1, 2, 4], [0.1, 0.7, 0.2]])
-def test_turns_until_a_time_are_those_of_the_places_before(weights):
+def test_turns_until_a_place_count_earlier_places(weights):
     weights = [Fraction(weight) for weight in weights]
     turns = [(source, (turn + Fraction(1, 2)) / weights[source]) for source, turn in by_time(weights, 60)]
     for time in {time for _, time in turns[:30]}:

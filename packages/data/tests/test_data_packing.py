@@ -27,11 +27,11 @@ def packed(packing, lengths, room, key="key"):
 
 def taken(rows, lengths):
     """How often each token of each document is in a row."""
-    found = [[0] * length for length in lengths]
+    actual = [[0] * length for length in lengths]
     for piece in (piece for row in rows for piece in row):
         for i in range(piece.start, piece.start + piece.length):
-            found[piece.document][i] += 1
-    return found
+            actual[piece.document][i] += 1
+    return actual
 
 
 def decreasing_best_fit(sizes, room):
@@ -92,10 +92,10 @@ def test_one_token_fills_one_row(packing):
 
 
 @pytest.mark.parametrize("packing", [greedy, best_fit])
-def test_rows_of_one_token_hold_each_token(packing):
+def test_rows_of_one_token_cover_each_token(packing):
     rows = packed(packing, [3, 1, 2], 1)
-    found = sorted((piece.document, piece.start, piece.length) for row in rows for piece in row)
-    assert found == [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 0, 1), (2, 0, 1), (2, 1, 1)]
+    actual = sorted((piece.document, piece.start, piece.length) for row in rows for piece in row)
+    assert actual == [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 0, 1), (2, 0, 1), (2, 1, 1)]
     assert len(rows) == 6
 
 
@@ -165,18 +165,18 @@ def test_waste_agrees_with_counting(packing, lengths, room):
     epochs = Epochs(numbered(lengths), room, packing, "key")
     rows, waste = [epochs.row(number) for number in range(epochs.rows)], epochs.waste()
     counts = taken([row.slices for row in rows], lengths)
-    whole = {piece.document for row in rows for piece in row.slices if piece.length == lengths[piece.document]}
+    full = {piece.document for row in rows for piece in row.slices if piece.length == lengths[piece.document]}
     assert waste.rows == len(rows)
     assert waste.padding == pytest.approx(sum(row.padding for row in rows) / (room * len(rows)))
     assert waste.dropped == pytest.approx(sum(n == 0 for tokens in counts for n in tokens) / sum(lengths))
-    assert waste.cut == pytest.approx(1 - len(whole) / sum(length > 0 for length in lengths))
+    assert waste.cut == pytest.approx(1 - len(full) / sum(length > 0 for length in lengths))
 
 
 def test_waste_of_a_small_corpus():
     store = numbered([10, 0, 4, 4, 2])
-    found = {packing: Epochs(store, 8, packing, "key").waste() for packing in PACKINGS}
-    assert (found[greedy].rows, found[greedy].padding, found[greedy].dropped) == (3, pytest.approx(4 / 24), 0)
-    best, single = found[best_fit], found[one_per_row]
+    actual = {packing: Epochs(store, 8, packing, "key").waste() for packing in PACKINGS}
+    assert (actual[greedy].rows, actual[greedy].padding, actual[greedy].dropped) == (3, pytest.approx(4 / 24), 0)
+    best, single = actual[best_fit], actual[one_per_row]
     assert (best.rows, best.padding, best.dropped, best.cut) == (3, pytest.approx(4 / 24), 0, 1 / 4)
     assert (single.rows, single.dropped, single.cut) == (4, pytest.approx(2 / 20), 1 / 4)
     assert single.padding == pytest.approx(14 / 32)

@@ -42,7 +42,7 @@ def test_batches_do_not_depend_on_how_many_are_made_ahead(ahead):
     assert tokens(alone(numbered(LENGTHS), N, rows_per_batch=2, ahead=ahead), 60) == expected
 
 
-def test_batches_asked_for_by_number_while_others_are_made_are_right():
+def test_batches_by_number_are_right_during_prefetching():
     rows = alone(numbered(LENGTHS), N, ahead=3)
     expected = tokens(alone(numbered(LENGTHS), N), 40)
     for step in range(20):
@@ -55,15 +55,15 @@ def test_batches_asked_for_by_number_while_others_are_made_are_right():
 def test_after_an_error_the_same_batch_comes_again(fails_at, ahead):
     store = numbered(LENGTHS, kind=Flaky)
     store.fails_at = fails_at
-    rows, found, errors = alone(store, N, ahead=ahead), [], []
+    rows, actual, errors = alone(store, N, ahead=ahead), [], []
     for _ in range(31):
         before = rows.state_dict()
         try:
-            found.append(next(rows).tokens.tolist())
+            actual.append(next(rows).tokens.tolist())
         except OSError as error:
             errors.append(error)
             assert rows.state_dict() == before
-    assert found == tokens(alone(numbered(LENGTHS), N), 30)
+    assert actual == tokens(alone(numbered(LENGTHS), N), 30)
     assert [error.errno for error in errors] == [5]
 
 
@@ -88,7 +88,7 @@ def test_errors_of_unused_batches_are_not_raised():
     assert store.reads > 2
 
 
-def test_a_forked_process_goes_on_alone():
+def test_a_forked_process_continues_alone():
     rows, expected = alone(numbered(LENGTHS), N, ahead=3), tokens(alone(numbered(LENGTHS), N), 6)
     assert tokens(rows, 2) == expected[:2]
     receiving, sending = multiprocessing.get_context("fork").Pipe(duplex=False)

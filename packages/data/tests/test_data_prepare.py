@@ -119,7 +119,7 @@ def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
 
 @given(texts=st.lists(st.text(max_size=30) | st.just("long " * 40), min_size=1, max_size=10), size=st.integers(1, 300))
 @settings(max_examples=8, deadline=None)
-def test_any_documents_come_back_wherever_the_input_is_cut(tmp_path_factory, texts, size):
+def test_documents_survive_any_cut_of_the_input(tmp_path_factory, texts, size):
     folder = tmp_path_factory.mktemp("any")
     texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]
     header = made(jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
@@ -173,7 +173,7 @@ def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
 
 
 @pytest.mark.parametrize("begin", [None, "<|endoftext|>", "a"])
-def test_a_given_tokenizer_gives_the_tokens_of_its_library(tmp_path, definition, begin):
+def test_a_tokenizer_file_gives_the_tokens_of_its_library(tmp_path, definition, begin):
     (tmp_path / "given.json").write_bytes(definition)
     options = {"tokenizer": str(tmp_path / "given.json"), "begin_of_document": begin}
     header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", **options)
@@ -228,7 +228,7 @@ def test_a_store_that_replaces_another_has_its_own_tokenizer(tmp_path, definitio
     assert not (output / "tokenizer.json").exists()
 
 
-def test_rows_packed_from_a_store_hold_the_tokens_of_its_documents(tmp_path):
+def test_rows_packed_from_a_store_have_the_tokens_of_its_documents(tmp_path):
     made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
     layout = SequenceLayout.contiguous(4000, 1)
     store = open_store(tmp_path / "store")
@@ -293,10 +293,10 @@ def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invali
 def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
     lines = b'{"text": "a"}\n{"text": null}\n\n{"other": 1}\n[]\n{"text": ""}\n{"text": "b"}\n{"text": "cut'
     path = write(tmp_path, **{"a.jsonl": lines}) / "a.jsonl"
-    found = made(path, output=tmp_path / "store", invalid="skip", chunk_bytes=7).summary
+    actual = made(path, output=tmp_path / "store", invalid="skip", chunk_bytes=7).summary
     assert texts_of(tmp_path / "store") == [b"a", b"b"]
-    assert (found["documents"], found["skipped"], found["empty"]) == (2, 4, 1)
-    assert found["first_skipped"] == "a.jsonl:byte 14"
+    assert (actual["documents"], actual["skipped"], actual["empty"]) == (2, 4, 1)
+    assert actual["first_skipped"] == "a.jsonl:byte 14"
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -488,5 +488,5 @@ def test_a_tokenizer_is_trained_on_a_bounded_share_of_the_input(tmp_path, monkey
     monkeypatch.setattr(run_module, "TRAINED_ON", 1000)
     for name in "abc":
         (tmp_path / name).write_text("word " * 4000)
-    found = sources.chunks([tmp_path], size=5000)
-    assert 1000 <= sum(map(len, run_module._sample(found))) <= 1002
+    actual = sources.chunks([tmp_path], size=5000)
+    assert 1000 <= sum(map(len, run_module._sample(actual))) <= 1002

@@ -29,8 +29,8 @@ def test_without_a_terminal_nothing_is_shown(options, capsys):
 
 def test_a_log_gets_a_line_now_and_then(capsys):
     work(lines=True)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 10 and said[-1] == "counting sheep: 100% of 20 bytes"
+    messages = capsys.readouterr().err.splitlines()
+    assert len(messages) == 10 and messages[-1] == "counting sheep: 100% of 20 bytes"
 
 
 def test_a_terminal_gets_a_bar_on_stderr(capsys, monkeypatch):

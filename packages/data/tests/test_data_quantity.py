@@ -30,7 +30,7 @@ def test_numbers_are_read_as_people_write_them(text, number):
 @pytest.mark.parametrize(
     "text", ["", "M", "-3", "0", "1.5", "5X", "64q", "64K", "five", "nan", "inf", "1e-3", "1e999", "1e1.5", "0x10", "٣"]
 )
-def test_what_is_no_number_is_refused_by_what_would_do(text):
+def test_invalid_numbers_are_refused_with_accepted_ones(text):
     with pytest.raises(ValueError, match=r"is no whole number .*such as 131072, 1_000_000, 1e6, 64k \(64,000\), 64Ki"):
         quantity(text)
     with pytest.raises(argparse.ArgumentTypeError):

@@ -28,8 +28,8 @@ def test_only_tokens_of_the_shard_and_their_labels_are_read(data, lengths, lengt
         store.ranges = []
         batch = rank.batch(1)
         labels = batch.labels[batch.labels != IGNORE]
-        wanted = {*batch.tokens.flatten().tolist(), *labels.tolist()} & set(range(sum(lengths)))
-        assert {int(store.starts[document]) + t for document, tokens in store.ranges for t in tokens} == wanted
+        expected = {*batch.tokens.flatten().tolist(), *labels.tolist()} & set(range(sum(lengths)))
+        assert {int(store.starts[document]) + t for document, tokens in store.ranges for t in tokens} == expected
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
@@ -48,7 +48,7 @@ def test_a_rank_reads_the_bytes_of_its_shard(shards, kind, dtype):
     assert (length - 1) * item <= total <= (length + more) * item
 
 
-def test_no_bytes_are_read_before_a_batch_is_asked_for():
+def test_no_bytes_are_read_before_the_first_batch():
     store = numbered([100, 50])
     rows = PackedSequences(store, layout=SequenceLayout.zigzag(32, 2), shard=0, rows_per_batch=1)
     assert (rows.rows_per_epoch, store.bytes_read) == (5, 0)
@@ -69,9 +69,9 @@ def resident(path):
     """Bytes of a file's mappings that this process has touched."""
     with open("/proc/self/smaps") as file:
         mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", file.read(), flags=re.MULTILINE)
-    found = [mapping for mapping in mappings if mapping.split("\n")[0].endswith(str(path))]
-    assert found
-    return sum(1024 * int(size) for mapping in found for size in re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE))
+    actual = [mapping for mapping in mappings if mapping.split("\n")[0].endswith(str(path))]
+    assert actual
+    return sum(1024 * int(size) for mapping in actual for size in re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="no /proc/self/smaps to see mapped pages by")

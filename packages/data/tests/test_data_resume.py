@@ -138,9 +138,9 @@ def train(folder, log, state):
             os.replace(new, state)
 
 
-def test_a_killed_run_goes_on_bit_identically(tmp_path):
-    whole = numbered(LENGTHS)
-    documents = [whole.read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]
+def test_a_killed_run_resumes_bitwise_equal(tmp_path):
+    full = numbered(LENGTHS)
+    documents = [full.read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]
     folder = write_folder(tmp_path / "store", documents)
     log, state_file = tmp_path / "log", tmp_path / "state"
     run = multiprocessing.get_context("fork").Process(target=train, args=(folder, log, state_file))
@@ -161,8 +161,8 @@ def test_a_killed_run_goes_on_bit_identically(tmp_path):
     ranks = every_shard(open_store(folder), SequenceLayout.zigzag(16, 4), rows_per_batch=3, packing=best_fit, seed=9)
     for rank in ranks:
         rank.load_state_dict(state)
-    found = [row for _ in range(4) for row in global_batch([ranks]).tolist()]
-    assert found == read_rows(expected, state["rows"], state["rows"] + 12)
+    actual = [row for _ in range(4) for row in global_batch([ranks]).tolist()]
+    assert actual == read_rows(expected, state["rows"], state["rows"] + 12)
 
 
 def test_proportional_weights_have_equal_states():

@@ -43,9 +43,9 @@ def test_joined_shards_are_the_row_with_its_labels_documents_and_positions(data,
 @given(shapes, st.integers(1, 40), st.sampled_from([greedy, best_fit]), st.integers(0, 3))
 def test_every_token_of_every_document_is_read_once_an_epoch(lengths, length, packing, epoch):
     rows = alone(numbered(lengths), length, packing=packing)
-    found = read_rows(rows, epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
-    assert {len(row) for row in found} == {length}
-    assert sorted(token for row in found for token in row if token != PADDING) == list(range(sum(lengths)))
+    actual = read_rows(rows, epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
+    assert {len(row) for row in actual} == {length}
+    assert sorted(token for row in actual for token in row if token != PADDING) == list(range(sum(lengths)))
 
 
 @quick
@@ -60,7 +60,7 @@ def test_one_per_row_reads_the_first_tokens_of_each_document(lengths, length):
 
 @quick
 @given(shapes, st.integers(1, 40), st.sampled_from(PACKINGS))
-def test_documents_run_on_within_a_row_and_padding_is_at_its_end_alone(lengths, length, packing):
+def test_documents_are_contiguous_in_a_row_and_padding_is_at_its_end(lengths, length, packing):
     rows = alone(numbered(lengths), length, packing=packing)
     for tokens in read_rows(rows, 0, rows.rows_per_epoch):
         kept = [token for token in tokens if token != PADDING]
@@ -73,9 +73,9 @@ def test_text_comes_back_with_its_ends_of_documents():
     texts = [b"one", b"", b"two\xff", b"a third one", b"one"]
     store = TokenStore.of([Document(str(i), text) for i, text in enumerate(texts)], ByteTokenizer())
     row = alone(store, 40).batch(0).tokens[0].tolist()
-    found = bytes(0 if token == ByteTokenizer().end_of_document else token for token in row).split(b"\0")
-    assert sorted(found[:4]) == sorted(filter(None, texts))
-    assert set(found[4:]) == {b""}
+    actual = bytes(0 if token == ByteTokenizer().end_of_document else token for token in row).split(b"\0")
+    assert sorted(actual[:4]) == sorted(filter(None, texts))
+    assert set(actual[4:]) == {b""}
 
 
 def test_labels_go_on_where_a_row_cuts_a_document_and_stop_where_it_ends():
@@ -93,8 +93,8 @@ def test_labels_of_striped_shards_are_the_next_tokens_of_the_row(stripe):
     """Not those that follow on the shard; and none at the end of a document, nor of the row's last piece."""
     layout = SequenceLayout.striped(N, 4, stripe)
     tokens, labels, _ = joined([rank.batch(0) for rank in every_shard(STORE, layout, rows_per_batch=8)])
-    for row, found in zip(tokens.tolist(), labels.tolist(), strict=True):
-        assert found == told(row, LENGTHS)[0]
+    for row, actual in zip(tokens.tolist(), labels.tolist(), strict=True):
+        assert actual == told(row, LENGTHS)[0]
 
 
 def test_padding_is_zero_where_a_store_does_not_know_its_end_of_document():
@@ -197,13 +197,13 @@ def test_a_batch_knows_its_rows_and_a_row_where_its_tokens_stand():
     rows = PackedSequences(STORE, layout=SequenceLayout.zigzag(N, 3), shard=2, rows_per_batch=3, replica=1, replicas=4)
     assert [rows.batch(step).rows for step in (0, 2)] == [range(3, 6), range(27, 30)]
     training, _ = STORE.split(0.3)
-    whole = alone(training, N)
-    for number in range(whole.rows_per_epoch):
-        name, places = whole.describe(number).split(", tokens ")
+    full = alone(training, N)
+    for number in range(full.rows_per_epoch):
+        name, places = full.describe(number).split(", tokens ")
         spans = [tuple(map(int, part.split(".."))) for part in places.split(", ")]
         assert name == STORE.name
         held = [token for first, last in spans for token in STORE.segments[0][first : last + 1].tolist()]
-        assert held == [token for token in whole.batch(number).tokens[0].tolist() if token != PADDING]
+        assert held == [token for token in full.batch(number).tokens[0].tolist() if token != PADDING]
 
 
 def test_a_row_of_many_documents_is_described_briefly():

@@ -60,10 +60,10 @@ def test_chunks_of_any_size_give_the_documents_of_read_documents(tmp_path, size)
 
 def test_consecutive_files_share_a_chunk_and_a_large_file_has_its_own(tmp_path):
     write(tmp_path, a=b"1" * 4, b=b"2" * 4, c=b"3" * 30, d=b"4" * 4)
-    found = chunks([tmp_path], size=10)
-    assert [[file.name for file in chunk.files] for chunk in found] == [["a", "b"], ["c"], ["d"]]
-    assert [chunk.bytes for chunk in found] == [8, 30, 4]
-    assert (found[1].name, found[1].path) == ("c", tmp_path / "c")
+    actual = chunks([tmp_path], size=10)
+    assert [[file.name for file in chunk.files] for chunk in actual] == [["a", "b"], ["c"], ["d"]]
+    assert [chunk.bytes for chunk in actual] == [8, 30, 4]
+    assert (actual[1].name, actual[1].path) == ("c", tmp_path / "c")
 
 
 def test_binary_files_of_a_folder_are_reported_and_one_named_by_itself_must_be_called_text(tmp_path):
@@ -92,11 +92,11 @@ def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path
     write(tmp_path, x__a=b"1", x__c=b"3", y=b"0")
     jsonl(tmp_path / "x" / "b.ndjson", ["2"])
     parquet(tmp_path / "x" / "d.parquet", ["4"])
-    found = read(tmp_path / "y", tmp_path / "x")
-    assert [document.name for document in found] == ["y", "a", "b.ndjson:byte 0", "c", "d.parquet:row 0"]
+    actual = read(tmp_path / "y", tmp_path / "x")
+    assert [document.name for document in actual] == ["y", "a", "b.ndjson:byte 0", "c", "d.parquet:row 0"]
 
 
-def test_a_chosen_format_holds_for_every_file(tmp_path):
+def test_a_chosen_format_applies_to_every_file(tmp_path):
     jsonl(tmp_path / "a.jsonl", ["1"])
     assert read(tmp_path, format="text") == [Document("a.jsonl", b'{"text": "1"}\n')]
     assert texts_of(read(jsonl(tmp_path / "b", ["2"]), format="jsonl")) == ["2"]
@@ -123,11 +123,11 @@ ends = st.sampled_from(["\n", "\r\n"])
 def test_wherever_jsonl_is_cut_every_line_is_read_once(tmp_path_factory, lines, last, size):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(("".join(line + end for line, end in lines) + last + " ").encode())
-    whole = read(path, size=1 << 20)
-    assert read(path, size=size) == whole
+    full = read(path, size=1 << 20)
+    assert read(path, size=size) == full
     kept = [line for line in [*(line for line, _ in lines), last] if line.strip()]
     expected = [json.loads(line)["text"] if "text" in line else None for line in kept]
-    assert [d.text.decode() if isinstance(d, Document) else None for d in whole] == expected
+    assert [d.text.decode() if isinstance(d, Document) else None for d in full] == expected
 
 
 @pytest.mark.parametrize("size", [7, 1 << 20])
@@ -186,9 +186,9 @@ def test_the_field_of_the_text_can_be_named(tmp_path):
 def test_parquet_is_cut_by_row_groups(tmp_path, size, count):
     path = parquet(tmp_path / "a.parquet")
     assert len(chunks([path], size=size)) == count
-    found = read(path, size=size)
-    assert texts_of(found) == TEXTS
-    assert [document.name for document in found] == [f"a.parquet:row {row}" for row in range(6)]
+    actual = read(path, size=size)
+    assert texts_of(actual) == TEXTS
+    assert [document.name for document in actual] == [f"a.parquet:row {row}" for row in range(6)]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
@@ -202,10 +202,10 @@ def test_a_column_of_strings_of_any_kind_is_read_and_null_is_reported(tmp_path, 
 def test_a_saved_dataset_is_cut_by_rows(tmp_path, size):
     rows = datasets.Dataset.from_dict({"text": [*TEXTS, None], "id": range(7)}).with_format("numpy")
     rows.save_to_disk(tmp_path / "saved")
-    found = read(tmp_path / "saved", size=size)
-    assert texts_of(found[:-1]) == TEXTS
-    assert [document.name for document in found] == [f"saved:row {row}" for row in range(7)]
-    assert found[-1] == Invalid("saved:row 6", "the text is null")
+    actual = read(tmp_path / "saved", size=size)
+    assert texts_of(actual[:-1]) == TEXTS
+    assert [document.name for document in actual] == [f"saved:row {row}" for row in range(7)]
+    assert actual[-1] == Invalid("saved:row 6", "the text is null")
     cut = chunks([tmp_path / "saved"], size=size)
     assert (cut[0].start, cut[-1].stop) == (0, 7)
     assert (len(cut) == 1) == (size == 1 << 20)

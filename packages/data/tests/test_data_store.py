@@ -44,10 +44,10 @@ def test_a_store_holds_each_document_with_its_end(given_texts):
 @given(st.data(), st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_any_part_of_a_document_is_read_across_any_segments(data, shape):
     lengths = [length for segment in shape for length in segment]
-    whole = numbered(lengths)
+    full = numbered(lengths)
     ends = np.cumsum([0, *map(sum, shape)])
-    segments = [whole.segments[0][a:b] for a, b in pairwise(ends)]
-    store = replace(whole, segments=segments)
+    segments = [full.segments[0][a:b] for a, b in pairwise(ends)]
+    store = replace(full, segments=segments)
     document = data.draw(st.integers(0, len(lengths) - 1))
     start = data.draw(st.integers(0, lengths[document]))
     stop, step = data.draw(st.integers(start, lengths[document])), data.draw(st.integers(1, 5))
@@ -197,16 +197,16 @@ def test_a_single_document_gives_its_tail():
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.999])
-def test_both_parts_of_a_short_document_hold_something(fraction):
+def test_both_parts_of_a_short_document_are_nonempty(fraction):
     train, validation = numbered([2]).split(fraction)
     assert (train.read(0, 0, 1).tolist(), validation.read(0, 0, 1).tolist()) == ([0], [1])
 
 
 @pytest.mark.parametrize("lengths", [[0, 6], [6, 0, 0], [0, 9, 4, 0]])
-def test_both_sides_hold_tokens_though_documents_are_empty(lengths):
+def test_both_sides_have_tokens_despite_empty_documents(lengths):
     sides = numbered(lengths).split()
-    found = [token for side in sides for row in read_rows(alone(side, 1), 0, side.tokens) for token in row]
-    assert sorted(found) == list(range(sum(lengths)))
+    actual = [token for side in sides for row in read_rows(alone(side, 1), 0, side.tokens) for token in row]
+    assert sorted(actual) == list(range(sum(lengths)))
     assert min(side.tokens for side in sides) > 0
 
 

@@ -45,8 +45,8 @@ class Model(nn.Module):
 
 
 def reader(rows, first_row):
-    whole = SequenceLayout.contiguous(N, 1)
-    return TaskRows(TASK, layout=whole, shard=0, rows_per_batch=rows, first_row=first_row)
+    full = SequenceLayout.contiguous(N, 1)
+    return TaskRows(TASK, layout=full, shard=0, rows_per_batch=rows, first_row=first_row)
 
 
 def learn(visible, steps=110):

@@ -38,7 +38,7 @@ def test_words_and_numbers_are_whole_at_any_width(width):
     assert {"ulysses+token_ring,", "1,234.50", "exchange", "attention", "(GiB)"} <= set(words)
 
 
-def test_the_width_is_that_of_the_terminal_if_there_is_one(capsys, monkeypatch):
+def test_the_width_is_the_terminals(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "32")
     print_table(COLUMNS, ROWS)
     assert capsys.readouterr().out == table(COLUMNS, ROWS) + "\n"

@@ -159,7 +159,7 @@ def test_it_is_a_tokenizer_for_rows():
         (2**16 + 1, torch.int32, "uint32"),
     ],
 )
-def test_tokens_have_the_smallest_dtype_that_holds_all(words, kind, array):
+def test_tokens_have_the_smallest_sufficient_dtype(words, kind, array):
     vocabulary = {"</s>": 0, **{f"w{i}": i for i in range(1, words)}}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
     tokenizer = TextTokenizer(definition_of(inner))
@@ -183,7 +183,7 @@ def test_the_vocabulary_counts_added_tokens():
 @given(text=texts)
 @example(text="a <|endoftext|><|pad|> b</s></s>\n<s> [SEP] [CLS][PAD]</s>")
 @settings(max_examples=15, deadline=None)
-def test_text_never_gives_special_tokens(name, text):
+def test_text_is_never_encoded_as_special_tokens(name, text):
     tokenizer, inner = text_tokenizer(name), TOKENIZERS[name]
     allowed = {inner.token_to_id(unknown) for unknown in ("<unk>", "[UNK]")}
     special = {token for token, added in inner.get_added_tokens_decoder().items() if added.special} - allowed
@@ -219,7 +219,7 @@ def test_templates_truncation_padding_and_dropout_are_disabled():
     assert TextTokenizer(definition_of(inner)).encode(text).equal(text_tokenizer("gpt_2").encode(text))
 
 
-def test_a_begin_is_put_in_front_of_each_text_if_asked():
+def test_a_begin_token_precedes_each_text_on_request():
     plain, tokenizer = text_tokenizer("gpt_2"), text_tokenizer("gpt_2", begin_of_document="<|pad|>", part_size=8)
     begin = TOKENIZERS["gpt_2"].token_to_id("<|pad|>")
     for text, tokens in zip(PROSE, tokenizer.encode_all(PROSE), strict=True):
@@ -242,17 +242,17 @@ def test_invalid_utf8_is_read_as_the_replacement_character():
 @example(text="Ab\n" * 200, part_size=20)
 @settings(max_examples=25, deadline=None)
 def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
-    whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
-    assert cut.encode(text).tolist() == whole.encode(text).tolist()
+    full, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
+    assert cut.encode(text).tolist() == full.encode(text).tolist()
 
 
 @every_tokenizer
 @given(text=texts, part_size=st.integers(1, 30))
 @settings(max_examples=15, deadline=None)
-def test_cuts_tested_locally_hold_for_the_whole_text(name, text, part_size):
-    whole, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
+def test_cuts_tested_locally_are_valid_for_the_full_text(name, text, part_size):
+    full, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
     with patch.object(splitting, "_WINDOW", 10):
-        assert cut.encode(text).tolist() == whole.encode(text).tolist()
+        assert cut.encode(text).tolist() == full.encode(text).tolist()
 
 
 @every_tokenizer
@@ -286,7 +286,7 @@ def test_a_cut_that_changes_tokens_is_skipped():
 
 
 @pytest.mark.parametrize("config", [{"eos_token": "<|pad|>"}, {"eos_token": {"content": "<|pad|>", "special": True}}])
-def test_the_end_of_document_is_the_one_asked_for_or_configured_or_known(tmp_path, config):
+def test_the_end_of_document_is_requested_or_configured_or_known(tmp_path, config):
     write(tmp_path, **config)
     assert TextTokenizer.read(tmp_path, "<|endoftext|>").end_name == "<|endoftext|>"
     assert TextTokenizer.read(str(tmp_path / "tokenizer.json")).end_name == "<|pad|>"
@@ -296,7 +296,7 @@ def test_the_end_of_document_is_the_one_asked_for_or_configured_or_known(tmp_pat
     assert tokenizer.definition == (tmp_path / "tokenizer.json").read_bytes()
 
 
-def test_the_identity_depends_on_the_definition_and_both_names_alone(tmp_path):
+def test_the_identity_depends_only_on_the_definition_and_both_names(tmp_path):
     first = TextTokenizer.read(write(tmp_path))
     others = [
         text_tokenizer("llama_3"),
@@ -376,7 +376,7 @@ def test_training_gives_the_same_definition_every_time():
     assert first.end_name == "<|endoftext|>"
 
 
-def test_little_text_gives_fewer_tokens_than_asked_for():
+def test_little_text_gives_fewer_tokens_than_requested():
     bare, small = train_bpe(iter([]), 257), train_bpe(iter(["ab ab"]), 1000)
     assert (bare.vocab_size, small.vocab_size) == (257, 258)
     assert small.encode("ab").tolist() == [257]

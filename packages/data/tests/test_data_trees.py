@@ -44,19 +44,19 @@ def sequences(node, before=(), trained=()):
     if not children:
         return [((*tokens, END), (*trained, train), node.get("weight", 1.0))]
     each = ({"text": child} if isinstance(child, str) else child for child in children)
-    return [found for child in each for found in sequences(child, tokens, trained)]
+    return [actual for child in each for actual in sequences(child, tokens, trained)]
 
 
 def expected(lines):
     """By the tokens up to a label, and the label: the sum of weights, of all sequences of some lines."""
-    found = {}
+    actual = {}
     for line in lines:
         for tokens, trained, weight in sequences(line):
             for i in range(1, len(tokens)):
                 if trained[i] and weight:
                     key = tokens[: i + 1]
-                    found[key] = found.get(key, 0) + weight
-    return found
+                    actual[key] = actual.get(key, 0) + weight
+    return actual
 
 
 def path_of(row, place):
@@ -71,7 +71,7 @@ def path_of(row, place):
 
 def found_in(batches, layout):
     """As `expected`, of the batches of all shards; checks positions on the way."""
-    found, tokens = {}, layout.join([batch.tokens for batch in batches])
+    actual, tokens = {}, layout.join([batch.tokens for batch in batches])
     positions = layout.join([batch.positions for batch in batches])
     rows = list(zip(batches[0].documents, batches[0].parents, strict=True))
     for shard, batch in enumerate(batches):
@@ -86,11 +86,11 @@ def found_in(batches, layout):
             path = path_of(rows[i], place)
             assert positions[i, place] == len(path) - 1
             key = (*tokens[i, path].tolist(), label)
-            found[key] = found.get(key, 0) + weight
-    return found
+            actual[key] = actual.get(key, 0) + weight
+    return actual
 
 
-def test_rows_hold_every_sequence_with_its_weights(tmp_path):
+def test_rows_contain_every_sequence_with_its_weights(tmp_path):
     store = stored(tmp_path)
     assert len(store) == len(LINES) and store.trees is not None
     rows = alone(store, 60, packing=best_fit, rows_per_batch=2)
@@ -122,14 +122,14 @@ def test_trees_longer_than_a_row_are_split_and_repeat_shared_segments(tmp_path, 
     lines = [LINES[4], LINES[0]]
     store = stored(tmp_path, lines)
     rows = alone(store, length, packing=best_fit)
-    found = {}
+    actual = {}
     for number in range(rows.rows_per_epoch):
         batch = rows.batch(number)
         for key, weight in found_in([batch], SequenceLayout.contiguous(length, 1)).items():
-            found[key] = found.get(key, 0) + weight
+            actual[key] = actual.get(key, 0) + weight
     cut = {key: weight for key, weight in expected(lines).items() if len(key) <= length}
     # What several parts of a tree predict is trained in each, as often as sequences there share it: sums are the same.
-    assert found == pytest.approx(cut)
+    assert actual == pytest.approx(cut)
     waste = rows.waste()[0]
     assert waste.rows == rows.rows_per_epoch and waste.cut == 1
     longest = max(len(key) for key in expected(lines))
@@ -195,8 +195,8 @@ def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
     )
     batch = next(rows)
     assert seen[0] == (batch.documents, batch.parents)
-    found = found_in([batch], SequenceLayout.contiguous(60, 1))
-    assert set(found) == {*expected(LINES)} | {*expected(lines)}
+    actual = found_in([batch], SequenceLayout.contiguous(60, 1))
+    assert set(actual) == {*expected(LINES)} | {*expected(lines)}
 
 
 def test_equal_prompts_are_on_one_side_of_the_split(tmp_path):
@@ -223,9 +223,9 @@ def test_a_store_of_documents_is_the_same_as_ever(tmp_path):
 
 def test_workers_and_chunks_make_the_same_store(tmp_path):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    whole, cut = stored(tmp_path / "a"), stored(tmp_path / "b", chunk_bytes=50)
-    assert whole.content == cut.content
-    assert np.array_equal(whole.trees.table, cut.trees.table)
+    full, cut = stored(tmp_path / "a"), stored(tmp_path / "b", chunk_bytes=50)
+    assert full.content == cut.content
+    assert np.array_equal(full.trees.table, cut.trees.table)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_invalid_lines_of_trees_are_refused_by_name(tmp_path, line, message):
     assert len(store) == 1
 
 
-def test_documents_say_how_trees_are_read(tmp_path):
+def test_the_documents_argument_selects_the_reading_of_trees(tmp_path):
     with pytest.raises(ValueError, match=r"'text'.*--format trees"):
         stored(tmp_path, LINES[:1], format="auto")
 
@@ -281,7 +281,7 @@ def test_a_changed_segment_table_is_refused(tmp_path):
         open_store(tmp_path / "store")
 
 
-def test_tree_rows_ask_for_best_fit_of_a_shard_alone(tmp_path):
+def test_best_fit_rows_of_trees_have_the_tokens_of_a_shard(tmp_path):
     layout = SequenceLayout.zigzag(60, 4)
     rows = PackedSequences(stored(tmp_path), layout=layout, shard=3, rows_per_batch=1, packing=best_fit)
     assert next(rows).tokens.shape == (1, 15)
@@ -289,10 +289,10 @@ def test_tree_rows_ask_for_best_fit_of_a_shard_alone(tmp_path):
 
 def test_statistics_count_shared_tokens(tmp_path, capsys):
     store = stored(tmp_path)
-    found = describe(store)
+    actual = describe(store)
     each = [len(tokens) for line in LINES for tokens, _, _ in sequences(line)]
-    assert (found["sequences"], found["unshared_tokens"]) == (len(each), sum(each))
-    assert found["stored_percent"] == pytest.approx(100 * store.tokens / sum(each))
+    assert (actual["sequences"], actual["unshared_tokens"]) == (len(each), sum(each))
+    assert actual["stored_percent"] == pytest.approx(100 * store.tokens / sum(each))
     assert describe(store.select(np.array([0, 1, 0, 1, 0], bool)))["sequences"] == 3
     main(["info", str(tmp_path / "store")])
     assert "% of these stored" in capsys.readouterr().out
@@ -311,5 +311,5 @@ def test_packings_of_trees_are_measured_by_their_mask(tmp_path):
         assert np.flatnonzero(seen[at]).tolist() == path_of((row.ends, row.parents), at)
     assert seen.max() == 1
     measured = measure_packings(store, 600, shards=4, rows=2)
-    assert [found.packing for found in measured] == ["best_fit", "one_per_row"]
-    assert all(found.balanced < 1.05 < found.zigzag for found in measured)
+    assert [actual.packing for actual in measured] == ["best_fit", "one_per_row"]
+    assert all(actual.balanced < 1.05 < actual.zigzag for actual in measured)

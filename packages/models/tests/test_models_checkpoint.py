@@ -64,23 +64,23 @@ def without(config: int, dtype: torch.dtype) -> list[Tensor]:
 def test_losses_and_gradients_are_those_without(i, options, stage):
     config = (i + (stage is None)) % len(CONFIGS)  # each policy and each stage meets each of them somewhere
     exact = without(config, torch.float64)
-    got = gradients(build(options, torch.float64, stage, **CONFIGS[config]))
-    assert max(itertools.starmap(relative_error, zip(got, exact, strict=True))) < 1e-12
-    found = gradients(build(options, torch.float32, stage, **CONFIGS[config]))
-    plain, got = (
+    result = gradients(build(options, torch.float64, stage, **CONFIGS[config]))
+    assert max(itertools.starmap(relative_error, zip(result, exact, strict=True))) < 1e-12
+    actual = gradients(build(options, torch.float32, stage, **CONFIGS[config]))
+    plain, result = (
         [relative_error(x.double(), y) for x, y in zip(each, exact, strict=True)]
-        for each in (without(config, torch.float32), found)
+        for each in (without(config, torch.float32), actual)
     )
     # The gradient of a key's bias is nearly 0 by cancellation, so that no order of additions has it exactly.
-    assert all(error < max(1e-6, 2 * usual) for error, usual in zip(got, plain, strict=True))
+    assert all(error < max(1e-6, 2 * usual) for error, usual in zip(result, plain, strict=True))
 
 
 @pytest.mark.parametrize("options", [POLICIES[0], POLICIES[3], POLICIES[5]], ids=str)
 def test_in_bfloat16_gradients_are_as_exact_as_without(options):
     exact = without(0, torch.float64)
-    plain, got = (gradients(build(o, torch.bfloat16, 2)) for o in (Checkpointing(), options))
+    plain, result = (gradients(build(o, torch.bfloat16, 2)) for o in (Checkpointing(), options))
     plain_error, error = (
-        [relative_error(a.double(), b) for a, b in zip(found, exact, strict=True)] for found in (plain, got)
+        [relative_error(a.double(), b) for a, b in zip(actual, exact, strict=True)] for actual in (plain, result)
     )
     assert sum(error) < 1.2 * sum(plain_error)
 
@@ -95,7 +95,7 @@ def test_in_bfloat16_gradients_are_as_exact_as_without(options):
     ],
     ids=str,
 )
-def test_under_autocast_blocks_are_computed_again_as_they_were(options, inside):
+def test_under_autocast_blocks_are_recomputed_equally(options, inside):
     def found(chosen: Checkpointing) -> list[Tensor]:
         model = build(chosen, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -120,7 +120,7 @@ def test_under_autocast_blocks_are_computed_again_as_they_were(options, inside):
         *(("attention_output", frozen) for frozen in ("self_attn", "mlp", "layernorm", "proj")),
     ],
 )
-def test_what_is_frozen_gets_no_gradient_and_the_rest_gets_its_own(frozen, policy):
+def test_frozen_parameters_get_no_gradient_and_others_get_theirs(frozen, policy):
     def found(options: Checkpointing) -> dict[str, Tensor | None]:
         model = build(options, torch.float64)
         for name, parameter in model.named_parameters():
@@ -128,10 +128,10 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_gets_its_own(frozen, polic
         loss_of(model).backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    got, expected = found(Checkpointing(policy)), found(Checkpointing())
+    result, expected = found(Checkpointing(policy)), found(Checkpointing())
     for name, gradient in expected.items():
-        assert (got[name] is None) == (gradient is None) == (frozen in name), name
-        assert gradient is None or relative_error(got[name], gradient) < 1e-12
+        assert (result[name] is None) == (gradient is None) == (frozen in name), name
+        assert gradient is None or relative_error(result[name], gradient) < 1e-12
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -152,10 +152,10 @@ def test_a_parameter_that_changes_between_forward_and_backward_is_noticed():
         loss.backward()
 
 
-def test_gradients_that_somebody_else_holds_are_not_overwritten():
+def test_gradients_with_other_references_are_not_overwritten():
     """Between blocks gradients are added to in place, but not those that a hook or a caller gets to see."""
-    expected, got = [], []
-    for options, into in ((Checkpointing(), expected), (Checkpointing("layer"), got)):
+    expected, result = [], []
+    for options, into in ((Checkpointing(), expected), (Checkpointing("layer"), result)):
         model = build(options, torch.float64)
         hidden, seen = [], []
         for layer in model.model.layers:
@@ -166,7 +166,7 @@ def test_gradients_that_somebody_else_holds_are_not_overwritten():
         into += torch.autograd.grad(loss, hidden, retain_graph=True)
         loss.backward()
         into += [*seen, hidden[1].grad]
-    assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
+    assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
 
 
 def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
@@ -211,7 +211,7 @@ def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
     assert relative_error(found(policy), found("none")) < 1e-12
 
 
-def test_nothing_goes_to_the_host_that_nobody_will_differentiate(monkeypatch):
+def test_nothing_is_offloaded_without_a_backward(monkeypatch):
     made = []
     monkeypatch.setattr(
         "armillary.models.activation_checkpoint.checkpoint.OffloadedTensors", lambda *args: made.append(args)
@@ -244,7 +244,7 @@ def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int
     return {shape: shapes.count(shape) for shape in shapes}
 
 
-def test_a_block_keeps_what_its_policy_says():
+def test_a_block_keeps_the_tensors_of_its_policy():
     assert kept_for(Checkpointing("layer")) == {(1, 64, 32): 1}
     assert kept_for(Checkpointing("attention_output")) == {(1, 64, 32): 1, (1, 64, 4, 8): 1, (1, 64, 4): 1}
     assert kept_for(Checkpointing("layer", offload=True)) == {}
@@ -263,7 +263,7 @@ def test_a_projection_that_is_shared_has_its_gradient_once():
     assert max(itertools.starmap(relative_error, zip(found(2), found(None), strict=True))) < 1e-5
 
 
-def test_what_cannot_be_done_is_refused():
+def test_impossible_requests_are_refused():
     with pytest.raises(ValueError, match="Linear has no blocks"):
         Checkpointing("layer").apply(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
@@ -285,10 +285,10 @@ def test_a_tokenwise_function_has_its_own_value_and_gradients(chunk):
     module = nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4)).double()
     x, y = (torch.randn(2, 16, n, dtype=torch.float64, requires_grad=True) for n in (6, 4))
     function: TokenFunction = lambda x, y: module(x) * y.sin()  # noqa: E731
-    wanted, dout = [x, y, *module.parameters()], torch.randn(2, 16, 4, dtype=torch.float64)
+    expected, dout = [x, y, *module.parameters()], torch.randn(2, 16, 4, dtype=torch.float64)
     plain, chunks = function(x, y), in_chunks(function, (x, y), module, chunk)
     assert relative_error(chunks, plain) < 1e-14
-    pairs = zip(*(torch.autograd.grad(out, wanted, dout) for out in (chunks, plain)), strict=True)
+    pairs = zip(*(torch.autograd.grad(out, expected, dout) for out in (chunks, plain)), strict=True)
     assert max(itertools.starmap(relative_error, pairs)) < 1e-13
 
 
@@ -298,13 +298,13 @@ def test_many_chunks_round_a_weights_gradient_once():
     linear = nn.Linear(16, 16, bias=False).bfloat16()
     x, dout = torch.randn(1, 512, 16).bfloat16() + 0.5, torch.randn(1, 512, 16).bfloat16() + 0.5
     exact = torch.einsum("bto,bti->oi", dout.double(), x.double())
-    (got,) = torch.autograd.grad(in_chunks(linear, (x,), linear, chunk=1), linear.parameters(), dout)
+    (result,) = torch.autograd.grad(in_chunks(linear, (x,), linear, chunk=1), linear.parameters(), dout)
     (once,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
-    assert relative_error(got.double(), exact) < 1.1 * relative_error(once.double(), exact)
+    assert relative_error(result.double(), exact) < 1.1 * relative_error(once.double(), exact)
 
 
 @pytest.mark.parametrize("policy", ["layer", "attention_output"])
-def test_blocks_with_dropout_are_computed_again_with_what_was_dropped(policy):
+def test_blocks_are_recomputed_with_the_same_dropout(policy):
     def found(options: Checkpointing) -> list[Tensor]:
         model = build(options, torch.float64, layers=1)
         model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
@@ -315,7 +315,7 @@ def test_blocks_with_dropout_are_computed_again_with_what_was_dropped(policy):
         assert relative_error(a, b) < 1e-12
 
 
-def test_what_dropout_drops_is_dropped_in_the_recomputation_too():
+def test_recomputation_repeats_dropout():
     x = torch.randn(2, 16, 4, dtype=torch.float64, requires_grad=True)
     out = in_chunks(partial(F.dropout, p=0.5), (x,), nn.Identity(), chunk=3)
     (dx,) = torch.autograd.grad(out.sum(), x)

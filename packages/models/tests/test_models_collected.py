@@ -52,38 +52,38 @@ def random_grads(dtype):
 @pytest.mark.parametrize("bias", [True, False])
 def test_stages_and_pieces_add_up_to_the_whole(bias):
     projections, x, grads = build(bias=bias), torch.randn(B, T, E).double(), random_grads(torch.float64)
-    (dx, got), (expected_dx, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd))
-    assert relative_error(dx, expected_dx) < 1e-14 and got.keys() == expected.keys()
-    assert max(relative_error(got[name], expected[name]) for name in expected) < 1e-14
+    (dx, result), (expected_dx, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd))
+    assert relative_error(dx, expected_dx) < 1e-14 and result.keys() == expected.keys()
+    assert max(relative_error(result[name], expected[name]) for name in expected) < 1e-14
 
 
-def test_what_is_frozen_gets_none_and_the_rest_does_without_that_of_x():
+def test_frozen_parameters_get_no_gradient_and_others_do_without_dx():
     projections, x, grads = build(), torch.randn(B, T, E).double(), random_grads(torch.float64)
     _, expected = by_autograd(projections, x, grads)
     frozen = [projections.query.weight, projections.key.bias]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    _, got = in_stages(projections, x, grads, frozen, dx=False)
-    assert len(got) == len(expected) - 2
-    assert max(relative_error(share, expected[name]) for name, share in got.items()) < 1e-14
+    _, result = in_stages(projections, x, grads, frozen, dx=False)
+    assert len(result) == len(expected) - 2
+    assert max(relative_error(share, expected[name]) for name, share in result.items()) < 1e-14
 
 
 def test_sums_are_rounded_once():
     """Of bfloat16, whose products of three tokens would each be rounded otherwise."""
     projections, x = build(torch.bfloat16, bias=False), torch.randn(B, T, E).bfloat16()
     grads = random_grads(torch.bfloat16)
-    _, got = in_stages(projections, x, grads)
+    _, result = in_stages(projections, x, grads)
     value = grads[2].flatten(2).double().flatten(0, 1).T @ x.double().flatten(0, 1)
-    assert torch.equal(got[id(projections.value.weight)], value.float().bfloat16())
+    assert torch.equal(result[id(projections.value.weight)], value.float().bfloat16())
 
 
-def test_an_adapter_is_differentiated_as_it_is():
+def test_an_adapter_is_differentiated_unchanged():
     projections, x, grads = build(), torch.randn(B, T, E).double(), random_grads(torch.float64)
     adapter = nn.Linear(E, H * D, bias=False, dtype=torch.float64)
     projections.query.register_module("adapter", adapter)
     projections.query.forward = lambda x: nn.functional.linear(x, projections.query.weight) + 2 * adapter(x)
-    (_, got), (_, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd_unused))
-    assert max(relative_error(got[name], share) for name, share in expected.items() if share is not None) < 1e-14
+    (_, result), (_, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd_unused))
+    assert max(relative_error(result[name], share) for name, share in expected.items() if share is not None) < 1e-14
     assert expected[id(adapter.weight)].any()
 
 
@@ -96,13 +96,13 @@ def by_autograd_unused(projections, x, grads):
 
 def cut_over_ranks():
     """Errors of a rank's part of the gradients, where tensor parallelism cuts heads over two."""
-    whole, axis = build(), mesh(tp=2)["tp"]
+    full, axis = build(), mesh(tp=2)["tp"]
     x, grads = torch.randn(B, T, E).double(), random_grads(torch.float64)
-    _, expected = by_autograd_unused(whole, x, grads)
-    expected = [expected[id(parameter)] for parameter in (whole.query.weight, whole.query.bias)]
-    mine = place(whole.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
+    _, expected = by_autograd_unused(full, x, grads)
+    expected = [expected[id(parameter)] for parameter in (full.query.weight, full.query.bias)]
+    mine = place(full.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
     totals = GradientSums([mine._parameters["weight"], mine._parameters["bias"]])
-    source = Projected(x, replace(whole, query=mine, heads=H // 2), 4, None, totals)
+    source = Projected(x, replace(full, query=mine, heads=H // 2), 4, None, totals)
     for heads in ((0, 2), (1,)):
         own = [3 * dist.get_rank() + head for head in heads]
         source.add_q(heads, [grads[0][:, :, own]])

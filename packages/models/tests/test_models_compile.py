@@ -72,28 +72,28 @@ FEWER = Checkpointing("attention_output", inputs=2, outputs=2, offload=True, on_
 
 
 @pytest.mark.parametrize("policy", [Checkpointing("attention_output", chunk=7), FEWER], ids=["all", "fewer"])
-def test_what_follows_attention_is_compiled_where_blocks_are_run_in_parts(policy):
+def test_the_token_wise_part_is_compiled_under_a_checkpoint_policy(policy):
     """To the bit, also where blocks compute their inputs again from the blocks below."""
     fresh()
     model, twin = pair(replace(SMALL, layers=3), staged(), policy)
-    found = results(twin, MASKS[1])
+    actual = results(twin, MASKS[1])
     Checkpointing("layer", chunk=policy.chunk).apply(model)
-    assert all(same(a, b) for a, b in zip(results(model, MASKS[1]), found, strict=True))
+    assert all(same(a, b) for a, b in zip(results(model, MASKS[1]), actual, strict=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
 FROZEN = ("layers.0.self_attn.q_proj", "layers.1.self_attn", "layers.2.self_attn.k_norm", "layers.3.input_layernorm")
 
 
-def test_what_is_frozen_gets_no_gradient():
+def test_frozen_parameters_get_no_gradient():
     fresh()
     model, twin = pair(replace(SMALL, layers=4), staged(), Checkpointing())
     for each in (model, twin):
         for name, parameter in each.named_parameters():
             parameter.requires_grad_(not any(frozen in name for frozen in FROZEN))
-    found, expected = results(twin, MASKS[0]), results(model, MASKS[0])
-    assert sum(gradient is None for gradient in found) == sum(not p.requires_grad for p in model.parameters()) > 4
-    for a, b in zip(expected, found, strict=True):
+    actual, expected = results(twin, MASKS[0]), results(model, MASKS[0])
+    assert sum(gradient is None for gradient in actual) == sum(not p.requires_grad for p in model.parameters()) > 4
+    for a, b in zip(expected, actual, strict=True):
         assert same(a, b)
 
 
@@ -120,16 +120,16 @@ def test_autocast_is_as_outside_of_graphs(attention):
     fresh()
     model, twin = pair(replace(SMALL, layers=1), attention(), Checkpointing())
     with torch.autocast("cpu", torch.bfloat16):
-        found = [results(each, MASKS[1]) for each in (model, twin)]
-    for a, b in zip(*found, strict=True):
+        actual = [results(each, MASKS[1]) for each in (model, twin)]
+    for a, b in zip(*actual, strict=True):
         assert a is not None and b is not None
         assert relative_error(b.detach(), a.detach()) < 2e-2
-    assert found[0][0].dtype == found[1][0].dtype
+    assert actual[0][0].dtype == actual[1][0].dtype
 
 
 def test_adapters_with_dropout_are_left_out_of_graphs():
     fresh()
-    found: list[list[Tensor | None]] = []
+    actual: list[list[Tensor | None]] = []
     for fullgraph in (None, False, True):
         fresh()
         model = Llama(replace(SMALL, layers=1), staged())
@@ -143,8 +143,8 @@ def test_adapters_with_dropout_are_left_out_of_graphs():
             with pytest.raises(Exception, match="autograd projects stages of heads again in backward"):
                 results(model, MASKS[0])
             break
-        found.append(results(model, MASKS[0]))
-    for a, b in zip(*found, strict=True):
+        actual.append(results(model, MASKS[0]))
+    for a, b in zip(*actual, strict=True):
         assert a is not None and b is not None
         assert relative_error(b.detach(), a.detach()) < 1e-6
 

@@ -29,7 +29,7 @@ def held(config: LlamaConfig) -> int:
         replace(DEBUG, qk_norm=True, out_bias=True, mlp_bias=True),
     ],
 )
-def test_parameters_are_those_of_the_module(config):
+def test_parameter_counts_match_the_module(config):
     assert config.parameters() == held(config)
 
 
@@ -49,7 +49,7 @@ def test_flops_count_every_multiplication_once():
     assert gpt.flops_per_token(1000) == pytest.approx(3 * (2 * learned + 4 * 500.5 * A_KEY), rel=1e-15)
 
 
-def test_flops_count_only_what_documents_and_each_layer_s_window_let_be_seen():
+def test_flops_count_only_visible_pairs():
     windowed = replace(DEBUG, window=3, window_from=3)
     # Documents of 4 and 6: 10 + 21 pairs; with three keys at most, 9 + 15.
     packed = AttentionMask(documents=[0, 4, 10])
@@ -62,7 +62,7 @@ def test_flops_count_only_what_documents_and_each_layer_s_window_let_be_seen():
         windowed.flops_per_token(11, packed)
 
 
-def test_head_dim_follows_from_the_width_unless_given():
+def test_head_dim_follows_from_the_width_by_default():
     assert DEBUG.head_dim == 16
     assert replace(DEBUG, head_dim=64).head_dim == 64
 
@@ -113,7 +113,7 @@ def test_a_gpt_of_impossible_sizes_is_refused_by_name():
         GPTConfig(dim=8, layers=11, heads=2, vocab_size=7, max_positions=9),
     ],
 )
-def test_shapes_are_those_of_the_module(config):
+def test_shapes_match_the_module(config):
     expected = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     assert parameter_shapes(meta_model, config) == expected
     assert sum(map(math.prod, expected.values())) == config.parameters()

@@ -90,15 +90,15 @@ def whole(x: Tensor) -> Tensor:
 def step(model: nn.Module, loss: Tensor, over: DeviceMesh | None = None) -> dict[str, Tensor]:
     """The loss and all gradients; summed over the ranks that have tokens, unless FSDP2 has."""
     loss.backward()
-    found = {"loss": whole(loss.detach())}
+    actual = {"loss": whole(loss.detach())}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         if over is not None:
             mine = grad.to_local() if isinstance(grad, DTensor) else grad
             dist.all_reduce(mine, group=over.get_group())
-        found[name] = whole(grad)
+        actual[name] = whole(grad)
     model.zero_grad()
-    return found
+    return actual
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -119,15 +119,15 @@ def compared(name: str) -> dict[str, float]:
     logits = model(ids, positions=positions, layout=layout)
     assert logits.placements == ids.placements and logits.shape == (ROWS, N, 15)
     errors = {"logits": relative_error(gather_sequence(logits.detach(), layout), alone(given()[0]).detach())}
-    sums = tuple(Partial() if isinstance(found, Shard) else found for found in ids.placements)
+    sums = tuple(Partial() if isinstance(actual, Shard) else actual for actual in ids.placements)
     for way in (with_head, with_logits, with_whole_logits):
         total, count = way(model, ids, labels, positions=positions, layout=layout)
         if way is not with_whole_logits:
             assert total.placements == count.placements == sums and total.shape == count.shape == ()
-        found = step(model, total / count, summing)
+        actual = step(model, total / count, summing)
         expected = step(alone, torch.div(*way(alone, *given())))
-        assert found.keys() == expected.keys()
-        errors |= {f"{way.__name__}: {key}": error_of(found[key], expected[key]) for key in expected}
+        assert actual.keys() == expected.keys()
+        errors |= {f"{way.__name__}: {key}": error_of(actual[key], expected[key]) for key in expected}
     return errors
 
 
@@ -135,7 +135,7 @@ def each_compared() -> dict[str, dict[str, float]]:
     return {name: compared(name) for name in CASES}
 
 
-def test_losses_and_gradients_are_those_of_one_rank(worlds):
+def test_losses_and_gradients_equal_one_rank(worlds):
     for rank in worlds(4).run(each_compared):
         for name, errors in rank.items():
             assert max(errors.values()) < EXACT, (name, {key: error for key, error in errors.items() if error > EXACT})
@@ -156,8 +156,8 @@ def ways_of_saying_it() -> list[float]:
         for positions in (placed(rows, layout, over), placed(everyone, layout, over, 0), layout.positions(attend.shard))
     ]
     own = partial(linear_token_loss, labels=layout.take(labels, attend.shard))
-    found = model(x, layout=layout, head=own)
-    errors += [relative_error(*pair) for pair in zip(map(whole, found), token_loss(expected, labels), strict=True)]
+    actual = model(x, layout=layout, head=own)
+    errors += [relative_error(*pair) for pair in zip(map(whole, actual), token_loss(expected, labels), strict=True)]
     asked = partial(linear_argmax, labels=placed(labels, layout, over))
     chosen = gather_sequence(model(x, layout=layout, head=asked), layout)
     return [*errors, float((chosen != expected.argmax(2).where(labels != -100, -100)).sum())]
@@ -227,13 +227,13 @@ def refusals() -> list[str]:
         lambda: tensor.model(x, layout=layout),
         lambda: tensor(x),
     ]
-    said: list[str] = []
+    messages: list[str] = []
     for call in calls:
         with Dispatched() as seen, pytest.raises(ValueError) as refused:
             call()
         assert not seen.sent
-        said.append(str(refused.value))
-    return said
+        messages.append(str(refused.value))
+    return messages
 
 
 WANTED = [
@@ -258,11 +258,11 @@ WANTED = [
 ]
 
 
-def test_what_lies_otherwise_is_refused_on_every_rank_before_anything_is_sent(worlds):
-    for said in worlds(4).run(refusals):
-        assert len(said) == len(WANTED)
-        for message, wanted in zip(said, WANTED, strict=True):
-            assert re.search(wanted, message), (wanted, message)
+def test_other_placements_are_refused_on_every_rank_before_communication(worlds):
+    for messages in worlds(4).run(refusals):
+        assert len(messages) == len(WANTED)
+        for message, expected in zip(messages, WANTED, strict=True):
+            assert re.search(expected, message), (expected, message)
 
 
 def labels_on_another_mesh() -> str:
@@ -277,6 +277,8 @@ def labels_on_another_mesh() -> str:
     return str(refused.value)
 
 
-def test_labels_of_a_head_lie_as_ids_do(worlds):
-    for said in worlds(4).run(labels_on_another_mesh):
-        assert re.search(r"the result is DTensor \[\] over \(ring .* it must be .* on the same mesh", said), said
+def test_labels_of_a_head_are_placed_like_ids(worlds):
+    for messages in worlds(4).run(labels_on_another_mesh):
+        assert re.search(r"the result is DTensor \[\] over \(ring .* it must be .* on the same mesh", messages), (
+            messages
+        )

@@ -69,7 +69,7 @@ def transformers_twin(model: Llama | GPT) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", MODELS)
-def test_greedy_text_is_that_of_transformers(kind, dtype):
+def test_greedy_text_matches_transformers(kind, dtype):
     model = build(kind, dtype)
     twin = transformers_twin(model)
     ids = prompt()
@@ -82,14 +82,14 @@ def test_greedy_text_is_that_of_transformers(kind, dtype):
         bos_token_id=None,
         pad_token_id=0,
     )
-    got = generate(model, ids, new_tokens=25)
-    assert torch.equal(got, expected[:, ids.shape[1] :])
-    assert len(set(got[0].tolist())) > 5
+    result = generate(model, ids, new_tokens=25)
+    assert torch.equal(result, expected[:, ids.shape[1] :])
+    assert len(set(result[0].tolist())) > 5
 
 
 @pytest.mark.parametrize("window", [None, (4, None), (0, 0)])
 @pytest.mark.parametrize("kind", MODELS)
-def test_logits_of_each_step_are_those_of_the_whole(kind, window):
+def test_logits_of_each_step_equal_the_full_forward(kind, window):
     model, mask, ids = build(kind), AttentionMask(window=window), prompt(3, 30)
     decoding = Decoding(model, max_new_tokens=19, mask=mask)
     logits = [decoding.prompt(ids[:, :11]), *(decoding.step(token) for token in ids[:, 11:].unbind(1))]
@@ -139,7 +139,7 @@ def test_half_precision_follows_its_own_full_forward():
 
 @pytest.mark.parametrize("options", [{}, {"mask": AttentionMask(window=(4, None))}], ids=["causal", "window"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_completions_are_those_of_runs_of_their_own(kind, options):
+def test_completions_equal_those_of_separate_runs(kind, options):
     model, options = build(kind), {"new_tokens": 12, "temperature": 4.0, "top_p": 0.95} | options
     together = generate(model, prompt(), completions=3, seed=7, **options)
     assert together.shape == (6, 12)
@@ -150,8 +150,8 @@ def test_completions_are_those_of_runs_of_their_own(kind, options):
 
 def test_completions_stop_one_by_one():
     model, options = build(), {"new_tokens": 12, "temperature": 4.0}
-    whole = generate(model, prompt(1), completions=4, **options)
-    stop = [int(whole[0, 2]), int(whole[2, 5])]
+    full = generate(model, prompt(1), completions=4, **options)
+    stop = [int(full[0, 2]), int(full[2, 5])]
     together = generate(model, prompt(1), completions=4, stop=stop, **options)
     apart = [generate(model, prompt(1), seed=j, stop=stop, **options) for j in range(4)]
     assert torch.equal(together, torch.cat(apart))
@@ -170,7 +170,7 @@ def test_the_prompt_is_cached_once():
 # -- sampling -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_drawn_depends_on_the_seed_alone():
+def test_draws_depend_only_on_the_seed():
     model, options = build(), {"new_tokens": 20, "temperature": 5.0, "top_k": 30, "top_p": 0.95}
     first = generate(model, prompt(), seed=1, **options)
     torch.manual_seed(99)
@@ -179,7 +179,7 @@ def test_what_is_drawn_depends_on_the_seed_alone():
     assert torch.equal(generate(model, prompt(), seed=1, new_tokens=8, temperature=1e-6), greedy(model, prompt(), 8))
 
 
-def test_drawing_does_not_touch_the_generators_of_others():
+def test_drawing_leaves_other_generators_unchanged():
     model, state = build(), torch.get_rng_state()
     generate(model, prompt(), new_tokens=3, temperature=1.0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -188,26 +188,26 @@ def test_drawing_does_not_touch_the_generators_of_others():
 # -- stopping and streaming ---------------------------------------------------------------------------------------
 
 
-def test_a_row_that_has_stopped_is_filled_and_the_others_go_on():
-    model, whole = build(), generate(build(), prompt(), new_tokens=20)
-    stop = int(whole[0, 4])
-    got = generate(model, prompt(), new_tokens=20, stop=(stop,))
-    for row, free in zip(got.tolist(), whole.tolist(), strict=True):
+def test_a_stopped_row_is_filled_and_other_rows_continue():
+    model, full = build(), generate(build(), prompt(), new_tokens=20)
+    stop = int(full[0, 4])
+    result = generate(model, prompt(), new_tokens=20, stop=(stop,))
+    for row, free in zip(result.tolist(), full.tolist(), strict=True):
         end = free.index(stop) + 1 if stop in free else 20
         assert row == free[:end] + [stop] * (20 - end)
 
 
 def test_a_stream_ends_when_all_rows_have_and_generate_fills_up():
-    model, whole = build(), generate(build(), prompt(), new_tokens=20).tolist()
-    stop = (whole[0][3], whole[1][6])
-    ends = [min(row.index(s) for s in stop if s in row) for row in whole]
+    model, full = build(), generate(build(), prompt(), new_tokens=20).tolist()
+    stop = (full[0][3], full[1][6])
+    ends = [min(row.index(s) for s in stop if s in row) for row in full]
     columns = list(stream(model, prompt(), new_tokens=20, stop=stop))
     assert len(columns) == max(ends) + 1
-    got = generate(model, prompt(), new_tokens=20, stop=stop)
-    assert got.shape == (2, 20)
-    assert torch.equal(got[:, : len(columns)], torch.stack(columns, 1))
-    assert [set(row[end:]) for row, end in zip(got.tolist(), ends, strict=True)] == [
-        {row[end]} for row, end in zip(whole, ends, strict=True)
+    result = generate(model, prompt(), new_tokens=20, stop=stop)
+    assert result.shape == (2, 20)
+    assert torch.equal(result[:, : len(columns)], torch.stack(columns, 1))
+    assert [set(row[end:]) for row, end in zip(result.tolist(), ends, strict=True)] == [
+        {row[end]} for row, end in zip(full, ends, strict=True)
     ]
 
 
@@ -215,11 +215,11 @@ def test_between_the_tokens_of_a_stream_the_model_is_free():
     model = build()
     expected, other = greedy(model, prompt(), 6), greedy(model, prompt(1, 5), 6)
     pairs = zip(stream(model, prompt(), new_tokens=6), stream(model, prompt(1, 5), new_tokens=6), strict=True)
-    got = []
+    result = []
     for pair in pairs:
         model(prompt()).sum().backward()
-        got.append(pair)
-    first, second = zip(*got, strict=True)
+        result.append(pair)
+    first, second = zip(*result, strict=True)
     assert torch.equal(torch.stack(first, 1), expected)
     assert torch.equal(torch.stack(second, 1), other)
 
@@ -329,7 +329,7 @@ def dense(q, k, v, *, mask, layout):
         ({"model": build(attention=dense)}, "function is no armillary method.*use Local"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_once(change, message):
+def test_mismatched_arguments_are_refused_at_once(change, message):
     arguments = {"model": build(), "ids": prompt(), "new_tokens": 3} | change
     with pytest.raises(ValueError, match=message):
         stream(arguments.pop("model"), arguments.pop("ids"), **arguments)

@@ -94,15 +94,15 @@ def worst_step(
 ) -> tuple[float, int]:
     """(largest error of any step's logits, over layouts and lengths; steps that were compared)."""
     method, errors = world.method(), []
-    model, whole = build(kind, method), build(kind, Local())
+    model, full = build(kind, method), build(kind, Local())
     for length in lengths:
         ids = tokens(2, length + new)
-        expected = whole(ids, mask=mask)[:, length - 1 :]
+        expected = full(ids, mask=mask)[:, length - 1 :]
         for layout in layouts(method, length) if length >= world.ranks else [None]:
             decoding = Decoding(model, max_new_tokens=new, mask=mask)
             logits = [decoding.prompt(ids[:, :length], layout)]
             logits += [decoding.step(token) for token in ids[:, length:].unbind(1)]
-            errors += [relative_error(got, right) for got, right in zip(logits, expected.unbind(1), strict=True)]
+            errors += [relative_error(result, right) for result, right in zip(logits, expected.unbind(1), strict=True)]
     return max(errors), len(errors)
 
 
@@ -195,7 +195,7 @@ def agreed_tokens(world: World) -> Tensor:
 
 def refusals(world: World) -> list[str]:
     """Messages of what is refused, and what was sent before."""
-    method, found = world.method(), []
+    method, actual = world.method(), []
     model = build("gpt", method)
     calls = [
         {"new_tokens": 60},
@@ -208,10 +208,10 @@ def refusals(world: World) -> list[str]:
         for options in calls:
             try:
                 stream(model, tokens(2, 13), **options)
-                found.append("nothing")
+                actual.append("nothing")
             except ValueError as error:
-                found.append(str(error))
-    return [*found, str(ledger.bytes())]
+                actual.append(str(error))
+    return [*actual, str(ledger.bytes())]
 
 
 def generated_under_fsdp(ring: int, shard: int) -> list[Tensor]:
@@ -219,10 +219,10 @@ def generated_under_fsdp(ring: int, shard: int) -> list[Tensor]:
     world = mesh(ring=ring, shard=shard)
     model = build("llama", build_attention("ring", world), torch.float32)
     expected = generate(model, tokens(2, 9), new_tokens=6)
-    whole = world["shard", "ring"]._flatten("fsdp")
+    full = world["shard", "ring"]._flatten("fsdp")
     for layer in model.model.layers:
-        fully_shard(layer, mesh=whole)
-    fully_shard(model, mesh=whole)
+        fully_shard(layer, mesh=full)
+    fully_shard(model, mesh=full)
     return [expected, generate(model, tokens(2, 9), new_tokens=6)]
 
 
@@ -244,20 +244,20 @@ def spoiled(world: World) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: w.name)
-def test_every_step_is_that_of_one_full_forward(worlds, world):
+def test_every_step_equals_a_full_forward(worlds, world):
     """With prompts shorter than the number of ranks too, and with windows and learned positions."""
     cases = [("llama", None, (1, 3, 4, 17))]
     if world in (RING, USP):
         narrowest = AttentionMask(window=(0, 0))
         cases += [("gpt", None, (13,)), ("llama", WINDOW, (13,)), ("llama", narrowest, (9,))]
     counts = [1 + 1 + 3 + 3, 3, 3, 3] if world.ulysses > 1 else [1 + 1 + 3 + 4, 4, 4, 4]
-    for found in worlds(world.ranks).run(worst_steps, world, cases):
-        for case, count, (error, steps) in zip(cases, counts, found, strict=False):
+    for actual in worlds(world.ranks).run(worst_steps, world, cases):
+        for case, count, (error, steps) in zip(cases, counts, actual, strict=False):
             assert error < 1e-10, case
             assert steps == count * 7, case
 
 
-def test_every_method_says_what_its_axes_are(worlds):
+def test_every_method_has_its_axes(worlds):
     assert worlds(4).run(axes_found) == [[[4], [4], [4], [4], [2, 2]]] * 4
 
 
@@ -272,7 +272,7 @@ def test_all_ranks_write_the_same_text(worlds, world, kind):
 
 
 @pytest.mark.parametrize("world", [RING, USP, ULYSSES], ids=lambda w: w.name)
-def test_completions_are_those_of_runs_of_their_own(worlds, world):
+def test_completions_equal_those_of_separate_runs(worlds, world):
     for texts, caches, sent in worlds(4).run(several, world):
         assert all(torch.equal(together, apart) for together, apart in texts)
         assert all(held == formula for held, formula in caches)
@@ -282,8 +282,8 @@ def test_completions_are_those_of_runs_of_their_own(worlds, world):
 
 
 def test_ranks_that_choose_differently_take_the_token_of_the_first(worlds):
-    for found in worlds(4).run(agreed_tokens, USP):
-        assert found.tolist() == [7, 20]
+    for actual in worlds(4).run(agreed_tokens, USP):
+        assert actual.tolist() == [7, 20]
 
 
 def test_a_text_is_that_of_the_first_rank(worlds):
@@ -293,10 +293,10 @@ def test_a_text_is_that_of_the_first_rank(worlds):
 
 
 @pytest.mark.parametrize("world", [RING, USP, ULYSSES], ids=lambda w: w.name)
-def test_bytes_of_a_token_are_those_of_the_docstring_whatever_the_prompt(worlds, world):
+def test_bytes_of_a_token_match_the_docstring_for_any_prompt(worlds, world):
     rows = LLAMA.layers * 2 * LLAMA.heads
-    for found in worlds(4).run(bytes_of_steps, world, DTYPES, (4, 11)):
-        for dtype, (totals, gathered, agreement) in zip(DTYPES, found, strict=True):
+    for actual in worlds(4).run(bytes_of_steps, world, DTYPES, (4, 11)):
+        for dtype, (totals, gathered, agreement) in zip(DTYPES, actual, strict=True):
             e, wide = dtype.itemsize, max(dtype.itemsize, 4)
             inner = (world.ulysses - 1) * (6 * e + wide)
             outer = (world.ring - 1) * (6 * (e if world.ulysses == 1 else wide) + wide)
@@ -310,7 +310,7 @@ def test_a_prompt_sends_the_last_hidden_state_and_no_more_than_in_training(world
     assert {after - plain for plain, after in answers} == {3 * 2 * LLAMA.dim * 8}
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_sent(worlds):
+def test_mismatched_arguments_are_refused_on_every_rank_before_communication(worlds):
     for *messages, sent in worlds(2).run(refusals, World("ring", 2)):
         assert sent == "0"
         assert "max_positions=64" in messages[0]
@@ -335,10 +335,10 @@ def test_attention_is_restored_on_every_rank(worlds):
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (9, 1), (0, 0, 0), (7, 0, 3), (1, 2, 3, 4), (40, 1, 1)])
 @pytest.mark.parametrize("more", [0, 1, 5, 60])
 def test_room_is_enough_for_the_longest_text_and_hardly_more(sizes, more):
-    found, filled = room(sizes, more), list(sizes)
+    actual, filled = room(sizes, more), list(sizes)
     for _ in range(more):
         filled[filled.index(min(filled))] += 1
-    assert all(held <= space <= held + 1 for held, space in zip(filled, found, strict=True))
+    assert all(held <= space <= held + 1 for held, space in zip(filled, actual, strict=True))
 
 
 def spans_of(holdings):

@@ -35,7 +35,7 @@ def theirs(model: GPT) -> dict[str, Tensor]:
     return {name: weight.T if name.endswith(linear) else weight for name, weight in weights.items()}
 
 
-def test_logits_are_those_of_transformers():
+def test_logits_match_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=40, n_embd=24, n_layer=2, n_head=4, n_positions=32)
     reference = transformers.GPT2LMHeadModel(config).double().eval()
@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers():
     assert relative_error(model(IDS), reference(IDS).logits) < 1e-12
 
 
-def test_a_shard_needs_its_positions_alone():
+def test_a_shard_needs_only_its_positions():
     model, layout = build(), SequenceLayout.zigzag(29, 2)
     with pytest.raises(ValueError, match="positions are needed"):
         model(layout.take(IDS, 1), layout=layout)
@@ -60,16 +60,16 @@ def test_a_shard_needs_its_positions_alone():
 )
 @pytest.mark.parametrize("stage", [None, 2])
 def test_checkpoint_policies_change_no_gradient(options, stage):
-    found = []
+    actual = []
     for chosen, attention in ((Checkpointing(), None), (options, stage and UPipe.around(Local(), stage))):
         model = build(attention)
         chosen.apply(model)
         total, _ = model(IDS, head=partial(linear_token_loss, labels=IDS.roll(1)))
         total.backward()
-        found.append([total.detach(), *(p.grad for p in model.parameters())])
-    exact, got = found
+        actual.append([total.detach(), *(p.grad for p in model.parameters())])
+    exact, result = actual
     # Keys' biases have no influence: what they get is rounding.
-    pairs = [(a, b) for a, b in zip(got, exact, strict=True) if b.norm() > 1e-9]
+    pairs = [(a, b) for a, b in zip(result, exact, strict=True) if b.norm() > 1e-9]
     assert max(itertools.starmap(relative_error, pairs)) < 1e-10
 
 

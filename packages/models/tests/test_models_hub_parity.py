@@ -82,13 +82,13 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     )
     assert not any(loaded[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        expected, got = theirs.eval()(IDS).logits, model(IDS)
-    assert relative_error(got, expected) < 1e-5
+        expected, result = theirs.eval()(IDS).logits, model(IDS)
+    assert relative_error(result, expected) < 1e-5
 
     theirs.save_pretrained(tmp_path / "theirs")
     again = type(model).from_pretrained(tmp_path / "theirs")
     assert again.config == config
-    assert torch.equal(again(IDS), got)
+    assert torch.equal(again(IDS), result)
 
 
 def test_every_option_changes_the_logits():

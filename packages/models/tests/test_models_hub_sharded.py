@@ -43,8 +43,8 @@ def loaded_and_compared(config: Config, axes: dict[str, int], folder: str) -> tu
     assert ledger.bytes() == 0
     wrong = [
         name
-        for (name, got), right in zip(model.named_parameters(), expected.parameters(), strict=True)
-        if not torch.equal(local(got), local(right))
+        for (name, result), right in zip(model.named_parameters(), expected.parameters(), strict=True)
+        if not torch.equal(local(result), local(right))
     ]
     held = sum(local(parameter).nbytes for parameter in model.parameters())
     assert all(torch.equal(whole(a), b) for a, b in zip(model.parameters(), plain(config).parameters(), strict=True))
@@ -66,8 +66,8 @@ CASES = {
 def test_every_rank_reads_its_own_parts_only(worlds, tmp_path, ranks):
     for config, _ in CASES[ranks]:
         plain(config).save_pretrained(tmp_path / kinds(config), max_file_bytes=700)
-    for found in worlds(ranks).run(load_and_compare, CASES[ranks], str(tmp_path)):
-        for case, (wrong, bytes_read, held) in zip(CASES[ranks], found, strict=True):
+    for actual in worlds(ranks).run(load_and_compare, CASES[ranks], str(tmp_path)):
+        for case, (wrong, bytes_read, held) in zip(CASES[ranks], actual, strict=True):
             assert wrong == 0, case
             assert bytes_read == held, case
 

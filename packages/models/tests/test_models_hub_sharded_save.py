@@ -44,7 +44,7 @@ def save(cases, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
-def test_files_of_a_sharded_model_equal_those_of_the_whole_one(worlds, tmp_path, ranks):
+def test_files_of_a_sharded_model_equal_the_unsharded_models(worlds, tmp_path, ranks):
     worlds(ranks).run(save, SAVES[ranks], str(tmp_path))
     for i, (name, config, options) in enumerate(SAVES[ranks]):
         plain(config).save_pretrained(tmp_path / f"whole {i}", **options)
@@ -172,6 +172,6 @@ def saved_from_nowhere(folder: str) -> str:
 
 
 def test_a_source_missing_on_one_rank_is_refused_on_all(worlds, tmp_path):
-    said = worlds(2).run(saved_from_nowhere, str(tmp_path))
-    assert "rank 1 had ValueError" in said[0]
-    assert "is not a folder" in said[1]
+    messages = worlds(2).run(saved_from_nowhere, str(tmp_path))
+    assert "rank 1 had ValueError" in messages[0]
+    assert "is not a folder" in messages[1]

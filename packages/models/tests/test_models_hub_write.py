@@ -33,9 +33,9 @@ def test_files_and_index_equal_those_of_transformers(tmp_path, limit):
     model = build()
     model.save_pretrained(tmp_path, max_file_bytes=limit)
     expected = hub.split_torch_state_dict_into_shards(dict(model.state_dict()), max_shard_size=limit)
-    found = {path.name: set(load_file(path)) for path in tmp_path.glob("*.safetensors")}
-    assert found == {file: set(tensors) for file, tensors in expected.filename_to_tensors.items()}
-    assert (len(found) > 1) == expected.is_sharded == (tmp_path / files.INDEX).exists() == (limit < 10**4)
+    actual = {path.name: set(load_file(path)) for path in tmp_path.glob("*.safetensors")}
+    assert actual == {file: set(tensors) for file, tensors in expected.filename_to_tensors.items()}
+    assert (len(actual) > 1) == expected.is_sharded == (tmp_path / files.INDEX).exists() == (limit < 10**4)
     if expected.is_sharded:
         index = json.loads((tmp_path / files.INDEX).read_text())
         assert index == {"metadata": expected.metadata, "weight_map": expected.tensor_to_filename}
@@ -170,11 +170,11 @@ def test_a_source_may_have_been_removed_or_be_the_folder_itself(tmp_path, source
 
 @pytest.mark.parametrize("model", [build, gpt])
 def test_weights_are_rounded_on_saving_and_loading(tmp_path, model):
-    whole = model()
-    whole.save_pretrained(tmp_path / "small", dtype=torch.bfloat16)
-    whole.save_pretrained(tmp_path / "large")
-    saved = type(whole).from_pretrained(tmp_path / "small")
-    read = type(whole).from_pretrained(tmp_path / "large", dtype=torch.bfloat16)
+    full = model()
+    full.save_pretrained(tmp_path / "small", dtype=torch.bfloat16)
+    full.save_pretrained(tmp_path / "large")
+    saved = type(full).from_pretrained(tmp_path / "small")
+    read = type(full).from_pretrained(tmp_path / "large", dtype=torch.bfloat16)
     assert same(saved, read) and same(saved, model().bfloat16())
     assert described(tmp_path / "small")["torch_dtype"] == "bfloat16"
     assert described(tmp_path / "large")["torch_dtype"] == "float32"

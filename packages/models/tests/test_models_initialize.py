@@ -51,12 +51,12 @@ MESHES = [
 
 
 def whole_weights() -> list[dict[str, torch.Tensor]]:
-    found = []
+    actual = []
     for axes, over, config in MESHES:
         parameters = dict(sharded(config, mesh(**axes)[over]).named_parameters())
         assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
-        found.append({name: parameter.full_tensor().detach() for name, parameter in parameters.items()})
-    return found
+        actual.append({name: parameter.full_tensor().detach() for name, parameter in parameters.items()})
+    return actual
 
 
 def test_weights_are_bit_identical_on_every_mesh(worlds):
@@ -72,15 +72,15 @@ UNEVEN = [replace(SMALL, vocab_size=vocabulary, heads=2, kv_heads=2) for vocabul
 
 
 def under_tensor_parallelism() -> list[dict[str, torch.Tensor]]:
-    found = []
+    actual = []
     for config in UNEVEN:
         with torch.device("meta"):
             model = Llama(config, attend)
         parallelize(model, mesh(shard=2, ring=2, tp=2))
         model.to_empty(device="cpu")
         initialize(model, seed=0)
-        found.append({name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()})
-    return found
+        actual.append({name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()})
+    return actual
 
 
 def test_weights_are_bit_identical_where_tensor_parallelism_cuts_unevenly(worlds):
@@ -92,14 +92,14 @@ def test_weights_are_bit_identical_where_tensor_parallelism_cuts_unevenly(worlds
 
 
 def losses_and_gradients() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    found = []
+    actual = []
     for config in (SMALL, TIED):
         model = sharded(config, mesh(shard=4)["shard"])
         # All ranks hold the same rows, so FSDP's average is the gradient of one.
         loss = model(IDS, head=lambda hidden, weight: F.linear(hidden, weight).logsumexp(-1).sum())
         loss.backward()
-        found.append((loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
-    return found
+        actual.append((loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
+    return actual
 
 
 def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds):
@@ -136,7 +136,7 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others():
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_a_parameter_depends_on_its_own_name_alone():
+def test_a_parameter_depends_only_on_its_name():
     few, many = plain(replace(SMALL, layers=1)), plain(SMALL)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(few.get_parameter(name), many.get_parameter(name))

@@ -75,8 +75,8 @@ def test_rows_of_a_batch_and_no_labels_at_all():
     triples = LabelTriples(positions, labels, weights, (B, T))
     leaves = inputs()
     each = [linear_token_loss(leaves[0][i : i + 1], leaves[1], triples.row(i)) for i in range(B)]
-    whole = linear_token_loss(leaves[0], leaves[1], triples)
-    assert all(torch.allclose(sum(parts), total, rtol=1e-13) for *parts, total in zip(*each, whole, strict=True))
+    full = linear_token_loss(leaves[0], leaves[1], triples)
+    assert all(torch.allclose(sum(parts), total, rtol=1e-13) for *parts, total in zip(*each, full, strict=True))
     none = LabelTriples(positions[:0], labels[:0], weights[:0], (B, T))
     total, count = linear_token_loss(leaves[0], leaves[1], none)
     assert (total.item(), count.item()) == (0, 0)
@@ -139,27 +139,27 @@ def as_dtensors():
     placed = DTensor.from_local(local, over, [Shard(0), Shard(1)], run_check=False)
     total, count = linear_token_loss(placed, weight, triples)
     assert total.placements == count.placements == (Partial(), Partial())
-    whole = DTensor.from_local(weight, over, [Replicate(), Replicate()], run_check=False)
-    other, _ = token_loss(F.linear(placed, whole), triples)
+    full = DTensor.from_local(weight, over, [Replicate(), Replicate()], run_check=False)
+    other, _ = token_loss(F.linear(placed, full), triples)
     assert other.placements == total.placements
     return total.full_tensor().item(), other.full_tensor().item(), count.full_tensor().item()
 
 
-def test_parts_of_the_vocabulary_and_dtensors_give_what_one_rank_does(worlds):
+def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
     cases = [(8, None, 0.0), (7, 4, 0.02), (5, 8, 0.0)]
     results = worlds(4).run(all_parts, cases)
     for i, (tokens, _, z_loss) in enumerate(cases):
         totals, hiddens, weights, biases, counts, others, logits = zip(*(rank[0][i] for rank in results), strict=True)
         assert all(torch.equal(total, totals[0]) for total in totals)
         hidden = torch.stack(hiddens, 2).flatten(1, 2)[:, :tokens]
-        got = totals[0], hidden, torch.cat(weights), torch.cat(biases)
+        result = totals[0], hidden, torch.cat(weights), torch.cat(biases)
         leaves = inputs(tokens)
         given = triples_of(tokens=tokens)
-        assert worst(got, gradients(expected(leaves, *given, z_loss), leaves)) < 1e-12, cases[i]
+        assert worst(result, gradients(expected(leaves, *given, z_loss), leaves)) < 1e-12, cases[i]
         assert counts[0].item() == pytest.approx(given[2].sum().item(), rel=1e-12)
-        whole = F.linear(*leaves).detach().requires_grad_()
-        total, _ = token_loss(whole, LabelTriples(*given, (B, tokens)), z_loss=z_loss)
-        assert worst([others[0], torch.cat(logits, 2)], [total.detach(), *torch.autograd.grad(total, whole)]) < 1e-12
+        full = F.linear(*leaves).detach().requires_grad_()
+        total, _ = token_loss(full, LabelTriples(*given, (B, tokens)), z_loss=z_loss)
+        assert worst([others[0], torch.cat(logits, 2)], [total.detach(), *torch.autograd.grad(total, full)]) < 1e-12
     leaves = inputs(8)
     given = triples_of(tokens=8)
     exact = expected([leaves[0], leaves[1], None], *given, 0.0).item()

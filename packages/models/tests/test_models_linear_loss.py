@@ -95,22 +95,22 @@ def test_it_is_the_token_loss_of_the_logits(backend, dtype, limit, chunk):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_low_precision_is_as_exact_as_with_all_logits_whatever_the_chunk(dtype, chunk):
+def test_low_precision_is_as_exact_as_with_full_logits_for_any_chunk(dtype, chunk):
     hidden, weight, bias, labels = inputs(dtype, tokens=1024)
     total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=chunk)[0]
     assert total.dtype == torch.float32
     expected, leaves = exact(hidden, weight, bias, labels), (hidden, weight, bias)
-    got, usual = (errors(result(loss, *leaves), expected) for loss in (total, plain(*leaves, labels)))
+    actual, usual = (errors(result(loss, *leaves), expected) for loss in (total, plain(*leaves, labels)))
     # d(hidden) is rounded once more, when it is scaled.
-    assert all(g < 1.5 * u + 1e-6 for g, u in zip(got, usual, strict=True)), (got, usual)
+    assert all(g < 1.5 * u + 1e-6 for g, u in zip(actual, usual, strict=True)), (actual, usual)
 
 
 @needs_torch
 def test_why_torch_is_not_used_in_bfloat16():
     hidden, weight, bias, labels = inputs(torch.bfloat16, tokens=1024)
     total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=4, backend="torch")[0]
-    found = errors(result(total, hidden, weight, bias), exact(hidden, weight, bias, labels))
-    assert found[0] > 0.1 and found[2] > 0.01, f"torch is more exact now, by {found}: use it?"
+    actual = errors(result(total, hidden, weight, bias), exact(hidden, weight, bias, labels))
+    assert actual[0] > 0.1 and actual[2] > 0.01, f"torch is more exact now, by {actual}: use it?"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,7 +135,7 @@ def test_no_valid_label_costs_nothing(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {1, 2}, {0, 1}])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_does(backend, frozen):
+def test_frozen_parameters_get_no_gradient_and_others_do(backend, frozen):
     *leaves, labels = inputs()
     expected = exact(*leaves, labels)[1:]
     for i in frozen:
@@ -153,7 +153,7 @@ def test_a_frozen_weight_costs_no_gradient():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_grad_mode_it_is_the_sum_alone(backend):
+def test_without_grad_mode_only_the_sum_is_computed(backend):
     hidden, weight, bias, labels = inputs()
     with torch.no_grad(), Allocations() as made:
         total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5, backend=backend)[0]
@@ -199,7 +199,7 @@ def test_a_chunk_is_read_and_written_twice_in_float32_at_most():
     assert by_logit == {torch.float32: 16, torch.bfloat16: 10}
 
 
-def test_what_lives_until_backward_and_no_longer():
+def test_tensors_that_live_until_backward():
     hidden, weight, bias, labels = inputs(torch.bfloat16)
     total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5)[0]
     assert sum(x.nbytes for x in total.grad_fn.saved_tensors) == B * T * E * 2 + V * E * 4 + V * 4
@@ -223,10 +223,10 @@ def test_under_autocast_it_multiplies_as_a_linear_layer_does(backend):
     with torch.autocast("cpu", torch.bfloat16):
         total = linear_token_loss(hidden, weight, labels, bias=bias, backend=backend)[0]
         usual = plain(hidden, weight, bias, labels)
-    got, expected = (result(loss, hidden, weight, bias) for loss in (total, usual))
-    assert [x.dtype for x in got] == [torch.float32] * 4
+    actual, expected = (result(loss, hidden, weight, bias) for loss in (total, usual))
+    assert [x.dtype for x in actual] == [torch.float32] * 4
     assert relative_error(expected[1], exact(hidden, weight, bias, labels)[1]) > 1e-5
-    assert max(errors(got, expected)) < 1e-2
+    assert max(errors(actual, expected)) < 1e-2
 
 
 def attend(q, k, v, *, mask, layout):
@@ -263,8 +263,8 @@ def test_under_fsdp_the_weight_is_whole_and_gets_its_gradient(worlds, tied, back
     initialize(model, seed=0)
     token_loss(model(tokens), tokens)[0].backward()
     # Both ranks hold the same row, so FSDP's average is the gradient of one.
-    for got in worlds(2).run(sharded_gradients, config, tokens, backend):
-        assert max(relative_error(got[name], x.grad) for name, x in model.named_parameters()) < 2e-6
+    for actual in worlds(2).run(sharded_gradients, config, tokens, backend):
+        assert max(relative_error(actual[name], x.grad) for name, x in model.named_parameters()) < 2e-6
 
 
 def test_chunks_stay_within_their_bytes():
@@ -290,7 +290,7 @@ def test_chunks_stay_within_their_bytes():
         ({"backend": "torch", "z_loss": 0.5}, "no z_loss, and needs torch 2.13 and one rank; got z_loss=0.5"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_mismatched_arguments_are_refused(change, message):
     call = {"hidden": torch.zeros(B, T, E), "weight": torch.zeros(V, E), "labels": torch.zeros(B, T).long()}
     call |= change
     with pytest.raises(ValueError, match=message):

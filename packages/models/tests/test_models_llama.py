@@ -65,7 +65,7 @@ def textbook(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 2), (4, 1)])
-def test_logits_are_those_of_the_textbook(heads, kv_heads):
+def test_logits_match_the_textbook(heads, kv_heads):
     model = build(replace(SMALL, heads=heads, kv_heads=kv_heads, head_dim=8))
     assert relative_error(model(ids()), textbook(model, ids())) < 1e-12
 
@@ -112,7 +112,7 @@ def test_one_shard_in_any_order_needs_no_positions():
     assert relative_error(model(ids()[:, order], layout=layout), model(ids())[:, order]) < 1e-12
 
 
-def test_positions_count_from_zero_unless_given_and_only_distances_matter():
+def test_positions_count_from_zero_by_default_and_only_distances_matter():
     model, tokens = build(), ids()
     logits = model(tokens)
     assert torch.equal(model(tokens, positions=torch.arange(N)), logits)
@@ -128,7 +128,7 @@ def test_a_token_changes_nothing_before_it():
     assert moved.tolist() == [False] * 10 + [True] * (N - 10)
 
 
-def test_every_layer_is_given_the_mask_and_the_layout():
+def test_every_layer_receives_mask_and_layout():
     calls = []
     dense = DenseAttention(torch.arange(N))
 
@@ -148,13 +148,13 @@ def test_every_parameter_gets_the_gradient_of_the_textbook(tied):
     model, tokens = build(replace(SMALL, tied_embeddings=tied)), ids()
     labels = tokens.roll(-1, 1)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    got = torch.autograd.grad(token_loss(model(tokens), labels)[0], parameters)
+    result = torch.autograd.grad(token_loss(model(tokens), labels)[0], parameters)
     expected = torch.autograd.grad(
         F.nll_loss(textbook(model, tokens).log_softmax(-1).mT, labels, reduction="sum"), parameters
     )
-    errors = {name: relative_error(g, e) for name, g, e in zip(names, got, expected, strict=True)}
+    errors = {name: relative_error(g, e) for name, g, e in zip(names, result, expected, strict=True)}
     assert max(errors.values()) < 1e-10, errors
-    assert all(gradient.any() for gradient in got)
+    assert all(gradient.any() for gradient in result)
 
 
 def test_a_tied_head_is_the_embedding_table_also_after_moving():
@@ -190,7 +190,7 @@ def test_ids_and_positions_that_do_not_match_are_refused(tokens, positions, mess
         build()(tokens, positions=positions)
 
 
-def test_a_shard_is_not_taken_for_the_whole():
+def test_a_shard_without_positions_is_refused():
     with pytest.raises(ValueError, match=r"positions are needed .* 2 shards: layout.positions\(shard\)"):
         build()(ids(), layout=SequenceLayout.zigzag(2 * N, 2))
 

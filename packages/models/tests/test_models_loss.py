@@ -20,10 +20,10 @@ def test_it_sums_over_valid_labels_and_counts_them():
 
 def test_parts_add_up_to_the_whole():
     logits, labels = torch.randn(2, 8, 7, dtype=torch.float64), torch.randint(-1, 7, (2, 8))
-    whole = token_loss(logits, labels, ignore=-1)
+    full = token_loss(logits, labels, ignore=-1)
     parts = [token_loss(logits[:, part], labels[:, part], ignore=-1) for part in (slice(0, 3), slice(3, 8))]
-    assert sum(total.item() for total, _ in parts) == pytest.approx(whole[0].item(), rel=1e-14)
-    assert sum(count.item() for _, count in parts) == whole[1].item()
+    assert sum(total.item() for total, _ in parts) == pytest.approx(full[0].item(), rel=1e-14)
+    assert sum(count.item() for _, count in parts) == full[1].item()
 
 
 def test_bfloat16_logits_are_summed_in_float32():

@@ -58,9 +58,9 @@ OFFLOADED = [
 
 
 @pytest.mark.parametrize("options", OFFLOADED)
-def test_tensors_are_there_when_they_are_used_and_held_while_they_are_copied(side, options):
-    got, expected = gradients(build(options, torch.float64)), gradients(build(Checkpointing(), torch.float64))
-    assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
+def test_tensors_are_present_when_used_and_referenced_while_copied(side, options):
+    result, expected = gradients(build(options, torch.float64)), gradients(build(Checkpointing(), torch.float64))
+    assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
     assert side.idle and len(side.queue) == 3 + 2 and side.back == 2  # the last block's are still here
 
 
@@ -78,13 +78,13 @@ def test_backward_again_and_in_another_order(side, options):
         lowest = torch.autograd.grad(hidden[0].square().sum(), parameters, retain_graph=True)
         return [*first, *middle, *lowest, *torch.autograd.grad(loss, parameters)]
 
-    got, expected = found(options), found(Checkpointing())
-    assert max(itertools.starmap(relative_error, zip(got, expected, strict=True))) < 1e-12
+    result, expected = found(options), found(Checkpointing())
+    assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
     gc.collect()
     assert side.idle
 
 
-def test_what_is_dropped_is_waited_for(side):
+def test_deleted_transfers_are_waited_for(side):
     """A graph that nobody differentiates, and tensors that were fetched too early."""
     model = build(Checkpointing("layer", offload=True), torch.float64)
     loss = loss_of(model)
@@ -101,7 +101,7 @@ def test_what_is_dropped_is_waited_for(side):
 
 
 @pytest.mark.parametrize("simulated", [True, False])
-def test_what_a_block_copies_is_held_until_the_next_one_is_done_and_no_longer(simulated):
+def test_offloaded_tensors_are_referenced_until_the_next_block_is_done(simulated):
     """On a simulated stream as on a GPU; also where the next one keeps nothing on the host."""
     model = build(Checkpointing("attention_output", offload=True, on_device=1), torch.float64)
     inputs, alive = list[ref[torch.UntypedStorage]](), list[list[bool]]()
@@ -136,7 +136,7 @@ class Stream:
         return f"{self.name} is here"
 
 
-def test_copies_wait_for_what_is_computed_and_the_streams_that_compute_for_copies(monkeypatch):
+def test_copies_and_compute_streams_wait_for_each_other(monkeypatch):
     log, current = [], []
     main, other = Stream("main", log), Stream("other", log)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))

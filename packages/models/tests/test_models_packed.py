@@ -14,7 +14,7 @@ ROWS = [(0, 5, 6, 30), (0, 11, 28, 30)]
 
 
 @pytest.mark.parametrize("config", [LLAMA, LEARNED], ids=["llama", "gpt"])
-def test_documents_of_a_packed_row_are_as_if_alone(config):
+def test_documents_of_a_packed_row_equal_separate_rows(config):
     model = (Llama(config) if config is LLAMA else GPT(config)).double()
     initialize(model, 0)
     ids = torch.randint(37, (2, 30), generator=torch.Generator().manual_seed(0))

@@ -83,9 +83,9 @@ def rows(case: Case) -> tuple[Tensor, Tensor]:
 def step(model: Llama | GPT, loss: Tensor) -> dict[str, Tensor]:
     """Gradients, and weights after a step; in float64."""
     loss.backward()
-    found = {f"gradient of {name}": whole(p.grad) for name, p in model.named_parameters()}
+    actual = {f"gradient of {name}": whole(p.grad) for name, p in model.named_parameters()}
     torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True).step()
-    return {**found, **{name: whole(p) for name, p in model.named_parameters()}}
+    return {**actual, **{name: whole(p) for name, p in model.named_parameters()}}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -147,18 +147,18 @@ def rows_of_this_rank(over: DeviceMesh) -> slice:
 def compare(case: Case, wide: dict[str, Tensor], alone: dict[str, Tensor]) -> list[str]:
     """Of all that differs too much from one rank's, in float64 and on two ranks in float32: its name, by how much."""
     least = 1e-6 * max(x.norm().item() for name, x in wide.items() if name.startswith("gradient"))  # key biases have 0
-    found, faults = on_mesh(case, torch.float64), list[str]()
+    actual, faults = on_mesh(case, torch.float64), list[str]()
     for name in wide:
-        error = ((found[name] - wide[name]).norm() / wide[name].norm().clamp(min=least)).item()
+        error = ((actual[name] - wide[name]).norm() / wide[name].norm().clamp(min=least)).item()
         faults += [] if error < 1e-9 else [f"{name}: {error:.1e} in float64"]
     if case.compiler is not None or dist.get_world_size() > 2:
         return faults
-    found = on_mesh(case, torch.float32)
+    actual = on_mesh(case, torch.float32)
     for name in wide:
         # Where terms cancel, one rank's float32 is off too. Adam's first step is the sign of a gradient.
         limit = 1e-5 * wide[name].norm() + 2 * (alone[name] - wide[name]).norm()
-        fits = (found[name] - wide[name]).norm() <= limit or name.startswith(("model.", "transformer.", "lm_head"))
-        faults += [] if fits else [f"{name}: {relative_error(found[name], wide[name]):.1e} in float32"]
+        fits = (actual[name] - wide[name]).norm() <= limit or name.startswith(("model.", "transformer.", "lm_head"))
+        faults += [] if fits else [f"{name}: {relative_error(actual[name], wide[name]):.1e} in float32"]
     return faults
 
 
@@ -198,7 +198,7 @@ LONG = ("8 ranks", "compiled stages")
 
 
 @pytest.mark.parametrize("group", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in GROUPS])
-def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, group):
+def test_loss_gradients_and_a_step_equal_one_rank(worlds, group):
     cases = GROUPS[group]
     expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]
     for faults in worlds(prod(cases[0].axes.values())).run(compare_all, cases, expected, timeout=300):
@@ -206,15 +206,15 @@ def test_loss_gradients_and_a_step_are_those_of_one_rank(worlds, group):
 
 
 def initial_weights(cases: list[tuple[LlamaConfig | GPTConfig, Mapping[str, int]]]) -> list[dict[str, Tensor]]:
-    found: list[dict[str, Tensor]] = []
+    actual: list[dict[str, Tensor]] = []
     for config, axes in cases:
         with torch.device("meta"):
             model = build(config, torch.float32)
         parallelize(model, mesh(**axes))
         model.to_empty(device="cpu")
         initialize(model, 3)
-        found.append({name: whole(parameter) for name, parameter in model.named_parameters()})
-    return found
+        actual.append({name: whole(parameter) for name, parameter in model.named_parameters()})
+    return actual
 
 
 def test_initial_weights_are_the_same_to_the_bit(worlds):
@@ -259,27 +259,27 @@ def refusals() -> list[str]:
         (Llama(replace(LLAMA, hidden_dim=1)), over, None),
         (Llama(LLAMA), over, Ring(over["tp"])),
     ]
-    said: list[str] = []
+    messages: list[str] = []
     for model, where, attention in wrong:
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ValueError) as caught:
             parallelize(model, where, attention=attention)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         assert {name: type(module) for name, module in model.named_modules()} == before
-    return said
+    return messages
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(worlds):
-    for said in worlds(4).run(refusals):
-        assert "heads 3 must be divisible by the 2 ranks of axis 'tp'" in said[0]
-        assert "kv_heads 1 must be divisible by the 2 ranks" in said[1]
-        assert "MLP width 49 must be divisible by the 2 ranks" in said[2]
-        assert "1 query heads cannot be split over 2 ranks of axis 'ulysses'" in said[3]
-        assert "the mesh has tp" in said[4]
-        assert "transformer.h.0.ln_1 is not there" in said[5]
-        assert "model.layers.1.self_attn.q_proj is Adapted, not Linear as it was built" in said[6]
-        assert "MLP width 1 must be divisible by the 2 ranks" in said[7]
-        assert "axis 'tp' inside of it" in said[8] and "share ranks" in said[8]
+def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds):
+    for messages in worlds(4).run(refusals):
+        assert "heads 3 must be divisible by the 2 ranks of axis 'tp'" in messages[0]
+        assert "kv_heads 1 must be divisible by the 2 ranks" in messages[1]
+        assert "MLP width 49 must be divisible by the 2 ranks" in messages[2]
+        assert "1 query heads cannot be split over 2 ranks of axis 'ulysses'" in messages[3]
+        assert "the mesh has tp" in messages[4]
+        assert "transformer.h.0.ln_1 is not there" in messages[5]
+        assert "model.layers.1.self_attn.q_proj is Adapted, not Linear as it was built" in messages[6]
+        assert "MLP width 1 must be divisible by the 2 ranks" in messages[7]
+        assert "axis 'tp' inside of it" in messages[8] and "share ranks" in messages[8]
 
 
 def beyond() -> list[bool]:
@@ -288,7 +288,7 @@ def beyond() -> list[bool]:
     llama, gpt = build(LLAMA, torch.float32), build(LEARNED, torch.float32)
     for model in (llama, gpt):
         parallelize(model, over, precision=None)
-    found: list[bool] = []
+    actual: list[bool] = []
     for call in (
         lambda: llama(torch.tensor([[1, 2, 99, 3]])),
         lambda: llama(torch.tensor([[1, 2, -99, 3]])),
@@ -296,8 +296,8 @@ def beyond() -> list[bool]:
     ):
         with pytest.raises(IndexError):
             call()
-        found.append(True)
-    return found
+        actual.append(True)
+    return actual
 
 
 def test_ids_and_positions_that_there_are_none_of_are_refused_on_every_rank(worlds):

@@ -112,13 +112,13 @@ def in_stages(attention: str, axes: Mapping[str, int], micro_batches: int) -> tu
     ],
 )
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_stages_with_context_parallelism_give_what_one_rank_gives(worlds, attention, axes, micro_batches):
+def test_stages_with_context_parallelism_equal_one_rank(worlds, attention, axes, micro_batches):
     ranks = STAGES
     for size in axes.values():
         ranks *= size
     expected, gradients = on_one_rank()
-    found = worlds(ranks).run(in_stages, attention, axes, micro_batches)
-    assert all(loss == pytest.approx(expected, rel=1e-12) for loss, _, _ in found)
-    assert max(error for _, error, _ in found) < 1e-11
-    first, last = found[0][2], found[-1][2]
+    actual = worlds(ranks).run(in_stages, attention, axes, micro_batches)
+    assert all(loss == pytest.approx(expected, rel=1e-12) for loss, _, _ in actual)
+    assert max(error for _, error, _ in actual) < 1e-11
+    first, last = actual[0][2], actual[-1][2]
     assert first | last == set(gradients) and not first & last

@@ -90,9 +90,9 @@ def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, f
     shard, tokens = 0 if method is None else method.shard, ids()[list(rows)]
     mask = AttentionMask.rows([AttentionMask.tree(*TREES[row]) for row in rows])
     positions = torch.stack([mask.positions(N, row) for row in range(len(rows))])
-    found = completion_labels(tokens, mask, layout, shard)
+    actual = completion_labels(tokens, mask, layout, shard)
     # Sequences are numbered over all rows, also those of other ranks.
-    sequences = found.sequences + (3 if 0 not in rows else 0)
+    sequences = actual.sequences + (3 if 0 not in rows else 0)
     if layout is not None:
         tokens, positions = (layout.take(x, shard, 1) for x in (tokens, positions))
     values = []
@@ -112,8 +112,8 @@ def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, f
             return token_logprobs(
                 hidden,
                 weight,
-                found.labels,
-                found.positions,
+                actual.labels,
+                actual.positions,
                 axis=axis,
                 vocabulary=vocabulary,
                 chunk=8,
@@ -142,7 +142,7 @@ def test_trees_give_the_loss_of_their_sequences(name):
 
 def on_meshes():
     """Loss, metrics and gradients by (loss, mesh), summed over the ranks that share tokens or read other rows."""
-    found = {}
+    actual = {}
     for name in LOSSES:
         for method_name, sizes in METHODS.items():
             ranks = sizes.get("ring", 1) * sizes.get("ulysses", 1)
@@ -154,15 +154,15 @@ def on_meshes():
             loss, metrics, gradients = packed(name, method, layout, rows, axes)
             for x in gradients:
                 dist.all_reduce(x)
-            found[name, method_name] = loss, metrics, gradients
-    return found
+            actual[name, method_name] = loss, metrics, gradients
+    return actual
 
 
 def test_every_mesh_gives_the_loss_metrics_and_gradients_of_one_rank(worlds):
     exact = {name: unshared(name) for name in LOSSES}
-    for found in worlds(4).run(on_meshes):
-        assert len(found) == len(LOSSES) * len(METHODS)
-        for (name, _), result in found.items():
+    for actual in worlds(4).run(on_meshes):
+        assert len(actual) == len(LOSSES) * len(METHODS)
+        for (name, _), result in actual.items():
             check(result, exact[name])
 
 
@@ -184,15 +184,15 @@ def with_tensor_parallelism():
     over = mesh(ring=2, tp=2)
     method = build_attention("ring", over)
     loss, metrics, gradients = packed("grpo", method, method.layout(N), (0, 1), method, over["tp"])
-    whole = []
+    full = []
     for x in gradients:
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
         dist.all_reduce(x, group=over["ring"].get_group())
-        whole.append(x)
-    return loss, metrics, whole
+        full.append(x)
+    return loss, metrics, full
 
 
 def test_tensor_parallelism_gives_them_too(worlds):
     exact = unshared("grpo")
-    for found in worlds(4).run(with_tensor_parallelism):
-        check(found, exact)
+    for actual in worlds(4).run(with_tensor_parallelism):
+        check(actual, exact)

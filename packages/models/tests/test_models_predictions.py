@@ -22,22 +22,22 @@ def inputs(tokens, vocabulary, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_tokens_are_those_of_whole_logits_where_labels_stand(dtype):
+def test_tokens_at_labels_match_full_logits(dtype):
     hidden, weight, labels, expected = inputs(50, 31, dtype)
-    found = linear_argmax(hidden, weight, labels)
-    assert torch.equal(found, expected) and found.dtype == torch.int64
-    assert 0 < (found != -100).sum() < found.numel()
+    actual = linear_argmax(hidden, weight, labels)
+    assert torch.equal(actual, expected) and actual.dtype == torch.int64
+    assert 0 < (actual != -100).sum() < actual.numel()
 
 
 def test_no_tensor_is_as_large_as_the_logits():
     hidden, weight, labels, expected = inputs(3000, 20_000)
     with Allocations() as seen:
-        found = linear_argmax(hidden, weight, labels)
-    assert torch.equal(found, expected)
+        actual = linear_argmax(hidden, weight, labels)
+    assert torch.equal(actual, expected)
     assert seen.largest < 2 * 3000 * 20_000 / 5
 
 
-def test_where_nothing_is_asked_nothing_is_predicted():
+def test_without_labels_nothing_is_predicted():
     hidden, weight, labels, _ = inputs(5, 7)
     assert linear_argmax(hidden, weight, labels.fill_(-1), ignore=-1).tolist() == [[-1] * 5] * 2
 
@@ -47,19 +47,19 @@ def over_ranks(tokens, vocabulary, ties):
     if ties:  # all tokens are as likely: the first of them counts, on whatever rank it is
         weight, expected = torch.ones_like(weight), torch.zeros_like(labels).where(labels != -100, -100)
     axis = axis_of()
-    found = linear_argmax(interleaved_shard(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary)
-    return torch.equal(found, expected)
+    actual = linear_argmax(interleaved_shard(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary)
+    return torch.equal(actual, expected)
 
 
 def cases_over_ranks():
     return [over_ranks(*case) for case in ((9, 31, False), (8, 3, False), (7, 31, True))]
 
 
-def test_every_rank_gets_those_of_the_whole_vocabulary(worlds):
+def test_every_rank_gets_the_tokens_of_the_full_vocabulary(worlds):
     assert worlds(4).run(cases_over_ranks) == [[True] * 3] * 4  # of 3 rows one rank has none
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_arguments_are_refused():
     hidden, weight, labels, _ = inputs(5, 7)
     with pytest.raises(ValueError, match=r"hidden \[B, T, E\], weight \[V, E\].* are needed; got \(2, 5, 8\)"):
         linear_argmax(hidden, weight, labels[:, :4])

@@ -30,7 +30,7 @@ def shape_only(config: LlamaConfig | GPTConfig) -> Llama | GPT:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_parameters_are_those_published_and_those_of_the_module(preset):
+def test_parameter_counts_match_publications_and_the_module(preset):
     build, published = PRESETS[preset]
     config = build()
     counted = sum(parameter.numel() for parameter in shape_only(config).parameters())
@@ -45,7 +45,7 @@ def test_a_preset_is_written_and_read(preset, tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["debug", "mistral_7b", "qwen3_32b", "gpt2"])
-def test_parameters_are_those_of_transformers_model(preset, tmp_path):
+def test_parameters_match_transformers(preset, tmp_path):
     """One of each family; `test_models_hub_parity` compares the tensors of all of its options."""
     transformers = pytest.importorskip("transformers")
     config = PRESETS[preset][0]()

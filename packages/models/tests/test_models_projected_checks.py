@@ -60,7 +60,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("policy", ["none", "layer", "attention_output"])
-def test_layers_and_steps_that_are_alike_are_checked_once(checks, policy):
+def test_equal_layers_and_steps_are_checked_once(checks, policy):
     model, ids = Llama(CONFIG), torch.arange(10).view(2, 5)
     Checkpointing(policy).apply(model)
     for count in (1, 0):
@@ -158,7 +158,7 @@ def wrap(linear: nn.Linear, attention: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [adapt, hook, parametrize, override, wrap])
-def test_what_is_no_plain_layer_any_more_is_checked_at_every_call(checks, change):
+def test_modified_layers_are_checked_at_every_call(checks, change):
     layer = Layer()
     layer.check()
     attention = layer.model.model.layers[0].self_attn
@@ -214,7 +214,7 @@ class Given:
         return self.empty
 
 
-def test_projections_that_say_nothing_are_checked_at_every_call(checks):
+def test_projections_without_a_key_are_checked_at_every_call(checks):
     layer = Layer()
     for _ in range(2):
         layer.attend.check_projected(layer.x, Given(), mask=MASK)

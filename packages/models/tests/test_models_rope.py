@@ -28,7 +28,7 @@ def test_it_is_complex_multiplication_of_dim_i_with_dim_i_plus_half():
     torch.testing.assert_close(turned(x, positions), torch.cat([expected.real, expected.imag], -1), rtol=0, atol=1e-14)
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_scores_depend_only_on_the_distance():
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:
@@ -72,17 +72,17 @@ def test_gradients_are_turned_back(positions, scaling):
     x = torch.randn(2, 5, 3, D, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(rotation(x), reference(x, rotation), rtol=0, atol=1e-14)
     weight = torch.randn_like(x)
-    found, expected = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (rotation(x), reference(x, rotation)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    actual, expected = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (rotation(x), reference(x, rotation)))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
     assert torch.autograd.gradcheck(rotation, x) and torch.autograd.gradgradcheck(rotation, x)
 
 
 def test_a_gradient_in_bfloat16_is_rounded_once():
     rotation, dy = RotaryEmbedding.at(torch.arange(4) + 1000, D, THETA, torch.bfloat16), torch.randn(1, 4, 2, D)
     low, high = (torch.zeros(1, 4, 2, D, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32))
-    (found,) = torch.autograd.grad(rotation(low), low, dy.bfloat16())
+    (actual,) = torch.autograd.grad(rotation(low), low, dy.bfloat16())
     (expected,) = torch.autograd.grad(rotation(high), high, dy.bfloat16().float())
-    assert torch.equal(found, expected.bfloat16())
+    assert torch.equal(actual, expected.bfloat16())
 
 
 def test_nothing_as_large_as_x_is_kept_for_backward():
@@ -97,9 +97,9 @@ def test_a_compiled_turn_is_in_one_graph():
     compiled = torch.compile(lambda x: rotation(x).sin(), fullgraph=True, backend="aot_eager", dynamic=True)
     for batch in (1, 2, 3):
         x = torch.randn(batch, 4, 2, D, requires_grad=True)
-        found, expected = compiled(x), reference(x, rotation).sin()
-        torch.testing.assert_close(found, expected)
-        pair = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        actual, expected = compiled(x), reference(x, rotation).sin()
+        torch.testing.assert_close(actual, expected)
+        pair = [torch.autograd.grad(y.sum(), x)[0] for y in (actual, expected)]
         torch.testing.assert_close(*pair)
 
 

@@ -25,7 +25,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
         ("yarn", YarnScaling, YARN | {"original_max_position_embeddings": 2}),
     ],
 )
-def test_frequencies_and_factors_are_those_of_transformers(kind, scaling, options):
+def test_frequencies_and_factors_match_transformers(kind, scaling, options):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

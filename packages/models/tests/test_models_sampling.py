@@ -21,7 +21,7 @@ def test_unfiltered_probabilities_are_the_softmax_at_the_temperature():
     assert torch.allclose(probabilities(temperature=0.5), (2 * LOGITS).softmax(-1))
 
 
-def test_top_k_keeps_exactly_so_many():
+def test_top_k_keeps_exactly_k():
     assert close(probabilities(top_k=2)[0], [4 / 7, 0, 3 / 7, 0])
     assert close(probabilities(top_k=3)[1], [1 / 3, 1 / 3, 1 / 3, 0])  # of equals, the first
     assert close(probabilities(top_k=9), LOGITS.exp().tolist())
@@ -47,7 +47,7 @@ def test_top_p_counts_among_the_top_k():
 
 
 @pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.6, "temperature": 1.7}])
-def test_filters_are_those_of_transformers(options):
+def test_filters_match_transformers(options):
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scores = logits
@@ -63,11 +63,11 @@ def test_filters_are_those_of_transformers(options):
 def test_draws_are_as_frequent_as_they_should_be():
     count = 40_000
     draws = Sampling(1.0, top_k=3).choose(LOGITS[:1].expand(count, -1), [torch.Generator().manual_seed(0)])
-    found = draws.bincount(minlength=4) / count
+    actual = draws.bincount(minlength=4) / count
     expected = torch.tensor([4 / 9, 0, 3 / 9, 2 / 9])
     deviation = (expected * (1 - expected) / count).sqrt()
-    assert found[1] == 0
-    assert ((found - expected).abs() <= 4 * deviation).all()
+    assert actual[1] == 0
+    assert ((actual - expected).abs() <= 4 * deviation).all()
 
 
 def test_temperature_zero_takes_the_likeliest_and_tiny_ones_almost_always():
@@ -78,6 +78,6 @@ def test_temperature_zero_takes_the_likeliest_and_tiny_ones_almost_always():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits_are_filtered_in_float32(dtype):
-    found = probabilities(LOGITS.to(dtype), top_p=0.8)
-    assert found.dtype == torch.float32
-    assert torch.allclose(found.sum(-1), torch.ones(2))
+    actual = probabilities(LOGITS.to(dtype), top_p=0.8)
+    assert actual.dtype == torch.float32
+    assert torch.allclose(actual.sum(-1), torch.ones(2))

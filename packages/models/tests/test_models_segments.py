@@ -54,12 +54,12 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # -- who keeps what ---------------------------------------------------------------------------------------------------
 
 
-def test_all_blocks_keep_what_the_policy_says_unless_told_otherwise():
+def test_all_blocks_keep_the_tensors_of_the_policy_by_default():
     assert LAYER.kept_by_blocks(3) == (Keep(True, False, False),) * 3
     assert replace(OUTPUT, offload=True).kept_by_blocks(3) == (Keep(True, True, True),) * 3
     assert replace(LAYER, inputs=3).kept_by_blocks(3) == LAYER.kept_by_blocks(3)
-    found = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).kept_by_blocks(6)
-    assert [(k.x, k.attention_output, k.host) for k in found] == [
+    actual = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).kept_by_blocks(6)
+    assert [(k.x, k.attention_output, k.host) for k in actual] == [
         (True, False, True),
         (False, False, True),
         (True, False, True),
@@ -81,7 +81,7 @@ def walked(layers: int, inputs: int, attended: int) -> int:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 32])
-def test_segments_hold_all_blocks_and_no_more_than_they_must(layers):
+def test_segments_cover_all_blocks_with_the_lowest_peak(layers):
     for inputs, attended in product(range(1, layers + 1), (0, layers // 2, layers)):
         sizes = segment_sizes(layers, inputs, attended)
         assert len(sizes) == inputs and sum(sizes) == layers and min(sizes) >= 1
@@ -120,7 +120,7 @@ def test_losses_and_gradients_are_those_with_every_input(options):
     assert all(relative_error(a, b) < 1e-12 for a, b in zip(expected, gradients(build(Checkpointing())), strict=True))
 
 
-def test_gpt_and_dropout_are_computed_again_as_they_were():
+def test_gpt_with_dropout_is_recomputed_equally():
     def found(options: Checkpointing) -> list[Tensor]:
         model = GPT(GPTConfig(vocab_size=50, dim=32, layers=4, heads=4, max_positions=64)).double()
         initialize(model, 0)
@@ -155,23 +155,23 @@ def test_attention_is_computed_no_more_often_than_with_every_input(inputs, monke
 
 def saved(options: Checkpointing) -> Counter[tuple[int, ...]]:
     """Shapes of what blocks keep on the device, but parameters."""
-    model, found = build(options), dict[int, Tensor]()
+    model, actual = build(options), dict[int, Tensor]()
     own = {p.data_ptr() for p in model.parameters()}
-    with saved_tensors_hooks(lambda x: found.setdefault(x.data_ptr(), x), lambda x: x):
+    with saved_tensors_hooks(lambda x: actual.setdefault(x.data_ptr(), x), lambda x: x):
         model(TOKENS)
-    return Counter(tuple(x.shape) for x in found.values() if x.data_ptr() not in own and x.ndim > 2)
+    return Counter(tuple(x.shape) for x in actual.values() if x.data_ptr() not in own and x.ndim > 2)
 
 
-def test_blocks_keep_what_they_are_to_keep():
+def test_blocks_keep_the_selected_tensors():
     x, out, lse = (2, 37, 32), (2, 37, 4, 8), (2, 37, 4)
     ends = saved(LAYER)[x] - LAYERS  # of the norm behind the blocks
     assert saved(replace(LAYER, inputs=3))[x] == 3 + ends
-    found = saved(replace(OUTPUT, inputs=2, outputs=4))
-    assert (found[x] - ends, found[out], found[lse]) == (2, 4, 4)
+    actual = saved(replace(OUTPUT, inputs=2, outputs=4))
+    assert (actual[x] - ends, actual[out], actual[lse]) == (2, 4, 4)
     assert saved(replace(OUTPUT, offload=True, inputs=5, outputs=4, on_device=2))[out] == 2
 
 
-def test_what_is_computed_again_is_given_back_at_once(monkeypatch):
+def test_recomputed_tensors_are_released_at_once(monkeypatch):
     """Not when the graph goes, which has the whole step's."""
     held = list[ref[Tensor]]()
 
@@ -188,7 +188,7 @@ def test_what_is_computed_again_is_given_back_at_once(monkeypatch):
     assert len(held) == 3 * (LAYERS - 2) - 2 and alive[-1] == 0
 
 
-def test_what_is_computed_again_is_on_the_host_alone_before_a_block_is_differentiated(monkeypatch):
+def test_recomputed_tensors_are_only_on_the_host_before_a_block_is_differentiated(monkeypatch):
     settled = list[OffloadedTensors]()
     monkeypatch.setattr(OffloadedTensors, "settle", lambda kept: settled.append(kept))
     gradients(build(replace(LAYER, inputs=2, offload=True)))
@@ -216,7 +216,7 @@ def test_a_graph_that_is_kept_can_be_differentiated_again():
 
 
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.3", "self_attn", "layers"])
-def test_what_is_frozen_changes_nothing_for_the_rest(frozen):
+def test_frozen_parameters_do_not_affect_other_gradients(frozen):
     def found(options: Checkpointing) -> list[Tensor]:
         model = build(options)
         for name, parameter in model.named_parameters():
@@ -241,7 +241,7 @@ def test_part_of_a_model_can_be_differentiated():
 
 def on_mesh(axes: dict[str, int], name: str, several: list[Checkpointing]) -> list[bool]:
     """Whether each gives the gradients of the first, to the bit, and has each parameter given back."""
-    over, found = mesh(**axes), list[list[Tensor]]()
+    over, actual = mesh(**axes), list[list[Tensor]]()
     attend = build_attention(name, over)
     layout = attend.layout(64)
     ids = layout.take(torch.arange(128).view(2, 64) % 50, attend.shard)
@@ -255,15 +255,15 @@ def on_mesh(axes: dict[str, int], name: str, several: list[Checkpointing]) -> li
             ids, positions=layout.positions(attend.shard), layout=layout, head=partial(linear_token_loss, labels=ids)
         )
         total.backward()
-        found.append([p.grad.to_local() for p in model.parameters()])
-    return [same(each, found[0]) for each in found[1:]]
+        actual.append([p.grad.to_local() for p in model.parameters()])
+    return [same(each, actual[0]) for each in actual[1:]]
 
 
 @pytest.mark.parametrize(("axes", "name"), [({"ring": 2, "ulysses": 2}, "usp"), ({"tp": 2, "ulysses": 2}, "upipe")])
 def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, name):
     several = [LAYER, replace(LAYER, inputs=1), replace(OUTPUT, inputs=2, outputs=3, offload=True, on_device=1)]
-    for found in worlds(4).run(on_mesh, axes, name, several):
-        assert found == [True, True]
+    for actual in worlds(4).run(on_mesh, axes, name, several):
+        assert actual == [True, True]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -302,6 +302,6 @@ def test_counts_that_a_model_does_not_have_are_refused(options, why):
     assert [block.run for block in model.model.layers] == before
 
 
-def test_every_block_can_be_told_where_to_keep():
+def test_every_block_can_keep_tensors_in_its_own_place():
     assert [k.host for k in kept_by_blocks(4, 4, 0, 3)] == [True, True, True, False]
     assert all(k.x for k in kept_by_blocks(4, 4, 0, 1))

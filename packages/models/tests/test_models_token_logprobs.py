@@ -63,21 +63,21 @@ def worst(found, expected):
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("chunk", [None, 1, 5])
-def test_log_probabilities_and_gradients_are_those_of_log_softmax(listed, chunk):
+def test_log_probabilities_and_gradients_match_log_softmax(listed, chunk):
     for rows, tokens in SIZES:
-        found = computed(*inputs(rows, tokens), listed, chunk=chunk, temperature=0.7)
-        assert worst(found, exact(rows, tokens, listed, 0.7)) < 1e-13
+        actual = computed(*inputs(rows, tokens), listed, chunk=chunk, temperature=0.7)
+        assert worst(actual, exact(rows, tokens, listed, 0.7)) < 1e-13
 
 
 def on_ranks():
     axis, size, rank = mesh(tp=dist.get_world_size())["tp"], dist.get_world_size(), dist.get_rank()
-    found = {}
+    actual = {}
     for rows, tokens in SIZES:
         for listed in (False, True):
             hidden, weight, bias, *labels = inputs(rows, tokens)
             own = [x.chunk(size)[rank].clone() for x in (weight, bias)]
             with CommLedger() as ledger:
-                found[rows, tokens, listed] = computed(
+                actual[rows, tokens, listed] = computed(
                     interleaved_shard(hidden, axis).clone(), *own, *labels, listed, chunk=4, axis=axis, vocabulary=V
                 )
             if not listed:
@@ -88,18 +88,18 @@ def on_ranks():
                     ("tp", "all_gather", "backward"): (size - 1) * n * E * w,
                     ("tp", "reduce_scatter", "backward"): (size - 1) * n * E * w,
                 }
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_sharded_vocabulary_gives_what_one_rank_does(worlds, count):
+def test_a_sharded_vocabulary_equals_one_rank(worlds, count):
     ranks = worlds(count).run(on_ranks)
     for case in ranks[0]:
         hiddens, weights, biases = zip(*(rank[case][1] for rank in ranks), strict=True)
-        whole = torch.stack(hiddens, 2).flatten(1, 2), torch.cat(weights), torch.cat(biases)
+        full = torch.stack(hiddens, 2).flatten(1, 2), torch.cat(weights), torch.cat(biases)
         for rank in ranks:
             assert all(torch.equal(a, b) for a, b in zip(rank[case][0], ranks[0][case][0], strict=True))
-            assert worst((rank[case][0], whole), exact(*case, 1.0)) < 1e-13
+            assert worst((rank[case][0], full), exact(*case, 1.0)) < 1e-13
 
 
 def of_dtensors():
@@ -131,9 +131,9 @@ def test_bfloat16_is_summed_in_float32():
     wide = [x.detach().double().requires_grad_() for x in leaves]
     expected = F.linear(*wide).log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0].where(labels >= 0, 0)
     assert logprobs.dtype == torch.float32 and relative_error(logprobs, expected) < 4e-3
-    found, exact = (torch.autograd.grad(x, y, upstream(x)) for x, y in ((logprobs, leaves), (expected, wide)))
-    assert all(x.dtype == torch.bfloat16 for x in found)
-    assert max(relative_error(a, b) for a, b in zip(found, exact, strict=True)) < 8e-3
+    actual, exact = (torch.autograd.grad(x, y, upstream(x)) for x, y in ((logprobs, leaves), (expected, wide)))
+    assert all(x.dtype == torch.bfloat16 for x in actual)
+    assert max(relative_error(a, b) for a, b in zip(actual, exact, strict=True)) < 8e-3
 
 
 def test_no_matrix_of_all_logits_is_made():

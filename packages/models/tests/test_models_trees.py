@@ -47,24 +47,24 @@ def mask() -> AttentionMask:
 def labels_of(row: int) -> dict[tuple[int, int], float]:
     """By the position that predicts and the position of its label: the weight."""
     ends, parents = ROWS[row]
-    found = {}
+    actual = {}
     for s, (start, stop) in enumerate(pairwise(ends)):
-        found |= {(at - 1, at): WEIGHTS[row][s] for at in range(start + 1, stop)}
+        actual |= {(at - 1, at): WEIGHTS[row][s] for at in range(start + 1, stop)}
         if parents[s] >= 0:
-            found[ends[parents[s] + 1] - 1, start] = WEIGHTS[row][s]
-    return found
+            actual[ends[parents[s] + 1] - 1, start] = WEIGHTS[row][s]
+    return actual
 
 
 def triples(layout=None, shard=0) -> LabelTriples:
     held = list(range(N)) if layout is None else layout.positions(shard).tolist()
     place, tokens = {position: i for i, position in enumerate(held)}, ids()
-    found = [
+    actual = [
         (row * len(held) + place[at], int(tokens[row, label]), weight)
         for row in range(2)
         for (at, label), weight in labels_of(row).items()
         if at in place
     ]
-    return LabelTriples(*(torch.tensor(column) for column in zip(*found, strict=True)), (2, len(held)))
+    return LabelTriples(*(torch.tensor(column) for column in zip(*actual, strict=True)), (2, len(held)))
 
 
 def unshared() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -92,7 +92,7 @@ def packed(method=None, layout=None, policy="none") -> tuple[torch.Tensor, list[
             block.attention = method
     Checkpointing(policy).apply(made)
     shard = 0 if method is None else method.shard
-    found, tokens = triples(layout, shard), ids()
+    actual, tokens = triples(layout, shard), ids()
     positions = torch.stack([mask().positions(N, row) for row in range(2)])
     if layout is not None:
         tokens, positions = (layout.take(x, shard, 1) for x in (tokens, positions))
@@ -101,7 +101,7 @@ def packed(method=None, layout=None, policy="none") -> tuple[torch.Tensor, list[
         positions=positions,
         mask=mask(),
         layout=layout,
-        head=lambda hidden, weight: linear_token_loss(hidden, weight, found),
+        head=lambda hidden, weight: linear_token_loss(hidden, weight, actual),
     )
     total.backward()
     assert count > 0

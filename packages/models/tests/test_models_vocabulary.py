@@ -55,9 +55,9 @@ def rows_of(x, dim=0):
 
 def gradients(total, leaves, retain=False):
     """What each leaf gets; None where it wants none."""
-    wanted = [x for x in leaves if x is not None and x.requires_grad]
-    got = iter(torch.autograd.grad(total, wanted, torch.full_like(total, UPSTREAM), retain_graph=retain))
-    return [next(got) if x is not None and x.requires_grad else None for x in leaves]
+    expected = [x for x in leaves if x is not None and x.requires_grad]
+    result = iter(torch.autograd.grad(total, expected, torch.full_like(total, UPSTREAM), retain_graph=retain))
+    return [next(result) if x is not None and x.requires_grad else None for x in leaves]
 
 
 def leaves_of(case, hidden, weight, bias):
@@ -101,10 +101,10 @@ def by_part(case):
             axis=axis,
             vocabulary=case.V,
         )
-        got = gradients(total, leaves, retain=True) if total.requires_grad else [None] * 3
+        result = gradients(total, leaves, retain=True) if total.requires_grad else [None] * 3
         again = gradients(total, leaves) if total.requires_grad else [None] * 3
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    return total.detach(), count.item(), *got, dict(ledger.entries)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(result, again, strict=True))
+    return total.detach(), count.item(), *result, dict(ledger.entries)
 
 
 def whole(ranks):
@@ -132,13 +132,13 @@ def errors(worlds, ranks, cases):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_parts_give_what_one_rank_does(worlds, ranks):
+def test_parts_equal_one_rank(worlds, ranks):
     """Of every size, and gradients for what wants one alone; in a few cases where not all ranks have rows."""
     sizes = [Case(B, T, V) for B in (1, 3) for T in (ranks, 20) for V in (3, 9, 101)]
     chunks = [Case(3, 8, 10, chunk=chunk, z_loss=0.01) for chunk in (1, 3, 8, 11, 24, 1000)]
-    wanted = [Case(2, 8, chunk=ranks, wanted=wanted) for wanted in ("h", "w", "b", "hw", "hb", "wb")]
+    expected = [Case(2, 8, chunk=ranks, wanted=expected) for expected in ("h", "w", "b", "hw", "hb", "wb")]
     rest = [Case(2, 12, z_loss=0.1), Case(2, 12, bias=False), Case(2, 12, ignored=0.0), Case(T=4, V=1)]
-    cases = {1: [*sizes[:2], *chunks[1:2]], 2: [*sizes[::2], *wanted], 4: [*sizes, *chunks, *wanted, *rest]}
+    cases = {1: [*sizes[:2], *chunks[1:2]], 2: [*sizes[::2], *expected], 4: [*sizes, *chunks, *expected, *rest]}
     for error, case in errors(worlds, ranks, cases[ranks]):
         assert error < 1e-12, case
 
@@ -157,10 +157,10 @@ def test_low_precision_is_as_exact_as_on_one_rank(worlds, ranks, dtype):
     leaves = leaves_of(case, *tensors)
     total, count = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], chunk=64)
     alone, expected = (total.detach(), count.item(), *gradients(total, leaves)), exact(case)
-    got = whole([rank[0] for rank in worlds(ranks).run(by_parts, [case])])
-    assert [x.dtype for x in (got[0], *got[2:])] == [torch.float32, dtype, dtype, dtype]
+    result = whole([rank[0] for rank in worlds(ranks).run(by_parts, [case])])
+    assert [x.dtype for x in (result[0], *result[2:])] == [torch.float32, dtype, dtype, dtype]
     for i in (0, 2, 3, 4):
-        here, there = relative_error(got[i], expected[i]), relative_error(alone[i], expected[i])
+        here, there = relative_error(result[i], expected[i]), relative_error(alone[i], expected[i])
         assert here < 2 * there + 5e-7, (i, here, there)
 
 
@@ -208,11 +208,11 @@ def test_parts_in_bfloat16_are_as_exact_as_the_whole_in_bfloat16(worlds, z_loss)
     case = Case(2, 64, 90, 16, chunk=32, z_loss=z_loss, dtype=torch.bfloat16)
     expected, parts = exact(case), whole(worlds(2).run(by_part, case))
     alone = whole([by_part_alone(case)])
-    got, usual = (
-        [relative_error(g, e) for g, e in zip(found, expected, strict=True) if not isinstance(e, int)]
-        for found in (parts, alone)
+    result, usual = (
+        [relative_error(g, e) for g, e in zip(actual, expected, strict=True) if not isinstance(e, int)]
+        for actual in (parts, alone)
     )
-    assert all(g < 1.5 * u + 1e-6 for g, u in zip(got, usual, strict=True)), (got, usual)
+    assert all(g < 1.5 * u + 1e-6 for g, u in zip(result, usual, strict=True)), (result, usual)
 
 
 def by_part_alone(case):
@@ -232,9 +232,9 @@ def masked_rows():
     expected = torch.autograd.grad(F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum"), whole)[0]
     leaves = leaves_of(case, interleaved_shard(hidden, axis).clone(), rows_of(weight), rows_of(bias))
     total, _ = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], axis=axis, vocabulary=8)
-    got = torch.autograd.grad(total, leaves)
-    return relative_error(got[0], interleaved_shard(expected @ weight, axis)), relative_error(
-        got[1], rows_of(torch.einsum("btv,bte->ve", expected, hidden))
+    result = torch.autograd.grad(total, leaves)
+    return relative_error(result[0], interleaved_shard(expected @ weight, axis)), relative_error(
+        result[1], rows_of(torch.einsum("btv,bte->ve", expected, hidden))
     )
 
 
@@ -254,11 +254,11 @@ def row_parallel(tokens):
     part = rows_of(layer.detach()).requires_grad_()
     hidden = reduce_scatter_interleaved(rows_of(x, 2) @ part, axis)
     mine, _ = linear_token_loss(hidden, rows_of(weight), labels, axis=axis, vocabulary=9)
-    got, expected = torch.autograd.grad(mine, part)[0], torch.autograd.grad(total, layer)[0]
-    return relative_error(got, rows_of(expected))
+    result, expected = torch.autograd.grad(mine, part)[0], torch.autograd.grad(total, layer)[0]
+    return relative_error(result, rows_of(expected))
 
 
-def test_behind_it_all_ranks_differentiate_one_loss(worlds):
+def test_all_ranks_differentiate_one_loss_after_it(worlds):
     assert max(worlds(4).run(row_parallel, 8)) < 1e-12
 
 
@@ -272,14 +272,14 @@ def autocast():
     with torch.autocast("cpu", torch.bfloat16), CommLedger() as ledger:
         total, _ = linear_token_loss(parts[0], parts[1], labels, bias=parts[2], axis=axis, vocabulary=12)
         alone, _ = linear_token_loss(hidden, weight, labels, bias=bias)
-    got, expected = gradients(total, parts), gradients(alone, [hidden, weight, bias])
+    result, expected = gradients(total, parts), gradients(alone, [hidden, weight, bias])
     expected = interleaved_shard(expected[0], axis), rows_of(expected[1]), rows_of(expected[2])
-    assert [x.dtype for x in (total, *got)] == [torch.float32] * 4
-    errors = [relative_error(g, e) for g, e in zip((total, *got), (alone, *expected), strict=True)]
+    assert [x.dtype for x in (total, *result)] == [torch.float32] * 4
+    errors = [relative_error(g, e) for g, e in zip((total, *result), (alone, *expected), strict=True)]
     return ledger.bytes(kind="reduce_scatter"), errors
 
 
-def test_under_autocast_what_is_sent_is_low_too(worlds):
+def test_under_autocast_messages_are_in_low_precision_too(worlds):
     for sent, errors in worlds(2).run(autocast):
         assert sent == 8 * (2 * 4 + 6 * 2)
         assert errors[0] < 1e-6 and max(errors) < 5e-3, errors
@@ -295,30 +295,30 @@ def logits_by_parts(cases):
         part = rows_of(F.linear(*tensors), 2).to(case.dtype).requires_grad_("h" in case.wanted)
         with CommLedger() as ledger, Allocations() as made:
             total, count = token_loss(part, labels, z_loss=case.z_loss, axis=axis_of(), vocabulary=case.V)
-        got = gradients(total, [part], retain=True)[0] if part.requires_grad else None
-        assert got is None or torch.equal(got, gradients(total, [part])[0])
-        results.append((total.detach(), count.item(), got, dict(ledger.entries), made.largest))
+        result = gradients(total, [part], retain=True)[0] if part.requires_grad else None
+        assert result is None or torch.equal(result, gradients(total, [part])[0])
+        results.append((total.detach(), count.item(), result, dict(ledger.entries), made.largest))
     return results
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_logits_in_parts_give_what_whole_ones_do(worlds, ranks):
+def test_sharded_logits_equal_full_logits(worlds, ranks):
     cases = [Case(B, T, V, z_loss=z) for B in (1, 3) for T in (1, 5) for V in (3, 9) for z in (0.0, 0.1)]
     results = worlds(ranks).run(logits_by_parts, cases)
     for i, case in enumerate(cases):
         totals, counts, parts, *_ = zip(*(rank[i] for rank in results), strict=True)
         assert all(torch.equal(total, totals[0]) for total in totals)
-        got = totals[0], counts[0], torch.cat(parts, 2)
-        assert worst(got, exact(case, logits_too=True)) < 1e-12, case
+        result = totals[0], counts[0], torch.cat(parts, 2)
+        assert worst(result, exact(case, logits_too=True)) < 1e-12, case
 
 
 def test_logits_in_parts_send_a_few_numbers_for_each_token(worlds):
     ranks = 4
-    cases = [Case(3, 7, 60, wanted=wanted, dtype=torch.bfloat16) for wanted in ("h", "")]
+    cases = [Case(3, 7, 60, wanted=expected, dtype=torch.bfloat16) for expected in ("h", "")]
     share = -(-21 // ranks)
-    for rank, found in enumerate(worlds(ranks).run(logits_by_parts, cases)):
+    for rank, actual in enumerate(worlds(ranks).run(logits_by_parts, cases)):
         own = 21 // ranks + (rank < 21 % ranks)
-        for case, (total, _, _, sent, largest) in zip(cases, found, strict=True):
+        for case, (total, _, _, sent, largest) in zip(cases, actual, strict=True):
             gathered = (ranks - 1) * 4 * (1 + share * bool(case.wanted))
             summed = 8 * (21 - own)
             assert sent == {("tp", "reduce_scatter", "forward"): summed, ("tp", "all_gather", "forward"): gathered}
@@ -366,9 +366,9 @@ def all_refused():
     return [refused(**call) for call, _ in WRONG]
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(worlds):
-    for rank, found in enumerate(worlds(2).run(all_refused)):
-        for (_, message), messages in zip(WRONG, found, strict=True):
+def test_mismatched_arguments_are_refused_on_every_rank(worlds):
+    for rank, actual in enumerate(worlds(2).run(all_refused)):
+        for (_, message), messages in zip(WRONG, actual, strict=True):
             assert len(messages) == 1
             assert re.search(message.format(rank), messages.pop())
 
@@ -390,7 +390,7 @@ def test_a_label_of_no_rank_is_refused_by_torch_on_every_rank(worlds):
     assert worlds(2).run(foreign_labels) == [[{}, {}]] * 2
 
 
-def test_chunks_of_several_ranks_leave_room_for_what_is_sent():
+def test_chunks_of_several_ranks_leave_room_for_messages():
     for tokens, ranks in [(655360, 1), (655360, 8), (5 * 2**20, 8)]:
         rows = chunk_rows(tokens, 4096, 128256, ranks=ranks)
         took = rows * (128256 // ranks * 6 + (ranks > 1) * 4 * 4096 * 2)

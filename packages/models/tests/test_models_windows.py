@@ -35,7 +35,7 @@ def masks_seen(config: LlamaConfig, mask: AttentionMask) -> list[AttentionMask]:
     return seen
 
 
-def test_each_layer_is_given_the_smaller_of_its_window_and_the_mask_s():
+def test_each_layer_uses_the_smaller_of_its_window_and_the_masks():
     mask = AttentionMask(documents=[0, 5, N])
     wide, narrow = (AttentionMask(window=(left, None), documents=[0, 5, N]) for left in (3, 2))
     seen = masks_seen(SMALL, mask)
@@ -45,7 +45,7 @@ def test_each_layer_is_given_the_smaller_of_its_window_and_the_mask_s():
     assert masks_seen(replace(SMALL, window_from=0), mask) == [wide] * 3
 
 
-def test_a_query_sees_as_many_keys_as_the_window_says():
+def test_a_query_sees_as_many_keys_as_its_window():
     model = build(replace(SMALL, layers=1, window_from=0))
     changed = IDS.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 20
@@ -54,14 +54,14 @@ def test_a_query_sees_as_many_keys_as_the_window_says():
 
 
 def test_recomputed_layers_have_their_windows_too():
-    found = []
+    actual = []
     for policy in ("none", "layer", "attention_output"):
         model = build()
         Checkpointing(policy).apply(model)
         logits = model(IDS)
         logits.logsumexp(-1).sum().backward()
-        found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
-    for got in found[1:]:
-        assert max(relative_error(a, b) for a, b in zip(got, found[0], strict=True)) < 1e-10
+        actual.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for result in actual[1:]:
+        assert max(relative_error(a, b) for a, b in zip(result, actual[0], strict=True)) < 1e-10
     unwindowed = build(replace(SMALL, window=None, window_from=0))
-    assert relative_error(unwindowed(IDS), found[0][0]) > 1e-2
+    assert relative_error(unwindowed(IDS), actual[0][0]) > 1e-2

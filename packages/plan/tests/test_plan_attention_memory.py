@@ -24,7 +24,7 @@ def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> flo
     ("heads", "key_heads", "stage", "saved"),
     [(64, 64, 8, 0.875), (64, 8, 8, 0.778), (64, 8, 16, 0.667), (32, 8, 8, 0.6), (64, 64, 64, 0)],
 )
-def test_stages_hold_a_share_of_the_heads_that_ulysses_holds(heads, key_heads, stage, saved):
+def test_stages_have_a_fraction_of_ulysses_heads_in_memory(heads, key_heads, stage, saved):
     """(2 S + 2 min(K, S)) / (2 H + 2 K), to the half percent that a kernel's lse and rows of weights take."""
     closed, ulysses = 2 * stage + 2 * min(key_heads, stage), 2 * heads + 2 * key_heads
     assert closed <= upipe(heads, key_heads, stage) < closed * 1.01
@@ -48,7 +48,7 @@ def teams_of_four(mesh):
 @pytest.mark.parametrize(
     ("build", "team", "paper"), [pytest.param(ring, 1, 68, marks=pytest.mark.long), (teams_of_four, 4, 77)]
 )
-def test_checkpoints_and_gathered_qkv_are_those_of_the_wallfacer_paper(build, team, paper):
+def test_checkpoints_and_gathered_qkv_match_the_wallfacer_paper(build, team, paper):
     """Model M of arXiv 2407.00611: 64 checkpoints, the gradient from above, and 3 C for q, k and v. Here 3 blocks."""
     layers = 3
     model = LlamaConfig(vocab_size=256, dim=6656, layers=layers, heads=52, kv_heads=52, hidden_dim=256)

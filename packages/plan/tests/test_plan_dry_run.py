@@ -72,8 +72,8 @@ def test_the_finetuning_recipe_fits_its_machines_with_an_8b(tmp_path):
     fields |= {"num_hidden_layers": 32, "vocab_size": 128_256, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with torch.device("meta"):
-        whole = Llama(LlamaConfig.llama31_8b())
-    write_empty_weights(tmp_path / "model.safetensors", {n: tuple(p.shape) for n, p in whole.named_parameters()})
+        full = Llama(LlamaConfig.llama31_8b())
+    write_empty_weights(tmp_path / "model.safetensors", {n: tuple(p.shape) for n, p in full.named_parameters()})
     config = recipes.finetune(tmp_path)
     cluster, run = cluster_of("8xh100"), dry_run(config, 8)
     memory = estimate(job_of(config, run.axes, run.model, torch.bfloat16))
@@ -124,8 +124,8 @@ def test_a_step_that_does_not_fit_exits_with_1(capsys):
 
 def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=8, ulysses=1))
-    whole = predict(config, "8xh100")
+    full = predict(config, "8xh100")
     rows = replace(config.data, global_batch_size=8)
     parts = predict(replace(config, data=rows, train=replace(config.train, accumulation=2)), "8xh100")
-    assert parts.memory.device == whole.memory.device + 4 * whole.run.local_parameters
-    assert parts.time.seconds == pytest.approx(2 * whole.time.seconds - whole.time.optimizer)
+    assert parts.memory.device == full.memory.device + 4 * full.run.local_parameters
+    assert parts.time.seconds == pytest.approx(2 * full.time.seconds - full.time.optimizer)

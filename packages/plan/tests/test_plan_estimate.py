@@ -104,8 +104,8 @@ def test_the_estimate_agrees_when_blocks_store_different_checkpoints(checkpointi
 def test_formula_of_each_method(name, ranks, team, heads):
     choice, x = AttentionChoice(name, team=team), sizes(*heads)
     plan = choice.method.sequence_plan(ranks)
-    said = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
-    assert said == pytest.approx(measured(choice, ranks, *heads), rel=0.04)
+    messages = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
+    assert messages == pytest.approx(measured(choice, ranks, *heads), rel=0.04)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
@@ -115,10 +115,10 @@ def test_formula_of_a_ring_between_nodes(name, ranks, nodes, heads):
     """TokenRing's is that for keys of its own node, which are more than those of others that the mask leaves."""
     choice, x = AttentionChoice(name, nodes=nodes), sizes(*heads)
     plan = choice.method.sequence_plan(ranks)
-    said = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
-    found = measured(choice, ranks, *heads)
+    messages = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
+    actual = measured(choice, ranks, *heads)
     most = 1.08 if name == "ring+ring" else 1.31
-    assert all(0.95 * least < formula < most * least for formula, least in zip(said, found, strict=True))
+    assert all(0.95 * least < formula < most * least for formula, least in zip(messages, actual, strict=True))
 
 
 TOKENS, DIM = 8192, 128
@@ -132,10 +132,10 @@ def sizes(heads, key_heads):
 def test_packed_documents_need_no_more_than_the_formula():
     ends = (*range(0, 8 * TOKENS, 3000), 8 * TOKENS)
     choice = AttentionChoice("ring")
-    found = measured(choice, 8, 32, 8, ends)
+    actual = measured(choice, 8, 32, 8, ends)
     x, plan = sizes(32, 8), choice.method.sequence_plan(8)
-    said = plan.forward_memory(x, 8), plan.backward_memory(x, 8)
-    assert all(0.7 * most < held < 1.03 * most for held, most in zip(found, said, strict=True))
+    messages = plan.forward_memory(x, 8), plan.backward_memory(x, 8)
+    assert all(0.7 * most < held < 1.03 * most for held, most in zip(actual, messages, strict=True))
 
 
 def measured(attention, ranks, heads, key_heads, documents=None):
@@ -175,11 +175,11 @@ POLICIES = [Checkpointing(), Checkpointing(tiled=True), LAYER, OUTPUT, replace(O
 @pytest.mark.parametrize(("name", "axes"), CHOICES)
 def test_breakdowns_add_up_and_memory_grows_with_length(name, axes):
     for model, checkpointing in product((LlamaConfig.llama3_8b(), GPT), POLICIES):
-        said = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
-        for x in said:
+        messages = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
+        for x in messages:
             assert x.device == sum(x.device_breakdown.values()) == max(x.moments.values())
             assert x.host == sum(x.host_breakdown.values())
-        assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(said))
+        assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(messages))
 
 
 @pytest.mark.parametrize("model", [LlamaConfig.llama3_8b(), LlamaConfig.qwen3_32b(), GPT], ids=["llama", "qwen", "gpt"])
@@ -197,7 +197,7 @@ def test_offloading_moves_checkpoints_to_the_host():
     assert here.device - there.device == pytest.approx(kept * 30 / 32)  # this block's and, ahead, the next one's
 
 
-def test_the_host_holds_four_numbers_per_parameter():
+def test_the_host_has_four_numbers_per_parameter():
     model = LlamaConfig.llama3_8b()
     here, there = estimate(job(on_host=False, model=model)), estimate(job(model=model))
     assert there.host == pytest.approx(16 * model.parameters() / 8)
@@ -213,8 +213,8 @@ def test_only_upipe_fits_eight_million_tokens_on_eight_ranks():
 
 def usage_gib(checkpointing: Checkpointing, length: int) -> tuple[float, float]:
     """GiB on the device and on the host: LLaMA-3-8B on 8 ranks."""
-    found = estimate(job(LlamaConfig.llama3_8b(), length=length, checkpointing=checkpointing))
-    return found.device / 2**30, found.host / 2**30
+    actual = estimate(job(LlamaConfig.llama3_8b(), length=length, checkpointing=checkpointing))
+    return actual.device / 2**30, actual.host / 2**30
 
 
 def test_eight_million_tokens_fit_with_fewer_stored_inputs():

@@ -283,16 +283,16 @@ def test_simulated_and_real_step_agree_to_the_byte(policy, attention):
 
 def held_in_forward(job: Job, stream) -> list[int]:
     """Bytes on the device when each block begins, and when the loss is done."""
-    found: list[int] = []
+    actual: list[int] = []
     with fake_world() as mesh, LiveBytes(block=1) as live, stream:
         step = SimulatedStep.of(job, mesh)
         step.allocate_state()
         for block in step.model.model.layers:
-            block.register_forward_pre_hook(lambda *_: found.append(live.device.total))
+            block.register_forward_pre_hook(lambda *_: actual.append(live.device.total))
         loss = step.loss()
-        found.append(live.device.total)
+        actual.append(live.device.total)
         del loss
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("on_device", [0, 1])

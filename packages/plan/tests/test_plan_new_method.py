@@ -141,14 +141,14 @@ def test_the_estimate_of_a_step_agrees_with_the_simulation(name, axes, policy):
 
 def test_the_search_includes_it(capsys):
     flags = ("--cluster", "8xh100", "--tokens", "128Ki")
-    found = json.loads(printed(capsys, *flags, "--json"))["choices"]
-    found = [choice for choice in found if choice["axes"]["tp"] == 1]
-    choices = [choice for choice in found if choice["attention"]["name"].endswith(NEW)]
+    actual = json.loads(printed(capsys, *flags, "--json"))["choices"]
+    actual = [choice for choice in actual if choice["axes"]["tp"] == 1]
+    choices = [choice for choice in actual if choice["attention"]["name"].endswith(NEW)]
     meshes = {(choice["axes"]["ring"], choice["axes"]["ulysses"]) for choice in choices}
     assert meshes == {(8, 1), (4, 2), (2, 4)}
     assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in choices)
     (alone,) = [choice for choice in choices if choice["attention"]["name"] == NEW]
-    (ring,) = [choice for choice in found if choice["attention"]["name"] == "ring"]
+    (ring,) = [choice for choice in actual if choice["attention"]["name"] == "ring"]
     assert alone["parts"]["dense"] == ring["parts"]["dense"] and alone["parts"]["exchange"] > ring["parts"]["exchange"]
     table = printed(capsys, *flags, "--attention", NEW)
     assert f"\n{NEW} " in table and f"--parallel.attention {NEW} " in table
@@ -173,8 +173,8 @@ def test_the_search_includes_it(capsys):
     ids=lambda command: command[0],
 )
 def test_memory_of_its_step(command, capsys):
-    found = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
-    assert found["memory"]["device"] > 0
+    actual = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
+    assert actual["memory"]["device"] > 0
 
 
 # -- without a plan ---------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_its_communication_plan_is_refused_by_name(unplanned, name):
         (COUNTED, ("memory", "--model", "debug", "--tokens", "8Ki", "--attention"), "forward_memory"),
     ],
 )
-def test_commands_asked_for_it_name_it_and_the_missing_function(unplanned, capsys, name, command, function):
+def test_commands_name_the_method_and_its_missing_function(unplanned, capsys, name, command, function):
     with pytest.raises(SystemExit) as ended:
         main([*command, name])
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -227,7 +227,7 @@ def test_commands_asked_for_it_name_it_and_the_missing_function(unplanned, capsy
     assert repr(name) in line and f" {function}" in line
 
 
-def test_the_search_leaves_it_out_and_says_so(unplanned):
+def test_the_search_omits_it_with_a_note(unplanned):
     result = search(SearchPlan(cluster="8xh100", tokens="64Ki"))
     names_of_choices = {choice.candidate.attention.name for choice in result.choices}
     assert NEW in names_of_choices and not {UNPLANNED, COUNTED} & names_of_choices
@@ -237,7 +237,7 @@ def test_the_search_leaves_it_out_and_says_so(unplanned):
     assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
 
 
-def test_the_bytes_report_leaves_it_out_and_says_so(unplanned, capsys):
+def test_the_bytes_report_omits_it_with_a_note(unplanned, capsys):
     plan = BytesPlan(ranks=4)
     assert {NEW, COUNTED} <= set(default_methods(plan)) and UNPLANNED not in default_methods(plan)
     show(plan, [])

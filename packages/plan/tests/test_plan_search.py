@@ -66,18 +66,18 @@ L20 = {8192: (57.1, 152.2, 454.9, 362.0), 32768: (14.3, 32.8, 62.8, 58.4), 13107
 
 @pytest.mark.parametrize("length", L20)
 def test_usp_on_8_l20_is_fastest_with_ulysses_2_and_slowest_with_8(length):
-    found = [1 / usp_forward(Cluster.named("8xl20"), length, split) for split in (8, 4, 2, 1)]
-    order = sorted(range(4), key=found.__getitem__)
+    actual = [1 / usp_forward(Cluster.named("8xl20"), length, split) for split in (8, 4, 2, 1)]
+    order = sorted(range(4), key=actual.__getitem__)
     assert order[-1] == 2 and order[0] == 0
     for i in (0, 2, 3):  # of ulysses 4 we expect more than they got: 343 against 152 at 8k
-        assert found[i] == pytest.approx(L20[length][i], rel=0.25)
+        assert actual[i] == pytest.approx(L20[length][i], rel=0.25)
 
 
 def test_usp_on_8_a100_is_fastest_with_ulysses_8_at_32k_and_indifferent_at_128k():
     """USP, table 4."""
-    found = {n: [usp_forward(Cluster.named("8xa100-80"), n, split) for split in (8, 4, 2, 1)] for n in (32768, 131072)}
-    assert min(found[32768]) == found[32768][0] and max(found[32768]) == found[32768][3]
-    assert max(found[131072]) < 1.05 * min(found[131072])
+    actual = {n: [usp_forward(Cluster.named("8xa100-80"), n, split) for split in (8, 4, 2, 1)] for n in (32768, 131072)}
+    assert min(actual[32768]) == actual[32768][0] and max(actual[32768]) == actual[32768][3]
+    assert max(actual[131072]) < 1.05 * min(actual[131072])
 
 
 def wallfacer_step(cluster: Cluster, team: int) -> float:
@@ -116,10 +116,10 @@ def moved(kind: Kind, *ends: tuple[int, int], gigabytes: float = 1) -> Move:
 def test_a_step_takes_the_longer_of_computation_and_transfer():
     gigabyte = moved("p2p", (0, 1))
     steps = [Step((gigabyte,), (3, 1)), Step((gigabyte,), (0, 0)), Step((), (1, 2))]
-    found = plan_seconds(steps, PLAIN, seconds_per_pair=0.5, copies=8)
-    assert found.compute == pytest.approx(2.0) and found.exchange == pytest.approx(2.0)  # of the busiest rank
-    assert found.exposed == pytest.approx(1.5, rel=1e-2) and found.overhead == pytest.approx(3e-3)
-    assert found.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, and has more to do then
+    actual = plan_seconds(steps, PLAIN, seconds_per_pair=0.5, copies=8)
+    assert actual.compute == pytest.approx(2.0) and actual.exchange == pytest.approx(2.0)  # of the busiest rank
+    assert actual.exposed == pytest.approx(1.5, rel=1e-2) and actual.overhead == pytest.approx(3e-3)
+    assert actual.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, and has more to do then
     assert Span(1, 2, 3, 4) + Span(1, 1, 1, 1) == Span(2, 3, 4, 5)
 
 
@@ -265,10 +265,10 @@ def block_parameters(model) -> int:
 
 
 def test_stored_attention_outputs_save_recomputation():
-    found = [times(Checkpointing("attention_output", outputs=n)).recomputed for n in (0, 8, 32)]
+    actual = [times(Checkpointing("attention_output", outputs=n)).recomputed for n in (0, 8, 32)]
     layer = times(Checkpointing("layer")).recomputed
-    assert found[0] == layer
-    assert layer - found[1] == pytest.approx((layer - found[2]) / 4)
+    assert actual[0] == layer
+    assert layer - actual[1] == pytest.approx((layer - actual[2]) / 4)
 
 
 def test_copies_without_prefetch_are_exposed():
@@ -304,11 +304,11 @@ def test_fitted_policies_store_as_many_checkpoints_as_fit():
     assert [largest(2, 9, lambda n, most=most: n <= most) for most in (1, 2, 5, 9, 12)] == [None, 2, 5, 9, 9]
 
 
-def test_mfu_of_long_sequences_approaches_that_of_attention():
+def test_mfu_of_long_sequences_approaches_attentions():
     """At a million tokens the rest is little: model FLOPs by the time of kernels at their shares of the peak, which in
     backward compute five products for four that the model counts."""
-    found = search(SearchPlan(tokens="1Mi", attention=("ulysses",)))
-    best, (forward, backward) = found.fitting[0], found.cluster.accelerator.attention_shares(2**20)
+    actual = search(SearchPlan(tokens="1Mi", attention=("ulysses",)))
+    best, (forward, backward) = actual.fitting[0], actual.cluster.accelerator.attention_shares(2**20)
     assert best.job.checkpointing.policy == "attention_output"
     assert best.mfu == pytest.approx(12 / (4 / forward + 10 / backward), rel=0.02)
 
@@ -326,10 +326,10 @@ def test_attention_efficiency_is_published_or_from_a_file():
 
 
 def test_the_kernel_affects_time_and_the_trainer_config():
-    found = {name: search(SearchPlan(tokens="1Mi", attention=("usp",), kernel=name)) for name in (None, "cuda_flash")}
-    slow, fast = (found[name].fitting[0] for name in ("cuda_flash", None))
+    actual = {name: search(SearchPlan(tokens="1Mi", attention=("usp",), kernel=name)) for name in (None, "cuda_flash")}
+    slow, fast = (actual[name].fitting[0] for name in ("cuda_flash", None))
     assert slow.time.attention / fast.time.attention == pytest.approx(1.6, rel=0.03)
-    assert trainer_config(found["cuda_flash"], slow).parallel.kernel == "cuda_flash"
+    assert trainer_config(actual["cuda_flash"], slow).parallel.kernel == "cuda_flash"
     with pytest.raises(ValueError, match=r"--kernel fast.*cpu_flash"):
         search(SearchPlan(kernel="fast"))
 
@@ -339,14 +339,14 @@ def test_the_kernel_affects_time_and_the_trainer_config():
 
 def test_candidates_use_all_ranks():
     cluster, model = replace(NODES, nodes=2), model_of("llama3-8b", 1 << 20)
-    found = list(candidates(model.heads, cluster.ranks, rows=2))
-    assert len(set(found)) == len(found) and {c.mesh.shard for c in found} == {1, 2}
-    for each in found:
+    actual = list(candidates(model.heads, cluster.ranks, rows=2))
+    assert len(set(actual)) == len(actual) and {c.mesh.shard for c in actual} == {1, 2}
+    for each in actual:
         mesh, attention = each.mesh, each.attention
         assert mesh.shard * mesh.ring * mesh.ulysses == 16 and mesh.ulysses <= model.heads
         assert attention.team is None or mesh.ring % attention.team**2 == 0
         assert attention.method.axes == tuple(name for name in ("ring", "ulysses") if mesh.axes[name] > 1)
-    named = {str(each) for each in found}
+    named = {str(each) for each in actual}
     assert (
         "wallfacer C=4 p2p_intra on ring 16" in named and "upipe+ring, 16 heads a stage on ring 2 x ulysses 8" in named
     )
@@ -395,30 +395,30 @@ def test_a_larger_batch_prefers_data_parallelism_and_says_why():
 
 
 def test_every_other_choice_has_a_reason():
-    found = search(SearchPlan(tokens="4Mi", cluster="8xh100"))
-    assert found.fitting and not all(choice.fits for choice in found.choices)
-    seconds = [choice.time.seconds for choice in found.fitting]
+    actual = search(SearchPlan(tokens="4Mi", cluster="8xh100"))
+    assert actual.fitting and not all(choice.fits for choice in actual.choices)
+    seconds = [choice.time.seconds for choice in actual.fitting]
     assert seconds == sorted(seconds)
-    for choice in found.choices[1:]:
-        reason = found.reason(choice)
+    for choice in actual.choices[1:]:
+        reason = actual.reason(choice)
         assert ("slower: " in reason or reason == "as fast") if choice.fits else "GiB on the" in reason
-    assert 0.3 < found.fitting[0].mfu < 0.6
+    assert 0.3 < actual.fitting[0].mfu < 0.6
 
 
 def test_command_line_and_file_reproduce_the_choice(tmp_path):
     for model, attention in (("llama3-8b", ("usp",)), ("gpt-3b", ("wallfacer",)), ("qwen3-32b", ("upipe",))):
-        found = search(SearchPlan(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
-        config = trainer_config(found, found.choices[0])
-        line = command_line(found, found.choices[0])
+        actual = search(SearchPlan(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
+        config = trainer_config(actual, actual.choices[0])
+        line = command_line(actual, actual.choices[0])
         assert line.startswith(
             "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500 --nproc-per-node 8"
         )
         flags = line.split("-m armillary.train ")[1].removesuffix(" --data.path DATA")
         assert flags.startswith(f"--recipe {RECIPES[model]} ") and read_command(flags.split())[0].run == config
         out = tmp_path / f"{model}.toml"
-        write_choice(found, out)
+        write_choice(actual, out)
         assert read_command(["--config", str(out)])[0].run == config
-        assert command_line(found, found.choices[0], out).endswith(f" --config {out} --data.path DATA")
+        assert command_line(actual, actual.choices[0], out).endswith(f" --config {out} --data.path DATA")
         # A model of billions does not train for the 80 steps of the debug recipe, or at its rate.
         assert config.optimizer.lr <= 1e-4 and config.train.steps == 1000 and config.optimizer.warmup_steps >= 20
 
@@ -430,16 +430,16 @@ def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
     assert "MFU (%)" in shown and "slower" in shown and "torchrun --standalone --nproc-per-node 8" in shown
     assert picture.read_bytes()[:4] == b"\x89PNG"
     main(["search", "--cluster", "8xh100", "--tokens", "128Ki", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["choices"][0]["reason"] is None and found["choices"][0]["fits"]
-    assert found["choices"][0]["seconds"] == pytest.approx(sum(found["choices"][0]["parts"].values()))
+    actual = json.loads(capsys.readouterr().out)
+    assert actual["choices"][0]["reason"] is None and actual["choices"][0]["fits"]
+    assert actual["choices"][0]["seconds"] == pytest.approx(sum(actual["choices"][0]["parts"].values()))
 
 
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    found = SimpleNamespace(plan=SimpleNamespace(best=1), fitting=[None])  # a search takes seconds
+    actual = SimpleNamespace(plan=SimpleNamespace(best=1), fitting=[None])  # a search takes seconds
     with pytest.raises(ImportError, match=r"pip install 'armillary-plan\[plot\]'"):
-        draw(found, tmp_path / "a.png")
+        draw(actual, tmp_path / "a.png")
 
 
 def test_without_a_fit_nothing_is_written(capsys, tmp_path):

@@ -53,10 +53,10 @@ def tune_plan(folder: Path, config: Config = SMALL, **options: Any) -> TunePlan:
 
 def tune_and_print(plan: TunePlan, *args: Any) -> tuple[TunerState, str]:
     """The tuner's state and output on a rank."""
-    printed = io.StringIO()
-    with redirect_stdout(printed):
+    output = io.StringIO()
+    with redirect_stdout(output):
         state = tuner.tune(plan, *args)
-    return state, printed.getvalue()
+    return state, output.getvalue()
 
 
 # -- measurements -------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_the_fastest_measurement_is_chosen(worlds, tmp_path):
     asked = replace(tune_plan(tmp_path), attention=("ring", "ulysses"))
     results = worlds(4).run(tune_and_print, asked)
     tuned = results[0][0]
-    assert all(found == tuned for found, _ in results)
+    assert all(actual == tuned for actual, _ in results)
     assert load(tmp_path / "tuned.json", tuned.settings) == tuned
     assert tuned.complete and tuned.remaining == 0 and not tuned.attempts and not tuned.excluded
     assert {each.candidate for each in tuned.measurements} == set(all_candidates(asked, 4))
@@ -84,7 +84,7 @@ def test_the_fastest_measurement_is_chosen(worlds, tmp_path):
     assert [line.split()[0] for line in shown[1 : 1 + count]] == [f"{i}/{count}" for i in range(1, count + 1)]
     assert shown[1].startswith(f"1/{count} ring on ring 4: ") and shown[1].endswith("s (the best)")
     assert shown[-1] == f"chosen: {tuned.choice}; train with --config {tmp_path}/tuned.toml"
-    assert all(printed == "" for _, printed in results[1:])
+    assert all(output == "" for _, output in results[1:])
 
 
 def built(config: Config, candidate: Candidate) -> tuple[int, tuple[int, ...], int, str]:
@@ -99,8 +99,8 @@ def built(config: Config, candidate: Candidate) -> tuple[int, tuple[int, ...], i
 def test_the_measured_block_is_the_trainers(worlds):
     config = replace(SMALL, checkpointing=Checkpointing("layer"), train=replace(SMALL.train, precision="float64"))
     candidate = Candidate(Mesh(2, 1, 2), AttentionChoice("upipe", 2))
-    for found in worlds(4).run(built, config, candidate):
-        assert found == (1, (2, 25), 50, "torch.float64")
+    for actual in worlds(4).run(built, config, candidate):
+        assert actual == (1, (2, 25), 50, "torch.float64")
 
 
 def test_replicate_tp_and_kernel_are_kept(tmp_path):
@@ -202,14 +202,14 @@ def failing(config: Config, candidate: Candidate, device: torch.device, iteratio
 
 
 def test_failed_candidates_are_recorded_with_their_reason(worlds, tmp_path):
-    tuned, printed = worlds(4).run(tune_and_print, tune_plan(tmp_path), failing, compared)[0]
+    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path), failing, compared)[0]
     reasons = {str(each.candidate): each.reason for each in tuned.measurements}
     assert reasons["ring on ring 4"] == reasons["ring on shard 2 x ring 2"] == "no memory is left"
     assert reasons["ulysses on shard 2 x ulysses 2"].startswith(
         "--data.global-batch-size 1 cannot be shared by replicate 1 x shard 2"
     )
     assert reasons["upipe+ring, 2 heads a stage on ring 2 x ulysses 2"] is None
-    assert "ring on ring 4: no memory is left\n" in printed
+    assert "ring on ring 4: no memory is left\n" in output
 
 
 def hopeless(*_: object) -> Measurement:
@@ -239,24 +239,24 @@ def alike(candidate: Candidate) -> float:
 
 
 def test_the_fastest_are_compared_in_turns(worlds, tmp_path):
-    tuned, printed = worlds(4).run(tune_and_print, tune_plan(tmp_path), FakeBench(alike), compared)[0]
+    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path), FakeBench(alike), compared)[0]
     near = [each.candidate for each in tuned.fastest_first[:3]]
     assert [each.paired_seconds for each in tuned.fastest_first[:3]] == [3.0, 1.0, 2.0]
     assert all(each.paired_seconds is None for each in tuned.fastest_first[3:])
     assert tuned.choice == near[1]
-    assert "the 3 fastest again, in turns\n" in printed
-    tuned, printed = worlds(4).run(tune_and_print, tune_plan(tmp_path / "b"), FakeBench(alike), incomparable)[0]
-    assert tuned.choice == near[0] and "not compared: not all at once\n" in printed
+    assert "the 3 fastest again, in turns\n" in output
+    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path / "b"), FakeBench(alike), incomparable)[0]
+    assert tuned.choice == near[0] and "not compared: not all at once\n" in output
 
 
 def turns(config: Config) -> list[float]:
-    wanted = [Candidate(Mesh(1, 2, 1), AttentionChoice("ring")), Candidate(Mesh(1, 1, 2), AttentionChoice("ulysses"))]
-    return bench.compare(config, wanted, torch.device("cpu"), 3)
+    expected = [Candidate(Mesh(1, 2, 1), AttentionChoice("ring")), Candidate(Mesh(1, 1, 2), AttentionChoice("ulysses"))]
+    return bench.compare(config, expected, torch.device("cpu"), 3)
 
 
 def test_ranks_agree_on_seconds_in_turns(worlds):
-    found = worlds(2).run(turns, SMALL)
-    assert found[0] == found[1] and len(found[0]) == 2 and min(found[0]) > 0
+    actual = worlds(2).run(turns, SMALL)
+    assert actual[0] == actual[1] and len(actual[0]) == 2 and min(actual[0]) > 0
 
 
 # -- the planner --------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def test_partition_by_predicted_time_and_memory():
         CandidatePrediction(c, 2.0),
         CandidatePrediction(d, 1.0, "9 of 8 GiB"),
     ]
-    wanted, left_out = partition(predictions, slower=1.5)
-    assert wanted == [c, b]
+    expected, left_out = partition(predictions, slower=1.5)
+    assert expected == [c, b]
     assert left_out == [
         Measurement(a, reason="predicted to take 1.55 times as long as the fastest"),
         Measurement(d, reason="predicted not to fit: 9 of 8 GiB"),
@@ -291,19 +291,19 @@ BIG = replace(
 def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     asked = TunePlan(run=BIG, cluster="8xh100", slower=1.05)
     every = all_candidates(asked, 8)
-    wanted, left_out = pruned(asked, 8, torch.bfloat16, every)
-    assert 0 < len(wanted) < len(every)
-    assert {*wanted, *(each.candidate for each in left_out)} == set(every)
+    expected, left_out = pruned(asked, 8, torch.bfloat16, every)
+    assert 0 < len(expected) < len(every)
+    assert {*expected, *(each.candidate for each in left_out)} == set(every)
     assert all("times as long as the fastest" in (each.reason or "") for each in left_out)
     predict = predictor(asked, 8, torch.bfloat16)
-    times = [predict(candidate).seconds for candidate in wanted]
+    times = [predict(candidate).seconds for candidate in expected]
     assert times == sorted(times) and times[-1] <= 1.05 * times[0]
     assert len(pruned(replace(asked, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
     longer = replace(BIG, data=DataConfig(sequence_length=3_000_000, global_batch_size=1))
-    wanted, left_out = pruned(replace(asked, run=longer, slower=9), 8, torch.bfloat16, every)
+    expected, left_out = pruned(replace(asked, run=longer, slower=9), 8, torch.bfloat16, every)
     reasons = {str(each.candidate): each.reason or "" for each in left_out}
     assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")
-    assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, wanted))  # stages take little
+    assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, expected))  # stages take little
     with pytest.raises(ValueError, match=r"--cluster 8xh100 .*8.*4"):
         pruned(asked, 4, torch.bfloat16, all_candidates(asked, 4))
 
@@ -353,7 +353,7 @@ def test_the_trainer_runs_the_choice_with_all_other_flags(worlds, tmp_path):
     assert "  parallel.ring             none -> 2" in overrides
     (losses, axes), *others = worlds(4).run(trained, command.run, tmp_path / "run")
     assert len(losses) == 3 and axes == {"shard": 1, "ring": 2, "ulysses": 2}
-    assert all(found == (losses, axes) for found in others)
+    assert all(actual == (losses, axes) for actual in others)
 
 
 def test_the_file_names_the_recipe_and_flags_override_it(tmp_path):

@@ -93,8 +93,8 @@ def test_each_file_is_verified_by_one_part(folder, parts):
         path = folder.place(1) / name
         kept = path.read_bytes()
         path.write_bytes(kept[:-1] + b"x")
-        found = [file_fault(files, folder.place(1), part, parts) for part in range(parts)]
-        assert list(filter(None, found)) == [f"file {name} has other bytes than were written"]
+        actual = [file_fault(files, folder.place(1), part, parts) for part in range(parts)]
+        assert list(filter(None, actual)) == [f"file {name} has other bytes than were written"]
         path.write_bytes(kept)
 
 
@@ -125,7 +125,7 @@ def test_retention_keeps_the_newest_and_those_that_a_number_divides(folder):
     assert sorted(folder.names()) == ["step-10", "step-100"]
 
 
-def test_clear_removes_incomplete_checkpoints_alone(folder):
+def test_clear_removes_only_incomplete_checkpoints(folder):
     save(folder, 1)
     folder.begin(2)
     (folder.partial(2) / "rank-0.safetensors").write_bytes(b"half")

@@ -62,7 +62,7 @@ def same(tensors: dict[str, torch.Tensor]) -> bool:
     return tensors.keys() == TENSORS.keys() and all(equal)
 
 
-def test_tensors_come_back_as_they_were_and_torch_reads_them(saved):
+def test_tensors_are_restored_equally_and_torch_reads_them(saved):
     assert same(read_tensors(saved, [FILE], "model"))
     into = {"model": {name: torch.empty_like(x) for name, x in TENSORS.items()}}
     dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
@@ -72,12 +72,12 @@ def test_tensors_come_back_as_they_were_and_torch_reads_them(saved):
     assert read_tensors(saved, [FILE], "model", torch.float32)["b"].dtype == torch.float32
 
 
-def test_the_record_of_a_file_is_that_of_what_lies_on_disk(tmp_path):
+def test_the_record_of_a_file_matches_the_disk(tmp_path):
     writer = save({"model": TENSORS}, tmp_path)
     assert writer.files == {FILE: FileRecord.of_file(tmp_path / FILE)}
 
 
-def test_files_that_the_manifest_does_not_name_are_left_alone(folder):
+def test_files_outside_of_the_manifest_are_not_touched(folder):
     shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
     (folder / "other.safetensors").write_bytes(b"text")
     assert same(read_tensors(folder, [FILE], "model"))
@@ -108,7 +108,7 @@ class TwoChunks(SavePlanner):
     ],
     ids=["number", "bytes", "complex", "two chunks"],
 )
-def test_a_state_that_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path, state, planner, named):
+def test_a_state_that_no_file_can_store_is_refused_before_writing(tmp_path, state, planner, named):
     with pytest.raises(CheckpointException) as error:
         save(state, tmp_path, planner())
     (failure,) = (error for error, _ in error.value.failures.values())
@@ -302,8 +302,8 @@ def test_chunks_of_any_mesh_are_read_on_any_other(worlds, tmp_path, shard, tp):
         for tensors in worlds(2).run(load_sharded, tmp_path, files, *other):
             assert tensors.keys() == expected.keys()
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    whole = read_tensors(tmp_path, files, "model")
-    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    full = read_tensors(tmp_path, files, "model")
+    assert all(torch.equal(full[name], expected[name]) for name in expected)
 
 
 def test_planners_may_be_used_alone(saved):

@@ -301,8 +301,8 @@ ROWS = [(main, name, *row) for name, (main, rows) in TABLES.items() for row in r
 
 @pytest.mark.parametrize(("main", "name", "line", "said"), ROWS, ids=[f"{row[1]} {row[2]}"[:60] for row in ROWS])
 def test_a_command_refuses_it_in_one_line(here, main, name, line, said):
-    found = refusal(main, line.split())
-    assert found.startswith(f"armillary-{name}: ") and said in found
+    actual = refusal(main, line.split())
+    assert actual.startswith(f"armillary-{name}: ") and said in actual
 
 
 @pytest.mark.parametrize(
@@ -356,9 +356,9 @@ def refusals(root: Path) -> list[str]:
     return [refusal(trainer.main, ["--train.device", "cpu", *line.split()]) for line, _ in STARTED]
 
 
-def test_what_is_found_out_when_ranks_have_met_is_one_line_too(worlds, folder):
-    for found, (_, said) in zip(worlds(1).run(refusals, folder)[0], STARTED, strict=True):
-        assert said in found
+def test_errors_after_the_rendezvous_are_one_line_too(worlds, folder):
+    for actual, (_, messages) in zip(worlds(1).run(refusals, folder)[0], STARTED, strict=True):
+        assert messages in actual
 
 
 # -- from Python -------------------------------------------------------------------------------------------------------

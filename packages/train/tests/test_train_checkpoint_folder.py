@@ -63,7 +63,7 @@ def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
     else:
         path.write_bytes(change(path.read_bytes()))
     faults = [checkpoint_fault(folder, 7, part, 3) for part in range(3)]  # one for each file, and a part without files
-    assert any(found is not None and found.startswith(fault) for found in faults)
+    assert any(actual is not None and actual.startswith(fault) for actual in faults)
     assert checkpoint_fault(folder, 7).startswith(fault)
 
 
@@ -81,8 +81,8 @@ def test_a_checkpoint_with_a_changed_file_is_not_exported(folder, tmp_path, name
     save(folder, 7)
     path = folder.place(7) / name
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    said = refusal(export, [folder.place(7), tmp_path / "exported"])
-    assert f"file {name} has other bytes than were written" in said and not (tmp_path / "exported").exists()
+    messages = refusal(export, [folder.place(7), tmp_path / "exported"])
+    assert f"file {name} has other bytes than were written" in messages and not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("version", [1, 2, FORMAT + 1])

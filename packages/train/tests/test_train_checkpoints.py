@@ -82,13 +82,13 @@ def local_state(run: Run) -> dict[str, torch.Tensor]:
 
 def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Tensor], list[float]]:
     """Trains; also returns the next random numbers. `seed` sets the random states before."""
-    printed = io.StringIO()
+    output = io.StringIO()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed + dist.get_rank())
-    with redirect_stdout(printed), process_group(config) as device:
+    with redirect_stdout(output), process_group(config) as device:
         run = prepare(config, device)
         summary = train_loop(run)
     drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
-    return summary, printed.getvalue(), local_state(run), drawn
+    return summary, output.getvalue(), local_state(run), drawn
 
 
 def resumed(worlds, ranks: int, config: Config, reference: Path, folder: Path):
@@ -245,10 +245,10 @@ def test_damaged_checkpoints_are_named_and_the_previous_one_is_loaded(worlds, re
     changed[len(changed) // 2] ^= 1
     file.write_bytes(changed)
     os.truncate(tmp_path / "checkpoint/step-4/rank-0.safetensors", 100)
-    summary, printed, *_ = worlds(4).run(trained, at(SMALL, tmp_path), 1)[0]
+    summary, output, *_ = worlds(4).run(trained, at(SMALL, tmp_path), 1)[0]
     assert summary.losses == reference[0][0][0].losses[2:]
-    assert "step-6: file rank-3.safetensors has other bytes than were written; kept as " in printed
-    assert "step-4: file rank-0.safetensors has 100 of " in printed and printed.count("resuming from step-2") == 2
+    assert "step-6: file rank-3.safetensors has other bytes than were written; kept as " in output
+    assert "step-4: file rank-0.safetensors has 100 of " in output and output.count("resuming from step-2") == 2
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
 
 
@@ -263,10 +263,10 @@ def test_copies_and_invalid_manifests_are_passed_over(worlds, tmp_path):
     del fields["crc32"], fields["loader"]
     (folder / "step-8/manifest.json").write_text(json.dumps(fields | {"crc32": checksum(fields)}))
     (folder / "step-7/manifest.json").write_text("[]")
-    printed = worlds(1).run(trained, at(config, tmp_path, steps=3), 0)[0][1]
-    assert f"step-40: manifest.json is that of step 2; kept as {folder}/step-40.copy, resuming from step-2" in printed
-    assert f"step-8: manifest.json: loader: Field required; kept as {folder}/step-8.damaged, resuming from" in printed
-    assert "step-7: manifest.json cannot be read (" in printed and "step: 3 " in printed
+    output = worlds(1).run(trained, at(config, tmp_path, steps=3), 0)[0][1]
+    assert f"step-40: manifest.json is that of step 2; kept as {folder}/step-40.copy, resuming from step-2" in output
+    assert f"step-8: manifest.json: loader: Field required; kept as {folder}/step-8.damaged, resuming from" in output
+    assert "step-7: manifest.json cannot be read (" in output and "step: 3 " in output
     assert sorted(os.listdir(folder)) == ["step-2", "step-3", "step-40.copy", "step-7.damaged", "step-8.damaged"]
 
 
@@ -278,28 +278,28 @@ def random_numbers(place: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_equal_runs_save_equal_random_states_that_differ_by_rank(worlds, tmp_path):
-    config, found = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), []
+    config, actual = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), []
     for seed in (3, 4):  # of the generators, before the runs begin
         output = tmp_path / str(seed)
         worlds(2).run(trained, at(config, output, steps=1), seed)
-        found.append(random_numbers(output / "checkpoint/step-1", 2))
-    for first, second in zip(*found, strict=True):
+        actual.append(random_numbers(output / "checkpoint/step-1", 2))
+    for first, second in zip(*actual, strict=True):
         assert first.keys() == second.keys() >= {"python", "numpy", "torch"}
         assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not any(torch.equal(found[0][0][name], found[0][1][name]) for name in ("python", "numpy", "torch"))
+    assert not any(torch.equal(actual[0][0][name], actual[0][1][name]) for name in ("python", "numpy", "torch"))
 
 
 def test_changed_settings_are_printed_once(worlds, tmp_path):
     config = at(replace(SMALL, parallel=ParallelConfig()), tmp_path, steps=1)
-    printed = worlds(1).run(trained, config, 0)[0][1]
-    assert " -> " not in printed.partition("step: 1")[0]
+    output = worlds(1).run(trained, config, 0)[0][1]
+    assert " -> " not in output.partition("step: 1")[0]
     changed = replace(
         at(config, tmp_path, steps=2, precision="bfloat16"),
         optimizer=OptimizerConfig(lr=1e-3),
         data=replace(SMALL.data, documents=True, layout="striped"),
     )
-    printed = worlds(1).run(trained, changed, 0)[0][1]
-    assert printed.splitlines()[:6] == [
+    output = worlds(1).run(trained, changed, 0)[0][1]
+    assert output.splitlines()[:6] == [
         f"resuming from {tmp_path}/checkpoint/step-1",
         "  train.steps      1 -> 2",
         "  train.precision  auto -> bfloat16",
@@ -307,9 +307,9 @@ def test_changed_settings_are_printed_once(worlds, tmp_path):
         "  data.layout      zigzag -> striped",
         "  optimizer.lr     0.003 -> 0.001",
     ]
-    step = next(i for i, line in enumerate(printed.splitlines()) if line.startswith("step: 2 "))
-    told = [line.partition(":")[0] for line in printed.splitlines()[6:step]]  # the default warm-up would not end
-    assert told == ["warm-up", "learning rate of step 2"] and printed.count("optimizer.lr ") == 1
+    step = next(i for i, line in enumerate(output.splitlines()) if line.startswith("step: 2 "))
+    told = [line.partition(":")[0] for line in output.splitlines()[6:step]]  # the default warm-up would not end
+    assert told == ["warm-up", "learning rate of step 2"] and output.count("optimizer.lr ") == 1
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -338,16 +338,16 @@ def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes
         f"--save.resume never: {place.with_name('step-2')} is there; name another --train.output": never,
     }
     for message, changed in cases.items():
-        assert all(message in said for said in worlds(2).run(refusal, [changed]))
+        assert all(message in messages for messages in worlds(2).run(refusal, [changed]))
         assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
         assert (tmp_path / "run/config.json").read_bytes() == written
     apart = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
-    for said in worlds(2).run(refusal, apart):
-        assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in said
+    for messages in worlds(2).run(refusal, apart):
+        assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in messages
     os.truncate(place / "rank-1.safetensors", 7)
-    for said in worlds(2).run(refusal, [config]):
-        assert f"no checkpoint in {place.parent} is whole (step-2: manifest.json cannot be read" in said
-        assert "step-1: file rank-1.safetensors has 7 of " in said
+    for messages in worlds(2).run(refusal, [config]):
+        assert f"no checkpoint in {place.parent} is whole (step-2: manifest.json cannot be read" in messages
+        assert "step-1: file rank-1.safetensors has 7 of " in messages
     assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
 
 
@@ -381,15 +381,13 @@ UNREADABLE = "cannot be read (Permission denied), though it may be whole; make i
         ("mkdir", "/fresh/checkpoint", errno.EROFS, (0,), "Read-only file system"),
     ],
 )
-def test_files_that_may_not_be_read_or_written_are_refused_and_left_alone(
-    worlds, once_trained, call, name, error, ranks, said
-):
+def test_files_without_permission_are_refused_and_unchanged(worlds, once_trained, call, name, error, ranks, said):
     config, output = once_trained, once_trained.train.output
     before = {path: path.stat().st_mtime_ns for path in (output / "checkpoint").rglob("*")}
     if "fresh" in name:
         config = at(config, output / "fresh")
-    for found in worlds(2).run(refused_by_the_system, config, call, name, error, ranks):
-        assert said in found and str(output) in found and "\n" not in found
+    for actual in worlds(2).run(refused_by_the_system, config, call, name, error, ranks):
+        assert said in actual and str(output) in actual and "\n" not in actual
     assert {path: path.stat().st_mtime_ns for path in (output / "checkpoint").rglob("*")} == before
 
 
@@ -404,14 +402,18 @@ def once_trained(worlds, tmp_path_factory) -> Config:
 
 def test_ranks_with_different_settings_or_data_are_refused(worlds, tmp_path):
     config = at(replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), tmp_path / "out")
-    for said in worlds(2).run(refusal, [config, replace(config, save=SaveConfig(every=3))]):
-        assert said == "the configuration must be the same on all ranks: --save.every is 3 on rank 1 and 2 on rank 0"
+    for messages in worlds(2).run(refusal, [config, replace(config, save=SaveConfig(every=3))]):
+        assert (
+            messages == "the configuration must be the same on all ranks: --save.every is 3 on rank 1 and 2 on rank 0"
+        )
     texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for text in texts:
         text.write_text(f"on this host it is {text.stem} " * 50)
     apart = [replace(config, data=replace(config.data, path=(text,))) for text in texts]
-    for said in worlds(2).run(refusal, apart):
-        assert said.startswith("data must be the same on all ranks: stores is ['") and " on rank 1 and ['" in said
+    for messages in worlds(2).run(refusal, apart):
+        assert (
+            messages.startswith("data must be the same on all ranks: stores is ['") and " on rank 1 and ['" in messages
+        )
     texts[1].write_text(texts[0].read_text())  # under another name
     assert all(len(summary.losses) == 6 for summary, *_ in worlds(2).run(trained_on, apart))
 
@@ -490,10 +492,10 @@ def no_room(config: Config, disk: bool):
 
 
 def saves_without_room(config: Config, disk: bool) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     with process_group(config) as device:
         run = prepare(config, device)
-        with OutputLock(config.train.output, print) as lock, Checkpoints(run, lock, said.append) as saved:
+        with OutputLock(config.train.output, print) as lock, Checkpoints(run, lock, messages.append) as saved:
             assert saved.restore() == 0
             saved.start(1)
             saved._settle()
@@ -509,7 +511,7 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
             assert sorted(saved.folder.names()) == ["step-1", "step-3"] and checkpoint_fault(saved.folder, 3) is None
             dist.barrier()  # all have looked
             assert saved.finish(5) == saved.folder.place(5)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["a full disk", "one rank"])
@@ -518,8 +520,8 @@ def test_a_failed_save_keeps_earlier_checkpoints_and_the_next_save_succeeds(worl
     if disk and (os.geteuid() or subprocess.run(mount, capture_output=True).returncode):
         pytest.skip("mounting a small disk takes root")
     try:
-        for said in worlds(4).run(saves_without_room, at(SMALL, tmp_path), disk):
-            (line,) = [line for line in said if "waited" not in line]
+        for messages in worlds(4).run(saves_without_room, at(SMALL, tmp_path), disk):
+            (line,) = [line for line in messages if "waited" not in line]
             assert line.startswith(f"step-2 could not be saved: {tmp_path}/checkpoint/step-2: rank ")
             assert line.endswith("; training continues, and earlier checkpoints are kept")
             assert ("No space left on device" if disk else "rank 1: [Errno 27] File too large") in line
@@ -544,14 +546,14 @@ def test_saving_before_the_first_step_does_not_change_that_step(worlds, tmp_path
 
 
 def missing_rank() -> str:
-    ranks, said = Ranks(timedelta(minutes=5)), ""
+    ranks, messages = Ranks(timedelta(minutes=5)), ""
     ranks.timeout = timedelta(seconds=1)  # connecting may take longer
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as error:
             ranks.agree(lambda: None)
-        said = str(error.value)
+        messages = str(error.value)
     dist.barrier()
-    return said
+    return messages
 
 
 def test_a_missing_rank_is_named(worlds):
@@ -574,14 +576,14 @@ def exported_logits(config: Config, folder: Path) -> tuple[torch.Tensor, torch.T
         run = prepare(config, device)
         place = train_loop(run).checkpoint
         export([str(place), str(folder)])
-    found = Llama.from_pretrained(folder, attention=run.model.model.layers[0].attention)
-    return logits(run, run.model), logits(run, found)
+    actual = Llama.from_pretrained(folder, attention=run.model.model.layers[0].attention)
+    return logits(run, run.model), logits(run, actual)
 
 
 def test_an_exported_model_has_the_logits_of_the_trained_one(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig())
-    ((expected, found),) = worlds(1).run(exported_logits, at(config, tmp_path / "run", steps=2), tmp_path / "hf")
-    assert expected.shape == (1, 60, 257) and torch.equal(found, expected)
+    ((expected, actual),) = worlds(1).run(exported_logits, at(config, tmp_path / "run", steps=2), tmp_path / "hf")
+    assert expected.shape == (1, 60, 257) and torch.equal(actual, expected)
 
 
 def whole_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -597,13 +599,13 @@ def test_weights_of_any_mesh_are_exported_by_the_run_and_by_the_command(worlds, 
     checkpoint = str(tmp_path / "checkpoint/step-2")
     export([checkpoint, str(tmp_path / "half"), "--dtype", "bfloat16"])
     for folder, dtype in {"export/step-2": torch.float32, "half": torch.bfloat16}.items():
-        found = load_file(tmp_path / folder / "model.safetensors")
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name].to(dtype)) for name in expected)
+        actual = load_file(tmp_path / folder / "model.safetensors")
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name].to(dtype)) for name in expected)
     os.truncate(tmp_path / "checkpoint/step-2/rank-0.safetensors", 7)
     for path, message in {checkpoint: "file rank-0.safetensors has 7", str(tmp_path): "give the folder of"}.items():
-        said = io.StringIO()
-        with redirect_stderr(said), pytest.raises(SystemExit, match="2"):
+        messages = io.StringIO()
+        with redirect_stderr(messages), pytest.raises(SystemExit, match="2"):
             export([path, str(tmp_path / "none")])
-        assert said.getvalue().startswith("armillary-export: ") and message in said.getvalue()
+        assert messages.getvalue().startswith("armillary-export: ") and message in messages.getvalue()
     assert not (tmp_path / "none").exists()

@@ -45,8 +45,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
 
 def test_a_recipe_on_the_command_line_wins_over_the_one_in_the_file(tmp_path):
     path = written(tmp_path, 'recipe = "llama3_8b_1m"\n[train]\nseed = 3\n')
-    found = command("--recipe", "debug", "--config", path)
-    assert found == Config(train=TrainConfig(seed=3))
+    actual = command("--recipe", "debug", "--config", path)
+    assert actual == Config(train=TrainConfig(seed=3))
 
 
 def test_without_anything_it_is_the_debug_recipe():
@@ -112,23 +112,23 @@ def test_a_file_that_will_not_do_is_refused_by_name_and_key(tmp_path, text, said
 
 
 def test_files_that_are_none_are_refused(tmp_path):
-    for name, said in {"none.toml": "cannot be read (No such file", "run.yaml": "ends in .toml or .json"}.items():
+    for name, messages in {"none.toml": "cannot be read (No such file", "run.yaml": "ends in .toml or .json"}.items():
         with pytest.raises(ValueError, match="--config") as error:
             command("--config", tmp_path / name)
-        assert said in str(error.value)
+        assert messages in str(error.value)
     with pytest.raises(ValueError, match="holds no sections"):
         command("--config", written(tmp_path, "[1]", "list.json"))
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_a_run_leaves_behind_is_read_back_as_it_was(tmp_path, name):
+def test_records_of_a_run_are_read_back_equally(tmp_path, name):
     config = RECIPES[name]()
     path = written(tmp_path, json.dumps(asdict(config), default=str), "config.json")
     assert command("--config", path) == config
     assert command("--recipe", "llama3_70b_128k", "--config", path) == config  # all keys are there
 
 
-def test_what_differs_from_the_recipe_is_told_in_aligned_lines():
+def test_differences_from_the_recipe_are_printed_in_aligned_lines():
     flags = "--model.dim 256 --data.path a b --parallel.ring 4 --train.steps 80"
     _, overrides = read_command(flags.split())
     assert overrides == [
@@ -173,14 +173,14 @@ def test_a_recipe_of_ones_own(tmp_path, monkeypatch):
     run, overrides = read_command(["--recipe", "mine_for_test:run", "--train.seed", "1"])
     assert run.run == Config(train=TrainConfig(steps=7, seed=1))
     assert overrides == ["recipe: mine_for_test:run", "  train.seed  0 -> 1"]
-    for name, said in {
+    for name, messages in {
         "mine_for_test:wrong": "it returns int, not a Config",
         "mine_for_test:nothing": "mine_for_test has no function 'nothing'",
         "no_such_module:run": "No module named 'no_such_module'",
     }.items():
         with pytest.raises(ValueError, match="--recipe") as error:
             read_command(["--recipe", name])
-        assert said in str(error.value)
+        assert messages in str(error.value)
 
 
 def test_every_field_is_known_by_one_key():

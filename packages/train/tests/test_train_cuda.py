@@ -50,13 +50,13 @@ class Enough(Exception):
 def torch_asked(monkeypatch):
     """What torch is asked for, in order, on a machine with 8 GPUs, as local rank 3."""
     asked, current = [], []
-    for name, found in {
+    for name, actual in {
         "device_count": lambda: 8,
         "is_initialized": lambda: bool(current),
         "set_device": current.append,
         "current_device": lambda: torch.device(current[-1]).index,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, found)
+        monkeypatch.setattr(torch.cuda, name, actual)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv(CONNECTIONS, "")  # so that what a run sets is undone
     for name in ("WORLD_SIZE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -75,7 +75,7 @@ def torch_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_torch_is_asked_before_anything_is_allocated(torch_asked, name):
+def test_the_allocator_is_configured_before_any_allocation(torch_asked, name):
     config, expected = CONFIGS[name]
     with pytest.raises(Enough), build.process_group(config) as device:
         build.prepare(config, device)
@@ -101,13 +101,13 @@ def test_the_gpu_has_its_work_queues_before_cuda_starts(torch_asked, monkeypatch
         ("PYTORCH_ALLOC_CONF", "expandable_segments:False", None),
     ],
 )
-def test_what_the_user_has_set_stays(torch_asked, monkeypatch, name, given, settings):
+def test_user_settings_are_kept(torch_asked, monkeypatch, name, given, settings):
     monkeypatch.setenv(name, given)
     assert cuda_setup(Config(), 1).allocator == settings
     assert cuda_setup(replace(Config(), cuda=CudaConfig(expandable_segments=False)), 1).allocator is None
 
 
-def test_the_allocator_takes_what_it_is_given():
+def test_the_allocator_accepts_its_settings():
     compat.set_allocator("expandable_segments:True")
     with pytest.raises(Exception, match="expandable_segment"):
         compat.set_allocator("expandable_segment:True")
@@ -160,7 +160,7 @@ def asked_of_cuda(capsys, *flags):
     return json.loads(said(capsys, "--json", *flags))["cuda"]
 
 
-def test_a_dry_run_tells_what_is_asked_for(capsys, monkeypatch):
+def test_a_dry_run_prints_the_requested_parts(capsys, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", CONNECTIONS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)

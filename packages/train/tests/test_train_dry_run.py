@@ -29,9 +29,9 @@ RANKS = {
 
 @pytest.mark.parametrize("name", RANKS)
 def test_a_recipe_is_sharded_over_its_ranks(name):
-    found = dry_run(getattr(recipes, name)(), RANKS[name])
-    assert found.ranks == RANKS[name]
-    assert abs(found.local_parameters * found.ranks / found.parameters - 1) < 0.02
+    actual = dry_run(getattr(recipes, name)(), RANKS[name])
+    assert actual.ranks == RANKS[name]
+    assert abs(actual.local_parameters * actual.ranks / actual.parameters - 1) < 0.02
 
 
 def test_the_finetuning_recipe_takes_an_8b(tmp_path):
@@ -43,9 +43,9 @@ def test_the_finetuning_recipe_takes_an_8b(tmp_path):
     with pytest.raises(ValueError, match="12 tensors, and 32 layers"):
         dry_run(recipes.finetune(tmp_path), 8)
     (tmp_path / "model.safetensors").unlink()  # config.json alone will do
-    found = dry_run(recipes.finetune(tmp_path), 8)
-    assert found.model.parameters() == LlamaConfig.llama3_8b().parameters() and found.model.max_positions == 131_072
-    assert found.axes == {"replicate": 1, "shard": 1, "ring": 4, "ulysses": 2, "tp": 1}
+    actual = dry_run(recipes.finetune(tmp_path), 8)
+    assert actual.model.parameters() == LlamaConfig.llama3_8b().parameters() and actual.model.max_positions == 131_072
+    assert actual.axes == {"replicate": 1, "shard": 1, "ring": 4, "ulysses": 2, "tp": 1}
 
 
 def said(capsys, *flags: str) -> str:
@@ -53,7 +53,7 @@ def said(capsys, *flags: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_dry_run_tells_mesh_and_shapes_and_where_memory_and_time_are_told(capsys, tmp_path, monkeypatch):
+def test_a_dry_run_prints_mesh_and_shapes_and_the_commands_for_memory_and_time(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = said(capsys, "--recipe", "llama3_8b_128k", "--model.layers", "2")
     rows = [" ".join(line.split()) for line in shown.splitlines()]
@@ -74,11 +74,11 @@ def test_a_dry_run_tells_mesh_and_shapes_and_where_memory_and_time_are_told(caps
 
 
 def kernels(*flags: str, **options) -> list[tuple[str, str | None, dict[str, str]]]:
-    found = dry_run(read_command([*flags, "--model.vocab-size", "257"])[0].run, **options).kernels
-    return [(each.device, each.name, each.rejected) for each in found]
+    actual = dry_run(read_command([*flags, "--model.vocab-size", "257"])[0].run, **options).kernels
+    return [(each.device, each.name, each.rejected) for each in actual]
 
 
-def test_a_dry_run_says_which_kernel_attention_would_run_on_and_why_not_on_a_better_one(capsys, monkeypatch):
+def test_a_dry_run_names_the_attention_kernel_and_why_better_ones_are_not_used(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ampere, hopper, blackwell = kernels()
     assert ampere[:2] == ("compute capability 8.0 (Ampere, Ada)", "cuda_flash")
@@ -106,10 +106,10 @@ def test_a_run_attends_with_the_kernel_that_is_named():
 
 def test_a_dry_run_for_machines_is_json(capsys):
     flags = ["--model.vocab-size", "257", "--parallel.shard", "4", "--ranks", "16", "--json"]
-    found = json.loads(said(capsys, *flags))
-    assert found["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
-    assert found["shapes"]["tokens"] == [1, 256]
-    assert found["parameters"] == LlamaConfig.debug().parameters()
+    actual = json.loads(said(capsys, *flags))
+    assert actual["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
+    assert actual["shapes"]["tokens"] == [1, 256]
+    assert actual["parameters"] == LlamaConfig.debug().parameters()
 
 
 def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_its_share():
@@ -147,7 +147,7 @@ def test_torchruns_ranks_are_taken_and_the_first_speaks(capsys, monkeypatch):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(capsys, flags, message):
+def test_impossible_settings_are_refused_in_one_line(capsys, flags, message):
     with pytest.raises(SystemExit) as stop:
         main(["--dry-run", "--model.vocab-size", "257", *flags.split()])
     error = capsys.readouterr().err

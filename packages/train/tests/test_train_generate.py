@@ -56,8 +56,8 @@ def folder(tmp_path_factory):
     model.save_pretrained(path)
     rows = [torch.tensor([[int(word) for word in prompt.split()]]) for prompt in PROMPTS]
     asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    found = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in rows]  # 0 is no padding
-    return path, [ids[0, row.shape[1] :].tolist() for ids, row in zip(found, rows, strict=True)]
+    actual = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in rows]  # 0 is no padding
+    return path, [ids[0, row.shape[1] :].tolist() for ids, row in zip(actual, rows, strict=True)]
 
 
 def asked_of(source: Path) -> Generate:
@@ -66,36 +66,36 @@ def asked_of(source: Path) -> Generate:
 
 def all_asked(asked: list[Generate]) -> list[tuple[list[list[int]], str]]:
     """Tokens of each prompt, and what was printed, for each order."""
-    found = []
+    actual = []
     for each in asked:
-        printed = io.StringIO()
-        with redirect_stdout(printed):
+        output = io.StringIO()
+        with redirect_stdout(output):
             tokens = [one.ids for one in continue_prompts(each)]
-        found.append((tokens, printed.getvalue()))
-    return found
+        actual.append((tokens, output.getvalue()))
+    return actual
 
 
-def test_it_is_what_transformers_generates_on_any_mesh(worlds, folder):
+def test_generation_matches_transformers_on_any_mesh(worlds, folder):
     path, expected = folder
     lines = "".join(f"{p}{''.join(f' {i}' for i in ids)}\n" for p, ids in zip(PROMPTS, expected, strict=True))
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
     asked = [replace(asked_of(path), parallel=parallel) for parallel in MESHES]
     for ranks in (1, 4):
-        for rank, found in enumerate(worlds(ranks).run(all_asked, asked if ranks > 1 else asked[:1])):
-            for tokens, printed in found:
-                assert tokens == expected and printed == ("" if rank else lines)
+        for rank, actual in enumerate(worlds(ranks).run(all_asked, asked if ranks > 1 else asked[:1])):
+            for tokens, output in actual:
+                assert tokens == expected and output == ("" if rank else lines)
 
 
 def drawn(asked: Generate) -> tuple[list[list[int]], str]:
     return all_asked([replace(asked, temperature=2.0, top_p=0.9, seed=3, json=True)])[0]
 
 
-def test_what_is_drawn_is_the_same_on_all_ranks_and_json_for_machines(worlds, folder):
-    found = worlds(4).run(drawn, asked_of(folder[0]))
-    assert all(tokens == found[0][0] for tokens, _ in found) and found[0][0] != folder[1]
-    said = json.loads(found[0][1])
-    assert said["step"] is None and [one["ids"] for one in said["prompts"]] == found[0][0]
-    assert [one["prompt"] for one in said["prompts"]] == list(PROMPTS) and said["prompts"][0]["text"] is None
+def test_samples_are_equal_on_all_ranks_and_printed_as_json(worlds, folder):
+    actual = worlds(4).run(drawn, asked_of(folder[0]))
+    assert all(tokens == actual[0][0] for tokens, _ in actual) and actual[0][0] != folder[1]
+    messages = json.loads(actual[0][1])
+    assert messages["step"] is None and [one["ids"] for one in messages["prompts"]] == actual[0][0]
+    assert [one["prompt"] for one in messages["prompts"]] == list(PROMPTS) and messages["prompts"][0]["text"] is None
 
 
 def trained(output: Path) -> None:
@@ -131,10 +131,10 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
     texts = ("def main(", "é")
     asked = Generate(run_folder, texts, tokens=NEW, stop=False, device="cpu", precision="float64")
     older = replace(asked, step=1), replace(asked, source=run_folder / "checkpoint" / "step-1")
-    found = worlds(4).run(all_asked, [asked, *older])[0]
-    for step, (tokens, printed) in zip((2, 1, 1), found, strict=True):
+    actual = worlds(4).run(all_asked, [asked, *older])[0]
+    for step, (tokens, output) in zip((2, 1, 1), actual, strict=True):
         assert tokens == [plainly(run_folder / "checkpoint" / f"step-{step}", text) for text in texts]
-        assert printed.startswith("def main(") and "\né" in printed
+        assert output.startswith("def main(") and "\né" in output
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
         ("run --prompt x --parallel.attention rong", "no attention method 'rong'"),
     ],
 )
-def test_what_cannot_be_is_one_line(line, message, run_folder, folder, tmp_path, monkeypatch, capsys):
+def test_invalid_requests_are_one_line(line, message, run_folder, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, place in {"run": run_folder, "hub": folder[0]}.items():
         Path(name).symlink_to(place)
@@ -172,21 +172,21 @@ def test_what_cannot_be_is_one_line(line, message, run_folder, folder, tmp_path,
         Path(name, "config.json").write_text(json.dumps({"train": {}, "data": data}))
     with pytest.raises(SystemExit) as stopped:
         main(line.split())
-    (said,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and message in said
+    (messages,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and message in messages
 
 
 def refusals(orders: list[Generate]) -> list[str]:
-    found = []
+    actual = []
     for asked in orders:
         with pytest.raises(ValueError) as refused, redirect_stdout(io.StringIO()):
             continue_prompts(asked)
-        found.append(str(refused.value))
+        actual.append(str(refused.value))
         dist.barrier()
-    return found
+    return actual
 
 
-def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, run_folder, tmp_path):
+def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_path):
     from armillary.models import GPT, GPTConfig
 
     GPT(GPTConfig(vocab_size=60, dim=24, layers=1, heads=4, max_positions=12), Local()).save_pretrained(tmp_path)
@@ -211,9 +211,9 @@ def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, ru
         replace(hub, device="cuda"),
         asked_of(broken),
     ]
-    for found in worlds(2).run(refusals, asked):
-        for said, expected in zip(
-            found,
+    for actual in worlds(2).run(refusals, asked):
+        for messages, expected in zip(
+            actual,
             [
                 "--prompt has token 99, and the model knows 0..59",
                 "--prompt 'one': with --ids it must be numbers of tokens",
@@ -227,7 +227,7 @@ def test_what_is_found_with_the_model_is_refused_on_all_ranks(worlds, folder, ru
             ],
             strict=True,
         ):
-            assert expected in said and "--train." not in said
+            assert expected in messages and "--train." not in messages
 
 
 def test_prompts_come_from_files_too(tmp_path):

@@ -100,10 +100,10 @@ def ends_of(name, args, kwargs):
         ("equal", lambda x: torch.equal(x, x)),
     ],
 )
-def test_what_would_wait_is_seen(what, line):
+def test_synchronizations_are_detected(what, line):
     with Waits() as waits, suppress(RuntimeError, NotImplementedError):  # there are no numbers
         line(torch.zeros(3, device=DEVICE))
-    assert any(found.startswith(what) for found, _ in waits.found), waits.found
+    assert any(actual.startswith(what) for actual, _ in waits.found), waits.found
 
 
 def waits_of_a_step(config, **axes):
@@ -147,10 +147,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_for_its_metrics_alone(name):
+def test_a_step_waits_only_for_its_metrics(name):
     attention, axes, checkpointing, others = CASES[name]
     parallel = ParallelConfig(attention=attention, **axes)
     config = {"model": MODEL, "data": ROWS, "parallel": parallel, "checkpointing": checkpointing, **others}
-    found = waits_of_a_step(config, **axes)
-    assert {(what, line.partition("(")[0]) for what, line in found} == {("item", "step.py: result = StepResult")}, found
-    assert found.total() == 2
+    actual = waits_of_a_step(config, **axes)
+    assert {(what, line.partition("(")[0]) for what, line in actual} == {("item", "step.py: result = StepResult")}, (
+        actual
+    )
+    assert actual.total() == 2

@@ -135,23 +135,23 @@ def test_heartbeats_of_an_incomplete_lock_are_awaited(tmp_path):
 
 def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
     taken(tmp_path / "lock", **gone)
-    barrier, found = threading.Barrier(8), []
+    barrier, actual = threading.Barrier(8), []
 
     def come():
         barrier.wait()
         try:
-            found.append(taken(tmp_path / "lock", silent=20))
+            actual.append(taken(tmp_path / "lock", silent=20))
         except Refused as refusal:
-            found.append(refusal)
+            actual.append(refusal)
 
     threads = [threading.Thread(target=come) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    (claim,) = [each for each in found if isinstance(each, locks.Claim)]
+    (claim,) = [each for each in actual if isinstance(each, locks.Claim)]
     claim.check()
-    assert len(found) == 8 and os.listdir(tmp_path / "lock") == [claim.path.name]
+    assert len(actual) == 8 and os.listdir(tmp_path / "lock") == [claim.path.name]
 
 
 @pytest.mark.parametrize("there", ["2.released", "2.held", "9.held"])

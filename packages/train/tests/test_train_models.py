@@ -95,7 +95,7 @@ def test_sizes_make_a_llama_or_a_gpt():
     assert replace(model_config(ModelConfig(), 257, 96), max_positions=8192) == LlamaConfig.debug()
 
 
-def test_rope_scaling_is_that_of_the_published_models():
+def test_rope_scaling_matches_the_published_models():
     asked = ModelConfig(rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
     assert model_config(asked, 11, 96).rope_scaling == LlamaConfig.llama31_8b().rope_scaling
     assert isinstance(model_config(asked, 11, 96).rope_scaling, Llama3Scaling)
@@ -116,7 +116,7 @@ def test_a_folder_gives_the_sizes_and_rope_may_be_another(tmp_path):
     )
 
 
-def test_what_contradicts_the_folder_is_refused(tmp_path):
+def test_settings_that_contradict_the_folder_are_refused(tmp_path):
     folder = saved(Llama(SIZES), tmp_path / "llama")
     gpt = saved(GPT(GPTConfig(vocab_size=300, dim=32, layers=2, heads=4, max_positions=64)), tmp_path / "gpt")
     cases = {
@@ -140,16 +140,16 @@ def losses(config: Config) -> list[float]:
         return train_loop(prepare(config, device)).losses
 
 
-def test_a_gpt_trains_alike_on_one_rank_and_on_two(worlds, tmp_path):
+def test_a_gpt_trains_equally_on_one_and_two_ranks(worlds, tmp_path):
     model = ModelConfig(family="gpt", dim=32, layers=2, heads=4)
     config = replace(SMALL, model=model, train=replace(SMALL.train, output=tmp_path / "one"))
     alone = worlds(1).run(losses, config)[0]
     assert len(alone) == 3 and alone[-1] < alone[0] - 0.05
     for name, parallel in {"ring": {"ring": 2, "ulysses": 1}, "tp": {"ring": 1, "ulysses": 1, "tp": 2}}.items():
         train_config = replace(config.train, output=tmp_path / name)
-        found = worlds(2).run(losses, replace(config, parallel=ParallelConfig(**parallel), train=train_config))
-        assert found[0] == found[1]
-        assert max(abs(a - b) for a, b in zip(found[0], alone, strict=True)) < 1e-5
+        actual = worlds(2).run(losses, replace(config, parallel=ParallelConfig(**parallel), train=train_config))
+        assert actual[0] == actual[1]
+        assert max(abs(a - b) for a, b in zip(actual[0], alone, strict=True)) < 1e-5
 
 
 def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
@@ -160,23 +160,23 @@ def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
         parallel=ParallelConfig(ring=2, ulysses=1),
         train=replace(SMALL.train, output=tmp_path / "out"),
     )
-    found = worlds(2).run(losses, config)[0]
+    actual = worlds(2).run(losses, config)[0]
     assert read_command(["--config", str(tmp_path / "out" / "config.json")])[0].run == config
     rows = worlds(1).run(first_rows, replace(config, parallel=ParallelConfig()))[0]
     model = Llama.from_pretrained(folder)
     with torch.no_grad():
         total, count = model(rows[0], head=lambda x, weight: linear_token_loss(x, weight, rows[1]))
-    assert found[0] == pytest.approx((total / count).item(), abs=1e-5)
-    assert len(found) == 3 and found[-1] < found[0] - 0.05
+    assert actual[0] == pytest.approx((total / count).item(), abs=1e-5)
+    assert len(actual) == 3 and actual[-1] < actual[0] - 0.05
 
 
 def exported(config: Config, folder: Path) -> str:
     """Trains, exports on the command line too; what that said."""
     losses(config)
-    said = io.StringIO()
-    with redirect_stderr(said):
+    messages = io.StringIO()
+    with redirect_stderr(messages):
         export([str(config.train.output / "checkpoint/step-1"), str(folder)])
-    return said.getvalue()
+    return messages.getvalue()
 
 
 def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(worlds, tmp_path):
@@ -198,12 +198,12 @@ def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(wor
     assert json.loads(expected["config.json"])["eos_token_id"] == [2, 3]
     # Without the folder that is said, and another one may be named.
     folder.rename(tmp_path / "moved")
-    said, step = io.StringIO(), str(tmp_path / "out/checkpoint/step-1")
-    with redirect_stderr(said):
+    messages, step = io.StringIO(), str(tmp_path / "out/checkpoint/step-1")
+    with redirect_stderr(messages):
         export([step, str(tmp_path / "bare")])
         export([step, str(tmp_path / "again"), "--pretrained", str(tmp_path / "moved")])
-    assert f"began with {folder}, and it is not there; name it by --pretrained" in said.getvalue()
-    assert said.getvalue().count("\n") == 1 and not (tmp_path / "bare/tokenizer.json").exists()
+    assert f"began with {folder}, and it is not there; name it by --pretrained" in messages.getvalue()
+    assert messages.getvalue().count("\n") == 1 and not (tmp_path / "bare/tokenizer.json").exists()
     assert (tmp_path / "again/config.json").read_bytes() == expected["config.json"]
 
 

@@ -26,16 +26,16 @@ def rates(schedule, steps=20, warmup=4, decay=None, lr=1.0):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_every_schedule_warms_up_on_a_line_and_never_rises_after_that(schedule):
-    found = rates(schedule)
-    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(a >= b for a, b in pairwise(found[3:]))
-    assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    actual = rates(schedule)
+    assert actual[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a >= b for a, b in pairwise(actual[3:]))
+    assert actual[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
 
 
 def test_cosine_is_halfway_in_the_middle_and_flat_at_both_ends():
-    found = rates("cosine")
-    assert found[11] == pytest.approx(0.55)
-    assert found[4] > 0.99 and found[-2] < 0.11
+    actual = rates("cosine")
+    assert actual[11] == pytest.approx(0.55)
+    assert actual[4] > 0.99 and actual[-2] < 0.11
 
 
 def test_linear_loses_as_much_in_every_step():
@@ -52,24 +52,24 @@ def test_wsd_stays_at_the_peak_until_its_last_steps():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_without_warm_up_the_first_step_is_on_the_schedule(schedule):
-    found = rates(schedule, warmup=0)
-    assert 0.9 < found[0] <= 1.0 and len(found) == 20
+    actual = rates(schedule, warmup=0)
+    assert 0.9 < actual[0] <= 1.0 and len(actual) == 20
     assert rates(schedule, steps=1, warmup=0) == pytest.approx([1.0 if schedule == "constant" else 0.1])
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [6, 99])
-def test_a_warm_up_that_would_not_end_takes_half_of_the_run_and_that_is_said(schedule, warmup):
-    found = rates(schedule, steps=6, warmup=warmup)
-    assert found[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
-    assert found[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+def test_a_warm_up_beyond_the_run_is_cut_to_half_of_it_with_a_note(schedule, warmup):
+    actual = rates(schedule, steps=6, warmup=warmup)
+    assert actual[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert actual[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     config = OptimizerConfig(warmup_steps=warmup, schedule=schedule)
     (line,) = schedule_notes(0, 6, config)
     assert line == f"warm-up: 3 of 6 steps; --optimizer.warmup-steps {warmup} would not end before the run does"
     assert schedule_notes(0, warmup + 1, config) == [] and schedule_notes(6, 6, config) == [line]
 
 
-def test_a_run_that_goes_on_says_at_which_rate():
+def test_a_resumed_run_prints_its_learning_rate():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
     (line,) = schedule_notes(20, 36, config)  # it had come down to 0.1
     assert line == "learning rate of step 21: 5.06e-01, on a schedule of 36 steps in all"
@@ -114,8 +114,8 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name, embeddings):
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
     """Whole, on every rank."""
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+    actual = [p.grad for p in model.parameters() if p.grad is not None]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in actual]
 
 
 def norm_of(gradients: list[Tensor]) -> float:
@@ -154,15 +154,15 @@ def clipped_on(meshes: list[dict[str, int]]) -> list[list[tuple[float, float, fl
     return [[clipped(axes, dtype) for dtype in (DTYPES if axes == meshes[0] else DTYPES[:1])] for axes in meshes]
 
 
-def test_the_norm_is_that_of_the_whole_gradients_and_clipping_is_to_the_limit(worlds):
+def test_the_norm_is_over_full_gradients_and_clipping_reaches_the_limit(worlds):
     (((alone_64, alone_32),),) = worlds(1).run(clipped_on, [{}])
     ranks = worlds(4).run(clipped_on, list(MESHES))
     for i in range(len(MESHES)):
         for j, (alone, close) in enumerate(((alone_64, 1e-12), (alone_32, 1e-6))[: len(ranks[0][i])]):
-            found = [rank[i][j] for rank in ranks]
-            assert len({reported for reported, *_ in found}) == 1  # or copies of weights would drift apart
-            for reported, whole, after, count in found:
-                assert reported == pytest.approx(whole, rel=close)
+            actual = [rank[i][j] for rank in ranks]
+            assert len({reported for reported, *_ in actual}) == 1  # or copies of weights would drift apart
+            for reported, full, after, count in actual:
+                assert reported == pytest.approx(full, rel=close)
                 assert reported == pytest.approx(alone[0], rel=close)
                 assert after == pytest.approx(0.1, rel=2e-5)  # torch adds 1e-6 to the norm
                 assert count == alone[3] > 20

@@ -46,7 +46,7 @@ def test_whole_numbers_are_read_as_people_write_them():
         ),
     ],
 )
-def test_a_bad_command_line_is_one_line_that_says_what_would_do(argv, message):
+def test_a_bad_command_line_is_one_line_with_the_accepted_values(argv, message):
     with pytest.raises(ValueError, match=message) as error:
         parsed(argv)
     assert "\n" not in str(error.value)
@@ -143,7 +143,7 @@ def test_help_exits_with_success(capsys):
         ({"tp": 2}, 8, (1, 1, 2, 2, 2)),
     ],
 )
-def test_open_axes_take_what_the_others_leave(given, world, expected):
+def test_open_axes_take_the_remaining_ranks(given, world, expected):
     assert tuple(choose_axes(Config(parallel=ParallelConfig(**given)), world).values()) == expected
 
 

@@ -65,13 +65,13 @@ def at(folder: Path, steps: int = 1) -> Config:
 
 def trained(config: Config) -> str:
     """Returns the output of a run, or the reason why it was refused."""
-    printed = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stdout(printed), process_group(config) as device:
+        with redirect_stdout(output), process_group(config) as device:
             train_loop(prepare(config, device))
     except ValueError as error:
         return f"refused: {error}"
-    return printed.getvalue()
+    return output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +96,13 @@ def zipped(value: object) -> bytes:
 def payloads(name: str, marker: Path, place: Path) -> dict[str, dict[str, bytes]]:
     """Returns contents for files of a checkpoint that execute something when they are unpickled."""
     contents = {"pickle": pickle.dumps(Payload(marker)), "zip": zipped((Payload(marker), torch.zeros(2**17)))}
-    found = {kind: {name: content} for kind, content in contents.items()}
+    actual = {kind: {name: content} for kind, content in contents.items()}
     if name != MANIFEST:
-        whole = (place / name).read_bytes()
-        start = 8 + int.from_bytes(whole[:8], "little")
+        full = (place / name).read_bytes()
+        start = 8 + int.from_bytes(full[:8], "little")
         for kind, content in contents.items():
-            found[f"{kind} as a header"] = {name: len(content).to_bytes(8, "little") + content + whole[start:]}
-    return found
+            actual[f"{kind} as a header"] = {name: len(content).to_bytes(8, "little") + content + full[start:]}
+    return actual
 
 
 def poison(place: Path, files: dict[str, bytes]) -> None:
@@ -117,13 +117,13 @@ def poison(place: Path, files: dict[str, bytes]) -> None:
 
 
 def exported(place: Path, folder: Path) -> str:
-    said = io.StringIO()
+    messages = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(messages):
             export([str(place), str(folder)])
     except SystemExit as stop:
         assert stop.code == 2
-    return said.getvalue()
+    return messages.getvalue()
 
 
 @pytest.mark.parametrize("name", [MANIFEST, FILE])
@@ -135,10 +135,10 @@ def test_a_payload_in_a_checkpoint_file_is_not_executed(worlds, checkpoint, tmp_
         place = output / "checkpoint/step-1"
         shutil.copytree(original, place)
         poison(place, files)
-        (said,) = worlds(1).run(trained, at(output, steps=2))
-        assert said.startswith("refused: ") and str(output) in said and "\n" not in said, (kind, said)
-        said = exported(place, tmp_path / f"{kind}-hf")
-        assert said.startswith(f"armillary-export: {place}: ") and said.count("\n") == 1, (kind, said)
+        (messages,) = worlds(1).run(trained, at(output, steps=2))
+        assert messages.startswith("refused: ") and str(output) in messages and "\n" not in messages, (kind, messages)
+        messages = exported(place, tmp_path / f"{kind}-hf")
+        assert messages.startswith(f"armillary-export: {place}: ") and messages.count("\n") == 1, (kind, messages)
         assert not marker.exists(), kind
 
 
@@ -150,8 +150,8 @@ def test_payloads_beside_checkpoints_are_not_executed(worlds, checkpoint, tmp_pa
     for name in [*beside, "lock/7.held", "checkpoint/.metadata", "wandb-id"]:
         (tmp_path / "run" / name).write_bytes(pickle.dumps(Payload(marker)))
     (tmp_path / "run/lock/7.held").unlink()
-    (said,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
-    assert "resuming from" in said and not marker.exists()
+    (messages,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
+    assert "resuming from" in messages and not marker.exists()
 
 
 def save_in_format_2(config: Config, marker: Path) -> None:
@@ -170,8 +170,8 @@ def save_in_format_2(config: Config, marker: Path) -> None:
 def test_a_checkpoint_of_an_earlier_format_is_refused_with_advice(worlds, tmp_path, marker):
     worlds(1).run(save_in_format_2, at(tmp_path), marker)
     before = sorted(path.name for path in (tmp_path / "checkpoint").rglob("*"))
-    (said,) = worlds(1).run(trained, at(tmp_path, steps=2))
-    for text in (said, exported(tmp_path / "checkpoint/step-1", tmp_path / "hf").strip()):
+    (messages,) = worlds(1).run(trained, at(tmp_path, steps=2))
+    for text in (messages, exported(tmp_path / "checkpoint/step-1", tmp_path / "hf").strip()):
         assert "format 2" in text and "armillary-export" in text and "--model.pretrained" in text
         assert "step-1" in text and "\n" not in text
     assert not marker.exists() and sorted(path.name for path in (tmp_path / "checkpoint").rglob("*")) == before
@@ -207,10 +207,10 @@ def with_entries(whole: bytes, **fields: object) -> bytes:
 def test_a_manipulated_header_is_refused_in_one_line(worlds, checkpoint, tmp_path, fields):
     place = shutil.copytree(checkpoint, tmp_path / "run") / "checkpoint/step-1"
     poison(place, {FILE: with_entries((place / FILE).read_bytes(), **fields)})
-    said = exported(place, tmp_path / "hf")
-    assert said.startswith(f"armillary-export: {place}: ") and said.count("\n") == 1
-    (said,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
-    assert said.startswith("refused: ") and "step-1: " in said and "\n" not in said
+    messages = exported(place, tmp_path / "hf")
+    assert messages.startswith(f"armillary-export: {place}: ") and messages.count("\n") == 1
+    (messages,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
+    assert messages.startswith("refused: ") and "step-1: " in messages and "\n" not in messages
 
 
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**6}, {"hidden_size": 64}, {"vocab_size": "many"}], ids=str)
@@ -218,8 +218,8 @@ def test_a_manifest_that_describes_another_model_is_not_exported(checkpoint, tmp
     place = shutil.copytree(checkpoint / "checkpoint/step-1", tmp_path / "step-1")
     manifest = Manifest.read(place)
     replace(manifest, model=manifest.model | fields).write(place)
-    said = exported(place, tmp_path / "hf")
-    assert said.startswith(f"armillary-export: {place}/manifest.json: model: ") and said.count("\n") == 1
+    messages = exported(place, tmp_path / "hf")
+    assert messages.startswith(f"armillary-export: {place}/manifest.json: model: ") and messages.count("\n") == 1
 
 
 def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
@@ -227,10 +227,10 @@ def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
-        said = exported(checkpoint / "checkpoint/step-1", tmp_path / "hf")
+        messages = exported(checkpoint / "checkpoint/step-1", tmp_path / "hf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert said == f"armillary-export: {tmp_path}/hf/model.safetensors: {os.strerror(errno.EFBIG)}\n"
+    assert messages == f"armillary-export: {tmp_path}/hf/model.safetensors: {os.strerror(errno.EFBIG)}\n"
     assert list((tmp_path / "hf").iterdir()) == []
 
 

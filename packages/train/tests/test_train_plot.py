@@ -40,7 +40,7 @@ def test_curves_are_read_from_a_file_with_restarts_bad_steps_and_half_a_line(tmp
     assert curves.learning_rate == [1e-3] * 35
 
 
-def test_smoothing_takes_means_of_what_is_finite():
+def test_smoothing_averages_finite_values():
     values = np.array([8.0, 4.0, 3.0, np.nan, 5.0, 7.0])
     assert smoothed(values, 0)[[0, 1, 2, 4, 5]].tolist() == [8.0, 4.0, 3.0, 5.0, 7.0]
     assert smoothed(values, 1).tolist() == [8.0, 5.0, 3.5, 4.0, 6.0, 6.0]
@@ -67,17 +67,17 @@ def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch, capsys):
         ({"metrics.jsonl": json.dumps({"step": 0, "event": "started"})}, "has no step yet"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys, files, message):
+def test_invalid_drawings_are_refused_in_one_line(tmp_path, capsys, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as stop:
         main([str(tmp_path)])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1
-    assert said.startswith("armillary-plot: ") and message in said
+    messages = capsys.readouterr().err
+    assert stop.value.code == 2 and messages.count("\n") == 1
+    assert messages.startswith("armillary-plot: ") and message in messages
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'armillary-train\[plot\]'"):

@@ -58,7 +58,7 @@ def right_answers(config: Config, broken: bool) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("broken", [False, True])
-def test_what_another_rank_holds_is_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
+def test_values_on_other_ranks_are_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
     config = replace(RECALL, train=replace(RECALL.train, output=tmp_path))
     shares = worlds(2).run(right_answers, config, broken)
     assert shares[0] == shares[1]

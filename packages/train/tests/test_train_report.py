@@ -66,10 +66,10 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 
 
 def run(config: Config) -> tuple[Summary, str]:
-    printed = io.StringIO()
-    with redirect_stdout(printed), process_group(config) as device:
+    output = io.StringIO()
+    with redirect_stdout(output), process_group(config) as device:
         summary = train_loop(prepare(config, device))
-    return summary, printed.getvalue()
+    return summary, output.getvalue()
 
 
 def texts(folder: Path) -> DataConfig:
@@ -84,7 +84,7 @@ def texts(folder: Path) -> DataConfig:
 def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
     log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
     config = replace(SMALL, data=texts(tmp_path), log=log, train=replace(SMALL.train, output=tmp_path))
-    (summary, printed), (_, other) = worlds(2).run(run, config)
+    (summary, output), (_, other) = worlds(2).run(run, config)
     records = list(journals.read(tmp_path / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
     assert [(record["step"], record["loss"]) for record in steps] == list(enumerate(summary.losses, 1))
@@ -112,12 +112,12 @@ def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
         assert len({e["name"] for e in json.loads(text)["traceEvents"] if "ProfilerStep" in e["name"]}) == 1
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert summary.picture == tmp_path / "loss.png"
-    shown = [line.split()[1] for line in printed.splitlines() if line.startswith("step: ")]
-    assert shown == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in printed
+    shown = [line.split()[1] for line in output.splitlines() if line.startswith("step: ")]
+    assert shown == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in output
     assert other == ""
 
 
-def test_a_longer_run_in_the_same_folder_goes_on_in_the_same_files(worlds, tmp_path):
+def test_a_longer_run_in_the_same_folder_appends_to_its_files(worlds, tmp_path):
     config = replace(SMALL, data=texts(tmp_path), log=LogConfig(plot=False), save=SaveConfig(every=10))
     for steps in (3, 5):
         train_config = replace(SMALL.train, steps=steps, output=tmp_path)
@@ -139,26 +139,26 @@ class Impatient(io.StringIO):
 
 
 def interrupted(config: Config) -> tuple[int, str]:
-    printed = Impatient()
-    with redirect_stdout(printed), process_group(config) as device:
+    output = Impatient()
+    with redirect_stdout(output), process_group(config) as device:
         summary = train_loop(prepare(config, device))
-    return len(summary.losses), printed.getvalue()
+    return len(summary.losses), output.getvalue()
 
 
-def test_a_run_that_is_told_to_end_draws_its_picture_too(worlds, tmp_path):
+def test_a_stopped_run_draws_its_picture_too(worlds, tmp_path):
     forever = replace(SMALL.train, steps=1_000_000, output=tmp_path)
     config = replace(SMALL, data=texts(tmp_path), log=LogConfig(every=3), save=SaveConfig(every=10**6), train=forever)
-    steps, printed = worlds(1).run(interrupted, config)[0]
+    steps, output = worlds(1).run(interrupted, config)[0]
     last = list(journals.read(tmp_path / "metrics.jsonl"))[-1]
     assert (last["event"], last["step"]) == ("stopped", steps) and 3 <= steps < 1_000_000
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert f"loss curve   {tmp_path}/loss.png" in printed
+    assert f"loss curve   {tmp_path}/loss.png" in output
 
 
 # -- lines and the bar ------------------------------------------------------------------------------------------
 
 
-def test_rates_of_a_line_are_those_of_all_steps_since_the_line_before():
+def test_rates_of_a_line_cover_all_steps_since_the_previous_line():
     steps = [metrics(1, rate=100.0, seconds=3.0), metrics(2, rate=20.0, seconds=1.0)]
     both = averaged(steps)
     assert (both.step, both.tokens_per_second, both.tflops, both.utilisation) == (2, 80.0, 0.8, None)
@@ -213,16 +213,16 @@ def read_some(fd: int) -> bytes:
 
 
 def report(config: Config, resumed: int, steps: list[int]) -> str:
-    printed = io.StringIO()
-    with redirect_stdout(printed), process_group(config), Reporter(config) as reporter:
+    output = io.StringIO()
+    with redirect_stdout(output), process_group(config), Reporter(config) as reporter:
         reporter.resumed(resumed)
         for step in steps:
             reporter.step(metrics(step, loss=step + resumed / 100))
             reporter.validated(step, {"loss": 1.0})
-    return printed.getvalue()
+    return output.getvalue()
 
 
-def test_after_a_restart_no_step_is_told_twice(worlds, tmp_path):
+def test_after_a_restart_no_step_is_logged_twice(worlds, tmp_path):
     log = LogConfig(tensorboard=True, plot=False)
     config = replace(SMALL, log=log, train=replace(SMALL.train, output=tmp_path))
     path = tmp_path / "metrics.jsonl"
@@ -280,14 +280,14 @@ def test_skipped_steps_and_failures_are_events(worlds, tmp_path):
 
 
 def refused(config: Config) -> str:
-    printed = io.StringIO()
-    with redirect_stdout(printed), pytest.raises(ValueError), process_group(config), Reporter(config) as reporter:
+    output = io.StringIO()
+    with redirect_stdout(output), pytest.raises(ValueError), process_group(config), Reporter(config) as reporter:
         reporter.say("step-3 cannot be read")
         raise ValueError("no checkpoint fits this model")
-    return printed.getvalue()
+    return output.getvalue()
 
 
-def test_a_run_that_is_refused_before_it_goes_on_leaves_its_records_alone(worlds, tmp_path):
+def test_a_refused_resume_leaves_its_records_unchanged(worlds, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 6, "lo')
     config = replace(SMALL, log=LogConfig(tensorboard=True), train=replace(SMALL.train, output=tmp_path))
     assert worlds(1).run(refused, config) == ["step-3 cannot be read\n"]
@@ -321,35 +321,35 @@ class Awkward:
         pass
 
 
-def test_a_sink_that_fails_says_so_once_and_is_tried_again():
-    sink, said = Awkward(), list[str]()
-    guarded = Guarded(sink, said.append)
+def test_a_failing_sink_is_reported_once_and_retried():
+    sink, messages = Awkward(), list[str]()
+    guarded = Guarded(sink, messages.append)
     for step in range(3):
         guarded.submit(lambda step=step: sink.step(metrics(step)))
     guarded.close(60)
     assert sink.steps == 3
-    assert said == ["Awkward OSError: the disk is full; training continues"]
+    assert messages == ["Awkward OSError: the disk is full; training continues"]
 
 
 def test_a_sink_that_hangs_is_not_waited_for():
-    sink, said = Awkward(), list[str]()
-    guarded = Guarded(sink, said.append, room=5)
+    sink, messages = Awkward(), list[str]()
+    guarded = Guarded(sink, messages.append, room=5)
     guarded.submit(lambda: sink.validated(1, {}))
     for _ in range(10):
         guarded.submit(lambda: None)
-    assert said == ["Awkward has 5 reports waiting; more are lost"]
+    assert messages == ["Awkward has 5 reports waiting; more are lost"]
     assert not guarded.flush(0.01)
     guarded.close(0.01)
     sink.go_on.set()
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def full_disk(folder: Path) -> tuple[str, list[int]]:
     """Files may not grow beyond 1,000 bytes for a while: what a full disk does, to this process alone."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    said: list[str] = []
+    messages: list[str] = []
     journal = Journal(folder / "metrics.jsonl")
-    guarded = Guarded(journal, said.append)
+    guarded = Guarded(journal, messages.append)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         for step in range(1, 11):
@@ -359,24 +359,24 @@ def full_disk(folder: Path) -> tuple[str, list[int]]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     guarded.submit(lambda: journal.step(metrics(11)))
     guarded.close(60)
-    return " ".join(said), [record["step"] for record in journals.read(journal.path)]
+    return " ".join(messages), [record["step"] for record in journals.read(journal.path)]
 
 
-def test_a_full_disk_is_said_once_and_no_line_is_lost_when_there_is_room_again(worlds, tmp_path):
-    said, steps = worlds(1).run(full_disk, tmp_path)[0]
-    assert said == "Journal OSError: [Errno 27] File too large; training continues"
+def test_a_full_disk_is_reported_once_and_no_line_is_lost_afterwards(worlds, tmp_path):
+    messages, steps = worlds(1).run(full_disk, tmp_path)[0]
+    assert messages == "Journal OSError: [Errno 27] File too large; training continues"
     assert steps == list(range(1, 12))
 
 
-def test_a_run_without_its_folder_goes_on_and_says_so_once(worlds, tmp_path):
+def test_a_run_without_its_folder_continues_and_reports_it_once(worlds, tmp_path):
     config = replace(
         SMALL, log=LogConfig(tensorboard=True, every=1), train=replace(SMALL.train, output=tmp_path / "gone")
     )
     (tmp_path / "gone").write_text("no folder any more")
-    printed = worlds(1).run(report, config, 0, [1, 2, 3])[0].splitlines()
-    assert [line for line in printed if line.startswith("step: ")] == [metrics(s, loss=s).line() for s in (1, 2, 3)]
-    assert sum(line.startswith("Journal NotADirectoryError: ") for line in printed) == 1
-    assert sum(line.startswith("TensorBoard ") for line in printed) == 1
+    output = worlds(1).run(report, config, 0, [1, 2, 3])[0].splitlines()
+    assert [line for line in output if line.startswith("step: ")] == [metrics(s, loss=s).line() for s in (1, 2, 3)]
+    assert sum(line.startswith("Journal NotADirectoryError: ") for line in output) == 1
+    assert sum(line.startswith("TensorBoard ") for line in output) == 1
 
 
 # -- what has to be installed -------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def report_to_stand_in(config: Config, resumed: int, steps: list[int]) -> str:
         sys.modules.pop("wandb", None)
 
 
-def test_a_restart_goes_on_with_the_same_run_at_weights_and_biases(worlds, tmp_path):
+def test_a_restart_continues_the_same_run_at_weights_and_biases(worlds, tmp_path):
     (tmp_path / "wandb.py").write_text(STAND_IN)
     config = replace(SMALL, log=LogConfig(wandb="long", plot=False), train=replace(SMALL.train, output=tmp_path))
     worlds(1).run(report_to_stand_in, config, 0, [1])
@@ -439,7 +439,7 @@ def test_a_restart_goes_on_with_the_same_run_at_weights_and_biases(worlds, tmp_p
         (LogConfig(memory_snapshot=(3,)), "only cuda's allocator keeps a history, and the device is cpu"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_at_the_start(log, message):
+def test_unavailable_reports_are_refused_at_the_start(log, message):
     with pytest.raises(ValueError, match=message):
         check_log(log, 10, torch.device("cpu"))
     check_log(LogConfig(tensorboard=True, profile=(1, 10)), 10, torch.device("cpu"))

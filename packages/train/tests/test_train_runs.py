@@ -48,10 +48,10 @@ SMALL = Config(
 
 
 def run(config: Config) -> tuple[Summary, str]:
-    printed = io.StringIO()
-    with redirect_stdout(printed), process_group(config) as device:
+    output = io.StringIO()
+    with redirect_stdout(output), process_group(config) as device:
         summary = train_loop(prepare(config, device))
-    return summary, printed.getvalue()
+    return summary, output.getvalue()
 
 
 def on(worlds, ranks: int, config: Config, folder: Path) -> tuple[Summary, str]:
@@ -59,7 +59,7 @@ def on(worlds, ranks: int, config: Config, folder: Path) -> tuple[Summary, str]:
     config = replace(config, train=replace(config.train, output=folder))
     results = worlds(ranks).run(run, config)
     assert all(summary.losses == results[0][0].losses for summary, _ in results)
-    assert all(printed == "" for _, printed in results[1:])
+    assert all(output == "" for _, output in results[1:])
     return results[0]
 
 
@@ -166,8 +166,8 @@ def test_the_loss_falls(one_rank):
 
 def test_a_run_prints_what_was_promised(worlds, tmp_path):
     short = replace(SMALL, log=LogConfig(every=2, plot=False), train=replace(SMALL.train, steps=3))
-    _, printed = on(worlds, 2, short, tmp_path)
-    first, *lines = printed.splitlines()
+    _, output = on(worlds, 2, short, tmp_path)
+    first, *lines = output.splitlines()
     assert first == "warm-up: 1 of 3 steps; --optimizer.warmup-steps 10 would not end before the run does"
     assert [line.split(" loss:")[0] for line in lines[:3]] == ["step: 1", "step: 2", "step: 3"]
     assert lines[3].startswith("validation: step: 3 loss: ")
@@ -197,16 +197,16 @@ def test_the_checkpoint_has_the_trained_weights_after_a_resume_too(worlds, tmp_p
 
 def refusals(commands: list[list[str]]) -> list[tuple[int, str]]:
     """The exit code and what is said of each command, and this rank's number: its group is there still."""
-    found = list[tuple[int, str]]()
+    actual = list[tuple[int, str]]()
     for argv in commands:
-        said = io.StringIO()
-        with redirect_stderr(said), pytest.raises(SystemExit) as stop:
+        messages = io.StringIO()
+        with redirect_stderr(messages), pytest.raises(SystemExit) as stop:
             main(["--train.device", "cpu", *argv])
-        found.append((stop.value.code, said.getvalue()))
-    return [*found, (dist.get_rank(), "")]
+        actual.append((stop.value.code, messages.getvalue()))
+    return [*actual, (dist.get_rank(), "")]
 
 
-def test_what_cannot_be_started_is_refused_on_every_rank_with_one_line(worlds, tmp_path):
+def test_invalid_runs_are_refused_on_every_rank_with_one_line(worlds, tmp_path):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "posts.jsonl").write_text('{"text": "a"}')
     cases = {
@@ -225,10 +225,10 @@ def test_what_cannot_be_started_is_refused_on_every_rank_with_one_line(worlds, t
         ("--trian.steps", "3"): "Unrecognized options: --trian.steps",
         ("--train.output", str(tmp_path / "file" / "inside")): "cannot be written to",
     }
-    for rank, (*found, last) in enumerate(worlds(4).run(refusals, list(map(list, cases)))):
+    for rank, (*actual, last) in enumerate(worlds(4).run(refusals, list(map(list, cases)))):
         assert last == (rank, "")
-        for message, (code, said) in zip(cases.values(), found, strict=True):
+        for message, (code, messages) in zip(cases.values(), actual, strict=True):
             assert code == 2
-            assert said.startswith("armillary-train: ")
-            assert said.count("\n") == 1
-            assert message in said, said
+            assert messages.startswith("armillary-train: ")
+            assert messages.count("\n") == 1
+            assert message in messages, messages

@@ -39,10 +39,10 @@ CPU = torch.device("cpu")
 
 
 def run(config: Config) -> str:
-    printed = StringIO()
-    with redirect_stdout(printed), process_group(config) as device:
+    output = StringIO()
+    with redirect_stdout(output), process_group(config) as device:
         train_loop(prepare(config, device))
-    return printed.getvalue()
+    return output.getvalue()
 
 
 def traced(worlds, folder: Path, ranks: int, trace: Path, steps: tuple[int, ...] = ()) -> str:
@@ -81,16 +81,16 @@ def test_steps_are_chosen(worlds, tmp_path):
     assert steps == ["step 1", "step 3"]
 
 
-def test_what_cannot_be_written_is_said_and_training_goes_on(worlds, tmp_path):
+def test_write_failures_are_reported_and_training_continues(worlds, tmp_path):
     (tmp_path / "file").touch()
-    printed = traced(worlds, tmp_path, 2, tmp_path / "file" / "trace.json")
-    assert f"{tmp_path}/file/trace.json: not written (" in printed and "trained 4 steps" in printed
+    output = traced(worlds, tmp_path, 2, tmp_path / "file" / "trace.json")
+    assert f"{tmp_path}/file/trace.json: not written (" in output and "trained 4 steps" in output
 
 
 def made(log: LogConfig, first: int, steps: Sequence[int], last: int = 9) -> tuple[list[str], list[str]]:
     """What a trace of these steps shows, and what is said, of a run that makes `steps` of `first` to `last`."""
-    said: list[str] = []
-    trace = StepTrace(log.trace, log.trace_steps, CPU, first, last, said.append)
+    messages: list[str] = []
+    trace = StepTrace(log.trace, log.trace_steps, CPU, first, last, messages.append)
     for step in steps:
         with trace.step(step), span("inside"):
             pass
@@ -98,7 +98,7 @@ def made(log: LogConfig, first: int, steps: Sequence[int], last: int = 9) -> tup
     assert Trace.current is None
     path = log.trace
     names = [event["name"] for event in spans(path, 0, "label")] if path and path.exists() else []
-    return names, said
+    return names, messages
 
 
 def test_which_steps_are_shown_after_a_start(tmp_path):
@@ -112,8 +112,8 @@ def test_which_steps_are_shown_after_a_start(tmp_path):
     assert made(log(3, 7), 5, range(5, 10)) == (["step 7"], [])
     assert made(log(5, 9), 5, [5, 6]) == (["step 5"], [])  # stopped before the last
     assert made(LogConfig(), 1, range(1, 10)) == ([], [])
-    names, (said,) = made(log(3), 5, range(5, 10))
-    assert names == [] and said == f"{tmp_path}/trace.json: no trace is written, for steps 5 to 9 are none of 3"
+    names, (messages,) = made(log(3), 5, range(5, 10))
+    assert names == [] and messages == f"{tmp_path}/trace.json: no trace is written, for steps 5 to 9 are none of 3"
 
 
 @pytest.mark.parametrize("flag", ["--trace", "--log.trace"])

@@ -85,11 +85,11 @@ def furthest(losses: list[float], others: list[float]) -> float:
 
 
 def test_parts_of_a_step_give_the_losses_of_the_whole(worlds, small):
-    ((whole,),) = worlds(1).run(losses_of, [small])
+    ((full,),) = worlds(1).run(losses_of, [small])
     configs = [on(meshed(small, **axes), accumulation=n) for n in (2, 4) for axes in ({"ring": 2}, {"shard": 2})]
-    for found in worlds(2).run(losses_of, configs):
-        assert len(found) == 4 and len(whole) == 5
-        assert max(furthest(losses, whole) for losses in found) < 1e-5
+    for actual in worlds(2).run(losses_of, configs):
+        assert len(actual) == 4 and len(full) == 5
+        assert max(furthest(losses, full) for losses in actual) < 1e-5
 
 
 def rows_and_validation(config: Config) -> tuple[list[range], dict[str, float]]:
@@ -98,10 +98,10 @@ def rows_and_validation(config: Config) -> tuple[list[range], dict[str, float]]:
 
 
 def test_parts_are_the_rows_of_the_step_and_validation_sees_as_many(worlds, small):
-    ((_, whole),) = worlds(1).run(rows_and_validation, small)
-    found = worlds(2).run(rows_and_validation, on(meshed(small, shard=2), accumulation=2))
-    assert [rows for rows, _ in found] == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
-    assert all(values["loss"] == pytest.approx(whole["loss"], abs=1e-6) for _, values in found)
+    ((_, full),) = worlds(1).run(rows_and_validation, small)
+    actual = worlds(2).run(rows_and_validation, on(meshed(small, shard=2), accumulation=2))
+    assert [rows for rows, _ in actual] == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
+    assert all(values["loss"] == pytest.approx(full["loss"], abs=1e-6) for _, values in actual)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def test_float64_is_float64_everywhere_and_meshes_agree_to_its_last_digits(world
     wide, narrow = on(small, precision="float64"), small
     ((alone, rough),) = worlds(1).run(losses_of, [wide, narrow])
     configs = [meshed(wide, **axes) for axes in ({"ring": 2}, {"ulysses": 2}, {"shard": 2}, {"tp": 2})]
-    for found in worlds(2).run(losses_of, configs):
-        assert max(furthest(losses, alone) for losses in found) < 1e-12
+    for actual in worlds(2).run(losses_of, configs):
+        assert max(furthest(losses, alone) for losses in actual) < 1e-12
     for sent, kept in worlds(2).run(dtypes_of, configs[3]):
         floats = {dtype for dtypes in sent.values() for dtype in dtypes if dtype.is_floating_point}
         assert floats == {torch.float64} == kept
@@ -181,9 +181,9 @@ def poison(run: Run, token: int) -> None:
     """Whoever reads this token gets NaN from now on."""
     table = run.model.get_submodule("model.embed_tokens").weight
     with torch.no_grad():
-        whole = table.full_tensor()
-        whole[token] = torch.nan
-        write(whole, table)
+        full = table.full_tensor()
+        full[token] = torch.nan
+        write(full, table)
 
 
 def bits(run: Run) -> list[Tensor]:
@@ -196,9 +196,9 @@ def bits(run: Run) -> list[Tensor]:
 
 def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[float], list[int]]:
     """For each step whether it was good and whether all bits stayed; what was said; rates; rows with a Z."""
-    run, said = built(config), list[str]()
+    run, messages = built(config), list[str]()
     poison(run, ord("Z"))
-    bad, kept, rates = BadSteps(run, said.append), list[tuple[bool, bool]](), list[float]()
+    bad, kept, rates = BadSteps(run, messages.append), list[tuple[bool, bool]](), list[float]()
     held = [i for i in range(8 * config.train.steps) if has_z(run, i)]
     for number in range(1, config.train.steps + 1):
         before = bits(run)
@@ -207,7 +207,7 @@ def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[fl
         bad.count(number, result, batches)
         kept.append((result.good, all(map(torch.equal, before, bits(run)))))
         rates.append(run.optimizer.param_groups[0]["lr"])
-    return kept, said, rates, held
+    return kept, messages, rates, held
 
 
 def has_z(run: Run, number: int) -> bool:
@@ -217,20 +217,20 @@ def has_z(run: Run, number: int) -> bool:
 
 def test_a_skipped_step_changes_no_bit_and_names_the_rows_and_the_rank(worlds, small):
     config = on(meshed(small, shard=2), bad_step="skip", steps=12, accumulation=2)
-    found = worlds(2).run(bad_run, config)
-    kept, said, rates, held = found[0]
+    actual = worlds(2).run(bad_run, config)
+    kept, messages, rates, held = actual[0]
     bad = sorted({row // 8 for row in held})
     assert 0 < len(bad) < 12
     assert [good for good, _ in kept] == [number not in bad for number in range(12)]
     assert [same for _, same in kept] == [number in bad for number in range(12)]
     assert all(a != b for a, b in pairwise(rates))
-    for row, line in zip(held, said, strict=True):  # of each 4 rows that are read at once, 2 are on each rank
+    for row, line in zip(held, messages, strict=True):  # of each 4 rows that are read at once, 2 are on each rank
         assert line.startswith(
             f"step {row // 8 + 1}: loss nan, gradient norm nan; no finite loss on rank {row % 4 // 2}"
         )
         assert f" in row {row} ({config.data.path[0]}, tokens " in line
         assert line.endswith("; skipped, weights unchanged")
-    assert found[1][1] == said
+    assert actual[1][1] == messages
 
 
 def stopped(config: Config) -> str:
@@ -252,11 +252,11 @@ def test_too_many_bad_steps_end_the_run_on_every_rank_and_save_nothing(worlds, s
 
 def failure_of(argv: list[str]) -> tuple[str, str]:
     """What training failed with, and what was said of it. The command ends with 1, without a traceback."""
-    said = io.StringIO()
-    with redirect_stderr(said), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
+    messages = io.StringIO()
+    with redirect_stderr(messages), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 1
-    return said.getvalue().rpartition("FloatingPointError: ")[2].strip(), said.getvalue()
+    return messages.getvalue().rpartition("FloatingPointError: ")[2].strip(), messages.getvalue()
 
 
 def test_a_run_that_blows_up_fails_with_a_line_and_keeps_its_last_good_checkpoint(worlds, small, tmp_path):
@@ -272,20 +272,20 @@ def test_a_run_that_blows_up_fails_with_a_line_and_keeps_its_last_good_checkpoin
         "save.keep-last": "1",
     }
     argv = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    for rank, (failure, said) in enumerate(worlds(2).run(failure_of, argv)):
+    for rank, (failure, messages) in enumerate(worlds(2).run(failure_of, argv)):
         assert failure.startswith("step 4: loss 5.5") and "gradient norm nan" in failure  # norms hide the rest
         assert failure.endswith("; losses are finite on every rank, in rows 12..15, as for 3 steps in a row")
-        assert f"[rank {rank}] armillary-train: failed in step 4: FloatingPointError: {failure}\n" in said
+        assert f"[rank {rank}] armillary-train: failed in step 4: FloatingPointError: {failure}\n" in messages
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()] == ["step-1"]
 
 
 def said_of(argv: list[str]) -> list[str]:
     """Lines on stderr of a command that ends with 1."""
-    said = io.StringIO()
-    with redirect_stderr(said), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
+    messages = io.StringIO()
+    with redirect_stderr(messages), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 1
-    return said.getvalue().splitlines()
+    return messages.getvalue().splitlines()
 
 
 def test_changed_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small, tmp_path):
@@ -304,11 +304,11 @@ def test_changed_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small
 def test_a_disk_that_is_full_at_the_end_ends_a_run_with_a_line_that_names_the_checkpoint(worlds, small, tmp_path):
     flags = {"train.device": "cpu", "train.output": tmp_path, "train.steps": 1, "data.path": small.data.path[0]}
     argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    (said,) = worlds(1).run(said_of_a_full_disk, [*argv, "--data.sequence-length", "50", "--log.no-plot"])
-    assert said[-1].startswith(
+    (messages,) = worlds(1).run(said_of_a_full_disk, [*argv, "--data.sequence-length", "50", "--log.no-plot"])
+    assert messages[-1].startswith(
         f"[rank 0] armillary-train: failed in step 1 (saving): OSError: {tmp_path}/checkpoint/step-1"
     )
-    assert not any("Traceback" in line for line in said)
+    assert not any("Traceback" in line for line in messages)
 
 
 def said_of_a_full_disk(argv: list[str]) -> list[str]:
@@ -334,26 +334,24 @@ class StopAfter(StopSignal):
 
 
 def ended(config: Config, steps: int) -> str:
-    printed = io.StringIO()
-    with redirect_stdout(printed):
+    output = io.StringIO()
+    with redirect_stdout(output):
         train_loop(built(config), StopAfter(steps))
-    return printed.getvalue()
+    return output.getvalue()
 
 
-def test_a_run_that_is_told_to_end_after_a_bad_step_keeps_older_checkpoints_and_exports_nothing(
-    worlds, small, tmp_path
-):
+def test_a_run_stopped_after_a_bad_step_keeps_older_checkpoints_and_exports_nothing(worlds, small, tmp_path):
     blown_up = replace(small.optimizer, lr=1e30, warmup_steps=0)
     config = replace(on(small, output=tmp_path, bad_step="skip"), optimizer=blown_up)
     config = replace(config, save=SaveConfig(every=1, keep_last=1, export=True))
-    (printed,) = worlds(1).run(ended, config, 3)
-    assert "step 2: loss" in printed and "step 3: loss" in printed
-    assert "stopped by a signal after step 3 of 5" in printed
+    (output,) = worlds(1).run(ended, config, 3)
+    assert "step 2: loss" in output and "step 3: loss" in output
+    assert "stopped by a signal after step 3 of 5" in output
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
     assert not (tmp_path / "export").exists()
     # With fewer steps than are made there is nothing to do but what belongs to the last one.
-    (printed,) = worlds(1).run(ended, on(config, steps=2), 9)
-    assert printed.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
+    (output,) = worlds(1).run(ended, on(config, steps=2), 9)
+    assert output.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
     assert (tmp_path / "export/step-3").exists()
 
 
@@ -385,15 +383,15 @@ def test_right_answers_are_counted_exactly_on_every_mesh(worlds, small):
     assert {name: values[name] for name in expected} == expected
     assert 0 < values["copy"] < 1
     for axes in ({"ring": 2}, {"tp": 2}, {"shard": 2}):
-        for found, _ in worlds(2).run(answers, meshed(config, **axes)):
-            assert found == pytest.approx(values, abs=1e-12)
-            assert {name: found[name] for name in expected} == expected
+        for actual, _ in worlds(2).run(answers, meshed(config, **axes)):
+            assert actual == pytest.approx(values, abs=1e-12)
+            assert {name: actual[name] for name in expected} == expected
     assert [state["first_row"] for state in states] == [0, 2**40, 2**40, 2**40]
     assert [state["rows"] for state in states] == [8, 0, 0, 0]
     assert all(state["task"].startswith("Copy(length=50, symbols=3") for state in states[:3])
 
 
-def test_a_task_of_several_shards_asks_for_what_another_shard_holds(worlds, small):
+def test_a_cross_shard_task_queries_values_of_other_shards(worlds, small):
     data = replace(small.data, path=(), task="recall", pairs=4, symbols=9)
     config = meshed(replace(small, data=data, validation=ValidationConfig(tasks=("recall",))), ring=2)
     for values, states in worlds(2).run(answers, config):
@@ -408,12 +406,12 @@ def test_tasks_of_a_model_of_text_have_as_many_symbols_as_it_knows_and_are_shown
     ((_, states),) = worlds(1).run(answers, config)
     shown = [state["task"] for state in states[2:]]
     assert "values=85, fillers=85" in shown[0] and "symbols=200" in shown[1] and "keys=85" in shown[2]
-    (printed,) = worlds(1).run(printed_by, config)
-    assert "validation: step: 1 loss: " in printed and " needle: 0." in printed and " recall: 0." in printed
+    (output,) = worlds(1).run(printed_by, config)
+    assert "validation: step: 1 loss: " in output and " needle: 0." in output and " recall: 0." in output
 
 
 def printed_by(config: Config) -> str:
-    printed = io.StringIO()
-    with redirect_stdout(printed):
+    output = io.StringIO()
+    with redirect_stdout(output):
         train_loop(built(config))
-    return printed.getvalue()
+    return output.getvalue()

@@ -52,7 +52,7 @@ def sequences(node, before=(), trained=()):
     if not children:
         return [((*tokens, END), (*trained, train), node.get("weight", 1.0))]
     each = ({"text": child} if isinstance(child, str) else child for child in children)
-    return [found for child in each for found in sequences(child, tokens, trained)]
+    return [actual for child in each for actual in sequences(child, tokens, trained)]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def unshared(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     training = store.split(config.data.validation_fraction)[0].starts.tolist()
     lines = [LINES[store.starts.tolist().index(start)] for start in training]
     total, weights = torch.zeros((), dtype=torch.float64), 0.0
-    for tokens, trained, weight in (found for line in lines for found in sequences(line)):
+    for tokens, trained, weight in (actual for line in lines for actual in sequences(line)):
         ids = torch.tensor(tokens)
         losses = F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none")
         each = weight * torch.tensor(trained[1:]).double()
@@ -97,10 +97,10 @@ def of_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         labelled = sum_over_ranks(run, sum(batch.labelled for batch in batches))
         loss = sum_over_ranks(run, torch.stack([backward(run, batch, labelled) for batch in batches]).sum())
         grads = {name: p.grad for name, p in run.model.named_parameters()}
-        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
         if config.train.accumulation > 1:
             assert not bad_rows(run, batches) and 0 < validate(run)["loss"] < 20
-        return loss, whole
+        return loss, full
 
 
 def each_of(configs: list[Config]) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -124,8 +124,8 @@ def test_a_batch_of_trees_is_its_sequences_by_themselves(worlds, config):
     assert error(alone, exact) < 1e-9
     configs = [*(meshed(config, **axes) for axes in MESHES), meshed(config, "balanced", 2, ring=2, shard=2)]
     for rank in worlds(4).run(each_of, configs):
-        for each, found in zip(configs, rank, strict=True):
-            assert error(found, exact) < 1e-9, each.parallel
+        for each, actual in zip(configs, rank, strict=True):
+            assert error(actual, exact) < 1e-9, each.parallel
 
 
 def test_greedy_packing_is_refused_by_its_flag(config):
