@@ -44,7 +44,7 @@ BUNDLE = 1 / 32
 FULL_CIRCLE = 0.7
 """A document that needs more than this fraction of all ranks may be laid in zigzag over all of them."""
 MINIMUM_ROOM = 0.02
-"""Room, in shares, that a full rank still counts with, so that every piece has a positive size."""
+"""Smallest room of a rank, in shares: a full rank still gets a piece of positive size."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ def spread_spans(
             return candidate.segments.spans(shards)  # no document is cut: nothing is sent
     # The known layouts set the limit of traffic; candidates of `Dealer` must not exceed it.
     references = [_contiguous(ring), _zigzag(ring), _whole_documents(ring)]
-    even = [reference for reference in references if reference.unevenness <= EVEN]
-    limit = min((reference.hops for reference in even), default=None)
+    candidates = [reference for reference in references if reference.unevenness <= EVEN]
+    limit = min((reference.hops for reference in candidates), default=None)
     for leave_room in (False, True):
         for full_circle in (False, True):
             spread = _first_even(ring, leave_room, full_circle)
             if spread and (limit is None or spread.hops <= limit):
-                even.append(spread)
-    even = [candidate for candidate in even if limit is None or candidate.hops <= limit]
-    best = min(even, key=lambda candidate: candidate.pairs + traffic * candidate.hops / shards, default=None)
+                candidates.append(spread)
+    candidates = [candidate for candidate in candidates if limit is None or candidate.hops <= limit]
+    best = min(candidates, key=lambda candidate: candidate.pairs + traffic * candidate.hops / shards, default=None)
     return best and best.segments.spans(shards)
 
 

@@ -50,9 +50,9 @@ class BytesPlan:
       # two methods with a model's heads
       armillary-plan bytes --tokens 128Ki --ranks 16 --heads 32 --kv-heads 8 --causal --attention usp ring
 
-    The real methods run on fake tensors in a fake process group, under a ledger. Closed forms stand beside, and for
-    full masks the count of WallFacer's paper for forward (arXiv 2407.00611): a send per rank, where the methods need
-    one less, and without lse. Defaults are that paper's model M.
+    The real methods run on fake tensors in a fake process group, under a ledger. The table also has closed forms and,
+    for full masks, the forward bytes of WallFacer's paper (arXiv 2407.00611), which counts one send more and no lse.
+    Defaults are that paper's model M.
     """
 
     tokens: Quantity = "64Ki"
@@ -110,9 +110,9 @@ class Row:
     """Bytes of a method in one phase, for ranks with equal figures.
 
     Args:
-        counted: by the ledger, in `messages` messages.
-        closed: by the method's communication plan.
-        published: by the paper, if it counts the method.
+        counted: bytes by the ledger, in `messages` messages.
+        closed: bytes by the method's communication plan.
+        published: bytes by the paper, if it has the method.
     """
 
     candidate: Candidate
@@ -127,7 +127,7 @@ class Row:
 def plan_bytes(
     plan: BytesPlan, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
 ) -> list[Row]:
-    """Forward and backward of each method; ranks with equal figures share a row.
+    """Returns rows for forward and backward of each method; ranks with equal figures share a row.
 
     Args:
         progress: called before each method and rank with its name, the number done, and their total number.

@@ -25,10 +25,10 @@ class PackedSequences(Batches):
     """Batches of rows of exactly N tokens, packed from one or several stores; this rank's shard of them.
 
     An epoch reads every document once, shuffled and packed again. Several stores are mixed row by row, by weight, each
-    in epochs of its own. The tokens of row r depend only on the stores, N, the packing, the weights and the seed, which
+    with its own epochs. The tokens of row r depend only on the stores, N, the packing, the weights and the seed, which
     must be equal on all ranks; layouts and the number of ranks decide which rank holds which token. A rank reads the
-    tokens of its shard and one more for the label of each span's last (two tokens for each in spans with a step): 2 to
-    4 bytes a token. Nothing is communicated. Packing an epoch takes 24 bytes of memory a document.
+    tokens of its shard, plus one for the label of each span's last token (in spans with a step, labels are read
+    separately): 2 to 4 bytes per token. No communication. Packing an epoch takes 24 bytes of memory per document.
 
     If any store has trees, labels are `LabelTriples` in all batches, documents weigh 1, and positions in rows of trees
     are counted along the path from the root. Trees are never cut: one longer than a row is split into several, each
@@ -49,7 +49,7 @@ class PackedSequences(Batches):
         reset_positions: count positions from the start of each document in the row, instead of the row.
         layout_for: returns the layout of a batch for its `documents`, such as a balanced one, with the length and
             shards of `layout`. If any store has trees, the batch's `parents` are the second argument. It must return
-            the same layout on all ranks. It and `packing` run in a thread, so they must not call collectives.
+            the same layout on all ranks. `layout_for` and `packing` run in a thread and must not call collectives.
         ahead: number of batches to prefetch in a thread.
 
     Raises:

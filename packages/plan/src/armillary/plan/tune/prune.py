@@ -28,10 +28,10 @@ class CandidatePrediction:
 
 
 def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
-    """All candidates on `ranks` ranks; replicate and tp stay as the run has them.
+    """Returns all candidates on `ranks` ranks, with the run's replicate and tp.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no candidates.
     """
     config = plan.measured_run
     parallel = config.parallel
@@ -51,7 +51,7 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
 def pruned(
     plan: TunePlan, ranks: int, precision: torch.dtype, every: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Measurement]]:
-    """(candidates to measure, excluded ones with reasons), by prediction; without a cluster, all are measured.
+    """Returns (candidates to measure, excluded ones with reasons), by prediction; all of them without a cluster.
 
     Raises:
         ValueError: an unknown cluster, or one with another number of ranks.
@@ -63,10 +63,10 @@ def pruned(
 
 
 def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tuple[list[Candidate], list[Measurement]]:
-    """(candidates to measure, the fastest first; excluded ones with reasons).
+    """Returns (candidates to measure, fastest first; excluded ones with reasons).
 
-    Excluded are candidates that do not fit, or take more than `slower` times as long as the fastest. If nothing fits,
-    all are measured: the formulas may be wrong, and the device has the last word.
+    Excludes candidates that do not fit, or take more than `slower` times as long as the fastest. If nothing fits, all
+    are measured, because the formulas may be wrong.
     """
     fitting_predictions = [prediction for prediction in predictions if prediction.missing is None] or list(predictions)
     fastest = min(prediction.seconds for prediction in fitting_predictions)
@@ -85,7 +85,7 @@ def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tupl
 
 
 def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
-    """The planner's prediction for the plan's model, on its cluster."""
+    """Returns a function that predicts time and memory of a candidate, for the plan's model and cluster."""
     config, cluster = plan.measured_run, cluster_of(plan.cluster or "")
     if cluster.ranks != ranks:
         raise ValueError(f"--cluster {plan.cluster} has {cluster.ranks} ranks, and {ranks} are running")

@@ -74,7 +74,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Claim:
-    """The lock of a folder, as its holder has it."""
+    """A lock that a run holds."""
 
     folder: Path
     number: int
