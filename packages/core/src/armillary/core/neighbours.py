@@ -51,7 +51,7 @@ def relayout(
     Bytes sent: this rank's tokens that change owner, kind "all_to_all"; backward the tokens that it received.
 
     Raises:
-        ValueError: layouts, axis or x do not match. Raised before any communication.
+        ValueError: layouts, axis and x that do not match. Raised before any communication.
     """
     mesh_axis = Axis.of(axis)
     if source.length != target.length:
@@ -75,7 +75,7 @@ def shift(
     *,
     mask: Segmented | None = None,
 ) -> Tensor:
-    """Returns y with y at i = x at i - offset of the same document, or `fill` where there is no such token.
+    """Returns y with y at i = x at i - offset of the same document, or `fill` if there is no such token.
 
     Args:
         x: [B, T, ...], this rank's tokens.

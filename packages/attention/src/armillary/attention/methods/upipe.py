@@ -61,11 +61,10 @@ class UPipe(HeadMethod, StagedMethod):
             (4 S + 6 min(K, S)) at the last stage of a round.
 
     Bytes sent by a rank, all-to-all, if U divides H and K, with Dv = D: forward as Ulysses,
-    (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys are sent once a round. Backward sends q, k and v again, with out
-    and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e, and returns gradients, (U - 1) / U * (H e + 2 max(K, U) c)
-    B T D, where c = e, or c = a if ranks share key heads (K < U). `inner` adds its bytes for each stage: a ring
-    rotates the keys of a round once per stage. Called with q, k and v, lse is sent both ways too, (U - 1) / U * B T H a
-    each.
+    (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys are sent once per round. Backward sends q, k and v again, with
+    out and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e, and returns gradients, (U - 1) / U * (H e + 2 max(K, U) c)
+    B T D, where c = e, or c = a if ranks share key heads (K < U). `inner` adds its bytes for each stage: a ring rotates
+    the keys of a round once per stage. A call on q, k and v also sends lse in both passes, (U - 1) / U * B T H a each.
 
     Raises:
         ValueError: `heads_per_stage` is not a positive multiple of U; `inner` is not a method, has a head axis of its
@@ -86,7 +85,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     @classmethod
     def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
-        """Returns a UPipe that computes like `method`: itself, or for any other method one with a single stage."""
+        """Returns `method` itself if it is a UPipe, else a UPipe with a single stage that computes the same."""
         if isinstance(method, UPipe):
             return method
         # Axes were checked when `method` was constructed; every block of a model calls this.
@@ -114,7 +113,7 @@ class UPipe(HeadMethod, StagedMethod):
     # -- the stages, without autograd ---------------------------------------------------------------------------------
 
     def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Forward over all stages.
+        """Runs forward over all stages.
 
         Args:
             source: q, k and v of this rank's T tokens, a few heads at a time.
@@ -149,7 +148,7 @@ class UPipe(HeadMethod, StagedMethod):
         return out, lse
 
     def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
-        """Backward over all stages. Adds the gradients of q, k and v to `source`.
+        """Runs backward over all stages. Adds the gradients of q, k and v to `source`.
 
         Args:
             dout: [B, T, H, Dv].

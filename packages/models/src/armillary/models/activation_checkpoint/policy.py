@@ -10,10 +10,10 @@ the token-wise part of the block below, but no attention: that block's attention
 in memory that the blocks above have released.
 
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
-are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So few
-tensors of the size of x [B, T, E] are alive at once: in forward x and out, whose memory becomes the result (under
-"attention_output", or if their shapes differ, the result is a third); in backward x, out, dy = dx and dout. In 16 bits
-dx is rounded each time that a stage of heads adds to it.
+are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
+only two to four tensors of the size of x [B, T, E] are alive at once: in forward x and out, whose memory becomes the
+result (a third tensor under "attention_output", or if the shapes of x and out differ); in backward x, out, dy = dx and
+dout. In 16 bits dx is rounded each time that a stage of heads adds to it.
 """
 
 from __future__ import annotations
