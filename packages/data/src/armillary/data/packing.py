@@ -70,8 +70,10 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
     stops = np.sort(np.concatenate([ends, np.arange(length, total, length)]), kind="stable")
     stops = stops[np.diff(stops, prepend=0) > 0]
     begins = np.concatenate([[0], stops[:-1]])
+    # The document of each slice, and the slice's start within it.
     place = np.searchsorted(ends, begins, "right")
     starts = begins - (ends[place] - lengths[order[place]])
+    # The first slice of each row: rows begin at multiples of N in the concatenation.
     first = np.searchsorted(begins, np.arange(0, total + length, length))
     return Packed(order[place], starts, stops - begins, first)
 
@@ -79,14 +81,16 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
 def best_fit(lengths: Index, length: int, key: str) -> Packed:
     """Cuts no document that fits into a row; rows are padded instead, as little as possible.
 
-    Longer documents are cut every N tokens. Slices, in order of decreasing length, go into the row with the least room
-    that still holds them. The shuffle decides among documents of equal length.
+    Longer documents are cut every N tokens. Slices, in order of decreasing length, go into the row with the least
+    sufficient room. The shuffle decides among documents of equal length.
     """
     order = permutation(len(lengths), key)
+    # 1. Documents longer than a row become slices of N tokens and a remainder.
     cuts = -(-lengths[order] // length)
     documents = np.repeat(order, cuts)
     starts = (np.arange(len(documents)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * length
     sizes = np.minimum(lengths[documents] - starts, length)
+    # 2. Every slice is placed whole; then slices are sorted by row.
     rows = best_fit_rows(sizes, length)
     order = np.argsort(rows, kind="stable")
     first = np.searchsorted(rows[order], np.arange(rows.max() + 2))
@@ -103,13 +107,13 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
     negative_sizes, firsts = np.unique(-sizes[order], return_index=True)
     for size, items in zip((-negative_sizes).tolist(), np.split(order, firsts[1:]), strict=True):
         while len(items):
-            room = free.least(size)
+            room = free.least(size)  # the fullest rows that still have room; None: only new rows
             per_row = (room or row_size) // size
             row_need = -(-len(items) // per_row)
             if room is None:
                 chosen_rows, row_count = list(range(row_count, row_count + row_need)), row_count + row_need
             else:
-                chosen_rows = free.take(room, row_need)
+                chosen_rows = free.take(room, row_need)  # may be fewer than needed: the loop continues
             placed_items, items = items[: per_row * len(chosen_rows)], items[per_row * len(chosen_rows) :]
             rows[placed_items] = np.repeat(chosen_rows, per_row)[: len(placed_items)]
             in_last = len(placed_items) - per_row * (len(chosen_rows) - 1)  # the last row may get fewer

@@ -101,10 +101,10 @@ def prepare(
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=plan.output.parent).close()
         with alone(plan.output):
-            restore_older(plan.output)
+            restore_older(plan.output)  # an earlier run may have been killed while it replaced a store
             if plan.output.exists() and (header := _existing_store(plan, key)) is not None:
                 return header
-            begin(plan.output, key, plan.overwrite)
+            begin(plan.output, key, plan.overwrite)  # resumes if the partial folder has the same key
             step = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
             report(Progress(step, 0, sum(chunk.bytes for chunk in input_chunks)))
             return _encode(plan, input_chunks, key, _save_tokenizer(plan, input_chunks), workers, report)
@@ -114,7 +114,7 @@ def prepare(
 
 
 def plan_key(plan: Preparation, input_chunks: Sequence[InputChunk]) -> str:
-    """Returns a key of all that the content of the store depends on."""
+    """Returns a key of everything that the content of the store depends on."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
     tokenizer = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan).identity
     settings: list[Any] = [fingerprint(input_chunks), tokenizer, [getattr(plan, name) for name in names]]
@@ -178,6 +178,7 @@ def _encode(
     with StoreWriter(plan.output, token_dtype(tokenizer.vocab_size), trees) as writer:
         sizes, counts = [chunk.bytes for chunk in input_chunks], Counts(**writer.counts)
         progress = Progress("encoding", sum(sizes[: writer.parts]), sum(sizes), writer.tokens, counts)
+        # Parts are written in input order, so that a store does not depend on workers or interruptions.
         remaining_chunks = input_chunks[writer.parts :]
         for chunk, (encoded_part, part_counts) in zip(
             remaining_chunks, map_in_order(encoder, remaining_chunks, workers), strict=True
@@ -186,6 +187,7 @@ def _encode(
             writer.add(encoded_part, asdict(counts))
             progress.done_bytes, progress.tokens = progress.done_bytes + chunk.bytes, writer.tokens
             report(progress)
+        # Sizes and times of the input files are part of the key.
         if plan_key(plan, input_chunks) != key:
             raise ValueError("an input file has changed while it was read; start over with --overwrite")
         if not writer.documents:

@@ -74,7 +74,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saving is not None:
-            # After an error of this rank the save in flight is worth keeping. It cannot end if a rank is missing.
+            # After an error of this rank the save in flight is still valid. It cannot end if a rank is missing.
             peers_failed = isinstance(error, Exception) and caused_by_peers(error)
             self._saving.join(GRACE if peers_failed else self.timeout.total_seconds())
         if error is None:  # after an error, other ranks may still use the group
@@ -114,10 +114,11 @@ class Checkpoints:
         Raises:
             TimeoutError, RuntimeError: the previous save does not end, or ranks are missing.
         """
-        self._settle()
+        self._settle()  # one save in flight at a time
         if not self.config.asynchronous:
             self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
             return
+        # Copies the state to the host, so that the next step may change it while a thread writes.
         copy = cast(State, self._stager.stage(saved_state(self.run, self.ranks.rank)))
         self._saving = Background(f"step-{step}", partial(self._try_to_save, step, copy, self._manifest(step)))
 

@@ -81,13 +81,13 @@ class TensorWriter(StorageWriter):
 
     Tensors of more than `MAX_FILE_BYTES` continue in `rank-N-1.safetensors` and so on.
 
-    `HuggingFaceStorageReader` reads these files. torch's `HuggingFaceStorageWriter` writes the same, but holds two more
-    copies of a file's tensors in memory, takes twice the time, and makes the file unreadable without an error if the
+    `HuggingFaceStorageReader` reads these files. torch's `HuggingFaceStorageWriter` writes the same, but needs memory
+    for two more copies of a file's tensors, takes twice the time, and makes the file unreadable without an error if the
     state has anything but tensors.
 
     Args:
         folder: for the files; it exists.
-        ranks: that save together. None of them continues before all have written. None: this process alone.
+        ranks: the ranks that save together; each waits until all have written. None: this process alone.
     """
 
     def __init__(self, folder: Path, ranks: Ranks | None = None) -> None:
@@ -107,7 +107,7 @@ class TensorWriter(StorageWriter):
         return True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Raises ValueError on every rank if one has something to save that a file cannot hold."""
+        """Raises ValueError on every rank if one rank has an item that a file cannot store."""
         check_items(plan.items)
         return plan
 
@@ -123,6 +123,7 @@ class TensorWriter(StorageWriter):
                 record = write_tensors(self.folder / name, items, planner)
                 files.append(WriteResult(MetadataIndex(name), record.size, record))
         finally:
+            # Also after an error: other ranks wait here, and must not commit before every rank has written.
             if self.ranks is not None:
                 self.ranks.gather()
         results: Future[list[WriteResult]] = Future()
@@ -132,10 +133,10 @@ class TensorWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Collects the records of all ranks' files and reads their headers back. On rank 0.
 
-        The files are opened by name, since a network file system may list those of other hosts later.
+        Files are opened by name, because a network file system may list other hosts' files later.
 
         Raises:
-            OSError: they describe other tensors than were to be saved.
+            OSError: the headers do not describe the saved tensors.
         """
         self.files = {file.index.fqn: file.storage_data for of_rank in results for file in of_rank}
         reader = TensorReader(self.folder, self.files)
@@ -143,6 +144,7 @@ class TensorWriter(StorageWriter):
             file_metadata = reader.read_metadata().state_dict_metadata
         except Damaged as damage:
             raise OSError(f"the written files cannot be read: {damage}") from damage
+        # Every tensor that DCP planned must be complete in the files, with its global size.
         sizes = {name: entry.size for name, entry in file_metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or sizes.get(name) != entry.size:
@@ -150,7 +152,7 @@ class TensorWriter(StorageWriter):
 
 
 def check_items(items: Sequence[WriteItem]) -> None:
-    """Raises ValueError for items that a safetensors file, whose keys are names of tensors, cannot hold."""
+    """Raises ValueError for items that a safetensors file cannot store: only one tensor per name."""
     for item in items:
         name = item.index.fqn
         if item.tensor_data is None:
@@ -212,7 +214,7 @@ def header(chunks: dict[str, TensorWriteData]) -> bytes:
     offsets = {name: {"saved_offsets": list(data.chunk.offsets)} for name, data in chunks.items()}
     entries["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the first tensor; readers map the file
     return len(text).to_bytes(8, "little") + text
 
 

@@ -101,8 +101,8 @@ class Watchdog:
     def reporting(self) -> Generator[None]:
         """Context manager that reports an error to all ranks at once, before any enclosing block handles it.
 
-        It belongs inside of blocks whose exit waits for a thread or for other ranks: the ranks waited for may be the
-        missing ones, and no rank names them until an error is reported. Does nothing outside of the watchdog's block.
+        Use it inside of blocks whose exit waits for a thread or for other ranks: these may be the missing ranks, and
+        no rank names them before an error is reported. Does nothing outside of the watchdog's block.
         """
         try:
             yield
@@ -112,7 +112,7 @@ class Watchdog:
             raise
 
     def _report(self, error: Exception) -> None:
-        """Posts the error for the other ranks; prints the missing ranks if they caused it. Only the first one counts.
+        """Posts the first error for the other ranks; prints the missing ranks if they caused it.
 
         The process is about to end.
         """
@@ -177,12 +177,14 @@ class Watchdog:
         return Heartbeat(self.step, self.phase, failure=self._failure)
 
     def _diagnose(self, reason: str) -> list[str]:
-        """Posts where this rank is, waits for the others to do so, and returns lines that name the missing ranks."""
+        """Posts this rank's state, waits for all ranks' states, and returns lines that name the missing ranks."""
+        # 1. This rank's state: the line it executes, whether that waits for others, and its collectives so far.
         stack, calls = current_stack(), recorded_calls()
         is_waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
         self._heartbeats.post(
             Heartbeat(self.step, self.phase, location=location_of(stack), waits=is_waiting, calls=calls)
         )
+        # 2. Every rank applies the same rules to all states, and names the same missing ranks.
         beats, silent = self._heartbeats.gather()
         missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
         lines = [reason, *(missing_lines or ["no rank is missing: all wait for each other"])]
