@@ -116,7 +116,7 @@ def show_square(axes: Any, cells: Any, edges: Integers) -> None:
     axes.imshow(cells, extent=(0, length, length, 0), interpolation="nearest", aspect="equal")
     axes.set_xlabel("key position", fontsize=9)
     axes.set_ylabel("query position", fontsize=9)
-    style_axes(axes, both=True)
+    style_axes(axes, both_axes=True)
     if length <= 40:
         axes.set_xticks(range(length + 1), minor=True)
         axes.set_yticks(range(length + 1), minor=True)
