@@ -195,10 +195,8 @@ class TokenStore:
             raise ValueError(f"{self.name} has one tree, which cannot be split; give at least 2")
         if size < 2:
             raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
-        distances = self.stops - min(max(round(size * fraction), 1), size - 1)
-        return self._with_ranges(self.starts, distances, self.hashes), self._with_ranges(
-            distances, self.stops, self.hashes
-        )
+        split = self.stops - min(max(round(size * fraction), 1), size - 1)
+        return self._with_ranges(self.starts, split, self.hashes), self._with_ranges(split, self.stops, self.hashes)
 
     def _with_ranges(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
         checksum = crc32(np.ascontiguousarray(stops).data, crc32(np.ascontiguousarray(starts).data))

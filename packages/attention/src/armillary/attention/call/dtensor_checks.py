@@ -49,7 +49,7 @@ def _traced_error(
     placements: Sequence[tuple[Placement, ...]],
     shapes: Sequence[Sequence[int]],
 ) -> str | None:
-    """The message of the error that `_check` raises, if it does."""
+    """Returns the message of the error that `_check` raises; None if it raises none."""
     metadata = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
     options = AttentionOptions(AttentionMask(), read_layout(layout), read_layout(key_layout))
     try:
@@ -64,11 +64,11 @@ def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: Att
         _check_hidden(method, metadata, options.layout)
         return
     q, k, v = (metadata[name] for name in "qkv")
-    options_text = ", ".join(f"{name} {describe(metadata[name])}" for name in "qkv")
+    descriptions = ", ".join(f"{name} {describe(metadata[name])}" for name in "qkv")
     if any(x.device_mesh != q.device_mesh or x.placements != q.placements for x in (k, v)):
-        raise ValueError(f"{options_text}: all three must be placed alike on one mesh")
+        raise ValueError(f"{descriptions}: all three must be placed alike on one mesh")
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
-        raise ValueError(f"{options_text}: each needs 4 dims, [batch, tokens, heads, head dim]")
+        raise ValueError(f"{descriptions}: each needs 4 dims, [batch, tokens, heads, head dim]")
     check_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
     # Heads must be cut evenly, so that the query heads of a group stay with their key/value head.
     head_ranks = prod(q.device_mesh.size(i) for i, placement in enumerate(q.placements) if placement == Shard(2))
@@ -84,10 +84,8 @@ def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: Att
 
 def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layout: SequenceLayout | None) -> None:
     """Checks x, the parameters of projections, and sinks, whose heads are sharded as the parameters are."""
-    x, parameters = (
-        metadata["x"],
-        {name: parameter_name for name, parameter_name in metadata.items() if name not in ("x", "sinks")},
-    )
+    x = metadata["x"]
+    parameters = {name: parameter for name, parameter in metadata.items() if name not in ("x", "sinks")}
     check_tokens("x", x, method, layout, (Shard(0), Replicate()))
     for name, parameter in parameters.items():
         _check_parameter(f"{name} of projections", parameter, x)
@@ -97,7 +95,7 @@ def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layou
 
 
 def _check_parameter(name: str, parameter: Placed, x: Placed) -> None:
-    """A parameter lies on axes of the mesh of x: replicated where x is sharded, elsewhere replicated or cut evenly."""
+    """Raises ValueError unless a parameter is on axes of x's mesh: replicated where x is sharded, else cut evenly."""
     axes = parameter.device_mesh.mesh_dim_names or ("",)
     if not set(axes) <= set(x.device_mesh.mesh_dim_names or ()):
         raise ValueError(
@@ -187,9 +185,11 @@ def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceL
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
     """Sinks are sharded where the heads of x are."""
     heads = Shard(len(sinks.shape) - 1)
-    expected_shapes: list[Placement] = [heads if placement == Shard(2) else Replicate() for placement in x.placements]
+    expected_placements: list[Placement] = [
+        heads if placement == Shard(2) else Replicate() for placement in x.placements
+    ]
     if sinks.device_mesh != x.device_mesh or any(
-        placement != expected_placement and sinks.device_mesh.size(dim) > 1
-        for dim, (placement, expected_placement) in enumerate(zip(sinks.placements, expected_shapes, strict=True))
+        placement != expected and sinks.device_mesh.size(dim) > 1
+        for dim, (placement, expected) in enumerate(zip(sinks.placements, expected_placements, strict=True))
     ):
-        raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {expected_shapes}")
+        raise ValueError(f"sinks are {describe(sinks)}; with {name} {describe(x)} they must be {expected_placements}")

@@ -90,10 +90,8 @@ class SplitHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention: Any = module
-        attention.heads, attention.key_heads = (
-            attention.heads // device_mesh.size(),
-            attention.key_heads // device_mesh.size(),
-        )
+        attention.heads //= device_mesh.size()
+        attention.key_heads //= device_mesh.size()
         return module
 
 
@@ -186,6 +184,5 @@ def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
-    return (
-        shards.redistribute(placements=[Replicate()]).to_local().clone()
-    )  # a copy, since FSDP2 does not accept a view
+    # A copy, because FSDP2 does not accept a view.
+    return shards.redistribute(placements=[Replicate()]).to_local().clone()
