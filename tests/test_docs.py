@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(*actual) for actual in BLOCK.findall((ROOT / page).read_text())]
+    return [Block(*groups) for groups in BLOCK.findall((ROOT / page).read_text())]
 
 
 def side(diff: str, signs: str) -> str:

@@ -348,8 +348,8 @@ def gradient_of_lse(axes: dict[str, int]) -> str:
 
 def test_a_gradient_through_lse_is_refused_rather_than_dropped(worlds):
     for rank in (gradients_of_lse([{}]), *worlds(2).run(gradients_of_lse, [{"ring": 2}, {"ulysses": 2}])):
-        for messages in rank:
-            assert "lse has no gradient" in messages or "does not require grad" in messages, messages
+        for message in rank:
+            assert "lse has no gradient" in message or "does not require grad" in message, message
 
 
 def with_either_layout(axes: dict[str, int]) -> bool:
@@ -506,8 +506,8 @@ WRONG = [
 
 def test_a_wrong_argument_is_refused_on_every_rank_with_its_values(worlds):
     for rank in worlds(4).run(refusals, [(axes, wrong) for axes, wrong, _ in WRONG]):
-        for messages, (axes, wrong, words) in zip(rank, WRONG, strict=True):
-            assert messages != "accepted" and all(word in messages for word in words), (axes, wrong, messages)
+        for message, (axes, wrong, words) in zip(rank, WRONG, strict=True):
+            assert message != "accepted" and all(word in message for word in words), (axes, wrong, message)
 
 
 # -- the suite itself, on toys --------------------------------------------------------------------------------------
@@ -770,7 +770,7 @@ def test_shards_of_a_few_tokens_are_judged_together(worlds):
 
 
 def searched(some: list[Composition], case: Case) -> list[str]:
-    return [messages for composition in some for messages in failures_of(composition.build(), [case])]
+    return [message for composition in some for message in failures_of(composition.build(), [case])]
 
 
 ONE_KEY = AttentionMask(window=(0, 0))

@@ -289,8 +289,8 @@ REFUSED = [
 
 def test_impossible_requests_are_refused_on_every_rank(worlds):
     for rank in worlds(4).run(refusals):
-        for messages, words in zip(rank, REFUSED, strict=True):
-            assert words in messages
+        for message, words in zip(rank, REFUSED, strict=True):
+            assert words in message
 
 
 @pytest.mark.parametrize("style", [ContextParallelStyle(Local())])

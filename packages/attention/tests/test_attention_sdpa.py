@@ -164,7 +164,7 @@ def recompute_outside() -> str:
 
 def test_recomputing_outside_of_the_block_is_loud(worlds):
     assert all(
-        "different metadata" in messages or "number of" in messages for messages in worlds(4).run(recompute_outside)
+        "different metadata" in message or "number of" in message for message in worlds(4).run(recompute_outside)
     )
 
 
@@ -180,7 +180,7 @@ def without_layout() -> str:
 
 
 def test_a_missing_layout_is_refused_with_the_remedy(worlds):
-    assert all("sequence(layout=attend.layout(length))" in messages for messages in worlds(4).run(without_layout))
+    assert all("sequence(layout=attend.layout(length))" in message for message in worlds(4).run(without_layout))
 
 
 def test_one_shard_needs_no_layout_and_the_block_ends():

@@ -212,7 +212,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
         asked_of(broken),
     ]
     for actual in worlds(2).run(refusals, asked):
-        for messages, expected in zip(
+        for message, expected in zip(
             actual,
             [
                 "--prompt has token 99, and the model knows 0..59",
@@ -227,7 +227,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
             ],
             strict=True,
         ):
-            assert expected in messages and "--train." not in messages
+            assert expected in message and "--train." not in message
 
 
 def test_prompts_come_from_files_too(tmp_path):
