@@ -207,7 +207,8 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
     layers, policy = step.model.layers, step.checkpointing
     count = 8 * layers + 4
     if policy.policy != "none":
-        count += 4 * layers + sum(not keep.attended for keep in step.keeps) + 3 * sum(not keep.x for keep in step.keeps)
+        count += 4 * layers + sum(not keep.attention_output for keep in step.keeps)
+        count += 3 * sum(not keep.x for keep in step.keeps)
     elif policy.tiled:
         count += 3 * layers
     return count * all_gather_seconds(cluster, step.tp * step.x, step.tp)
