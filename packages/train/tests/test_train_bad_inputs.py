@@ -197,7 +197,7 @@ TRAIN = [
     ("--model.pretrained none", "cannot read none/config.json: "),
     ("--model.pretrained text.txt", "cannot read text.txt/config.json: "),
     ("--model.pretrained hub-none", "cannot read hub-none/config.json: "),
-    ("--model.pretrained hub-list", "hub-list/config.json holds no JSON object"),
+    ("--model.pretrained hub-list", "hub-list/config.json is not a JSON object"),
     ("--model.pretrained hub-deep", "cannot read hub-deep/config.json: brackets are nested too deeply"),
     ("--model.pretrained hub-kind", "hub-kind/config.json: model_type='rwkv'"),
     ("--model.pretrained hub-lacks", "hub-lacks/config.json: it lacks "),
