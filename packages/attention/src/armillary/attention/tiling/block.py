@@ -75,9 +75,12 @@ class BlockAttention:
                 rows, columns, _ = call
                 tensors = rows.of(q), columns.of(k), columns.of(v)
                 if isinstance(call, SingleCall):
-                    accumulator.add(rows, *kernel.forward(*tensors, call.band, scores))
+                    result = kernel.forward(*tensors, call.band, scores)
                 else:
-                    accumulator.add(rows, *kernel.forward_packed(*tensors, call.sequences, scores))
+                    result = kernel.forward_packed(*tensors, call.sequences, scores)
+                del tensors  # of packed tokens, these are copies
+                accumulator.add(rows, *result)
+                del result  # before that of the next call is made
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
@@ -96,9 +99,11 @@ class BlockAttention:
                     grads = kernel.backward(*tensors, call.band, scores)
                 else:
                     grads = kernel.backward_packed(*tensors, call.sequences, scores)
+                del tensors
                 dq.add(rows, grads[0] if self.sign == 1 else grads[0] * self.sign)
                 dk.add(columns, grads[1])
                 dv.add(columns, grads[2])
+                del grads
 
     def _calls_on(self, q: Tensor, k: Tensor) -> tuple[SingleCall | PackedCall, ...]:
         """Returns the calls, small ones packed. Their indices are copied to the device once."""

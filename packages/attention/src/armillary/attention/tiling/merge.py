@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from armillary.core.collectives.merge import merge_
 from armillary.core.token_ranges import TokenRanges
 
 ALL = slice(None)
+CHUNKS, MIN_CHUNK = 16, 512
+"""Parts in which a packed result is merged, and the fewest tokens of one."""
 
 
 class TilePart(NamedTuple):
@@ -50,6 +53,14 @@ class PackedTokens:
         """Returns these tokens of x [B, T, H, ...]: a copy."""
         return x.flatten(0, 1)[:, self.heads].index_select(0, self.index)
 
+    def chunks(self) -> Iterator[tuple[PackedTokens, slice]]:
+        """Yields these tokens in up to `CHUNKS` parts, and where each is among them."""
+        tokens = len(self.index)
+        size = max(MIN_CHUNK, -(-tokens // CHUNKS))
+        for start in range(0, tokens, size):
+            chunk = slice(start, min(start + size, tokens))
+            yield PackedTokens(self.index[chunk], self.heads), chunk
+
     def put(self, x: Tensor, packed: Tensor) -> None:
         """Overwrites these tokens of a contiguous x [B, T, H, ...] in place."""
         x.view(-1, *x.shape[2:])[:, self.heads].index_copy_(0, self.index, packed)
@@ -80,10 +91,11 @@ class Merge:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`, or packed ones [n, h, ...]."""
         if isinstance(part, PackedTokens):
             self.out, self.lse = total_out, total_lse = [x.contiguous() for x in self.start()]
-            packed_out, packed_lse = part.of(total_out), part.of(total_lse)
-            merge_(packed_out, packed_lse, out, lse)
-            part.put(total_out, packed_out)
-            part.put(total_lse, packed_lse)
+            for some, chunk in part.chunks():  # of all tokens at once, the copies would be as large as the total
+                packed_out, packed_lse = some.of(total_out), some.of(total_lse)
+                merge_(packed_out, packed_lse, out[chunk], lse[chunk])
+                some.put(total_out, packed_out)
+                some.put(total_lse, packed_lse)
             return
         if self.out is None and out.shape == self.shape:  # the first result covers everything: keep it as it is
             self.out, self.lse = out, lse
