@@ -49,13 +49,13 @@ def figure_1() -> Table:
     command, rows = stored("contexts")
     tokens = {(row["cluster"], row["attention"].split()[0]): row["tokens, M"] for row in rows}
     node = {name: length for (cluster, name), length in tokens.items() if cluster.startswith("8 ")}
-    kept = "the host's 2 TB hold 6.9M tokens' inputs of blocks; the paper's steps are whole millions"
+    reason = "the host's 2 TB hold 6.9M tokens' inputs of blocks; the paper's steps are whole millions"
     text = f"LLaMA-3-8B on 8 x H100, inputs of blocks and the optimizer on the host; simulated by `{command}`."
     return Table(
         "Figure 1, longest sequences",
         text,
         [
-            Row("UPipe, million tokens", 5.0, node["upipe"], kept),
+            Row("UPipe, million tokens", 5.0, node["upipe"], reason),
             Row(
                 "UPipe over the best of the others",
                 1.25,

@@ -126,7 +126,7 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
         "TP-sp": "8 transfers of 7 / 8 in place of 10: gathered inputs are stored, not gathered again",
     }.get(name, STAYS + "; a causal mask sends half of the ring's keys")
     sharing = 1 if name == "DP" else 8
-    whole = "whole in the paper's row" if name.startswith("SP-") else "sharded"
+    storage = "whole in the paper's row" if name.startswith("SP-") else "sharded"
     return [
         Row(
             f"{name}: parameters, d^2", parameters, costs.parameters, f"{TWICE} {2 * parameters}" if parameters else ""
@@ -136,7 +136,7 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
             f"{name}: optimizer, bytes a parameter",
             12 if name.startswith("SP-") or name == "DP" else 12 / sharing,
             costs.optimizer,
-            f"6 P = 12 bytes, {whole}; FSDP2 shards them over {sharing} ranks",
+            f"6 P = 12 bytes, {storage}; FSDP2 shards them over {sharing} ranks",
         ),
         Row(
             f"{name}: gradients, bytes a parameter",

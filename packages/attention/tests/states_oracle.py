@@ -174,10 +174,10 @@ def errors(case: Case) -> dict[str, float]:
     ring = mesh(ring=world)["ring"]
     rank = Axis.of(ring).rank
 
-    whole = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
+    inputs = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
     initial = None if case.initial is None else case.initial.clone().requires_grad_()
-    out, final = case.oracle(whole, initial)
-    leaves = [*whole.values(), *([] if initial is None else [initial])]
+    out, final = case.oracle(inputs, initial)
+    leaves = [*inputs.values(), *([] if initial is None else [initial])]
     expected = torch.autograd.grad((out, final), leaves, (case.dout, case.dfinal.sum(0)), allow_unused=True)
     expected = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, expected, strict=True)]
 

@@ -228,9 +228,9 @@ def refusals() -> list[str]:
 
     def recompute_with_the_next_batch():
         state = {"attend": batch.attend}
-        kept = new_model()
-        kept.recompute = True
-        loss = cp.loss(kept(batch.ids, batch.position_ids, lambda q, k, v: state["attend"](q, k, v)), batch)
+        model = new_model()
+        model.recompute = True
+        loss = cp.loss(model(batch.ids, batch.position_ids, lambda q, k, v: state["attend"](q, k, v)), batch)
         state["attend"] = cp.shard(ids.flip(1)).attend
         loss.backward()
 

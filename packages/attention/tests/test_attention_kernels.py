@@ -27,7 +27,6 @@ from armillary.attention.kernels import (
     FlashAttn3,
     FlashAttn4,
     Inputs,
-    Kernel,
     Scores,
     choose_kernel,
     cuda_flash,
@@ -330,7 +329,7 @@ def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
     monkeypatch.setattr(type(kernel), "forward", lambda *given: calls.append(len(given[1])) or forward(*given))
     run_block(kernel, mask)
     assert len(calls) <= sum(calls) / 4, f"batches of {calls}"
-    monkeypatch.setattr(type(kernel), "pack_key", Kernel.pack_key)
+    monkeypatch.setattr(type(kernel), "pack_key", lambda *piece: None)
     for got, wanted in zip(together, run_block(kernel, mask), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 

@@ -10,23 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from math import inf, lcm
+from math import inf
 
 import torch
 from torch import Tensor
 
 from armillary.core.balance import balanced_spans
 from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
+from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.spread import TRAFFIC
 from armillary.core.traffic import PositionRuns, token_hops
 from armillary.core.validation import flag, integer
-
-MAX_POSITION = 2**63 - 1
-"""Positions are kept in 64-bit integers."""
-
-Spans = tuple[range, ...]
-"""Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
 
 
 class SequenceLayout:
@@ -51,7 +45,7 @@ class SequenceLayout:
         self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
         self._hash = hash(self._spans)  # every call looks up caches by layout, and a layout may have thousands of spans
         self._check()
-        self.text = ";".join(",".join(map(_span_text, shard)) for shard in self._spans)
+        self.text = ";".join(",".join(map(span_text, shard)) for shard in self._spans)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SequenceLayout) and self._spans == other._spans)
@@ -73,7 +67,7 @@ class SequenceLayout:
             raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in runs) + 1}")
 
     def __repr__(self) -> str:
-        shards = "; ".join(", ".join(map(_span_text, spans)) for spans in self._spans[:8])
+        shards = "; ".join(", ".join(map(span_text, spans)) for spans in self._spans[:8])
         return f"SequenceLayout(length={self.length}, shards={self.shards}: {shards}{'; ...' * (self.shards > 8)})"
 
     # -- constructors ---------------------------------------------------------------------------------------------
@@ -236,7 +230,7 @@ def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
     if n < 1 or smallest < n:
         min_tokens = layout.shards * n
         raise ValueError(f"cannot cut shards of {smallest} tokens in {n}; give at least {min_tokens} tokens in all")
-    return SequenceLayout([piece for shard in range(layout.shards) for piece in _cut_spans(layout.spans(shard), n)])
+    return SequenceLayout([piece for shard in range(layout.shards) for piece in cut_spans(layout.spans(shard), n)])
 
 
 @lru_cache(maxsize=256)
@@ -312,87 +306,6 @@ def _slices_of(
             f"mask is a {type(mask).__name__}; an attention mask is needed, or anything with slices(length)"
         )
     return mask.slices(length)
-
-
-def join_spans(spans: Iterable[range]) -> Spans:
-    """Returns the same positions in the same order in fewer runs, without empty ones.
-
-    A run that starts one step after the end of the previous run is joined with it.
-    """
-    runs: list[range] = []
-    for span in spans:
-        if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-            raise ValueError(f"span {span!r}: a shard is a list of ranges, such as [range(0, 8), range(24, 32)]")
-        if span.step < 1:
-            raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
-        if not span:
-            continue
-        if span[-1] > MAX_POSITION:
-            raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
-        span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
-        if runs and (union := _continued(runs[-1], span)) is not None:
-            runs[-1] = union
-        else:
-            runs.append(span)
-    return tuple(runs)
-
-
-def _continued(a: range, b: range) -> range | None:
-    """Returns the run of `a` followed by `b`, or None if that is not one run."""
-    step = a.step if len(a) > 1 else b.step
-    same_step = len(b) == 1 or b.step == step
-    return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
-
-
-def _span_text(span: range) -> str:
-    return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
-
-
-def missing_position(runs: Sequence[range]) -> int | None:
-    """Returns the smallest position below the largest one that is in no run; None if all are covered.
-
-    Takes time in proportion to the number of runs, not to their lengths.
-
-    Raises:
-        ValueError: two runs hold the same position.
-    """
-    # Runs split to one common step: the positions of each remainder modulo `step` must follow each other without gaps.
-    step = lcm(*(span.step for span in runs))
-    pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
-    expected, gaps = dict[int, int](), list[int]()
-    for remainder, first, last, i in pieces:
-        next_position = expected.get(remainder, remainder)
-        if first < next_position:
-            raise ValueError(f"{runs[i]} has a position that another span of the layout has too")
-        if first > next_position:
-            gaps.append(next_position)
-        expected[remainder] = last + step
-    end = max(span[-1] for span in runs)
-    absent_remainder = next((r for r in range(min(step, end + 1)) if r not in expected), None)
-    early_ends = (next_position for next_position in expected.values() if next_position <= end)
-    return min((*gaps, *early_ends, *(() if absent_remainder is None else (absent_remainder,))), default=None)
-
-
-def _split(span: range, step: int) -> Iterable[range]:
-    """Returns the span as runs of `step`, a multiple of its own step."""
-    times = step // span.step
-    return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
-
-
-def cut(span: range, n: int) -> list[range]:
-    """Returns `span` in `n` consecutive pieces whose sizes differ by at most one, larger ones first."""
-    base, larger = divmod(len(span), n)
-    ends = list(accumulate((base + (i < larger) for i in range(n)), initial=0))
-    return [span[ends[i] : ends[i + 1]] for i in range(n)]
-
-
-def _cut_spans(spans: Spans, n: int) -> list[list[range]]:
-    """Returns `spans`, taken as one sequence of tokens, in `n` consecutive pieces."""
-    starts = list(accumulate(map(len, spans), initial=0))
-    return [
-        [s[max(0, piece.start - start) : max(0, piece.stop - start)] for s, start in zip(spans, starts, strict=False)]
-        for piece in cut(range(starts[-1]), n)
-    ]
 
 
 def _sizes_of(length: int, shards: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.check.compare import Comparison, TokenError
+from armillary.attention.check.shards import distance_from_ends, moved_tokens, owners, shard_ends
 
 ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Relative rounding error by dtype."""
@@ -165,7 +166,7 @@ def labels_shifted_late(evidence: Evidence) -> str | None:
     if gradient is None or not comparison.shards:
         return None
     wrong = gradient.by_token_beside_factors > gradient.limit
-    if not wrong.any() or (wrong & ~_shard_ends(comparison.shards)).any():
+    if not wrong.any() or (wrong & ~shard_ends(comparison.shards)).any():
         return None
     return f"logits are right, their gradient is wrong at tokens {spans(wrong)}, where shards end"
 
@@ -178,7 +179,7 @@ def loss_averaged(evidence: Evidence) -> str | None:
         return None
     wrong = gradient.by_token_beside_factors > gradient.limit
     spread = max(gradient.factors) - min(gradient.factors)
-    if spread <= 1e-6 * max(map(abs, gradient.factors)) or (wrong & ~_shard_ends(comparison.shards)).any():
+    if spread <= 1e-6 * max(map(abs, gradient.factors)) or (wrong & ~shard_ends(comparison.shards)).any():
         return None
     factors = ", ".join(f"{x:.4g}" for x in gradient.factors)
     return f"the gradient of the logits is that of one rank times {factors} on the ranks"
@@ -248,8 +249,8 @@ def no_halo(evidence: Evidence) -> str | None:
     activation = comparison.first_wrong_activation
     if activation is None or not comparison.shards:
         return None
-    wrong, distance = activation.wrong_tokens, _distance_from_ends(comparison.shards)
-    reach, (_, lengths) = int(distance[wrong].max()), _owners(comparison.shards).unique_consecutive(return_counts=True)
+    wrong, distance = activation.wrong_tokens, distance_from_ends(comparison.shards)
+    reach, (_, lengths) = int(distance[wrong].max()), owners(comparison.shards).unique_consecutive(return_counts=True)
     if reach > min(HALO, int(lengths.min()) // 3):
         return None
     return f"{activation.name} is wrong at tokens {spans(wrong)}, within {reach} of the end of a shard"
@@ -269,7 +270,7 @@ def positions_restart(evidence: Evidence) -> str | None:
     activation = comparison.first_wrong_activation
     if activation is None or not comparison.shards:
         return None
-    if not torch.equal(activation.wrong_tokens, _moved(comparison.shards)):
+    if not torch.equal(activation.wrong_tokens, moved_tokens(comparison.shards)):
         return None
     return f"{activation.name} is right in the first shard and wrong at tokens {spans(activation.wrong_tokens)}"
 
@@ -336,40 +337,6 @@ def _one_factor(evidence: Evidence, expected: float | None) -> str | None:
     return f"every gradient is {factors[0]:.6g} times that of one rank on {comparison.run.ranks} ranks; {loss}"
 
 
-# Where tokens lie in shards.
-
-
-def _owners(shards: Sequence[Tensor]) -> Tensor:
-    """[N], the first rank that has each token."""
-    owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
-    for rank in reversed(range(len(shards))):
-        owner[shards[rank]] = rank
-    return owner
-
-
-def _shard_ends(shards: Sequence[Tensor]) -> Tensor:
-    """bool [N], the tokens whose next one is on another rank."""
-    owner = _owners(shards)
-    return torch.cat([owner[1:] != owner[:-1], torch.tensor([False])])
-
-
-def _distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
-    """[N], the number of tokens from the nearest end of a shard: 1 for the tokens on both of its sides."""
-    tokens, ends = torch.arange(len(_owners(shards))), _shard_ends(shards).nonzero().flatten()
-    if not len(ends):
-        return torch.full_like(tokens, len(tokens))
-    before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
-    return torch.where(before > 0, before, after).amin(0)
-
-
-def _moved(shards: Sequence[Tensor]) -> Tensor:
-    """bool [N], the tokens whose position is not their index in the shard."""
-    moved = torch.zeros(len(_owners(shards)), dtype=torch.bool)
-    for positions in shards:
-        moved[positions] |= positions != torch.arange(len(positions))
-    return moved
-
-
 def _first_wrong_token(error: TokenError) -> int:
     return int(error.wrong_tokens.nonzero()[0])
 
@@ -380,7 +347,7 @@ def _first_beyond_window(comparison: Comparison) -> int | None:
     if activation is None or not comparison.shards:
         return None
     first = _first_wrong_token(activation)
-    starts_shard = first > 0 and bool(_shard_ends(comparison.shards)[first - 1])
+    starts_shard = first > 0 and bool(shard_ends(comparison.shards)[first - 1])
     return first if first and not starts_shard and bool(activation.wrong_tokens[first:].all()) else None
 
 

@@ -59,7 +59,7 @@ class CheckBatch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step returns.
+    """The results of a step.
 
     Args:
         loss: []. If the step did not run backward, the checker runs it from this loss.
@@ -280,8 +280,8 @@ def _whole_calls(calls: list[Tensor], tokens: int) -> list[Tensor]:
 
 
 def _last_whole(calls: list[Tensor], tokens: int) -> Tensor | None:
-    whole = _whole_calls([x for x in calls if x.ndim >= 3], tokens)
-    return whole[-1].detach().cpu() if whole else None
+    full_calls = _whole_calls([x for x in calls if x.ndim >= 3], tokens)
+    return full_calls[-1].detach().cpu() if full_calls else None
 
 
 @cache

@@ -25,6 +25,7 @@ from armillary.attention.kernels.flash_attn_4 import FlashAttn4
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import (
     Kernel,
+    PackingKernel,
     Scores,
     check_softcap,
     contiguous_rows,
@@ -45,6 +46,7 @@ __all__ = [
     "Inputs",
     "Kernel",
     "KernelCandidate",
+    "PackingKernel",
     "Scores",
     "check_softcap",
     "choose_kernel",

@@ -9,12 +9,12 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Kernel, Scores
+from armillary.attention.kernels.kernel import PackingKernel, Scores
 from armillary.attention.kernels.packing import Sequences
 from armillary.attention.mask import Window
 
 
-class Batched(Kernel):
+class Batched(PackingKernel):
     """Computes small pieces of the same shapes and band as rows of one batch."""
 
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from armillary.attention.kernels.dense import Dense
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import ALIGNMENT, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import ALIGNMENT, PackingKernel, Scores, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.packing import Sequences
 from armillary.attention.kernels.top_left import BackwardTensors, TopLeft, is_causal, is_reversed
@@ -33,7 +33,7 @@ DENSE = Dense()
 
 
 @dataclass(frozen=True)
-class Cudnn(TopLeft):
+class Cudnn(PackingKernel, TopLeft):
     """Takes [B, H, T, D] and returns lse [B, H, T, 1] in float32. Key heads need not be repeated.
 
     cuDNN caches a graph per shape and memory layout. In older releases of torch the cache key lacks the layouts of out,

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import ALIGNMENT, Kernel, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import ALIGNMENT, PackingKernel, Scores, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.packing import Lengths, Sequences
 from armillary.attention.kernels.tile import Tile
@@ -24,7 +24,7 @@ FLASH = Limits(
 WITH_SOFTCAP = replace(FLASH, softcap=True)
 
 
-class Flash(Kernel):
+class Flash(PackingKernel):
     """Supports float16 and bfloat16, and nearly any band in one call. Small pieces are packed into one call.
 
     A subclass makes the call, on tensors [B, T, H, D], or with `lengths` on packed ones [tokens, H, D]. Its lse has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -75,19 +76,21 @@ class Kernel(Protocol):
         """Returns the tile's share of (dq, dk, dv), from out and lse over *all* keys, not only those of the tile."""
         ...
 
+
+class PackingKernel(Kernel):
+    """A kernel that computes several small pieces in one call."""
+
+    @abstractmethod
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
-        """Returns a value that is equal for pieces that one packed call may compute together; None: only alone.
+        """Returns a value that is equal for pieces that one call may compute together; None: alone."""
 
-        By default None. Override it together with `forward_packed` and `backward_packed`.
-        """
-        return None
-
+    @abstractmethod
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Computes `forward` of several sequences: q [queries, H, D], k and v [keys, K, ...], lse [queries, H]."""
-        raise NotImplementedError(f"{self.name} packs nothing")
 
+    @abstractmethod
     def backward_packed(
         self,
         dout: Tensor,
@@ -100,7 +103,6 @@ class Kernel(Protocol):
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes `backward` of several sequences, shaped as in `forward_packed`."""
-        raise NotImplementedError(f"{self.name} packs nothing")
 
 
 def check_softcap(softcap: float | None) -> None:

@@ -66,8 +66,8 @@ def chunk_maps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) 
     widths = [v.shape[-1], k.shape[-1]]
     state, erased = (write @ solution).split(widths, -1)
     output, unread = (within @ solution).split(widths, -1)
-    kept = torch.diag_embed(chunk_decay.expand(*k.shape[:2], 1, k.shape[-1]).squeeze(-2))
-    return ChunkMaps(kept - erased, state, read - unread, output)
+    decay = torch.diag_embed(chunk_decay.expand(*k.shape[:2], 1, k.shape[-1]).squeeze(-2))
+    return ChunkMaps(decay - erased, state, read - unread, output)
 
 
 class CumulativeDecay(NamedTuple):

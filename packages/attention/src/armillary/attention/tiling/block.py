@@ -72,12 +72,12 @@ class BlockAttention:
         kernel, scores = self.kernel, self.scores
         with IDLE if Trace.current is None else self._span("forward"):
             for call in self._calls_on(q, k):
-                rows, columns, _ = call
+                rows, columns = call.queries, call.keys
                 tensors = rows.of(q), columns.of(k), columns.of(v)
                 if isinstance(call, SingleCall):
                     result = kernel.forward(*tensors, call.band, scores)
                 else:
-                    result = kernel.forward_packed(*tensors, call.sequences, scores)
+                    result = call.kernel.forward_packed(*tensors, call.sequences, scores)
                 del tensors  # of packed tokens, these are copies
                 accumulator.add(rows, *result)
                 del result  # before that of the next call is made
@@ -93,12 +93,12 @@ class BlockAttention:
         kernel, scores = self.kernel, self.scores
         with IDLE if Trace.current is None else self._span("backward"):
             for call in self._calls_on(q, k):
-                rows, columns, _ = call
+                rows, columns = call.queries, call.keys
                 tensors = rows.of(dout), rows.of(q), columns.of(k), columns.of(v), rows.of(out), rows.of(lse)
                 if isinstance(call, SingleCall):
                     grads = kernel.backward(*tensors, call.band, scores)
                 else:
-                    grads = kernel.backward_packed(*tensors, call.sequences, scores)
+                    grads = call.kernel.backward_packed(*tensors, call.sequences, scores)
                 del tensors
                 dq.add(rows, grads[0] if self.sign == 1 else grads[0] * self.sign)
                 dk.add(columns, grads[1])

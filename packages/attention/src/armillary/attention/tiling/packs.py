@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from armillary.attention.kernels import Kernel
+from armillary.attention.kernels import Kernel, PackingKernel
 from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
 from armillary.attention.mask import Window
 from armillary.attention.tiling.merge import PackedTokens, TilePart
@@ -39,6 +39,7 @@ class PackedCall(NamedTuple):
     queries: PackedTokens
     keys: PackedTokens
     sequences: Sequences
+    kernel: PackingKernel
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Shards(NamedTuple):
 
 
 def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
-    """Returns the calls, small ones of one `Kernel.pack_key` and of the same heads together. Same in every run.
+    """Returns the calls, small ones of one `PackingKernel.pack_key` and of the same heads together. Same in every run.
 
     No two pieces of a pack share queries, so that one merge adds all, or keys, whose gradients they add to.
     """
@@ -71,7 +72,9 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         rows, queries = query_part.ranges(shards.rows, shards.queries)
         _, keys = key_part.ranges(shards.rows, shards.keys)
         size = len(rows) * max(len(queries), len(keys))
-        key = None if size >= MIN_SINGLE_TOKENS else kernel.pack_key(len(queries), len(keys), band)
+        key = None
+        if isinstance(kernel, PackingKernel) and size < MIN_SINGLE_TOKENS:
+            key = kernel.pack_key(len(queries), len(keys), band)
         if key is None:
             ordered.append([index])
             continue
@@ -94,7 +97,7 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         pack.size += size
         if pack.size >= MAX_PACKED_TOKENS:
             packs.remove(pack)
-    return tuple(_call_of([calls[index] for index in pieces], shards) for pieces in ordered)
+    return tuple(_call_of([calls[index] for index in pieces], kernel, shards) for pieces in ordered)
 
 
 def _shifted(tokens: range, offset: int) -> range:
@@ -108,12 +111,12 @@ def _gap(ranges: list[range], tokens: range) -> int | None:
     return None if overlap else at
 
 
-def _call_of(calls: Sequence[KernelCall], shards: Shards) -> SingleCall | PackedCall:
-    if len(calls) == 1:
+def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> SingleCall | PackedCall:
+    if len(calls) == 1 or not isinstance(kernel, PackingKernel):
         return SingleCall(*calls[0])
     queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries, shards.device)
     keys, key_lengths = _packed_tokens([call[1] for call in calls], shards.rows, shards.keys, shards.device)
-    return PackedCall(queries, keys, Sequences(query_lengths, key_lengths, calls[0][2]))
+    return PackedCall(queries, keys, Sequences(query_lengths, key_lengths, calls[0][2]), kernel)
 
 
 def _packed_tokens(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from armillary.core import SequenceLayout
-from armillary.core.layout import Spans
+from armillary.core.spans import Spans
 from armillary.core.token_ranges import TokenRanges
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.core import SequenceLayout
-from armillary.core.layout import Spans
 from armillary.core.slices import FAR, Integers, Slices, widened
+from armillary.core.spans import Spans
 
 TileArray = NDArray[np.int64]
 """[n, 7]: key shard, then q0, q1, k0, k1, low, high as in `Tile`, with -FAR and FAR for bounds of None."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.spans import SpanTable, TileArray, tile_array
-from armillary.core.layout import Spans
 from armillary.core.slices import FAR, Integers
+from armillary.core.spans import Spans
 
 
 def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tuple[Tile, ...]:

@@ -45,8 +45,8 @@ from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_t
 from armillary.core.collectives.autograd import check_dims, check_heads, linear, merge
 from armillary.core.collectives.collective import check_tokens, tokens_on
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
-from armillary.core.layout import cut
 from armillary.core.mesh import Axis
+from armillary.core.spans import cut
 from armillary.core.validation import integer
 
 

@@ -11,7 +11,7 @@ from threading import Lock
 
 import numpy as np
 
-from armillary.core.layout import Spans
+from armillary.core.spans import Spans
 from armillary.data.loader.batch import IGNORE
 from armillary.data.packing import DocumentSlice, Packed, Packing
 from armillary.data.shuffle import Index, permutation

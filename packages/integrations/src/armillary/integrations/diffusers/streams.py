@@ -18,7 +18,7 @@ from armillary.attention.context_parallel.sequence import Sharding
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout, all_gather
-from armillary.core.layout import cut
+from armillary.core.spans import cut
 from armillary.integrations.diffusers.plans import Split
 
 

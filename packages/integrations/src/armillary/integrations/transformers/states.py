@@ -182,8 +182,8 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Ca
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         extra = bound.arguments.get("kwargs", {})
-        given = {**bound.arguments, **extra}
-        return ours(sequence, **{name: given[name] for name in own if name in given})
+        values = {**bound.arguments, **extra}
+        return ours(sequence, **{name: values[name] for name in own if name in values})
 
     setattr(call, OPTION, True)
     return call

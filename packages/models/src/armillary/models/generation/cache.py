@@ -22,7 +22,7 @@ from armillary.attention.kernels import Inputs, Scores, choose_kernel, contiguou
 from armillary.attention.tiling.merge import ALL, Merge, TilePart
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import SequenceLayout
-from armillary.core.layout import Spans
+from armillary.core.spans import Spans
 from armillary.models.generation.decode_collectives import axes_of, merge_partial_attention
 
 

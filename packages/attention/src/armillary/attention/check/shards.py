@@ -1,0 +1,39 @@
+"""Where tokens lie in shards: which rank has them, and how far they are from its ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def owners(shards: Sequence[Tensor]) -> Tensor:
+    """[N], the first rank that has each token."""
+    owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
+    for rank in reversed(range(len(shards))):
+        owner[shards[rank]] = rank
+    return owner
+
+
+def shard_ends(shards: Sequence[Tensor]) -> Tensor:
+    """bool [N], the tokens whose next one is on another rank."""
+    owner = owners(shards)
+    return torch.cat([owner[1:] != owner[:-1], torch.tensor([False])])
+
+
+def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
+    """[N], the number of tokens from the nearest end of a shard: 1 for the tokens on both of its sides."""
+    tokens, ends = torch.arange(len(owners(shards))), shard_ends(shards).nonzero().flatten()
+    if not len(ends):
+        return torch.full_like(tokens, len(tokens))
+    before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
+    return torch.where(before > 0, before, after).amin(0)
+
+
+def moved_tokens(shards: Sequence[Tensor]) -> Tensor:
+    """bool [N], the tokens whose position is not their index in the shard."""
+    moved = torch.zeros(len(owners(shards)), dtype=torch.bool)
+    for positions in shards:
+        moved[positions] |= positions != torch.arange(len(positions))
+    return moved

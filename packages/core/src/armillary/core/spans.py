@@ -1,0 +1,95 @@
+"""Runs of positions: the spans of a shard joined, cut, and checked for gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import lcm
+
+MAX_POSITION = 2**63 - 1
+"""Positions are kept in 64-bit integers."""
+
+Spans = tuple[range, ...]
+"""Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
+
+
+def join_spans(spans: Iterable[range]) -> Spans:
+    """Returns the same positions in the same order in fewer runs, without empty ones.
+
+    A run that starts one step after the end of the previous run is joined with it.
+    """
+    runs: list[range] = []
+    for span in spans:
+        if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+            raise ValueError(f"span {span!r}: a shard is a list of ranges, such as [range(0, 8), range(24, 32)]")
+        if span.step < 1:
+            raise ValueError(f"{span} runs backwards; spans need a step of at least 1")
+        if not span:
+            continue
+        if span[-1] > MAX_POSITION:
+            raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
+        span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
+        if runs and (union := _continued(runs[-1], span)) is not None:
+            runs[-1] = union
+        else:
+            runs.append(span)
+    return tuple(runs)
+
+
+def _continued(a: range, b: range) -> range | None:
+    """Returns the run of `a` followed by `b`, or None if that is not one run."""
+    step = a.step if len(a) > 1 else b.step
+    same_step = len(b) == 1 or b.step == step
+    return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
+
+
+def span_text(span: range) -> str:
+    """Returns "start:stop", or "start:stop:step" for a step above 1."""
+    return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
+
+
+def missing_position(runs: Sequence[range]) -> int | None:
+    """Returns the smallest position below the largest one that is in no run; None if all are covered.
+
+    Takes time in proportion to the number of runs, not to their lengths.
+
+    Raises:
+        ValueError: two runs hold the same position.
+    """
+    # Runs split to one common step: the positions of each remainder modulo `step` must follow each other without gaps.
+    step = lcm(*(span.step for span in runs))
+    pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
+    expected, gaps = dict[int, int](), list[int]()
+    for remainder, first, last, i in pieces:
+        next_position = expected.get(remainder, remainder)
+        if first < next_position:
+            raise ValueError(f"{runs[i]} has a position that another span of the layout has too")
+        if first > next_position:
+            gaps.append(next_position)
+        expected[remainder] = last + step
+    end = max(span[-1] for span in runs)
+    absent_remainder = next((r for r in range(min(step, end + 1)) if r not in expected), None)
+    early_ends = (next_position for next_position in expected.values() if next_position <= end)
+    return min((*gaps, *early_ends, *(() if absent_remainder is None else (absent_remainder,))), default=None)
+
+
+def _split(span: range, step: int) -> Iterable[range]:
+    """Returns the span as runs of `step`, a multiple of its own step."""
+    times = step // span.step
+    return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
+
+
+def cut(span: range, n: int) -> list[range]:
+    """Returns `span` in `n` consecutive pieces whose sizes differ by at most one, larger ones first."""
+    base, larger = divmod(len(span), n)
+    ends = list(accumulate((base + (i < larger) for i in range(n)), initial=0))
+    return [span[ends[i] : ends[i + 1]] for i in range(n)]
+
+
+def cut_spans(spans: Spans, n: int) -> list[list[range]]:
+    """Returns `spans`, taken as one sequence of tokens, in `n` consecutive pieces."""
+    starts = list(accumulate(map(len, spans), initial=0))
+    return [
+        [s[max(0, piece.start - start) : max(0, piece.stop - start)] for s, start in zip(spans, starts, strict=False)]
+        for piece in cut(range(starts[-1]), n)
+    ]
