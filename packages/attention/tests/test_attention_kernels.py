@@ -341,7 +341,7 @@ def tokens_of(run: range) -> TilePart:
 def packed(kernel, sides: list[tuple[range, range]], band=(None, 0)) -> list[int]:
     """The number of pieces of each call of a block with these queries and keys."""
     calls = [(tokens_of(q), tokens_of(k), band) for q, k in sides]
-    shards = Shards(1, max(q.stop for q, _ in sides), max(k.stop for _, k in sides), torch.device("cpu"))
+    shards = Shards(1, max(q.stop for q, _ in sides), max(k.stop for _, k in sides))
     found = pack_calls(calls, kernel, shards)
     return [1 if isinstance(call, SingleCall) else len(call.sequences.queries) for call in found]
 
@@ -364,7 +364,7 @@ def test_large_tiles_go_alone_and_packs_are_closed_when_full():
 def test_no_token_is_twice_in_a_pack(cells):
     parts = [[tokens_of(range(4 * cell[side], 4 * cell[side] + 4)) for cell in cells] for side in (0, 1)]
     calls = [(*pair, (None, None)) for pair in zip(*parts, strict=True)]
-    found = pack_calls(calls, CpuFlash(), Shards(2, 40, 40, torch.device("cpu")))
+    found = pack_calls(calls, CpuFlash(), Shards(2, 40, 40))
     every = torch.arange(80).view(2, 40, 1)
     for side in (0, 1):
         tokens = [call[side].of(every).flatten() for call in found]

@@ -2,13 +2,18 @@
 
 import gc
 import weakref
+from copy import copy
 from dataclasses import replace
 
+import pytest
 import torch
 
 from armillary.attention import AttentionMask, Local
+from armillary.attention.call import spec
 from armillary.attention.mask.bounded_cache import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
 from armillary.attention.registry import build_attention
+from armillary.attention.rotation.reach import Reach
+from armillary.attention.tiling import block, grid
 from armillary.core.testing import mesh
 
 LENGTH = 48
@@ -68,3 +73,53 @@ def test_another_pattern_is_looked_into():
     assert mask == AttentionMask.chunked(4) != AttentionMask.chunked(3)
     assert hash(mask) == hash(AttentionMask.chunked(4)) and mask.pairs(8) == 20
     assert torch.equal(mask.numbers, AttentionMask.chunked(4).numbers)
+
+
+PLANNED = [(Reach, "of"), (grid, "tile_array"), (spec, "kernel_calls"), (block, "pack_calls")]
+"""Work on the host for a new mask and layout."""
+
+
+def calls_of_first(attend, mask: AttentionMask, layout, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list]:
+    """Names of the functions of `PLANNED` that a call and its backward run, and its results."""
+    names = list[str]()
+    with monkeypatch.context() as patch:
+        for owner, name in PLANNED:
+            function = getattr(owner, name)
+            patch.setattr(owner, name, lambda *a, name=name, function=function: names.append(name) or function(*a))
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, layout.sizes[attend.shard], 4, 8, requires_grad=True) for _ in range(3))
+        out = attend(q, k, v, mask=mask, layout=layout)
+        out.square().sum().backward()
+    return names, [out.detach(), q.grad, k.grad, v.grad]
+
+
+def first_calls_of_steps(name: str, kind: str) -> dict[str, list[str]]:
+    """On 4 ranks: the host work of a step's first call, without a plan and with one."""
+    monkeypatch = pytest.MonkeyPatch()
+    attend = build_attention(name, mesh(ring=4, ulysses=1) if name in ONE_AXIS else mesh(ring=2, ulysses=2))
+    masks = [AttentionMask(documents=[documents(step), documents(step + 20)]) for step in range(3)]
+    layouts = [attend.layout(LENGTH, kind, mask) for mask in masks]
+    unplanned, _ = calls_of_first(attend, masks[0], layouts[0], monkeypatch)
+    attend.plan_ahead(AttentionMask(documents=masks[1].documents), layouts[1], rows=2)
+    planned, results = calls_of_first(attend, masks[1], layouts[1], monkeypatch)
+    # The same call of a method that has planned nothing.
+    fresh = copy(attend)
+    for got, expected in zip(results, calls_of_first(fresh, masks[1], layouts[1], monkeypatch)[1], strict=True):
+        assert torch.equal(got, expected)
+    return {"unplanned": unplanned, "planned": planned}
+
+
+ONE_AXIS = ("ring", "token_ring", "wallfacer", "all_gather")
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "balanced"])
+@pytest.mark.parametrize("name", [*ONE_AXIS, "usp", "upipe+ring"])
+def test_a_planned_call_finds_its_work_done(worlds, name, kind):
+    for names in worlds(4).run(first_calls_of_steps, name, kind):
+        assert names["unplanned"] and names["planned"] == []
+
+
+def test_nothing_is_planned_before_the_first_call():
+    attend = Local()
+    attend.plan_ahead(AttentionMask(), attend.layout(8))
+    assert attend.planned_specs.entries == []

@@ -42,6 +42,14 @@ def test_batches_do_not_depend_on_how_many_are_made_ahead(ahead):
     assert tokens(alone(numbered(LENGTHS), N, rows_per_batch=2, ahead=ahead), 60) == expected
 
 
+def test_batches_are_planned_in_the_thread_that_reads_them():
+    planned = list[tuple[str, range]]()
+    rows = alone(numbered(LENGTHS), N, plan=lambda batch: planned.append((threading.current_thread().name, batch.rows)))
+    read = [batch.rows for batch in islice(rows, 5)]
+    assert [batch_rows for _, batch_rows in planned][:5] == read
+    assert all("prefetch" in name for name, _ in planned)
+
+
 def test_batches_by_number_are_right_during_prefetching():
     rows = alone(numbered(LENGTHS), N, ahead=3)
     expected = tokens(alone(numbered(LENGTHS), N), 40)

@@ -6,6 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.attention.call import spec
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.models import linear_token_loss
@@ -102,6 +104,29 @@ def test_parts_are_the_rows_of_the_step_and_validation_sees_as_many(worlds, smal
     actual = worlds(2).run(rows_and_validation, on(meshed(small, shard=2), accumulation=2))
     assert [rows for rows, _ in actual] == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
     assert all(values["loss"] == pytest.approx(full["loss"], abs=1e-6) for _, values in actual)
+
+
+def planning_threads(config: Config) -> list[set[str]]:
+    """For each step, the threads that made kernel calls from masks and layouts."""
+    run, names, threads = built(config), list[str](), list[set[str]]()
+    kernel_calls = spec.kernel_calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec, "kernel_calls", lambda *a: names.append(current_thread().name) or kernel_calls(*a))
+        for number in range(1, 9):
+            batches = [next(run.training)]
+            names.clear()
+            train_step(run, number, batches)
+            threads.append(set(names))
+    return threads
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_attention_of_packed_documents_is_planned_while_batches_are_read(worlds, small, layout):
+    config = replace(small, data=replace(small.data, documents=True, layout=layout))
+    for threads in worlds(2).run(planning_threads, meshed(config, ring=2)):
+        assert "MainThread" in threads[0]  # heads and kernel are known after the first call
+        # Two batches were read ahead before that.
+        assert not any("MainThread" in each for each in threads[3:])
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -230,13 +230,16 @@ def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
     if n < 1 or smallest < n:
         min_tokens = layout.shards * n
         raise ValueError(f"cannot cut shards of {smallest} tokens in {n}; give at least {min_tokens} tokens in all")
-    return SequenceLayout([piece for shard in range(layout.shards) for piece in cut_spans(layout.spans(shard), n)])
+    pieces = (piece for shard in range(layout.shards) for piece in cut_spans(layout.spans(shard), n))
+    return SequenceLayout(pieces) if n > 1 else layout
 
 
 @lru_cache(maxsize=256)
 def _coarsened(layout: SequenceLayout, n: int) -> SequenceLayout:
     if n < 1 or layout.shards % n:
         raise ValueError(f"cannot join {layout.shards} shards in groups of {n}; {n} must divide {layout.shards}")
+    if n == 1:
+        return layout
     groups = ([layout.spans(shard) for shard in range(i, i + n)] for i in range(0, layout.shards, n))
     return SequenceLayout([[span for spans in group for span in spans] for group in groups])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from armillary.attention import AttentionMask, Method
+from armillary.attention import Method
 from armillary.core import SequenceLayout
 from armillary.data import (
     PackedSequences,
@@ -16,10 +16,10 @@ from armillary.data import (
     python_corpus,
 )
 from armillary.data.detection import open_tokens, read_tokenizer
-from armillary.data.loader.batch import Documents, Parents
+from armillary.data.loader.batch import Batch, Documents, Parents
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
-from armillary.train.run import mask_of_trees
+from armillary.train.run import batch_mask
 
 PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
@@ -82,8 +82,11 @@ def load_rows(
         )
 
     def balanced(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
-        mask = AttentionMask(documents=documents) if parents is None else mask_of_trees(documents, parents)
-        return attention.layout(length, "balanced", mask)
+        return attention.layout(length, "balanced", batch_mask(documents, parents, config.data.documents))
+
+    def plan(batch: Batch) -> None:
+        mask = batch_mask(batch.documents, batch.parents, config.data.documents)
+        attention.plan_ahead(mask, batch.layout, len(batch.documents))
 
     def rows(stores_subset: list[TokenStore]) -> PackedSequences:
         return PackedSequences(
@@ -98,6 +101,8 @@ def load_rows(
             replicas=config.replicas,
             reset_positions=config.data.reset_positions,
             layout_for=balanced if kind == "balanced" and (config.data.documents or trees) else None,
+            # Without documents every batch has the same mask and layout: the first call's plan serves all.
+            plan=plan if config.data.documents or trees else None,
         )
 
     training, validation = zip(*(store.split(config.data.validation_fraction) for store in stores), strict=True)

@@ -59,12 +59,15 @@ class Run:
 
     def mask(self, batch: Batch) -> AttentionMask:
         """Returns a causal mask: within documents if so configured, and always along the paths of trees."""
-        if batch.parents is not None:
-            return mask_of_trees(batch.documents, batch.parents)
-        return AttentionMask(documents=batch.documents if self.config.data.documents else None)
+        return batch_mask(batch.documents, batch.parents, self.config.data.documents)
 
 
-def mask_of_trees(documents: Documents, parents: Parents) -> AttentionMask:
-    """Returns the mask of rows of trees: a token sees the segments on its path, up to itself."""
+def batch_mask(documents: Documents, parents: Parents | None, within_documents: bool) -> AttentionMask:
+    """Returns the mask of a batch: causal, within documents if so configured, and along the paths of trees.
+
+    A token of a tree sees the segments on its path, up to itself.
+    """
+    if parents is None:
+        return AttentionMask(documents=documents if within_documents else None)
     rows = zip(documents, parents, strict=True)
-    return AttentionMask.rows([AttentionMask.tree(ends, of_row) for ends, of_row in rows])
+    return AttentionMask.rows([AttentionMask.tree(ends, row_parents) for ends, row_parents in rows])

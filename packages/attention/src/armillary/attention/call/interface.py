@@ -46,15 +46,18 @@ class AttentionMethod(ABC):
     """Key under which a compiled graph finds the method."""
     spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
     """Checked calls, by shapes, dtypes and options."""
+    planned_specs: BoundedCache[tuple[Hashable, ...], AttentionSpec]
+    """Specs that `plan_ahead` prepared, by their values."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         method = super().__new__(cls)
-        method.registered_id, method.spec_cache = register(method), BoundedCache()
+        method.registered_id, method.spec_cache, method.planned_specs = register(method), BoundedCache(), BoundedCache()
         return method
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drops the registered id and the cache: a copy is an independent method."""
-        return {name: value for name, value in vars(self).items() if name not in ("registered_id", "spec_cache")}
+        """Drops the registered id and the caches: a copy is an independent method."""
+        dropped_names = ("registered_id", "spec_cache", "planned_specs")
+        return {name: value for name, value in vars(self).items() if name not in dropped_names}
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -73,6 +76,14 @@ class AttentionMethod(ABC):
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
         """Raises ValueError for shapes that the method does not support. Runs before any communication."""
+
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:  # noqa: B027 - nothing to prepare
+        """Prepares everything on the host that `forward` and `backward` need for `spec`. May run in a thread.
+
+        Args:
+            previous: an earlier call, which used the same sides of a ring.
+            rows: rows of the batch.
+        """
 
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
         """Starts sending q before the keys exist; by default nothing is sent.

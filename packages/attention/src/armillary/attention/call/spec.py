@@ -13,6 +13,7 @@ from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
 from armillary.attention.tiling.grid import Grid, grid_of
+from armillary.attention.tiling.packs import Shards
 from armillary.core import SequenceLayout
 from armillary.core.token_ranges import TokenRanges
 
@@ -84,6 +85,11 @@ class AttentionSpec:
     kernel: Kernel
     _derived: dict[Hashable, object] = field(default_factory=dict[Hashable, object], init=False, repr=False)
 
+    @property
+    def values(self) -> tuple[Hashable, ...]:
+        """The arguments, for equality."""
+        return self.mask, self.layout, self.key_layout, self.scores, self.key_heads, self.kernel
+
     @cached_property
     def grid(self) -> Grid:
         """The visible pairs of each query shard and key shard."""
@@ -95,6 +101,10 @@ class AttentionSpec:
         if key not in derived:
             derived[key] = make()
         return cast("Result", derived[key])
+
+    def has(self, key: Hashable) -> bool:
+        """Returns True if `cached` has computed the result for `key`."""
+        return key in self._derived
 
     def with_heads(self, key_heads: tuple[int, ...]) -> AttentionSpec:
         """Returns the call as an inner method sees it, with these heads only."""
@@ -116,6 +126,16 @@ class AttentionSpec:
                 query, key, self.kernel, self.scores.with_positive_scale, self.scores.sign, tuple(calls)
             )
         return cast(BlockAttention, block)
+
+    def plan_block(
+        self, rows: int, query: int, key: int, queries: TokenRanges | None = None, keys: TokenRanges | None = None
+    ) -> None:
+        """Prepares the kernel calls of `block` for a batch of `rows` rows."""
+        block = self.block(query, key, queries, keys)
+        query_count = self.layout.sizes[query] if queries is None else queries.count
+        key_count = self.key_layout.sizes[key] if keys is None else keys.count
+        if block.calls and rows:
+            block.packed_calls(Shards(rows, query_count, key_count))
 
 
 @lru_cache(maxsize=256)

@@ -90,7 +90,7 @@ def _check_tensors_and_layout(
     key_layout = check_sequence_layout(method, options.key_layout or layout, k.shape[1])
     options.mask.check(layout.length, key_layout.length, q.shape[0])
     scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
-    return AttentionSpec(
+    spec = AttentionSpec(
         options.mask,
         layout,
         key_layout,
@@ -98,6 +98,7 @@ def _check_tensors_and_layout(
         key_heads_of(q.shape[2], k.shape[2]),
         choose_kernel(inputs or Inputs.of(q, v, options.softcap, options.mask), options.kernel),
     )
+    return method.planned_specs.get(spec.values) or spec
 
 
 def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:

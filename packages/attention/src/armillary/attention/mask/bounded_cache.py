@@ -29,6 +29,11 @@ class BoundedCache(Generic[Key, Value]):
                 return value
         return None
 
+    @property
+    def newest(self) -> list[tuple[Key, Value]]:
+        """Keys and values, the newest first."""
+        return [(key, value) for key, value, _ in reversed(self.entries)]
+
     def add(self, key: Key, value: Value, mask: AttentionMask) -> Value:
         """Adds a value, drops the oldest entries that no longer fit, and returns the value."""
         size = ENTRY_BYTES if mask.numbers is None else ENTRY_BYTES + BYTES_PER_NUMBER * mask.numbers.numel()

@@ -66,9 +66,12 @@ class AllGatherKV(Method):
         k, v = (transfer.wait() for transfer in pending)
         return k, v
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        self._one_shard_spec(spec).plan_block(rows, self.axis.rank, 0)
+
     def _block(self, spec: AttentionSpec) -> BlockAttention:
         """Returns the block of this rank's queries and all keys, seen as one shard."""
-        one_shard_spec = spec.cached(
-            "gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size))
-        )
-        return one_shard_spec.block(self.axis.rank, 0)
+        return self._one_shard_spec(spec).block(self.axis.rank, 0)
+
+    def _one_shard_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        return spec.cached("gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size)))

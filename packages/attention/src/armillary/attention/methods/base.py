@@ -7,6 +7,7 @@ the arguments and runs the pair under autograd (`call/attend.py`). To add a meth
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, Unpack, overload
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from armillary.attention.kernels import Kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.core import SequenceLayout, compat
+from armillary.core.validation import Window
 
 
 class Method(AttentionMethod):
@@ -48,6 +50,31 @@ class Method(AttentionMethod):
     def layout_traffic(self) -> float | None:
         """The `traffic` of balanced layouts. 0 if queries rotate: ranks must then be even by keys too."""
         return None
+
+    def plan_ahead(self, mask: AttentionMask, layout: SequenceLayout, rows: int = 1) -> None:
+        """Prepares the next calls with this mask and layout, on the host, so that the first one starts at once.
+
+        Can run in the thread that reads batches while the device computes. It takes heads and kernel from earlier
+        calls, so it does nothing before the first one.
+
+        Args:
+            mask: without the windows of layers that replace it; these are taken from earlier calls too.
+            layout: as for a call.
+            rows: rows of the batch.
+        """
+        head_ranks = self.shards // self.sequence_shards
+        if layout.shards == self.shards:
+            coarse = layout.coarsen(head_ranks)
+            coarse.refine(head_ranks)  # cached: the check of a call refines it again
+            layout = coarse
+        windows = set[Window | None]()
+        for _, previous in self.spec_cache.newest:
+            if previous.key_layout == previous.layout and previous.mask.window not in windows:
+                windows.add(previous.mask.window)
+                mask = mask if mask.window == previous.mask.window else replace(mask, window=previous.mask.window)
+                spec = replace(previous, mask=mask, layout=layout, key_layout=layout)
+                spec = self.planned_specs.get(spec.values) or self.planned_specs.add(spec.values, spec, mask)
+                self.plan(spec, previous, rows)
 
     @overload
     def __call__(

@@ -20,6 +20,9 @@ class Local(Method):
     shard = 0
     sequence_shards = 1
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        spec.plan_block(rows, 0, 0)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         accumulator = Merge.of(q, v)
         spec.block(0, 0).forward(q, k, v, accumulator)

@@ -117,6 +117,13 @@ class Ring(Method):
     def layout_traffic(self) -> float | None:
         return 0 if self.backward_side == "queries" or self.inner else None
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        for side in get_args(RotatingSide) if self.inner is None else ():
+            if previous.has((side, id(self.axis))):
+                for step in self.rotation(side, spec).steps:
+                    queries, keys = (None, step.token_ranges) if side == "keys" else (step.token_ranges, None)
+                    spec.plan_block(rows, step.query_shard, step.key_shard, queries, keys)
+
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
         """Returns the ring of all ranks of the axis, each with its own shard. Cached per spec."""
 

@@ -84,6 +84,11 @@ class TokenRing(Method):
 
         return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        ring = self.rotation(spec)
+        for step, direct_step in zip(ring.steps, ring.direct_steps, strict=True):
+            spec.plan_block(rows, step.query_shard, step.key_shard, queries=direct_step.visible_tokens)
+
     def rotation(self, spec: AttentionSpec) -> Rotation:
         """Returns the ring of all ranks of the axis, each with its own shard. Cached per spec."""
 

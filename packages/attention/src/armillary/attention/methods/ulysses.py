@@ -48,6 +48,9 @@ class Ulysses(HeadMethod):
         super().__init__(axis, inner)
         self.redistributes_inputs = self.axis.size > 1 or self.inner.redistributes_inputs
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        self.inner.plan(self.head_call(spec).inner_spec, self.head_call(previous).inner_spec, rows)
+
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> PendingTensor:
         queries = split_heads(key_heads, self.axis.size).queries
         return start_seq_to_head(q, self.axis, self.sizes(layout), queries).wait

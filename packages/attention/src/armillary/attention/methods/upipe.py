@@ -277,6 +277,12 @@ class UPipe(HeadMethod, StagedMethod):
         dk, dv = token_grads
         return dk, dv
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        stages = zip(self._staged_call(spec).stages, self._staged_call(previous).stages, strict=True)
+        # Most stages share one spec.
+        for inner_spec, inner_previous in {a.inner_spec: b.inner_spec for a, b in stages}.items():
+            self.inner.plan(inner_spec, inner_previous, rows)
+
     def _staged_call(self, spec: AttentionSpec) -> StagedCall:
         """Returns the call as divided into stages. Cached per spec."""
         rank, ranks, inner = self.axis.rank, self.axis.size, self.inner

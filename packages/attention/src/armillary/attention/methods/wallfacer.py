@@ -83,6 +83,9 @@ class WallFacer(Method):
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         return self.teams.layout(length, kind, mask)
 
+    def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        self.team_ring.plan(self._team_spec(spec), self._team_spec(previous), rows)
+
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> PendingGather:
         return self._gather((q,), layout)
 
@@ -200,4 +203,4 @@ class TeamRing(Ring):
             topology = self.teams.ring_of(self.group, self.member, side)
             return Rotation.of(self.axis, self.return_axis, topology, spec.grid)
 
-        return spec.cached((side, id(self)), make)
+        return spec.cached((side, id(self.axis)), make)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from armillary.attention.kernels import Kernel, Scores, contiguous_rows
@@ -17,6 +18,9 @@ from armillary.attention.tiling.packs import KernelCall, PackedCall, Shards, Sin
 from armillary.core import Trace, compat, span
 from armillary.core.observe.trace import IDLE
 from armillary.core.token_ranges import TokenRanges
+
+Calls = tuple[SingleCall | PackedCall, ...]
+HOST = torch.device("cpu")
 
 
 class HeadRun(NamedTuple):
@@ -59,8 +63,8 @@ class BlockAttention:
     scores: Scores
     sign: int
     calls: tuple[KernelCall, ...]
-    _packs: dict[Shards, tuple[SingleCall | PackedCall, ...]] = field(
-        default_factory=dict[Shards, tuple[SingleCall | PackedCall, ...]], init=False, repr=False
+    _packs: dict[tuple[Shards, torch.device], Calls] = field(
+        default_factory=dict[tuple[Shards, torch.device], Calls], init=False, repr=False
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
@@ -105,13 +109,23 @@ class BlockAttention:
                 dv.add(columns, grads[2])
                 del grads
 
-    def _calls_on(self, q: Tensor, k: Tensor) -> tuple[SingleCall | PackedCall, ...]:
+    def _calls_on(self, q: Tensor, k: Tensor) -> Calls:
         """Returns the calls, small ones packed. Their indices are copied to the device once."""
-        shards = Shards(q.shape[0], q.shape[1], k.shape[1], q.device)
-        if (calls := self._packs.get(shards)) is None:
+        shards = Shards(q.shape[0], q.shape[1], k.shape[1])
+        if (calls := self._packs.get((shards, q.device))) is None:
+            calls = self.packed_calls(shards)
+            if q.device != HOST:
+                calls = tuple([call if isinstance(call, SingleCall) else call.to(q.device) for call in calls])
+                if not compat.fakes_tensors():
+                    self._packs[shards, q.device] = calls
+        return calls
+
+    def packed_calls(self, shards: Shards) -> Calls:
+        """Returns the calls on such tensors, small ones packed, with their indices on the host."""
+        if (calls := self._packs.get((shards, HOST))) is None:
             calls = pack_calls(self.calls, self.kernel, shards)
             if not compat.fakes_tensors():  # a fake tensor belongs to its mode and must not outlive it
-                self._packs[shards] = calls
+                self._packs[shards, HOST] = calls
         return calls
 
     def _span(self, name: str) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.merge import merge_
+from armillary.core.to_device import to_device
 from armillary.core.token_ranges import TokenRanges
 
 ALL = slice(None)
@@ -52,6 +53,10 @@ class PackedTokens:
     def of(self, x: Tensor) -> Tensor:
         """Returns these tokens of x [B, T, H, ...]: a copy."""
         return x.flatten(0, 1)[:, self.heads].index_select(0, self.index)
+
+    def to(self, device: torch.device) -> PackedTokens:
+        """Returns these tokens with the index on `device`."""
+        return PackedTokens(to_device(self.index, device), self.heads)
 
     def chunks(self) -> Iterator[tuple[PackedTokens, slice]]:
         """Yields these tokens in up to `CHUNKS` parts, and where each is among them."""

@@ -19,7 +19,6 @@ from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TO
 from armillary.attention.mask import Window
 from armillary.attention.tiling.merge import PackedTokens, TilePart
 from armillary.attention.tiling.spans import repeat_indices
-from armillary.core.to_device import to_device
 
 KernelCall = tuple[TilePart, TilePart, Window]
 """Part of the queries, part of the keys, and the visible band."""
@@ -41,6 +40,10 @@ class PackedCall(NamedTuple):
     sequences: Sequences
     kernel: PackingKernel
 
+    def to(self, device: torch.device) -> PackedCall:
+        """Returns the call with its indices on `device`."""
+        return self._replace(queries=self.queries.to(device), keys=self.keys.to(device))
+
 
 @dataclass
 class OpenPack:
@@ -58,11 +61,12 @@ class Shards(NamedTuple):
     rows: int
     queries: int
     keys: int
-    device: torch.device
 
 
 def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
     """Returns the calls, small ones of one `PackingKernel.pack_key` and of the same heads together. Same in every run.
+
+    Indices are on the host.
 
     No two pieces of a pack share queries, so that one merge adds all, or keys, whose gradients they add to.
     """
@@ -114,14 +118,12 @@ def _gap(ranges: list[range], tokens: range) -> int | None:
 def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> SingleCall | PackedCall:
     if len(calls) == 1 or not isinstance(kernel, PackingKernel):
         return SingleCall(*calls[0])
-    queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries, shards.device)
-    keys, key_lengths = _packed_tokens([call[1] for call in calls], shards.rows, shards.keys, shards.device)
+    queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries)
+    keys, key_lengths = _packed_tokens([call[1] for call in calls], shards.rows, shards.keys)
     return PackedCall(queries, keys, Sequences(query_lengths, key_lengths, calls[0][2]), kernel)
 
 
-def _packed_tokens(
-    parts: Sequence[TilePart], batch: int, tokens: int, device: torch.device
-) -> tuple[PackedTokens, tuple[int, ...]]:
+def _packed_tokens(parts: Sequence[TilePart], batch: int, tokens: int) -> tuple[PackedTokens, tuple[int, ...]]:
     """Returns the tokens of the parts, and the number of tokens of each sequence."""
     runs = [
         (row * tokens + run.start, len(run))
@@ -132,5 +134,4 @@ def _packed_tokens(
     start, count = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     run, number = repeat_indices(count)
     # `tensor` and not `from_numpy`, which under a fake mode makes a real one.
-    index = to_device(torch.tensor(start[run] + number), device)
-    return PackedTokens(index, parts[0].heads), tuple(count.tolist())
+    return PackedTokens(torch.tensor(start[run] + number), parts[0].heads), tuple(count.tolist())

@@ -50,6 +50,7 @@ class PackedSequences(Batches):
         layout_for: returns the layout of a batch for its `documents`, such as a balanced one, with the length and
             shards of `layout`. If any store has trees, the batch's `parents` are the second argument. It must return
             the same layout on all ranks. `layout_for` and `packing` run in a thread and must not call collectives.
+        plan: called in that thread with each batch that was read, such as to plan its attention (`attend.plan_ahead`).
         ahead: number of batches to prefetch in a thread.
 
     Raises:
@@ -71,6 +72,7 @@ class PackedSequences(Batches):
         replicas: int = 1,
         reset_positions: bool = False,
         layout_for: Callable[..., SequenceLayout] | None = None,
+        plan: Callable[[Batch], None] | None = None,
         ahead: int = 2,
     ) -> None:
         stores = [stores] if isinstance(stores, TokenStore) else list(stores)
@@ -78,7 +80,7 @@ class PackedSequences(Batches):
         packing_name = getattr(packing, "__name__", "<none>")
         if not packing_name.isidentifier():
             raise ValueError(f"packing {packing} has no name to save in a state; give a function made with def")
-        self._layout_for, self._reset_positions = layout_for, reset_positions
+        self._layout_for, self._plan, self._reset_positions = layout_for, plan, reset_positions
         self._has_trees = any(store.trees is not None for store in stores)
         self._epochs: list[Epochs] = []
         for i, store in enumerate(stores):
@@ -143,9 +145,11 @@ class PackedSequences(Batches):
         if self._has_trees:
             labels = label_triples(packed_rows, positions.numpy(), next_tokens)
         # The difference is a new tensor: a batch changed in place must not change later ones.
-        return Batch(
-            torch.from_numpy(tokens), labels, positions - torch.from_numpy(starts), documents, layout, rows, parents
-        )
+        positions = positions - torch.from_numpy(starts)
+        batch = Batch(torch.from_numpy(tokens), labels, positions, documents, layout, rows, parents)
+        if self._plan is not None:
+            self._plan(batch)
+        return batch
 
     def _layout_of(self, documents: Documents, parents: Parents | None) -> SequenceLayout:
         if self._layout_for is None:
