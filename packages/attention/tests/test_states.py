@@ -287,6 +287,9 @@ def refusals() -> None:
         "to_local": lambda: gated_delta_rule(
             **delta | {"k": DTensor.from_local(delta["k"], ring, [Shard(1)])}, **where
         ),
+        "kernel 'fla'": lambda: gated_delta_rule(**delta, **where, kernel="fla"),
+        "mamba_ssm": lambda: gated_delta_rule(**delta, **where, kernel="mamba_ssm"),
+        "kernel='flash'": lambda: ssd(**mamba, **where, kernel="flash"),
         "v is a list": lambda: gated_delta_rule(**delta | {"v": [1.0]}, **where),
     }
     for words, call in cases.items():

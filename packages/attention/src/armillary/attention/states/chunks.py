@@ -4,8 +4,9 @@ With u_t the value that the token t writes, the recurrences are
 
     S_t = a_t S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
 
-where u_t = v_t for state space duality (Mamba-2, arXiv 2405.21060), and u_t = beta_t (v_t - (a_t S_{t-1})^T k_t) for
-the delta rule. With D_tj the decay a_{j+1} ... a_t, a chunk that the state S enters has
+where u_t = dt_t x_t for state space duality (Mamba-2, arXiv 2405.21060), and
+u_t = beta_t (v_t - (a_t S_{t-1})^T k_t) for the delta rule. With D_tj the decay a_{j+1} ... a_t, a chunk that the
+state S enters has
 
     U + tril(beta K K^T o D, -1) U = beta V - beta D_t0 K S                      (UT transform, arXiv 2412.06464)
 
@@ -19,6 +20,36 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Operands(NamedTuple):
+    """The inputs of a recurrence in the dtype of its states, as tokens [B, T, ...] or cut into n chunks of C tokens.
+
+    Args:
+        q, k: [B, T, K, Dk], or [n, K, C, Dk].
+        v: [B, T, H, Dv], or [n, H, C, Dv].
+        g: [B, T, H, 1 or Dk], or [n, H, C, 1 or Dk]: logarithms of decays, -inf for 0.
+        beta: [B, T, H, 1], or [n, H, C, 1]: the delta rule's, or the dt of state space duality.
+        rates: [H], the A of state space duality, where g = dt A; None for the delta rule.
+        initial_state: [B, H, Dk, Dv], or None for zeros.
+        dtype: of the layer's values, before they were cast to the dtype of the states.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    rates: Tensor | None
+    initial_state: Tensor | None
+    dtype: torch.dtype
+
+    def repeat_key_heads(self) -> Operands:
+        """Returns these chunks with H heads of q and k: value head h uses key head h // (H / K)."""
+        count = self.v.shape[1] // self.k.shape[1]
+        if count == 1:
+            return self
+        return self._replace(q=self.q.repeat_interleave(count, 1), k=self.k.repeat_interleave(count, 1))
 
 
 class ChunkMaps(NamedTuple):
@@ -42,32 +73,60 @@ def apply_map(state_map: Tensor, state: Tensor) -> Tensor:
     return state_map * state if state_map.shape[-1] == 1 else state_map @ state
 
 
-def chunk_maps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> ChunkMaps:
-    """Computes the maps of n chunks of C tokens.
+class StateKernel(Protocol):
+    """Computes chunks of tokens on one device. Stateless, and differentiable by torch's autograd.
 
     Args:
-        q, k: [n, H, C, Dk].
-        v: [n, H, C, Dv].
-        g: [n, H, C, 1 or Dk], logarithms of decays, -inf for 0.
-        beta: [n, H, C, 1] of the delta rule; None for u_t = v_t.
+        name: in the layers' `kernel` argument.
+        max_chunk: tokens of a chunk. Between the chunks of a run, states are passed on by products of matrices.
     """
-    decays = CumulativeDecay.of(g)
-    last = decays.at(slice(-1, None))
-    from_start = decays.since_start()
-    pairs: PairDecay = HeadDecay(decays) if g.shape[-1] == 1 else ChannelDecay(decays)
-    read, write = q * from_start, (k * decays.until_end()).mT
-    within, chunk_decay = pairs.products(q, k), last.since_start()
-    if beta is None:
-        return ChunkMaps(chunk_decay.mT, write @ v, read, within @ v)
-    # The solver reads what is below the diagonal alone.
-    system = beta * pairs.products(k, k)
-    right_sides = torch.cat([beta * v, beta * from_start * k], -1)
-    solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
-    widths = [v.shape[-1], k.shape[-1]]
-    state, erased = (write @ solution).split(widths, -1)
-    output, unread = (within @ solution).split(widths, -1)
-    decay = torch.diag_embed(chunk_decay.expand(*k.shape[:2], 1, k.shape[-1]).squeeze(-2))
-    return ChunkMaps(decay - erased, state, read - unread, output)
+
+    name: str
+    max_chunk: int
+
+    def refuses(self, v: Tensor, channels: int, delta_rule: bool) -> str | None:
+        """Returns the reason why the kernel cannot compute a layer, or None.
+
+        Args:
+            v: the layer's values [B, T, H, Dv], in the caller's dtype.
+            channels: Dk.
+            delta_rule: False for state space duality.
+        """
+        ...
+
+    def maps(self, chunks: Operands) -> ChunkMaps:
+        """Computes the maps of n chunks of C tokens. Padding is 0 in all operands, and does not change the state."""
+        ...
+
+
+class TorchChunks:
+    """Operations of torch, on any device and in every floating-point dtype."""
+
+    name = "torch"
+    max_chunk = 64  # within a chunk matrices of chunk x chunk are computed
+
+    def refuses(self, v: Tensor, channels: int, delta_rule: bool) -> str | None:
+        return None
+
+    def maps(self, chunks: Operands) -> ChunkMaps:
+        q, k, v, g, beta, rates, *_ = chunks.repeat_key_heads()
+        decays = CumulativeDecay.of(g)
+        last = decays.at(slice(-1, None))
+        from_start = decays.since_start()
+        pairs: PairDecay = HeadDecay(decays) if g.shape[-1] == 1 else ChannelDecay(decays)
+        read, write = q * from_start, (k * decays.until_end()).mT
+        within, chunk_decay = pairs.products(q, k), last.since_start()
+        if rates is not None:
+            return ChunkMaps(chunk_decay.mT, write @ (beta * v), read, within @ (beta * v))
+        # The solver reads what is below the diagonal alone.
+        system = beta * pairs.products(k, k)
+        right_sides = torch.cat([beta * v, beta * from_start * k], -1)
+        solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
+        widths = [v.shape[-1], k.shape[-1]]
+        state, erased = (write @ solution).split(widths, -1)
+        output, unread = (within @ solution).split(widths, -1)
+        decay = torch.diag_embed(chunk_decay.expand(*k.shape[:2], 1, k.shape[-1]).squeeze(-2))
+        return ChunkMaps(decay - erased, state, read - unread, output)
 
 
 class CumulativeDecay(NamedTuple):

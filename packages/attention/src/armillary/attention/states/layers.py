@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.mask import AttentionMask
+from armillary.attention.states.chunks import Operands, StateKernel
+from armillary.attention.states.kernels import choose_kernel
 from armillary.attention.states.plan import ScanPlan, plan_scan
-from armillary.attention.states.scan import Operands, scan
+from armillary.attention.states.scan import scan
 from armillary.core import SequenceLayout, compat
 from armillary.core.mesh import Axis
 from armillary.core.segments import segments_of
@@ -31,6 +33,7 @@ def gated_delta_rule(
     mask: AttentionMask | None = None,
     initial_state: Tensor | None = None,
     scale: float | None = None,
+    kernel: str | StateKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule (Gated DeltaNet, arXiv 2412.06464), or with a decay for each key channel Kimi's KDA.
 
@@ -48,6 +51,7 @@ def gated_delta_rule(
         initial_state: [B, H, Dk, Dv], the state before position 0, the same on all ranks. Its gradient is this rank's
             share of a sum. It enters the first document of each row only.
         scale: 1 / sqrt(Dk) by default.
+        kernel: a kernel, or the name of one, "torch" or "fla"; by default the fastest that supports the inputs.
 
     Returns:
         (o [B, T, H, Dv], final [B, H, Dk, Dv]): final is the state after the last token of each row, on every rank. Its
@@ -60,8 +64,8 @@ def gated_delta_rule(
 
     Raises:
         ValueError: arguments that do not fit each other; a striped layout, whose tokens have no neighbours on their
-            rank: `relayout` the inputs first; a mask that is neither of causal documents nor a tree. Raised before any
-            communication.
+            rank: `relayout` the inputs first; a mask that is neither of causal documents nor a tree; a kernel that does
+            not support the inputs. Raised before any communication.
     """
     _check_dims(("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, None), ("beta", beta, 3))
     (batch, tokens, heads, _), key_heads, channels = v.shape, k.shape[2], k.shape[3]
@@ -72,8 +76,9 @@ def gated_delta_rule(
     _check_groups("k", key_heads, heads)
     _check_state(initial_state, (batch, heads, channels, v.shape[3]))
     factor = channels**-0.5 if scale is None else number("scale", scale)
-    along, plan = _plan(layout, axis, mask, v)
-    out, final = scan(partial(_delta_rule_operands, factor), plan, along, q, k, v, g, beta, initial_state)
+    chosen = choose_kernel(kernel, v, channels, delta_rule=True)
+    along, plan = _plan(layout, axis, mask, v, chosen)
+    out, final = scan(partial(_delta_rule_operands, factor), chosen, plan, along, q, k, v, g, beta, initial_state)
     return out.to(v.dtype), final
 
 
@@ -89,6 +94,7 @@ def ssd(
     axis: DeviceMesh | Axis | None = None,
     mask: AttentionMask | None = None,
     initial_state: Tensor | None = None,
+    kernel: str | StateKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """State space duality (Mamba-2, arXiv 2405.21060), without D x and gating.
 
@@ -101,6 +107,7 @@ def ssd(
         Bm, Cm: [B, T, G, Ns]. Head h uses group h // (H / G).
         layout, axis, mask: as in `gated_delta_rule`.
         initial_state: [B, H, D, Ns], as there.
+        kernel: a kernel, or the name of one, "torch" or "mamba_ssm"; as there.
 
     Returns:
         (y [B, T, H, D], final [B, H, D, Ns]).
@@ -118,26 +125,30 @@ def ssd(
     _check_shape("Cm", Cm, Bm.shape)
     _check_groups("Bm", groups, heads)
     _check_state(initial_state, (batch, heads, width, states))
-    along, plan = _plan(layout, axis, mask, x)
+    chosen = choose_kernel(kernel, x, states, delta_rule=False)
+    along, plan = _plan(layout, axis, mask, x, chosen)
     initial = None if initial_state is None else initial_state.mT
-    out, final = scan(_ssd_operands, plan, along, x, dt, A, Bm, Cm, initial)
+    out, final = scan(_ssd_operands, chosen, plan, along, x, dt, A, Bm, Cm, initial)
     return out.to(x.dtype), final.mT
 
 
 def _delta_rule_operands(
     scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> Operands:
+    dtype = v.dtype
     q, k, v, g, beta = _in_state_dtype(q, k, v, g, beta)
     if initial_state is not None:
         initial_state = initial_state.to(v.dtype)
-    return Operands(q * scale, k, v, g if g.ndim == 4 else g.unsqueeze(-1), beta.unsqueeze(-1), initial_state)
+    decays = g if g.ndim == 4 else g.unsqueeze(-1)
+    return Operands(q * scale, k, v, decays, beta.unsqueeze(-1), None, initial_state, dtype)
 
 
 def _ssd_operands(x: Tensor, dt: Tensor, A: Tensor, Bm: Tensor, Cm: Tensor, initial_state: Tensor | None) -> Operands:
+    dtype = x.dtype
     x, dt, rates, Bm, Cm = _in_state_dtype(x, dt, A, Bm, Cm)
     if initial_state is not None:
         initial_state = initial_state.to(x.dtype)
-    return Operands(Cm, Bm, dt.unsqueeze(-1) * x, (dt * rates).unsqueeze(-1), None, initial_state)
+    return Operands(Cm, Bm, x, (dt * rates).unsqueeze(-1), dt.unsqueeze(-1), rates, initial_state, dtype)
 
 
 def _in_state_dtype(*inputs: Tensor) -> list[Tensor]:
@@ -147,7 +158,11 @@ def _in_state_dtype(*inputs: Tensor) -> list[Tensor]:
 
 
 def _plan(
-    layout: SequenceLayout | None, axis: DeviceMesh | Axis | None, mask: AttentionMask | None, v: Tensor
+    layout: SequenceLayout | None,
+    axis: DeviceMesh | Axis | None,
+    mask: AttentionMask | None,
+    v: Tensor,
+    kernel: StateKernel,
 ) -> tuple[Axis | None, ScanPlan]:
     """Returns the axis and this rank's plan for v [B, T, H, Dv]."""
     batch, tokens = v.shape[:2]
@@ -171,7 +186,7 @@ def _plan(
         raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
     if tokens != layout.sizes[rank]:
         raise ValueError(f"{tokens} tokens; the layout's shard {rank} has {layout.sizes[rank]}")
-    return along, plan_scan(layout, rows * (batch // len(rows)), rank, v.device)
+    return along, plan_scan(layout, rows * (batch // len(rows)), rank, v.device, kernel.max_chunk)
 
 
 def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:

@@ -27,9 +27,6 @@ from armillary.core.neighbours import runs_of
 from armillary.core.segments import NONE, Segments
 from armillary.core.slices import Integers
 
-MAX_CHUNK = 64
-"""Tokens of a chunk: within it matrices of chunk x chunk are computed, between chunks states are passed on."""
-
 
 class ShardRun(NamedTuple):
     """Neighbouring tokens start..stop - 1 of one segment on one rank. `previous` is a run's index, or -1."""
@@ -153,10 +150,10 @@ class RunChunks(NamedTuple):
     last_of_run: dict[int, int]
 
     @classmethod
-    def cut(cls, runs: Sequence[ShardRun], rank: int) -> RunChunks:
+    def cut(cls, runs: Sequence[ShardRun], rank: int, max_chunk: int) -> RunChunks:
         own_runs = [index for index, run in enumerate(runs) if run.rank == rank]
         longest = max((runs[index].stop - runs[index].start for index in own_runs), default=1)
-        size = min(MAX_CHUNK, 1 << (longest - 1).bit_length())
+        size = min(max_chunk, 1 << (longest - 1).bit_length())
         # A run comes after the one before it, and so does a chunk after its parent.
         parents, chunk_runs, starts = list[int](), list[int](), list[int]()
         last_of_run = dict[int, int]()
@@ -196,11 +193,13 @@ class RunChunks(NamedTuple):
 
 # All layers of a step share a plan, whose indices are as long as the shard: few are kept.
 @lru_cache(maxsize=8)
-def plan_scan(layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device) -> ScanPlan:
+def plan_scan(
+    layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device, max_chunk: int
+) -> ScanPlan:
     """Returns the plan of a rank. `rows` has the segments of each row of the batch."""
     runs = _runs(layout, rows)
     roots = _tree_roots(runs)
-    chunks = RunChunks.cut(runs, rank)
+    chunks = RunChunks.cut(runs, rank, max_chunk)
     # Chunks of trees that begin behind another rank's state, and their forest: in order, as they are among all chunks.
     entered = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != NONE]
     entered_place = {NONE: NONE} | {chunk: index for index, chunk in enumerate(entered)}

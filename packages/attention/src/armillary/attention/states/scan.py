@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from armillary.attention.call.recompute import outside_autocast
-from armillary.attention.states.chunks import apply_map, chunk_maps
+from armillary.attention.states.chunks import Operands, StateKernel, apply_map
 from armillary.attention.states.plan import Forest, ScanPlan, StateExchange
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.mesh import Axis
 from armillary.core.observe.ledger import phase
-
-
-class Operands(NamedTuple):
-    """The inputs of a recurrence, in the dtype of its states.
-
-    Args:
-        q, k: [B, T, K, Dk].
-        v: [B, T, H, Dv].
-        g: [B, T, H, 1 or Dk], logarithms of decays.
-        beta: [B, T, H, 1] of the delta rule; None without.
-        initial_state: [B, H, Dk, Dv], or None for zeros.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor | None
-    initial_state: Tensor | None
-
 
 MakeOperands = Callable[..., Operands]
 """Makes a layer's operands of its inputs."""
@@ -44,7 +24,7 @@ Gather = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def scan(
-    make_operands: MakeOperands, plan: ScanPlan, axis: Axis | None, *inputs: Tensor | None
+    make_operands: MakeOperands, kernel: StateKernel, plan: ScanPlan, axis: Axis | None, *inputs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]), differentiable.
 
@@ -52,7 +32,7 @@ def scan(
         make_operands: called with the inputs, in forward and again in backward.
         axis: of the ranks; None for one rank.
     """
-    return cast("tuple[Tensor, Tensor]", _Scan.apply(make_operands, plan, axis, *inputs))
+    return cast("tuple[Tensor, Tensor]", _Scan.apply(make_operands, kernel, plan, axis, *inputs))
 
 
 class _Scan(torch.autograd.Function):
@@ -63,7 +43,12 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, make_operands: MakeOperands, plan: ScanPlan, axis: Axis | None, *inputs: Tensor | None
+        ctx: Any,
+        make_operands: MakeOperands,
+        kernel: StateKernel,
+        plan: ScanPlan,
+        axis: Axis | None,
+        *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         gathered = list[Tensor]()
 
@@ -73,15 +58,15 @@ class _Scan(torch.autograd.Function):
             return gathered[0]
 
         with outside_autocast(_device_type(inputs)):
-            results = _run(make_operands(*inputs), plan, gather)
-        ctx.call = make_operands, plan, axis
+            results = _run(make_operands(*inputs), kernel, plan, gather)
+        ctx.call = make_operands, kernel, plan, axis
         ctx.save_for_backward(*inputs, *gathered)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        make_operands, plan, axis = ctx.call
+        make_operands, kernel, plan, axis = ctx.call
         count = len(ctx.needs_input_grad) - len(ctx.call)
         saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
         inputs, gathered = saved[:count], saved[count:]
@@ -92,7 +77,7 @@ class _Scan(torch.autograd.Function):
             return cast(Tensor, _Regathered.apply(x, gathered[0], axis, sizes))
 
         with torch.enable_grad(), outside_autocast(_device_type(inputs)), phase("backward"):
-            results = _run(make_operands(*leaves), plan, gather)
+            results = _run(make_operands(*leaves), kernel, plan, gather)
             tensors = [x for x in leaves if x is not None]
             leaf_grads = iter(torch.autograd.grad(results, tensors, grads, allow_unused=True))
         return *[None] * len(ctx.call), *(None if x is None else next(leaf_grads) for x in leaves)
@@ -113,17 +98,13 @@ class _Regathered(torch.autograd.Function):
             return start_reduce_scatter(grads[0], axis, sizes, 0).wait(), None, None, None
 
 
-def _run(operands: Operands, plan: ScanPlan, gather: Gather) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta = (None if x is None else _cut(x, plan) for x in operands[:5])
-    assert q is not None and k is not None and v is not None and g is not None
-    heads_per_key = operands.v.shape[2] // operands.k.shape[2]
-    if heads_per_key > 1:
-        q, k = (x.repeat_interleave(heads_per_key, 1) for x in (q, k))
-    chunks = chunk_maps(q, k, v, g, beta)
+def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = (_cut(x, plan) for x in operands[:5])
+    chunks = kernel.maps(operands._replace(q=q, k=k, v=v, g=g, beta=beta))
 
     # First as if no state of another rank entered.
     roots = plan.forest.sizes[0]
-    entering_roots = v.new_zeros(roots, *chunks.state.shape[1:])
+    entering_roots = chunks.state.new_zeros(roots, *chunks.state.shape[1:])
     if operands.initial_state is not None:
         initial = operands.initial_state.index_select(0, plan.first_rows)
         entering_roots = entering_roots.index_add(0, plan.first_chunks, initial)
