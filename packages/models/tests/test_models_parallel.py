@@ -42,6 +42,7 @@ class Case:
     z_loss: float = 0.0
     packed: bool = False
     zero_stage: int = 3
+    layout: str = "zigzag"
     """Each row has documents of its own, and positions count from their starts."""
 
     def mask(self, share: slice = slice(None)) -> AttentionMask:
@@ -62,8 +63,9 @@ class Case:
         axes += f"-{self.tokens}" if self.tokens != N else ""
         policy = "" if self.checkpointing is None else f"-{self.checkpointing.policy}"
         kinds = {"llama": LLAMA, "tied": TIED, "gpt": LEARNED, "few": FEW, "few-tied": FEW_TIED, "grouped": GROUPED}
-        kind = next(name for name, config in kinds.items() if config is self.config)
+        kind = next((name for name, config in kinds.items() if config is self.config), "hybrid")
         packed = "-packed" if self.packed else ""
+        packed += "" if self.layout == "zigzag" else f"-{self.layout}"
         return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}{packed}"
 
 
@@ -122,7 +124,7 @@ def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     parallelize(model, over, attention=attend, **options)
     model.to_empty(device="cpu")
     initialize(model, 0)
-    layout = attend.layout(case.tokens)
+    layout = attend.layout(case.tokens, case.layout)
     share = rows_of_this_rank(over)
     ids, labels = (layout.take(x[share], attend.shard) for x in rows(case))
     positions = layout.take(case.positions()[share], attend.shard) if case.packed else layout.positions(attend.shard)

@@ -2,13 +2,14 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from armillary.attention import AttentionMask, build_attention
 from armillary.core.testing import mesh, relative_error
-from armillary.models import Checkpointing, LabelTriples, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models import Checkpointing, LabelTriples, Llama, LlamaConfig, StateConfig, initialize, linear_token_loss
 
 # A window that is shorter than some paths, in all layers but the first.
 LLAMA = LlamaConfig(vocab_size=31, dim=16, layers=3, heads=4, kv_heads=2, hidden_dim=20, window=4, window_from=1)
@@ -27,12 +28,24 @@ METHODS = {
 }
 
 
-def model() -> Llama:
-    made = Llama(LLAMA).double()
+HYBRID = LlamaConfig(
+    vocab_size=31,
+    dim=16,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    hidden_dim=20,
+    mixers=("delta_rule", "attention", "mamba2"),
+    states=StateConfig(heads=4, key_heads=2, key_dim=6, value_dim=5),
+)
+
+
+def model(config: LlamaConfig = LLAMA) -> Llama:
+    made = Llama(config).double()
     initialize(made, 0)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.mul_(8 if parameter.ndim > 1 else 1)
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
     return made
 
 
@@ -67,9 +80,9 @@ def triples(layout=None, shard=0) -> LabelTriples:
     return LabelTriples(*(torch.tensor(column) for column in zip(*actual, strict=True)), (2, len(held)))
 
 
-def unshared() -> tuple[torch.Tensor, list[torch.Tensor]]:
+def unshared(config: LlamaConfig = LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Each segment's labels at the end of its own path, run by itself."""
-    made, tokens, total = model(), ids(), torch.zeros((), dtype=torch.float64)
+    made, tokens, total = model(config), ids(), torch.zeros((), dtype=torch.float64)
     for row, (ends, parents) in enumerate(ROWS):
         for s in range(len(parents)):
             path, at = [], s
@@ -85,8 +98,8 @@ def unshared() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return total.detach(), [p.grad for p in made.parameters()]
 
 
-def packed(method=None, layout=None, policy="none") -> tuple[torch.Tensor, list[torch.Tensor]]:
-    made = model()
+def packed(method=None, layout=None, policy="none", config=LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    made = model(config)
     if method is not None:
         for block in made.model.layers:
             block.attention = method
@@ -112,15 +125,15 @@ def error(found, exact) -> float:
     return max(relative_error(a, b) for a, b in zip([found[0], *found[1]], [exact[0], *exact[1]], strict=True))
 
 
-def by_methods() -> dict[str, float]:
+def by_methods(config: LlamaConfig, second_layout: str) -> dict[str, float]:
     """The error of each method, layout and policy, its shares summed over ranks."""
-    exact, errors = unshared(), {}
+    exact, errors = unshared(config), {}
     for name, axes in METHODS.items():
         ranks = axes["ring"] * axes.get("ulysses", 1)
         over = mesh(**axes | {"replicate": 4 // ranks})
         method = build_attention(name, over)
-        for kind, policy in (("zigzag", "none"), ("striped", "layer")):
-            total, grads = packed(method, method.layout(N, kind), policy)
+        for kind, policy in (("zigzag", "none"), (second_layout, "layer")):
+            total, grads = packed(method, method.layout(N, kind), policy, config)
             for x in (total, *grads):
                 dist.all_reduce(x)
             scale = ranks / 4
@@ -128,12 +141,16 @@ def by_methods() -> dict[str, float]:
     return errors
 
 
-def test_rows_of_trees_are_their_sequences_by_themselves():
-    exact = unshared()
+@pytest.mark.parametrize("config", [LLAMA, HYBRID], ids=["attention", "hybrid"])
+def test_rows_of_trees_are_their_sequences_by_themselves(config):
+    exact = unshared(config)
     for policy in ("none", "layer"):
-        assert error(packed(policy=policy), exact) < 1e-12
+        assert error(packed(policy=policy, config=config), exact) < 1e-12
 
 
-def test_and_so_they_are_under_every_method(worlds):
-    for errors in worlds(4).run(by_methods):
+@pytest.mark.parametrize(
+    "config, second_layout", [(LLAMA, "striped"), (HYBRID, "contiguous")], ids=["attention", "hybrid"]
+)
+def test_and_so_they_are_under_every_method(worlds, config, second_layout):
+    for errors in worlds(4).run(by_methods, config, second_layout):
         assert len(errors) == 8 and max(errors.values()) < 1e-9, errors

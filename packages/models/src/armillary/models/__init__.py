@@ -2,7 +2,7 @@
 
 from armillary.core.labels import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.config import GPTConfig, LlamaConfig
+from armillary.models.config import GPTConfig, LlamaConfig, StateConfig
 from armillary.models.generation.decoding import Decoding
 from armillary.models.generation.generate import generate, stream
 from armillary.models.generation.sampling import Sampling
@@ -30,6 +30,7 @@ __all__ = [
     "LlamaConfig",
     "RopeScaling",
     "Sampling",
+    "StateConfig",
     "TokenStatistics",
     "YarnScaling",
     "generate",

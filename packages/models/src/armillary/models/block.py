@@ -14,6 +14,7 @@ from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, compat, label
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.rope import RotaryEmbedding
+from armillary.models.layers.state_mixers import StateMixer
 
 if TYPE_CHECKING:
     from armillary.models.activation_checkpoint.checkpoint import Checkpoint
@@ -104,6 +105,11 @@ class Block(nn.Module):
         """Returns the mask of this layer: the model's, unless overridden (sliding windows)."""
         return mask
 
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        """The layer with a state that mixes the tokens; None for attention."""
+        return None
+
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
         """Returns x, normed for the projections."""
@@ -118,14 +124,18 @@ class Block(nn.Module):
 
 
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Computes attention, out [B, T, H, D], under autograd."""
-    projections, x = block.projections(context, normed=True), block.norm(x)
-    x = x if block.gathered_ranks == 1 else x[:, : context.tokens]  # gathered tokens are padded to a multiple of ranks
+    """Computes attention, or the layer with a state in its place, out [B, T, H, D], under autograd."""
+    normed_x = block.norm(x)
+    if block.gathered_ranks > 1:
+        normed_x = normed_x[:, : context.tokens]  # gathered tokens are padded to a multiple of ranks
     with label("attention"):
+        if block.state_mixer is not None:
+            return block.state_mixer(normed_x, mask=context.mask, layout=context.layout)
+        projections = block.projections(context, normed=True)
         if isinstance(block.attention, TakesProjections):  # UPipe projects a few heads at a time, others overlap
-            return block.attention.projected(x, projections, mask=context.mask, layout=context.layout)
-        q = projections.q(x, range(projections.heads))
-        k, v = projections.kv(x, range(projections.key_heads))
+            return block.attention.projected(normed_x, projections, mask=context.mask, layout=context.layout)
+        q = projections.q(normed_x, range(projections.heads))
+        k, v = projections.kv(normed_x, range(projections.key_heads))
         return block.attention(q, k, v, mask=context.mask, layout=context.layout)
 
 

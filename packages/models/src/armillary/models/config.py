@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from armillary.attention import AttentionMask
 from armillary.core.validation import number
@@ -13,6 +14,63 @@ from armillary.models.layers.rope_scaling import Llama3Scaling, RopeScaling
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
 MAX_PARAMETERS = 2**59
 """In float64 their bytes fit into 64 bits; torch fails beyond that, on the meta device too."""
+
+Mixer = Literal["attention", "delta_rule", "mamba2"]
+"""The part of a block that mixes tokens: attention, Gated DeltaNet (arXiv 2412.06464) or Mamba-2 (arXiv 2405.21060)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateConfig:
+    """The sizes of layers with a state.
+
+    Args:
+        heads: H, value heads, each with a state of its own.
+        key_heads: K, heads of queries and keys of the delta rule, or groups of B and C of Mamba-2; value head h reads
+            key head h // (H / K).
+        key_dim: Dk, channels of a key head (Ns of Mamba-2).
+        value_dim: Dv, channels of a value head (D of Mamba-2).
+        conv_width: W, tokens that the short convolution sees.
+
+    Raises:
+        ValueError: a size below 1, or value heads that key heads do not divide.
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes(self, ("heads", "key_heads", "key_dim", "value_dim", "conv_width"))
+        if self.heads % self.key_heads:
+            raise ValueError(f"states: heads={self.heads} is not a multiple of key_heads={self.key_heads}")
+
+    @property
+    def keys(self) -> int:
+        """Channels of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads."""
+        return self.heads * self.value_dim
+
+    def parameters(self, mixer: Mixer, dim: int) -> int:
+        """Number of parameters of a mixer on a residual stream of width `dim`."""
+        channels = 2 * self.keys + self.values
+        shared = dim * (channels + 2 * self.values + self.heads) + channels * self.conv_width + 2 * self.heads
+        if mixer == "delta_rule":
+            return shared + dim * self.heads + self.value_dim
+        return shared + channels + self.heads + self.values
+
+    def flops_per_token(self, mixer: Mixer) -> int:
+        """Operations of the recurrence, forward and backward, for a token.
+
+        The state is read once by the query and written once (2 Dk Dv each); the delta rule also reads it by the key.
+        """
+        per_state = {"attention": 0, "mamba2": 4, "delta_rule": 6}[mixer]
+        return 3 * per_state * self.heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +96,14 @@ class LlamaConfig:
         rope_scaling: other RoPE frequencies, for longer sequences (LLaMA 3.1, YaRN).
         window: largest number of keys that a query sees, its own included, whatever the mask allows (Mistral).
         window_from: the first layer with that window (Qwen2).
+        mixers: of the layers, repeated to their number: `("delta_rule", "delta_rule", "attention")` is a hybrid with
+            attention in every third layer.
+        states: sizes of the layers that are not attention.
 
     Raises:
         ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0, a
-            theta not above 0, either of them not finite, a window that no layer has, or more than 2^59 parameters.
+            theta not above 0, either of them not finite, a window that no layer has, an unknown mixer, more mixers than
+            layers, mixers with a state without `states`, or more than 2^59 parameters.
     """
 
     vocab_size: int
@@ -62,6 +124,8 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     window: int | None = None
     window_from: int = 0
+    mixers: tuple[Mixer, ...] = ("attention",)
+    states: StateConfig | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, [name for name in SIZES if name != "head_dim"])
@@ -85,7 +149,20 @@ class LlamaConfig:
                 f"window_from={self.window_from} with window={self.window} and layers={self.layers}: "
                 "must be the first layer that has the window, or 0"
             )
+        self._check_mixers()
         check_parameters(self)
+
+    def _check_mixers(self) -> None:
+        object.__setattr__(self, "mixers", tuple(self.mixers))
+        if not 1 <= len(self.mixers) <= self.layers or not {*self.mixers} <= {*get_args(Mixer)}:
+            raise ValueError(
+                f"mixers={self.mixers}: 1 to layers={self.layers} of {', '.join(get_args(Mixer))} are accepted"
+            )
+        has_states = {*self.mixers} != {"attention"}
+        if has_states != (self.states is not None):
+            raise ValueError(
+                f"mixers={self.mixers} with states={self.states}: states are the sizes of mixers other than attention"
+            )
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -160,32 +237,52 @@ class LlamaConfig:
         """Returns the largest number of keys that a query sees in that layer."""
         return self.window if layer >= self.window_from else None
 
+    def mixer_of(self, layer: int) -> Mixer:
+        """Returns the mixer of that layer."""
+        return self.mixers[layer % len(self.mixers)]
+
+    def mixer_counts(self) -> dict[Mixer, int]:
+        """Returns the number of layers with each mixer."""
+        repeats, remainder = divmod(self.layers, len(self.mixers))  # not a loop: a file may state any number of layers
+        first = Counter(self.mixers[:remainder])
+        return {mixer: repeats * count + first[mixer] for mixer, count in Counter(self.mixers).items()}
+
     def parameters(self) -> int:
         """Number of trained parameters: blocks, final norm, embedding table and, unless tied, head."""
+        blocks = sum(count * self.block_parameters(mixer) for mixer, count in self.mixer_counts().items())
+        tables = 1 if self.tied_embeddings else 2
+        return blocks + self.dim + tables * self.vocab_size * self.dim
+
+    def block_parameters(self, mixer: Mixer) -> int:
+        """Number of parameters of a block with this mixer."""
+        mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
+        if mixer != "attention" and self.states is not None:
+            return self.states.parameters(mixer, self.dim) + mlp + 2 * self.dim
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         attention += 2 * self.head_dim if self.qk_norm else 0
         attention += self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         attention += self.dim if self.out_bias else 0
-        mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
-        block = attention + mlp + 2 * self.dim
-        tables = 1 if self.tied_embeddings else 2
-        return self.layers * block + self.dim + tables * self.vocab_size * self.dim
+        return attention + mlp + 2 * self.dim
 
     def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
         """Average floating-point operations, forward and backward, per token of a sequence of `length` tokens.
 
         6 for each parameter that multiplies the token (2 forward, 4 backward): not the embedding table, which is looked
         up, unless it is tied to the head; biases and norms count as if they multiplied. Attention adds 12 H D in each
-        layer for every (query, key) pair visible under `mask` (causal by default) and the layer's window. Softmax,
-        RoPE and recomputation are not counted: these are the usual model FLOPs of an MFU.
+        layer for every (query, key) pair visible under `mask` (causal by default) and the layer's window; layers with a
+        state add `StateConfig.flops_per_token`. Softmax, RoPE and recomputation are not counted: these are the usual
+        model FLOPs of an MFU.
 
         Raises:
             ValueError: documents that do not end at `length`.
         """
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        windows = (self.window_of(layer) for layer in range(self.layers))
+        windows = (self.window_of(layer) for layer in range(self.layers) if self.mixer_of(layer) == "attention")
         pair_count = visible_keys(length, mask, windows) * self.heads * self.head_dim
-        return 6 * (self.parameters() - looked_up) + 12 * pair_count
+        states = 0
+        if self.states is not None:
+            states = sum(n * self.states.flops_per_token(mixer) for mixer, n in self.mixer_counts().items())
+        return 6 * (self.parameters() - looked_up) + 12 * pair_count + states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +380,18 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
     return pairs / (length * rows)
 
 
-def one_block(config: LlamaConfig | GPTConfig) -> LlamaConfig | GPTConfig:
-    """Returns the config with one block, which has a window only if all blocks have it."""
+def one_block(config: LlamaConfig | GPTConfig, mixer: Mixer | None = None) -> LlamaConfig | GPTConfig:
+    """Returns the config with one block, of the first mixer by default. It has a window only if all blocks have it."""
     if isinstance(config, LlamaConfig):
-        return replace(config, layers=1, window=None if config.window_from else config.window, window_from=0)
+        mixer = config.mixers[0] if mixer is None else mixer
+        return replace(
+            config,
+            layers=1,
+            window=None if config.window_from else config.window,
+            window_from=0,
+            mixers=(mixer,),
+            states=None if mixer == "attention" else config.states,
+        )
     return replace(config, layers=1)
 
 

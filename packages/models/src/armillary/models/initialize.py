@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from math import sqrt
+from math import log, sqrt
 from os import PathLike
 from pathlib import Path
 
@@ -47,7 +47,8 @@ def initialize(model: Llama | GPT, seed: int) -> None:
 
     So every mesh starts from the same weights, without communication. Linear and embedding weights are normal
     with standard deviation 0.02, or 0.02 / sqrt(2 * layers) if they write to the residual stream (GPT-2's rule); norms
-    are 1 and biases 0. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA
+    are 1 and biases 0. Layers with a state begin as Mamba-2: uniform convolutions, rates -A in [1, 16], and time steps
+    from 0.001 to 0.1, uniform in their logarithms. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA
     draw different ones.
 
     Args:
@@ -67,13 +68,22 @@ def initialize(model: Llama | GPT, seed: int) -> None:
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
     """Returns the full initial value of a parameter, in float32."""
-    if parameter.ndim == 1:
-        return torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device=parameter.device)
     # A hash of the name, not an order of parameters: sharding, wrapping and tying do not change the draw.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]))
+    values = torch.empty(parameter.shape, device=parameter.device)
+    if name.endswith("A_log"):
+        return values.uniform_(1, 16, generator=generator).log()
+    if name.endswith("dt_bias"):
+        dt = values.uniform_(log(0.001), log(0.1), generator=generator).exp()
+        return dt + (-torch.expm1(-dt)).log()  # the inverse of softplus
+    if name.endswith("conv1d.weight"):
+        bound = parameter.shape[-1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator)
+    if parameter.ndim == 1:
+        return values.fill_(0.0 if name.endswith("bias") else 1.0)
     std = STD / sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
-    return torch.empty(parameter.shape, device=parameter.device).normal_(0, std, generator=generator)
+    return values.normal_(0, std, generator=generator)
 
 
 def write(values: Tensor, parameter: Tensor) -> None:

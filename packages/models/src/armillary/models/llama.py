@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Local
 from armillary.core import Axis, SequenceLayout
 from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unsharded_head
-from armillary.models.config import LlamaConfig
+from armillary.models.config import LlamaConfig, Mixer
 from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
+from armillary.models.layers.state_mixers import STATE_MIXERS, StateMixer
 
 
 class Llama(Pretrained):
@@ -30,7 +31,7 @@ class Llama(Pretrained):
 
     Args:
         attention: called by every layer; `armillary.attention.Local()` unless given. Each layer keeps its own
-            reference, `model.model.layers[i].self_attn.attention`.
+            reference, `model.model.layers[i].attention`. Layers with a state (`LlamaConfig.mixers`) run over its ranks.
     """
 
     kind = LlamaConfig
@@ -103,7 +104,9 @@ class LlamaDecoder(Decoder):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(LlamaBlock(config, attention, config.window_of(i)) for i in range(config.layers))
+        self.layers = nn.ModuleList(
+            LlamaBlock(config, attention, config.window_of(i), config.mixer_of(i)) for i in range(config.layers)
+        )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -123,27 +126,48 @@ class LlamaDecoder(Decoder):
 
 
 class LlamaBlock(Block):
-    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
+    """A mixer and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
+
+    The mixer is `self_attn`, or with a state `linear_attn`.
 
     Args:
         window: the largest number of keys that a query sees, its own included; None for all keys.
     """
 
-    def __init__(self, config: LlamaConfig, attention: AttentionFunction, window: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        attention: AttentionFunction,
+        window: int | None = None,
+        mixer: Mixer = "attention",
+    ) -> None:
         super().__init__()
-        self.window = window
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = LlamaAttention(config, attention)
+        if mixer == "attention":
+            self.self_attn, self.window = LlamaAttention(config, attention), window
+        else:
+            assert config.states is not None  # checked by the config
+            self.linear_attn = STATE_MIXERS[mixer](config.dim, config.states, config.norm_eps, attention)
+            self.window = None
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = LlamaMLP(config)
 
     @property
+    def mixer(self) -> LlamaAttention | StateMixer:
+        """Attention, or the layer with a state in its place."""
+        return self.self_attn if self.state_mixer is None else self.state_mixer
+
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        return cast(StateMixer | None, self._modules.get("linear_attn"))
+
+    @property
     def attention(self) -> AttentionFunction:
-        return self.self_attn.attention
+        return self.mixer.attention
 
     @attention.setter
     def attention(self, attention: AttentionFunction) -> None:
-        self.self_attn.attention = attention
+        self.mixer.attention = attention
 
     def layer_mask(self, mask: AttentionMask) -> AttentionMask:
         return mask if self.window is None else with_window(mask, self.window - 1)
@@ -155,7 +179,7 @@ class LlamaBlock(Block):
         return self.input_layernorm(x)
 
     def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(out.flatten(-2))
+        x = x + self.mixer.o_proj(out.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

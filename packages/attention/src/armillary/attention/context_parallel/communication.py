@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from armillary.attention.context_parallel.sequence import layout_over_ranks
 from armillary.attention.methods.base import Method
-from armillary.core import Axis, SequenceLayout, all_reduce
+from armillary.core import Axis, SequenceLayout, all_reduce, compat
 from armillary.core.observe.trace import record, watched
 from armillary.core.validation import check_tensor
 
@@ -38,6 +39,39 @@ def method_axes(method: Method) -> list[Axis]:
             "communicate: give it an `axis`, and `inner` if it contains another method"
         )
     return axes
+
+
+_axes: WeakKeyDictionary[Method, Axis] = WeakKeyDictionary()
+
+
+def sequence_axis(method: Method) -> Axis:
+    """Returns one axis over all ranks of a method. The first call for a method of several axes creates a group.
+
+    Raises:
+        ValueError: the axes are unknown, no part of one mesh, or in another order than the shards.
+    """
+    if method not in _axes:
+        _axes[method] = _flat_axis(method)
+    return _axes[method]
+
+
+def _flat_axis(method: Method) -> Axis:
+    axes = method_axes(method)
+    if not axes:
+        return Axis.alone("sequence")
+    if len(axes) == 1:
+        return axes[0]
+    meshes = [axis.mesh for axis in axes]
+    name = type(method).__name__
+    if any(mesh is None for mesh in meshes):
+        raise ValueError(f"{name}: layers with a state need the mesh of its axes; give it axes of one DeviceMesh")
+    flat = Axis.of(compat.flatten_axes([mesh for mesh in meshes if mesh is not None]))
+    if flat.rank != method.shard:
+        raise ValueError(
+            f"{name}: shard {method.shard} is on rank {flat.rank} of its axes together; layers with a state need "
+            "shards in the order of the mesh, with ring outside of ulysses"
+        )
+    return flat
 
 
 def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[int]]:

@@ -15,7 +15,7 @@ from functools import cache, wraps
 from importlib import import_module
 from inspect import signature, unwrap
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from torch.nn.functional import softplus
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
-from armillary.attention.context_parallel.communication import gather_integers, method_axes
+from armillary.attention.context_parallel.communication import gather_integers, sequence_axis
 from armillary.attention.context_parallel.sequence import Sharding, current
-from armillary.core import Axis, SequenceLayout, compat
+from armillary.core import Axis, SequenceLayout
 from armillary.core.neighbours import short_convolution
 
 OPTION = "armillary_sequence"
@@ -189,39 +189,6 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Ca
     return call
 
 
-_axes: WeakKeyDictionary[Method, Axis] = WeakKeyDictionary()
-
-
-def axis_of(method: Method) -> Axis:
-    """Returns one axis over all ranks of a method. The first call for a method of several axes creates a group.
-
-    Raises:
-        ValueError: the axes are unknown, no part of one mesh, or in another order than the shards.
-    """
-    if method not in _axes:
-        _axes[method] = _flat_axis(method)
-    return _axes[method]
-
-
-def _flat_axis(method: Method) -> Axis:
-    axes = method_axes(method)
-    if not axes:
-        return Axis.alone("sequence")
-    if len(axes) == 1:
-        return axes[0]
-    meshes = [axis.mesh for axis in axes]
-    name = type(method).__name__
-    if any(mesh is None for mesh in meshes):
-        raise ValueError(f"{name}: layers with a state need the mesh of its axes; give it axes of one DeviceMesh")
-    flat = Axis.of(compat.flatten_axes([mesh for mesh in meshes if mesh is not None]))
-    if flat.rank != method.shard:
-        raise ValueError(
-            f"{name}: shard {method.shard} is on rank {flat.rank} of its axes together; layers with a state need "
-            "shards in the order of the mesh, with ring outside of ulysses"
-        )
-    return flat
-
-
 class StateHook:
     """Pre-forward hook of a model: adds the option for its layers with a state."""
 
@@ -248,7 +215,7 @@ class StateHook:
             mask = AttentionMask(documents=sharding.documents)
         if mask is None and kwargs.get("position_ids") is not None:
             self._check_positions(method, layout, kwargs["position_ids"])
-        return args, {**kwargs, OPTION: StateSequence(layout, axis_of(method), mask)}
+        return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
 
     def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
         """Raises ValueError on every rank if position ids restart: attention would find documents, and states not."""

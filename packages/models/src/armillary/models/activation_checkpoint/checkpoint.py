@@ -21,6 +21,9 @@ TensorName = Literal["x", "attention_output"]
 class Computes(Protocol):
     """A run of a block that can be repeated."""
 
+    needs_output: bool
+    """Backward takes attention's output; otherwise it recomputes all from x."""
+
     @property
     def block(self) -> Any: ...
 
@@ -118,13 +121,14 @@ class Checkpoint:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def recall(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns x, out and lse: stored or recomputed."""
+    def recall(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns x, and out and lse if backward needs them: stored or recomputed."""
         x = None if self._has("x") else self._previous_result(stays=True)
         tensors = self._take()
         x = tensors["x"][0] if x is None else x
-        out, lse = tensors.get("attention_output") or self.work.replay().attend(x)
-        return x, out, lse
+        if not self.work.needs_output:
+            return x, ()
+        return x, tensors.get("attention_output") or self.work.replay().attend(x)
 
     def result(self, stays: bool) -> Tensor:
         """Recomputes the block's result. Keeps recomputed inputs and attention outputs for the block's backward.
@@ -140,7 +144,9 @@ class Checkpoint:
         (x,) = tensors_by_name["x"]
         with unsharded_parameters(self.work.block, stays), self.autocast():
             if "attention_output" not in tensors_by_name:
-                new_tensors["attention_output"] = tensors_by_name["attention_output"] = self.work.replay().attend(x)
+                tensors_by_name["attention_output"] = self.work.replay().attend(x)
+                if self.work.needs_output:
+                    new_tensors["attention_output"] = tensors_by_name["attention_output"]
             if new_tensors:
                 tensors = [tensor for group in new_tensors.values() for tensor in group]
                 self.recomputed_tensors[tuple(new_tensors)] = (

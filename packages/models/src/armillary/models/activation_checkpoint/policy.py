@@ -9,6 +9,8 @@ Fewer blocks may keep x (`inputs`), or out and lse (`outputs`): see `segments`. 
 the token-wise part of the block below, but no attention: that block's attention output is kept once it is recomputed,
 in memory that the blocks above have released.
 
+A layer with a state keeps x under both: its backward needs more than its output, and recomputes it from x.
+
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
 are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
 only two to four tensors of the size of x [B, T, E] are alive at once: in forward x and out, whose memory becomes the
@@ -18,7 +20,7 @@ dout. In 16 bits dx is rounded each time that a stage of heads adds to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -36,6 +38,7 @@ from armillary.core.observe.ledger import phase
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
 from armillary.models.activation_checkpoint.segments import Keep, kept_by_blocks
+from armillary.models.activation_checkpoint.state_run import StateRun
 from armillary.models.block import Block, Context, Decoder, attend, run_plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained
@@ -153,12 +156,6 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
 
 def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
     """Runs a block as one `autograd.Function` under a checkpoint policy."""
-    method = cast(Method, block.attention)
-    call = (
-        method.check_projected(  # on this method, whose cache has the previous block's call: UPipe below is a new one
-            like_inside(block, x, context), block.projections(context, True), mask=context.mask, layout=context.layout
-        )
-    )
     params = trained(block)
     previous = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
@@ -168,7 +165,8 @@ def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor
     context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # no backward follows, so nothing needs to be copied
-    work = CheckpointedRun(options, keep, block, context, UPipe.around(method), call)
+    run = CheckpointedRun if block.state_mixer is None else StateRun
+    work = run.of(options, keep, block, x, context)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
 
 
@@ -179,7 +177,9 @@ def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
 
 @dataclass
 class CheckpointedRun:
-    """One run of a block, forward and backward."""
+    """One run of a block with attention, forward and backward."""
+
+    needs_output = True
 
     options: Checkpointing
     keep: Keep
@@ -188,6 +188,17 @@ class CheckpointedRun:
     upipe: UPipe
     call: AttentionSpec
     draws: RNGReplay = field(default_factory=RNGReplay)
+
+    @classmethod
+    def of(cls, options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> CheckpointedRun:
+        method = cast(Method, block.attention)
+        call = method.check_projected(  # on this method, whose cache has the previous block's call: UPipe is a new one
+            like_inside(block, x, context),
+            block.projections(context, True),
+            mask=context.mask,
+            layout=context.layout,
+        )
+        return cls(options, keep, block, context, UPipe.around(method), call)
 
     def replay(self) -> CheckpointedRun:
         """Returns the same run with the random numbers of its first forward."""
@@ -240,9 +251,10 @@ class CheckpointedRun:
         return self.after_attention(x, out, y if out is out_buffer else None), out, lse
 
     def differentiate(
-        self, x: Tensor, out: Tensor, lse: Tensor, dx: Tensor, totals: GradientSums, wants_dx: bool
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, wants_dx: bool
     ) -> None:
-        """Turns dx, which holds dy on entry, into the gradient of x."""
+        """Turns dx, which holds dy on entry, into the gradient of x. `output` is out and lse."""
+        out, lse = output
         projections = self.block.projections(self.context, normed=False)
         attention_too = wants_dx or any(p.requires_grad for p in projections.parameters())
         # 1. The token-wise part, which overwrites dx by its gradient and the residual's, and writes dout.
@@ -279,7 +291,9 @@ class CheckpointedBlock(torch.autograd.Function):
     """A block as one autograd function: saves x, out and lse as its checkpoint says, recomputes everything else."""
 
     @staticmethod
-    def forward(ctx: Any, work: CheckpointedRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, work: CheckpointedRun | StateRun, previous: Checkpoint | None, x: Tensor, *params: Tensor
+    ) -> Tensor:
         checkpoint = Checkpoint(work, work.keep, capture_autocast(x.device.type), previous)
         with checkpoint.autocast():
             y, *attention_output = work.forward(x)
@@ -295,12 +309,12 @@ class CheckpointedBlock(torch.autograd.Function):
         with label("gradients"):
             dx = writable(grad_outputs)
         checkpoint: Checkpoint = ctx.checkpoint
-        work = cast(CheckpointedRun, checkpoint.work).replay()
+        work = cast(CheckpointedRun | StateRun, checkpoint.work).replay()
         totals = GradientSums(trained(work.block))
         with phase("backward"), checkpoint.autocast():
-            x, out, lse = checkpoint.recall()
+            x, output = checkpoint.recall()
             if work.options.prefetch:  # the copies of the block below overlap with this block's backward
                 checkpoint.fetch_previous()
-            work.differentiate(x, out, lse, dx, totals, ctx.needs_input_grad[2])
+            work.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
         checkpoint.finish()
         return None, None, dx if ctx.needs_input_grad[2] else None, *totals.result()

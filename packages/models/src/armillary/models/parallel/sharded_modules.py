@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from armillary.core import Axis, all_gather_interleaved, compat, interleaved_shard, reduce_scatter_interleaved
+from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2
 from armillary.models.llama import Head
 
 M = TypeVar("M", bound="ShardedModule")
@@ -125,6 +126,24 @@ class GatheringLayerNorm(ReplicatedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(input), self.axis)
+
+
+class HeadParallelConv1d(ShardedModule, nn.Conv1d):
+    """The weights of a depthwise convolution, sharded by channels."""
+
+    plain = nn.Conv1d
+
+
+class HeadParallelGatedDeltaNet(ShardedModule, GatedDeltaNet):
+    """A Gated DeltaNet with this rank's heads."""
+
+    plain = GatedDeltaNet
+
+
+class HeadParallelMamba2(ShardedModule, Mamba2):
+    """A Mamba-2 with this rank's groups of heads."""
+
+    plain = Mamba2
 
 
 class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):

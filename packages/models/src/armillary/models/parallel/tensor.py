@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from armillary.core import Axis, all_gather_interleaved
 from armillary.models.block import HeadFunction
+from armillary.models.config import LlamaConfig, Mixer
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel import sharded_modules
@@ -43,8 +44,8 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
         axis: a 1-D mesh, such as `mesh["tp"]`. With one rank the model is unchanged.
 
     Raises:
-        ValueError: R does not divide heads, key/value heads or the MLP's width, or a module is not as it was built
-            (wrapped, replaced, or already sharded). Raised before anything is changed.
+        ValueError: R does not divide heads, key/value heads (also those of layers with a state) or the MLP's width, or
+            a module is not as it was built (wrapped, replaced, or already sharded). Raised before anything is changed.
     """
     if Axis.of(axis).size == 1:
         return
@@ -58,11 +59,18 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
     """Returns the parallel style of each module, by name. Errors as in `tensor_parallel`."""
     config = model.config
     width = model.config.hidden_dim if isinstance(model, Llama) else 4 * config.dim
-    for name, count in {"heads": config.heads, "kv_heads": config.kv_heads, "MLP width": width}.items():
+    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "MLP width": width}
+    if isinstance(config, LlamaConfig) and config.states is not None:
+        sizes |= {"states.heads": config.states.heads, "states.key_heads": config.states.key_heads}
+    for name, count in sizes.items():
         if count % axis.size:
             raise ValueError(f"{name} {count} must be divisible by the {axis.size} ranks of axis {axis.name!r}")
-    patterns = llama_styles(model) if isinstance(model, Llama) else gpt_styles()
-    styles = {name.replace("*", str(i)): style for name, style in patterns.items() for i in range(config.layers)}
+    if isinstance(model, Llama):
+        styles = llama_styles(model)
+    else:
+        styles = {
+            name.replace("*", str(i)): style for name, style in gpt_styles().items() for i in range(config.layers)
+        }
     modules = dict(model.named_modules())
     for name, style in styles.items():
         module = modules.get(name)
@@ -111,33 +119,60 @@ TABLE = ReplaceBy(sharded_modules.VocabularyParallelEmbedding, {"weight": Shard(
 
 def llama_styles(model: Llama) -> dict[str, ParallelStyle]:
     """Returns the parallel style of each module of a LLaMA, by name."""
-    block = {
-        "": GatherTokens(),
-        ".input_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
-        ".self_attn": SplitHeads(),
-        ".self_attn.q_proj": COLUMN,
-        ".self_attn.k_proj": COLUMN,
-        ".self_attn.v_proj": COLUMN,
-        ".self_attn.q_norm": ReplaceBy(sharded_modules.ReplicatedRMSNorm),
-        ".self_attn.k_norm": ReplaceBy(sharded_modules.ReplicatedRMSNorm),
-        ".self_attn.o_proj": ROW,
-        ".post_attention_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
-        ".mlp.gate_proj": COLUMN,
-        ".mlp.up_proj": COLUMN,
-        ".mlp.down_proj": ROW,
-    }
-    if not model.config.qk_norm:
-        block = {name: style for name, style in block.items() if name[-6:] not in ("q_norm", "k_norm")}
-    head = (
-        {}
-        if model.lm_head is None
-        else {"lm_head": ReplaceBy(sharded_modules.VocabularyParallelHead, {"weight": Shard(0)})}
-    )
-    return {
+    config = model.config
+    styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": TABLE,
-        **{f"model.layers.*{name}": style for name, style in block.items()},
         "model.norm": ReplaceBy(sharded_modules.ReplicatedRMSNorm),
-        **head,
+    }
+    if model.lm_head is not None:
+        styles["lm_head"] = ReplaceBy(sharded_modules.VocabularyParallelHead, {"weight": Shard(0)})
+    for layer in range(config.layers):
+        mixer = config.mixer_of(layer)
+        block = LLAMA_BLOCK | (attention_styles(config) if mixer == "attention" else state_styles(mixer))
+        styles |= {f"model.layers.{layer}{name}": style for name, style in block.items()}
+    return styles
+
+
+LLAMA_BLOCK: dict[str, ParallelStyle] = {
+    "": GatherTokens(),
+    ".input_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
+    ".post_attention_layernorm": ReplaceBy(sharded_modules.GatheringRMSNorm),
+    ".mlp.gate_proj": COLUMN,
+    ".mlp.up_proj": COLUMN,
+    ".mlp.down_proj": ROW,
+}
+"""The parallel style of a LLaMA block's modules, without its mixer."""
+
+
+def attention_styles(config: LlamaConfig) -> dict[str, ParallelStyle]:
+    """Returns the parallel style of each module of a LLaMA's attention, by name in the block."""
+    columns = {f".self_attn.{name}": COLUMN for name in ("q_proj", "k_proj", "v_proj")}
+    norms = ("q_norm", "k_norm") if config.qk_norm else ()
+    return {
+        ".self_attn": SplitHeads(),
+        **columns,
+        **{f".self_attn.{name}": ReplaceBy(sharded_modules.ReplicatedRMSNorm) for name in norms},
+        ".self_attn.o_proj": ROW,
+    }
+
+
+def state_styles(mixer: Mixer) -> dict[str, ParallelStyle]:
+    """Returns the parallel style of each module of a layer with a state, by name in the block."""
+    heads = {name: Shard(0) for name in ("A_log", "dt_bias", "D", "norm_weight")}
+    convolution = ReplaceBy(sharded_modules.HeadParallelConv1d, {"weight": Shard(0), "bias": Shard(0)})
+    kind = sharded_modules.HeadParallelMamba2
+    columns = ["q_proj", "k_proj", "v_proj", "z_proj", "a_proj"]
+    styles: dict[str, ParallelStyle] = {}
+    if mixer == "delta_rule":
+        kind = sharded_modules.HeadParallelGatedDeltaNet
+        columns.append("b_proj")
+        styles[".linear_attn.norm"] = ReplaceBy(sharded_modules.ReplicatedRMSNorm)
+    return {
+        **styles,
+        ".linear_attn": ReplaceBy(kind, heads),
+        **{f".linear_attn.{name}": COLUMN for name in columns},
+        **{f".linear_attn.{name}_conv1d": convolution for name in ("q", "k", "v")},
+        ".linear_attn.o_proj": ROW,
     }
 
 

@@ -1,0 +1,210 @@
+"""Layers with a state in attention's place: Gated DeltaNet and Mamba-2, over the ranks of an attention method.
+
+Both project to queries, keys and values (C, B and x of Mamba-2), pass these through a short convolution, run a
+recurrence, and gate its normed outputs. The recurrence and the convolution alone see other tokens.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
+from armillary.attention.call.dtensor_checks import over_all_ranks
+from armillary.attention.context_parallel.communication import sequence_axis
+from armillary.core import Axis, SequenceLayout, compat
+from armillary.core.neighbours import short_convolution
+from armillary.models.config import Mixer, StateConfig
+
+NORM_EPS = 1e-6
+"""Added to the squared length of queries and keys, as in Qwen3-Next."""
+
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+"""`gated_delta_rule` or `ssd`."""
+
+
+@runtime_checkable
+class StateOperations(Protocol):
+    """Convolutions and recurrences with a cache, in place of the attention method of a layer with a state."""
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor: ...
+
+    def recur(
+        self, recurrence: Recurrence, inputs: Sequence[Tensor], mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor: ...
+
+
+@compat.outside_graphs
+def convolve(
+    attention: object,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: AttentionMask,
+    layout: SequenceLayout | None,
+) -> Tensor:
+    """Computes the causal depthwise convolution of x [B, T, C] with weight [C, W] over the ranks of `attention`."""
+    if isinstance(attention, StateOperations):
+        return attention.convolve(x, weight, bias, mask, layout)
+    layout, axis = _sharding(attention, layout, x.shape[1])
+    return short_convolution(x, weight, layout, axis, bias, mask=mask)
+
+
+@compat.outside_graphs
+def recur(
+    attention: object,
+    recurrence: Recurrence,
+    *inputs: Tensor,
+    mask: AttentionMask,
+    layout: SequenceLayout | None,
+) -> Tensor:
+    """Computes the outputs [B, T, H, Dv] of a recurrence over the ranks of `attention`."""
+    if isinstance(attention, StateOperations):
+        return attention.recur(recurrence, inputs, mask, layout)
+    return sharded_recurrence(attention, recurrence, inputs, mask, layout)[0]
+
+
+def sharded_recurrence(
+    attention: object,
+    recurrence: Recurrence,
+    inputs: Sequence[Tensor],
+    mask: AttentionMask,
+    layout: SequenceLayout | None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the outputs [B, T, H, Dv] and the final state of a recurrence over the ranks of `attention`."""
+    layout, axis = _sharding(attention, layout, inputs[0].shape[1])
+    return recurrence(*inputs, layout=layout, axis=axis, mask=mask)
+
+
+def _sharding(attention: object, layout: SequenceLayout | None, tokens: int) -> tuple[SequenceLayout, Axis]:
+    """Returns the layout over all ranks of attention, and their axis: one rank unless it is an armillary method."""
+    if not isinstance(attention, Method):
+        return layout or SequenceLayout.contiguous(tokens, 1), Axis.alone("sequence")
+    axis = sequence_axis(attention)
+    if layout is None and axis.size > 1:
+        raise ValueError(f"layout=None on the {axis.size} ranks of attention: a SequenceLayout is needed")
+    return over_all_ranks(layout or SequenceLayout.contiguous(tokens, 1), attention), axis
+
+
+class StateInputs(NamedTuple):
+    """The inputs of a recurrence.
+
+    Args:
+        x: [B, T, E], the layer's input.
+        q, k: [B, T, K, Dk], after the convolution.
+        v: [B, T, H, Dv], likewise.
+        z: [B, T, H, Dv], the gate.
+        dt: [B, T, H], above 0.
+        A: [H], below 0; the decay is exp(dt A).
+        recur: calls a recurrence on this rank's tokens: its outputs [B, T, H, Dv].
+    """
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    dt: Tensor
+    A: Tensor
+    recur: Callable[..., Tensor]
+
+
+class StateMixer(nn.Module):
+    """A layer with a state: normed x [B, T, E] -> [B, T, H, Dv], to be projected back by `o_proj`.
+
+    Heads are counted from the weights, of which tensor parallelism leaves some on each rank.
+
+    Args:
+        dim: E.
+        eps: of the norm.
+        attention: its ranks share the sequence.
+    """
+
+    has_conv_bias: bool
+
+    def __init__(self, dim: int, sizes: StateConfig, eps: float, attention: object) -> None:
+        super().__init__()
+        self.sizes, self.eps = sizes, eps
+        self.attention: Any = attention
+        self.q_proj, self.k_proj = (nn.Linear(dim, sizes.keys, bias=False) for _ in range(2))
+        self.v_proj, self.z_proj = (nn.Linear(dim, sizes.values, bias=False) for _ in range(2))
+        self.a_proj = nn.Linear(dim, sizes.heads, bias=False)
+        # Three convolutions, so that each can be sharded by its heads.
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            nn.Conv1d(channels, channels, sizes.conv_width, groups=channels, bias=self.has_conv_bias)
+            for channels in (sizes.keys, sizes.keys, sizes.values)
+        )
+        self.A_log = nn.Parameter(torch.zeros(sizes.heads))
+        self.dt_bias = nn.Parameter(torch.zeros(sizes.heads))
+        self.o_proj = nn.Linear(sizes.values, dim, bias=False)
+
+    def forward(self, x: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
+        convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
+        weights = [conv.weight for conv in convolutions]
+        biases = [conv.bias for conv in convolutions if conv.bias is not None]
+        # All in one convolution, whose halo is exchanged once.
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        weight, bias = torch.cat(weights).squeeze(1), torch.cat(biases) if biases else None
+        qkv = F.silu(convolve(self.attention, qkv, weight, bias, mask, layout))
+        q, k, v = qkv.split([len(weight) for weight in weights], -1)
+        key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
+        q, k = (y.unflatten(-1, (-1, key_dim)) for y in (q, k))
+        v, z = (y.unflatten(-1, (-1, value_dim)) for y in (v, self.z_proj(x)))
+        # Decays are exponentials of small numbers, in float32 beside 16 bits.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dt = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
+        call = partial(recur, self.attention, mask=mask, layout=layout)
+        return self.gated_outputs(StateInputs(x, q, k, v, z, dt, -self.A_log.to(wide).exp(), call))
+
+    @abstractmethod
+    def gated_outputs(self, inputs: StateInputs) -> Tensor:
+        """Runs the recurrence, and norms and gates its outputs: [B, T, H, Dv]."""
+
+
+class GatedDeltaNet(StateMixer):
+    """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next, with a projection for each of its inputs."""
+
+    has_conv_bias = False
+
+    def __init__(self, dim: int, sizes: StateConfig, eps: float, attention: object) -> None:
+        super().__init__(dim, sizes, eps, attention)
+        self.b_proj = nn.Linear(dim, sizes.heads, bias=False)
+        self.norm = nn.RMSNorm(sizes.value_dim, eps=eps)
+
+    def gated_outputs(self, inputs: StateInputs) -> Tensor:
+        q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPS) for y in (inputs.q, inputs.k))
+        beta = self.b_proj(inputs.x).sigmoid()
+        out = inputs.recur(gated_delta_rule, q, k, inputs.v, inputs.dt * inputs.A, beta)
+        return self.norm(out) * F.silu(inputs.z)
+
+
+class Mamba2(StateMixer):
+    """Mamba-2 (arXiv 2405.21060), with a projection for each of its inputs: q is its C, k its B and v its x."""
+
+    has_conv_bias = True
+
+    def __init__(self, dim: int, sizes: StateConfig, eps: float, attention: object) -> None:
+        super().__init__(dim, sizes, eps, attention)
+        self.D = nn.Parameter(torch.ones(sizes.heads))
+        self.norm_weight = nn.Parameter(torch.ones(sizes.values))
+
+    def gated_outputs(self, inputs: StateInputs) -> Tensor:
+        v = inputs.v
+        out = inputs.recur(ssd, v, inputs.dt, inputs.A, inputs.k, inputs.q)
+        gated = (out + self.D.unsqueeze(-1) * v) * F.silu(inputs.z)
+        # One norm for the heads of a group.
+        groups = gated.flatten(-2).unflatten(-1, (inputs.q.shape[2], -1))
+        normed = F.rms_norm(groups, groups.shape[-1:], eps=self.eps)
+        return (normed.flatten(-2) * self.norm_weight).unflatten(-1, v.shape[-2:])
+
+
+STATE_MIXERS: dict[Mixer, type[StateMixer]] = {"delta_rule": GatedDeltaNet, "mamba2": Mamba2}
+"""Classes of the mixers with a state."""

@@ -1,0 +1,261 @@
+"""Hybrids: attention, Gated DeltaNet and Mamba-2 in one model, against their recurrences and against one rank."""
+
+import itertools
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_models_parallel import LAYER, TILED, Case, compare_all, on_one_rank
+from torch import Tensor
+
+from armillary.attention import AttentionMask, build_attention
+from armillary.core.testing import mesh, relative_error
+from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig, initialize
+from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2, StateMixer
+from armillary.models.parallel import parallelize
+
+STATES = StateConfig(heads=4, key_heads=2, key_dim=6, value_dim=5)
+HYBRID = LlamaConfig(
+    vocab_size=37,
+    dim=32,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    hidden_dim=48,
+    head_dim=8,
+    mixers=("delta_rule", "mamba2", "attention"),
+    states=STATES,
+)
+
+
+# -- oracles ---------------------------------------------------------------------------------------------------------
+
+
+def mixer(kind: type[StateMixer], dim: int = 12) -> StateMixer:
+    """A mixer in float64 whose parameters are all random."""
+    torch.manual_seed(0)
+    made = kind(dim, STATES, 1e-5, None).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.7)
+    return made
+
+
+def naively(made: StateMixer, x: Tensor) -> Tensor:
+    """The mixer's output [N, H, Dv] of one sequence [N, E], token by token."""
+    inputs = []
+    for name in "qkv":
+        y, conv = getattr(made, f"{name}_proj")(x), getattr(made, f"{name}_conv1d")
+        padded = torch.cat([y.new_zeros(STATES.conv_width - 1, y.shape[1]), y])
+        y = sum(conv.weight[:, 0, w] * padded[w : w + len(x)] for w in range(STATES.conv_width))
+        inputs.append(F.silu(y if conv.bias is None else y + conv.bias))
+    q, k = (y.view(len(x), STATES.key_heads, -1).repeat_interleave(2, 1) for y in inputs[:2])
+    v, z = (y.view(len(x), STATES.heads, -1) for y in (inputs[2], made.z_proj(x)))
+    dt = F.softplus(made.a_proj(x) + made.dt_bias)
+    decay = torch.exp(-dt * torch.exp(made.A_log))
+    state, outs = x.new_zeros(STATES.heads, STATES.key_dim, STATES.value_dim), []
+    if isinstance(made, GatedDeltaNet):
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        beta = torch.sigmoid(made.b_proj(x))
+        for t in range(len(x)):
+            state = decay[t, :, None, None] * state
+            error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
+            state = state + beta[t, :, None, None] * torch.einsum("hk,hv->hkv", k[t], error)
+            outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * STATES.key_dim**-0.5)
+        out = torch.stack(outs)
+        return out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt() * made.norm.weight * F.silu(z)
+    for t in range(len(x)):
+        state = decay[t, :, None, None] * state + torch.einsum("h,hk,hv->hkv", dt[t], k[t], v[t])
+        outs.append(torch.einsum("hkv,hk->hv", state, q[t]) + made.D[:, None] * v[t])
+    groups = (torch.stack(outs) * F.silu(z)).view(len(x), STATES.key_heads, -1)
+    normed = groups / (groups.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return (normed.view(len(x), -1) * made.norm_weight).view_as(v)
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, Mamba2])
+def test_mixers_are_their_recurrences_also_in_documents(kind):
+    made, x = mixer(kind), torch.randn(2, 23, 12, dtype=torch.float64)
+    ends = [[0, 9, 23], [0, 1, 20, 23]]
+    actual = made(x, mask=AttentionMask.rows([AttentionMask(documents=row) for row in ends]), layout=None)
+    exact = torch.stack(
+        [torch.cat([naively(made, x[row, a:b]) for a, b in itertools.pairwise(own)]) for row, own in enumerate(ends)]
+    )
+    direction = torch.randn_like(exact)
+    for a, b in zip(
+        (
+            actual,
+            *torch.autograd.grad((actual * direction).sum(), [p for n, p in made.named_parameters() if n[0] != "o"]),
+        ),
+        (
+            exact,
+            *torch.autograd.grad((exact * direction).sum(), [p for n, p in made.named_parameters() if n[0] != "o"]),
+        ),
+        strict=True,
+    ):
+        assert relative_error(a, b) < 1e-10
+
+
+def copy_(ours: torch.nn.Module, **weights: Tensor) -> None:
+    for name, weight in weights.items():
+        getattr(ours, name).weight.data.copy_(weight)
+
+
+def test_gated_delta_net_is_that_of_qwen3_next():
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    config = modeling.Qwen3NextConfig(
+        hidden_size=12,
+        num_hidden_layers=1,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        rms_norm_eps=1e-5,
+        layer_types=["linear_attention"],
+    )
+    theirs, ours = modeling.Qwen3NextGatedDeltaNet(config, 0), mixer(GatedDeltaNet).float()
+    # Their rows are interleaved by key head: q, k, then v and z of its value heads.
+    q, k, v, z = theirs.in_proj_qkvz.weight.unflatten(0, (2, -1)).split([6, 6, 10, 10], 1)
+    b, a = theirs.in_proj_ba.weight.unflatten(0, (2, -1)).split([2, 2], 1)
+    copy_(ours, **{f"{n}_proj": w.flatten(0, 1) for n, w in zip("qkvzba", (q, k, v, z, b, a), strict=True)})
+    copy_(
+        ours, **dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), theirs.conv1d.weight.split([12, 12, 20]), strict=True))
+    )
+    copy_(ours, norm=theirs.norm.weight, o_proj=theirs.out_proj.weight)
+    ours.A_log.data.copy_(theirs.A_log)
+    ours.dt_bias.data.copy_(theirs.dt_bias)
+    x = torch.randn(2, 70, 12)
+    actual = ours.o_proj(ours(x, mask=AttentionMask(causal=True), layout=None).flatten(-2))
+    assert relative_error(actual, theirs(x)) < 1e-5
+
+
+def test_mamba2_is_that_of_transformers():
+    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    config = modeling.Mamba2Config(
+        hidden_size=10, num_heads=4, head_dim=5, expand=2, state_size=6, n_groups=2, num_hidden_layers=1, use_bias=False
+    )
+    theirs, ours = modeling.Mamba2Mixer(config, 0), mixer(Mamba2, 10).float()
+    z, v, k, q, a = theirs.in_proj.weight.split([20, 20, 12, 12, 4])
+    copy_(ours, **{f"{n}_proj": w for n, w in zip("zvkqa", (z, v, k, q, a), strict=True)})
+    for name, weight, bias in zip(
+        "vkq", *(x.split([20, 12, 12]) for x in (theirs.conv1d.weight, theirs.conv1d.bias)), strict=True
+    ):
+        copy_(ours, **{f"{name}_conv1d": weight})
+        getattr(ours, f"{name}_conv1d").bias.data.copy_(bias)
+    copy_(ours, o_proj=theirs.out_proj.weight)
+    for name, parameter in (
+        ("A_log", theirs.A_log),
+        ("dt_bias", theirs.dt_bias),
+        ("D", theirs.D),
+        ("norm_weight", theirs.norm.weight),
+    ):
+        getattr(ours, name).data.copy_(parameter)
+    x = torch.randn(2, 70, 10)
+    actual = ours.o_proj(ours(x, mask=AttentionMask(causal=True), layout=None).flatten(-2))
+    assert relative_error(actual, theirs(x)) < 1e-5
+
+
+# -- one rank and many -----------------------------------------------------------------------------------------------
+
+KEEP = Checkpointing("attention_output", chunk=3, inputs=2)
+ONE_GROUP = replace(HYBRID, mixers=("attention", "mamba2", "delta_rule"), layers=3, tied_embeddings=True)
+GROUPS = {
+    "4 ranks": [
+        Case({"ring": 4}, "ring", HYBRID, packed=True),
+        Case({"ring": 2, "ulysses": 2}, "usp", HYBRID, KEEP, packed=True, tokens=43),
+        Case({"shard": 2, "ulysses": 2}, "ulysses", ONE_GROUP, LAYER, tokens=43),
+        Case({"tp": 2, "ring": 2}, "ring", HYBRID, LAYER, packed=True, tokens=43),
+    ],
+    "2 ranks": [
+        Case({"ring": 2}, "ring", HYBRID, TILED, layout="contiguous", packed=True),
+        Case({"tp": 2}, "local", ONE_GROUP, KEEP, sharded=False, tokens=13),
+    ],
+    "compiled": [Case({"ring": 2}, "ring", HYBRID, compiler="aot_eager", packed=True)],
+    "compiled in part": [Case({"ring": 2}, "ring", HYBRID, LAYER, compiler="aot_eager")],
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_loss_gradients_and_a_step_equal_one_rank(worlds, group):
+    cases = GROUPS[group]
+    expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]
+    for faults in worlds(prod(cases[0].axes.values())).run(compare_all, cases, expected, timeout=300):
+        assert not faults
+
+
+@pytest.mark.parametrize("policy", [LAYER, KEEP, TILED], ids=lambda policy: policy.policy)
+def test_checkpoint_policies_change_no_gradient(policy):
+    grads = []
+    for options in (Checkpointing(), policy):
+        model = Llama(HYBRID).double()
+        initialize(model, 0)
+        options.apply(model)
+        model(torch.arange(37)[None]).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert max(relative_error(a, b) for a, b in zip(*grads, strict=True)) < 1e-10
+
+
+# -- configs and refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted(tied):
+    config = replace(HYBRID, layers=8, tied_embeddings=tied)
+    assert sum(p.numel() for p in Llama(config).parameters()) == config.parameters()
+    assert config.mixer_counts() == {"delta_rule": 3, "mamba2": 3, "attention": 2}
+    assert [config.mixer_of(i) for i in range(4)] == ["delta_rule", "mamba2", "attention", "delta_rule"]
+
+
+def test_flops_count_states_and_attention_layers_only():
+    attention = replace(HYBRID, mixers=("attention",), states=None)
+    assert HYBRID.flops_per_token(64) - 6 * (HYBRID.parameters() - 37 * 32) < attention.flops_per_token(64) - 6 * (
+        attention.parameters() - 37 * 32
+    )
+    rates = [HYBRID.flops_per_token(n) for n in (1000, 2000, 3000)]
+    assert rates[2] - rates[1] == pytest.approx(rates[1] - rates[0])
+    assert rates[1] - rates[0] == pytest.approx(12 * 500 * 64)  # of one layer of attention
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"mixers": ("delta_rule", "rwkv")}, "rwkv"),
+        ({"mixers": ()}, "mixers"),
+        ({"mixers": ("delta_rule",) * 5}, "layers=4"),
+        ({"states": None}, "states=None"),
+        ({"mixers": ("attention",)}, "mixers"),
+    ],
+)
+def test_mismatched_configs_are_refused(change, name):
+    with pytest.raises(ValueError, match=name):
+        replace(HYBRID, **change)
+
+
+def test_value_heads_are_a_multiple_of_key_heads():
+    with pytest.raises(ValueError, match="key_heads=3"):
+        StateConfig(heads=4, key_heads=3, key_dim=2, value_dim=2)
+
+
+def refusals() -> list[str]:
+    over, messages = mesh(tp=2, ring=2), []
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    for config, kind, mask in (
+        (replace(HYBRID, states=replace(STATES, heads=2, key_heads=1)), "zigzag", None),
+        (HYBRID, "striped", None),
+        (HYBRID, "zigzag", AttentionMask(window=(3, 0))),
+    ):
+        model, attend = Llama(config), build_attention("ring", over)
+        layout = attend.layout(12, kind)
+        with pytest.raises(ValueError) as caught:
+            parallelize(model, over, attention=attend, precision=None)
+            model(ids, positions=layout.positions(attend.shard), layout=layout, mask=mask)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_layouts_masks_and_head_counts_that_states_lack_are_refused_on_every_rank(worlds):
+    for heads, layout, mask in worlds(4).run(refusals):
+        assert "states.key_heads 1" in heads
+        assert "relayout" in layout
+        assert "window" in mask
