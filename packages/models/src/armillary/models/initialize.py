@@ -48,8 +48,8 @@ def initialize(model: Llama | GPT, seed: int) -> None:
     So every mesh starts from the same weights, without communication. Linear and embedding weights are normal
     with standard deviation 0.02, or 0.02 / sqrt(2 * layers) if they write to the residual stream (GPT-2's rule); norms
     are 1 and biases 0. Layers with a state begin as Mamba-2: uniform convolutions, rates -A in [1, 16], and time steps
-    from 0.001 to 0.1, uniform in their logarithms. Numbers are drawn in float32 on the parameter's device and rounded to its dtype: CPU and CUDA
-    draw different ones.
+    from 0.001 to 0.1, uniform in their logarithms. Numbers are drawn in float32 on the parameter's device and rounded
+    to its dtype: CPU and CUDA draw different ones.
 
     Args:
         model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One full
