@@ -1,0 +1,217 @@
+"""Layouts of a hybrid on an emulated network of 4 ranks: three layers of the delta rule, and causal Ring attention.
+
+    uv run python benchmarks/cluster/hybrid_layouts.py              # a few minutes; needs root and iproute2
+
+zigzag       all layers on zigzag shards
+relaid       attention on zigzag shards, states on contiguous ones, with `relayout` before and after them
+contiguous   all layers on contiguous shards
+
+The layouts take turns; figures are medians over turns, forward and backward. The prediction has the bytes in closed
+form, the network's bandwidth, and the times of a layer's kernels alone, all ranks at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
+from predict import BACKWARD, FORWARD
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from armillary.attention import AttentionMask, Local, Ring, gated_delta_rule
+from armillary.attention.planning.comm_plan import AttentionShape
+from armillary.attention.planning.send import Send
+from armillary.core import Axis, CommLedger, SequenceLayout, build_mesh, relayout
+from armillary.data.console.quantity import count_argument
+from armillary.plan import Cluster
+from armillary.plan.comm_time.comm_plan_time import plan_seconds
+from armillary.plan.memory.estimate import AttentionChoice
+
+RANKS, HEADS, DIM, STATE_LAYERS = 4, 8, 64, 3
+VARIANTS = ("zigzag", "relaid", "contiguous")
+ELEMENT = 4  # bytes, of float32
+MASK = AttentionMask(causal=True)
+
+
+def network() -> Cluster:
+    """One node of 4 ranks, each with a port of its own."""
+    return replace(Cluster.named("emulated-4x4-card-per-rank"), nodes=1)
+
+
+def layouts(variant: str, length: int) -> tuple[SequenceLayout, SequenceLayout]:
+    """Returns the layouts of attention and of states."""
+    zigzag, contiguous = SequenceLayout.zigzag(length, RANKS), SequenceLayout.contiguous(length, RANKS)
+    return contiguous if variant == "contiguous" else zigzag, zigzag if variant == "zigzag" else contiguous
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def state_layer(x: Tensor, **where: Any) -> Tensor:
+    key = normalize(x, dim=-1)
+    decay = torch.full(x.shape[:3], -0.1)
+    return gated_delta_rule(key, key, x, decay, decay.exp(), **where)[0]
+
+
+def hybrid(x: Tensor, variant: str, method: Ring | Local, axis: Axis | None) -> Tensor:
+    """The four layers on this rank's x [1, T, H, D]."""
+    if axis is None:
+        for _ in range(STATE_LAYERS):
+            x = x + state_layer(x)
+        return x + method(x, x, x, mask=MASK)
+    attention, states = layouts(variant, x.shape[1] * RANKS)
+    x = relayout(x, attention, states, axis) if states != attention else x
+    for _ in range(STATE_LAYERS):
+        x = x + state_layer(x, layout=states, axis=axis)
+    x = relayout(x, states, attention, axis) if states != attention else x
+    return x + method(x, x, x, mask=MASK, layout=attention)
+
+
+def measure(tokens: int, turns: int) -> dict[str, Any]:
+    """Seconds of each variant's turns, bytes sent, and seconds of kernels alone, on this rank."""
+    torch.manual_seed(0)
+    full, dout = (torch.randn(1, tokens * RANKS, HEADS, DIM) for _ in range(2))
+    ring = build_mesh("cpu", ring=RANKS)["ring"]
+    axis, method, local = Axis.of(ring), Ring(ring), Local()
+    leaf = full.clone().requires_grad_()
+    expected = hybrid(leaf, "", local, None)
+    (expected_grad,) = torch.autograd.grad(expected, leaf, dout)
+
+    def turn_of(variant: str) -> Callable[[], tuple[Tensor, Tensor]]:
+        layout = layouts(variant, tokens * RANKS)[0]
+        x, own_dout = layout.take(full, axis.rank).clone().requires_grad_(), layout.take(dout, axis.rank)
+
+        def turn() -> tuple[Tensor, Tensor]:
+            out = hybrid(x, variant, method, axis)
+            return out.detach(), torch.autograd.grad(out, x, own_dout)[0]
+
+        return turn
+
+    runs = {variant: turn_of(variant) for variant in VARIANTS}
+    sent = dict[str, int]()
+    for variant, turn in runs.items():
+        layout = layouts(variant, tokens * RANKS)[0]
+        with CommLedger() as ledger:
+            results = turn()
+        sent[variant] = ledger.bytes()
+        for result, whole in zip(results, (expected.detach(), expected_grad), strict=True):
+            error = (result - layout.take(whole, axis.rank)).norm() / whole.norm()
+            if not error < 1e-4:
+                raise RuntimeError(f"{variant}: wrong results, relative error {error:.1e}")
+
+    own, own_dout = (x[:, :tokens].clone() for x in (full, dout))
+    own.requires_grad_()
+    kernels = {
+        "state": lambda: torch.autograd.grad(state_layer(own), own, own_dout),
+        "attention": lambda: torch.autograd.grad(local(own, own, own, mask=AttentionMask(causal=False)), own, own_dout),
+    }
+    seconds = {name: list[float]() for name in (*runs, *kernels)}
+    for _ in range(turns):
+        for name, turn in {**runs, **kernels}.items():
+            dist.barrier()
+            start = time.perf_counter()
+            turn()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    return {"seconds": seconds, "sent": sent}
+
+
+# -- prediction -------------------------------------------------------------------------------------------------------
+
+
+def predicted(variant: str, tokens: int, state_seconds: float, block_seconds: float) -> float:
+    """Returns the seconds of a turn.
+
+    Args:
+        state_seconds: of a state layer's T tokens, forward and backward.
+        block_seconds: of attention of T queries to T keys.
+    """
+    cluster, (attention, states) = network(), layouts(variant, tokens * RANKS)
+    shape = AttentionShape.of(
+        attention, MASK, heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, projected=False
+    )
+    plan = AttentionChoice("ring").comm_plan(shape, RANKS, 1)
+    pair = block_seconds / (tokens**2 * HEADS)
+    passes = ((plan.forward, FORWARD), (plan.backward, BACKWARD))
+    seconds = sum(plan_seconds(steps, cluster, pair * n / (FORWARD + BACKWARD)).seconds for steps, n in passes)
+    # Runs that another rank's run follows, or that end the row, have a state; those that another's precede, a map.
+    owners = owner_of(states)
+    runs = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()]
+    gathered = [0] * RANKS
+    for start in runs:
+        gathered[owners[start]] += ELEMENT * HEADS * DIM * (DIM + (DIM if start else 0))
+    pairs = [(a, b) for a in range(RANKS) for b in range(RANKS) if a != b]
+    all_gather = [Send(a, b, max(gathered)) for a, b in pairs]
+    reduce_scatter = [Send(a, b, gathered[b]) for a, b in pairs]
+    seconds += STATE_LAYERS * (state_seconds + cluster.transit(all_gather) + cluster.transit(reduce_scatter))
+    if states != attention:
+        moved = np.zeros((RANKS, RANKS), dtype=np.int64)
+        np.add.at(moved, (owner_of(attention), owners), ELEMENT * HEADS * DIM)
+        moves = [Send(a, b, int(moved[a, b])) for a, b in pairs if moved[a, b]]
+        back = [Send(b, a, n) for a, b, n in moves]
+        seconds += 2 * (cluster.transit(moves) + cluster.transit(back))
+    return seconds
+
+
+def owner_of(layout: SequenceLayout) -> np.ndarray[Any, Any]:
+    """Returns the rank of each token."""
+    owners = np.empty(layout.length, dtype=np.int64)
+    for rank in range(layout.shards):
+        owners[layout.positions(rank).numpy()] = rank
+    return owners
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=count_argument(), nargs="+", default=[64, 256, 1024], help="of each rank")
+    parser.add_argument("--turns", type=count_argument(), default=5)
+    parser.add_argument("--measure", type=Path, help="run as one rank, and write the results to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.measure is not None:
+        dist.init_process_group("gloo")
+        results = {tokens: measure(tokens, options.turns) for tokens in options.tokens}
+        if dist.get_rank() == 0:
+            options.measure.write_text(json.dumps(results))
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    if (why := obstacle()) is not None:
+        print(f"skipped: {why}", file=sys.stderr)
+        return
+    leave_on_signals()
+    with TemporaryDirectory() as folder, EmulatedCluster(network()) as emulated:
+        path = Path(folder) / "results.json"
+        numbers = [*map(str, options.tokens), "--turns", str(options.turns), "--measure", str(path)]
+        program = [sys.executable, __file__, "--tokens", *numbers]
+        wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
+        results = json.loads(path.read_text())
+    print("| tokens a rank | layout | MB sent by rank 0 | measured | of zigzag | predicted | of zigzag |")
+    print("|---|---|---|---|---|---|---|")
+    for tokens in options.tokens:
+        seconds, sent = results[str(tokens)]["seconds"], results[str(tokens)]["sent"]
+        kernels = median(seconds["state"]), median(seconds["attention"])
+        estimates = {variant: predicted(variant, tokens, *kernels) for variant in VARIANTS}
+        for variant in VARIANTS:
+            ratio = median(a / b for a, b in zip(seconds[variant], seconds["zigzag"], strict=True))
+            columns = f"{median(seconds[variant]):.3f} s | {ratio:.2f} | {estimates[variant]:.3f} s"
+            estimate_ratio = estimates[variant] / estimates["zigzag"]
+            print(f"| {tokens} | {variant} | {sent[variant] / 1e6:.2f} | {columns} | {estimate_ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
