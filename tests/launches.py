@@ -2,7 +2,6 @@
 
 import ast
 import gc
-import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.run import main as run_torchrun
 
 import armillary.train.cli  # noqa: F401  what ranks need: the server that they are forked from imports it too
-from armillary.core.testing.world import PRELOAD, TEST_PACKAGES
+from armillary.core.testing.world import fork_context
 
 HERE = Path(__file__).parent
 
@@ -65,8 +64,8 @@ def _run_script(script: str) -> None:
 def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Callable[[], None]:
     """Returns a function that does what `torchrun *options script` does, for a script in the current folder.
 
-    The agent imports the imports of all scripts there once, before it forks the ranks: transformers takes seconds on
-    each rank, and so does the module of a model, which one script names and another loads by its name.
+    The agent imports the imports of all scripts there once, before it forks the ranks: the module of a model takes
+    seconds on each rank, and one script names it while another loads it by its name.
 
     Args:
         wrapper: a script that the ranks run instead, with the script's name as its argument.
@@ -76,11 +75,7 @@ def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Calla
 
 def _run_pages_agent(options: Sequence[str], script: str, wrapper: str | None) -> None:
     for path in sorted(Path().glob("*.py")):
-        tree = ast.parse(path.read_text())
-        tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        exec(compile(tree, path, "exec"), {})
-    if "accelerate" in sys.modules:
-        import datasets  # noqa: F401  as accelerate does when it prepares a loader
+        run_imports(path.read_text())
     gc.freeze()
     if wrapper is None:
         agent(*options, flags=[], script=script)()
@@ -88,14 +83,20 @@ def _run_pages_agent(options: Sequence[str], script: str, wrapper: str | None) -
         agent(*options, flags=[script], script=wrapper)()
 
 
+def run_imports(script: str) -> None:
+    """Imports everything that a script imports at its top level."""
+    tree = ast.parse(script)
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(tree, "script", "exec"), {})
+    if "accelerate" in sys.modules:
+        import datasets  # noqa: F401  as accelerate does when it prepares a loader
+
+
 class Forked:
     """A function in a process of its own, like `subprocess.Popen`: forked from the server of `World`'s ranks."""
 
     def __init__(self, function: Callable[[], None], folder: Path, output: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        ours = sorted(name for name in sys.modules if name.startswith("armillary.") or name in TEST_PACKAGES)
-        context.set_forkserver_preload([*PRELOAD, *ours])
-        self.process = context.Process(target=call, args=(function, folder, output, environment()))
+        self.process = fork_context().Process(target=call, args=(function, folder, output, environment()))
         self.process.start()
         self.pid = self.process.pid
 

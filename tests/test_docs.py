@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launches import Launch, pages_agent, python
+from launches import Launch, pages_agent, python, run_imports
 
 from armillary.attention.kernels import EFFICIENCY, KERNELS
 
@@ -92,6 +92,12 @@ ALONE = sorted(
     if any(block.language == "python" and not block.title for block in blocks(str(path.relative_to(ROOT))))
     and str(path.relative_to(ROOT)) not in EXCERPTS
 )
+
+
+for page in WITH_SCRIPTS:
+    for script in scripts(page).values():
+        run_imports(script)
+"""Here, so that the server of forked processes has them too: transformers and diffusers take seconds per process."""
 
 
 def printed_lists(output: str) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -28,17 +28,23 @@ R = TypeVar("R")
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor.compile_fx")
 """Modules that the server imports once, instead of each rank that builds a mesh or compiles."""
 
-TEST_PACKAGES = ("accelerate", "armillary", "diffusers", "hypothesis", "pytest", "transformers", "trl")
+TEST_PACKAGES = ("accelerate", "armillary", "datasets", "diffusers", "hypothesis", "pytest", "transformers", "trl")
 """Packages that the server imports too if this process has: each rank imports the module of its function, a test.
 
 Not the test itself: it may query GPUs, and a process that has done so cannot fork ranks that use them.
 """
 
-MAX_CALLS = 32
-"""Calls after which `Worlds` replaces the ranks of a world."""
 
-MAX_IDLE_RANKS = 4
-"""Largest size of a world that is kept while others run."""
+def fork_context() -> ForkServerContext:
+    """Returns the context of processes that are forked from a server with all imports of this process's tests."""
+    context = multiprocessing.get_context("forkserver")
+    packages = sorted(name for name in sys.modules if name.partition(".")[0] in TEST_PACKAGES)
+    context.set_forkserver_preload([*PRELOAD, *packages])
+    return context
+
+
+MAX_CALLS = 100
+"""Calls after which `Worlds` replaces the ranks of a world."""
 
 GRACE = 2.0
 """Seconds for the other ranks after the first failure: enough to fail for their own reasons."""
@@ -108,9 +114,7 @@ class World:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        packages = sorted(name for name in sys.modules if name.partition(".")[0] in TEST_PACKAGES)
-        context.set_forkserver_preload([*PRELOAD, *packages])
+        context = fork_context()
         self._folder = Path(tempfile.mkdtemp(prefix="armillary-world-"))
         for rank in range(self.size):
             connection, rank_connection = context.Pipe()
@@ -163,10 +167,8 @@ class World:
 class Worlds:
     """Worlds of each requested size, kept for some calls: `worlds(4).run(...)`.
 
-    The first call in fresh ranks takes several times as long as later ones. But tests leave state behind, and waiting
-    ranks
-    wake up a hundred times a second in gloo: so worlds are replaced after some calls, and large ones end when another
-    size is requested.
+    The first call in fresh ranks takes several times as long as later ones. But tests leave state behind, so worlds are
+    replaced after some calls.
     """
 
     def __init__(self) -> None:
@@ -174,10 +176,9 @@ class Worlds:
         self._calls: Counter[int] = Counter()
 
     def __call__(self, size: int) -> World:
-        for other in list(self._worlds):
-            if self._calls[other] == MAX_CALLS or (other > MAX_IDLE_RANKS and other != size):
-                self._worlds.pop(other).close()
-                self._calls[other] = 0
+        if self._calls[size] == MAX_CALLS:
+            self._worlds.pop(size).close()
+            self._calls[size] = 0
         self._calls[size] += 1
         return self._worlds.setdefault(size, World(size))
 

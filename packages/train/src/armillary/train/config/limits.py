@@ -43,8 +43,14 @@ def check_limits(config: Any, prefix: str = "") -> None:
 @lru_cache(maxsize=1024)
 def field_adapter(kind: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
     """Returns a field's annotation and its pydantic adapter, which takes a millisecond to build."""
-    annotation = get_type_hints(kind, include_extras=True)[name]
+    annotation = annotations_of(kind)[name]
     return annotation, TypeAdapter(annotation)
+
+
+@lru_cache(maxsize=64)
+def annotations_of(kind: type[Any]) -> dict[str, Any]:
+    """Returns the annotations of a dataclass by field, evaluated once for all of its fields."""
+    return get_type_hints(kind, include_extras=True)
 
 
 def requirement(annotation: Any, error: ValidationError) -> str:
