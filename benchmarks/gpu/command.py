@@ -274,7 +274,7 @@ def shown(row: Row) -> str:
 TABLE = (
     Column("check", text=True),
     Column("must hold", text=True),
-    Column("measured", text=True, below=True),
+    Column("measured", text=True, own_line=True),
     Column("verdict", text=True),
     Column("seconds"),
 )

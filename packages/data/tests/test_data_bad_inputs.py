@@ -184,7 +184,7 @@ COMMANDS = [
     ("info store-no-tokens", "store.json "),
     ("info store-no-checksums", "store.json "),
     ("info store-cut", "tokens.bin is cut off at byte 104; its header says 108 bytes"),
-    ("info store-long", "tokens.bin holds something else from byte 108 on, to byte 112"),
+    ("info store-long", "tokens.bin has 112 bytes; its header says 108 bytes"),
     ("info store-flipped --verify", "tokens.bin: bytes 0 to 107"),
     ("pack", "--length INT"),
     ("pack store", "--length INT"),

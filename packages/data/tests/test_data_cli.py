@@ -170,7 +170,7 @@ def test_info_as_json_has_the_figures_of_describe(store, capsys):
     actual = json.loads(capsys.readouterr().out)
     bins = actual.pop("histogram")
     assert actual == describe(open_store(store))
-    assert bins[0] == {"least": 2, "most": 3, "documents": 3, "tokens": 7}
+    assert bins[0] == {"minimum": 2, "maximum": 3, "documents": 3, "tokens": 7}
     assert sum(b["tokens"] for b in bins) == actual["tokens"] == sum(LENGTHS) + len(LENGTHS)
 
 

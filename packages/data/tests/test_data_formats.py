@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_detected_with_its_block(tmp_path, small_blocks, name):
         rewrite(folder / name, byte, bytes([full[byte] ^ 4]))
         first = byte // 64 * 64
         last = min(first + 64, len(full)) - 1
-        assert refused(folder, rf"{name}: bytes {first} to {last} are not what was written; prepare", verify_folder)
+        assert refused(folder, rf"{name}: bytes {first} to {last} do not match their checksum; prepare", verify_folder)
         rewrite(folder / name, byte, full[byte : byte + 1])
     assert len(list(verify_folder(folder))) == 29 + 2 + 2
 

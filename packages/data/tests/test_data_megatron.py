@@ -131,7 +131,7 @@ def test_tokens_after_the_last_document_are_refused_by_the_byte(tmp_path):
     path = write(tmp_path / "data")
     with open(f"{path}.bin", "ab") as file:
         file.write(b"abcd")
-    assert refused(path, r"data.bin holds something else from byte 20 on, to byte 24; its index ends there")
+    assert refused(path, r"data.bin has 24 bytes; its index says 20 bytes")
 
 
 def test_a_truncated_index_is_refused_by_the_byte(tmp_path):

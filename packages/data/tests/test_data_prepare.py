@@ -406,6 +406,6 @@ def test_an_output_without_a_store_is_never_touched(tmp_path, kind):
 
 def test_foreign_files_in_the_partial_folder_are_not_touched(tmp_path):
     write(tmp_path, **{"store.partial__notes": b"precious"})
-    with pytest.raises(ValueError, match=r"store\.partial is in the way"):
+    with pytest.raises(ValueError, match=r"store\.partial was not made by"):
         made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", overwrite=True)
     assert files_of(tmp_path / "store.partial") == {"notes": b"precious"}

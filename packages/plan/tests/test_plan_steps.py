@@ -56,12 +56,12 @@ def test_frames_have_the_bytes_and_pairs_of_the_plan(name, mask):
     if team:
         plan = StepsPlan(attention=(name.replace("wallfacer", "ring"),), tokens=N, kv_heads=4, **MASKS[mask])
     expected, layout = comm_plan(plan, steps.facts["mesh"])
-    last = {(sent.axis, sent.kind): sent for sent in steps.frames[-1].sent}
+    last = {(sent.axis, sent.kind): sent for sent in steps.frames[-1].sent_bytes}
     for axis in get_args(Role):
         for kind in KINDS:
             by_rank = [expected.bytes(rank, kind, axis=axis) for rank in range(RANKS)]
             sent = last.get((axis, kind))
-            assert (sent.total, sent.most) == (sum(by_rank), max(by_rank)) if sent else not any(by_rank)
+            assert (sent.total, sent.busiest) == (sum(by_rank), max(by_rank)) if sent else not any(by_rank)
     for phase in ("forward", "backward"):
         pairs = sum(block.pairs for frame in steps.frames if frame.phase == phase for block in frame.blocks)
         assert pairs == plan.mask.pairs(N) * plan.heads

@@ -81,8 +81,8 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
 def best_fit(lengths: Index, length: int, key: str) -> Packed:
     """Cuts no document that fits into a row; rows are padded instead, as little as possible.
 
-    Longer documents are cut every N tokens. Slices, in order of decreasing length, go into the row with the least
-    sufficient room. The shuffle decides among documents of equal length.
+    Longer documents are cut every N tokens. Slices, in order of decreasing length, go into the row with the least room
+    that suffices. The shuffle decides among documents of equal length.
     """
     order = permutation(len(lengths), key)
     # 1. Documents longer than a row become slices of N tokens and a remainder.
@@ -90,7 +90,7 @@ def best_fit(lengths: Index, length: int, key: str) -> Packed:
     documents = np.repeat(order, cuts)
     starts = (np.arange(len(documents)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * length
     sizes = np.minimum(lengths[documents] - starts, length)
-    # 2. Every slice is placed whole; then slices are sorted by row.
+    # 2. Every slice gets a row; then slices are sorted by row.
     rows = best_fit_rows(sizes, length)
     order = np.argsort(rows, kind="stable")
     first = np.searchsorted(rows[order], np.arange(rows.max() + 2))
@@ -102,12 +102,12 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
 
     Items of equal size are placed together, so the number of steps is about the number of different sizes.
     """
-    rows, free, row_count = np.empty(len(sizes), np.int64), Free(), 0
+    rows, free, row_count = np.empty(len(sizes), np.int64), FreeRows(), 0
     order = np.argsort(-sizes, kind="stable")
     negative_sizes, firsts = np.unique(-sizes[order], return_index=True)
     for size, items in zip((-negative_sizes).tolist(), np.split(order, firsts[1:]), strict=True):
         while len(items):
-            room = free.least(size)  # the fullest rows that still have room; None: only new rows
+            room = free.smallest_room(size)  # the fullest rows that still have room; None: only new rows
             per_row = (room or row_size) // size
             row_need = -(-len(items) // per_row)
             if room is None:
@@ -122,14 +122,14 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
     return rows
 
 
-class Free:
+class FreeRows:
     """Rows that have room, by the number of free tokens."""
 
     def __init__(self) -> None:
-        self._spaces: list[int] = []  # sorted, each once
+        self._spaces: list[int] = []  # keys of _rows, sorted
         self._rows: dict[int, list[int]] = {}
 
-    def least(self, size: int) -> int | None:
+    def smallest_room(self, size: int) -> int | None:
         """Returns the smallest room of at least `size`, or None."""
         i = bisect_left(self._spaces, size)
         return self._spaces[i] if i < len(self._spaces) else None

@@ -42,16 +42,16 @@ class Vocabulary:
 class TokenStore:
     """Documents as tokens, which are read on demand.
 
-    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. Besides the tokens that
-    are read, a store takes at most 16 bytes of memory a document.
+    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. A store takes at most 16
+    bytes of memory per document, in addition to the tokens that are read.
 
     Args:
-        name: for messages; usually a path.
+        name: name in error messages; usually a path.
         segments: 1-D arrays of integers, addressed as one sequence of tokens. No document crosses their boundaries.
         starts, stops: int64 [D], token range of each document, with its end of document.
-        vocabulary: of the tokens.
-        content: identifies the tokens; stores with equal `content` have equal documents.
-        hashes: uint64 [D] of the documents' text, by which `split` divides them; by default, of their numbers.
+        vocabulary: vocabulary of the tokens.
+        content: identity of the tokens: stores with equal `content` have equal documents.
+        hashes: uint64 [D], hash of each document's text, on which `split` is based; by default, of its number.
         trees: segments of documents that are trees, such as prompts with several completions; by default none.
     """
 
@@ -86,7 +86,7 @@ class TokenStore:
         """
         documents = [document for document in documents if document.text]
         if not documents:
-            raise ValueError(f"{name}: there is no text in these documents; give at least one that is not empty")
+            raise ValueError(f"{name}: all documents are empty; give at least one with text")
         token_arrays = [tokenizer.encode(document.text).numpy() for document in documents]
         lengths = np.array([len(tokens) + 1 for tokens in token_arrays])
         stops = np.cumsum(lengths)
@@ -122,7 +122,7 @@ class TokenStore:
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
             raise IndexError(
-                f"{self.name}: document {document} has {end - first} tokens; {start}:{stop} were asked for"
+                f"{self.name}: document {document} has {end - first} tokens; {start}:{stop} is out of range"
             )
         segment = min(int(np.searchsorted(self._bases, first, "right")), len(self.segments)) - 1
         base = first - int(self._bases[segment])
@@ -139,7 +139,7 @@ class TokenStore:
         place = start + i * step
         raise DamagedInput(
             f"{self.name}: token {place} of document {document} (token {int(self.starts[document]) + place} of the "
-            f"store) is {tokens[i]}, and the vocabulary has {size}; the files were changed, see "
+            f"store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed, see "
             "`armillary-data info --verify`"
         )
 
@@ -162,12 +162,12 @@ class TokenStore:
         return self._with_ranges(self.starts[keep], self.stops[keep], hashes)
 
     def split(self, validation_fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
-        """Splits documents into training and validation, neither of them empty, in the same way every time.
+        """Splits documents into training and validation, deterministically; neither store is empty.
 
-        The hash of a document's text alone decides, so other documents, their order and the tokenizer do not matter,
-        and copies of a text are on the same side, unless there is no other text. If one side would be empty, it gets
-        the document nearest to the threshold. Stores without hashes split by the numbers of documents. Empty documents
-        are left out. The fraction counts documents, not tokens. A single document is cut: its last
+        The side of a document depends only on the hash of its text: not on other documents, their order or the
+        tokenizer. Copies of a text are on the same side, unless there is no other text. A side that would be empty gets
+        the document whose hash is nearest to the threshold. Stores without hashes split by the numbers of documents.
+        Empty documents are left out. The fraction counts documents, not tokens. A single document is cut: its last
         `validation_fraction` tokens are the validation document.
 
         Raises:
@@ -213,6 +213,6 @@ def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     identity = store.vocabulary.tokenizer
     if identity is not None and identity != tokenizer.identity:
         raise ValueError(
-            f"{store.name} holds tokens of tokenizer {identity}, not of {tokenizer.identity}; prepare it again or "
-            "use the tokenizer that it was made with"
+            f"{store.name} has tokens of tokenizer {identity}, not of {tokenizer.identity}; prepare it again or "
+            "use its own tokenizer"
         )

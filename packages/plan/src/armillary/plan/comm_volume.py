@@ -36,7 +36,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16,
 COLUMNS = (
     *(Column(name, text=True) for name in ("method", "rank", "phase")),
     *map(Column, ("p2p (GiB)", "collective (GiB)", "all (GiB)", "closed form (GiB)", "sends")),
-    Column("paper (GiB)", text=True, below=True),
+    Column("paper (GiB)", text=True, own_line=True),
 )
 
 
@@ -51,7 +51,7 @@ class BytesPlan:
       armillary-plan bytes --tokens 128Ki --ranks 16 --heads 32 --kv-heads 8 --causal --attention usp ring
 
     The real methods run on fake tensors in a fake process group, under a ledger. The table also has closed forms and,
-    for full masks, the forward bytes of WallFacer's paper (arXiv 2407.00611), which counts one send more and no lse.
+    for full masks, the forward bytes of WallFacer's paper (arXiv 2407.00611), which has one more send and no lse.
     Defaults are that paper's model M.
     """
 
@@ -74,11 +74,11 @@ class BytesPlan:
     ulysses: CountOrNone = None
     """Ranks on the head axis, for methods on both axes such as usp; by default the largest common divisor up to 8."""
     attention: tuple[str, ...] = ()
-    """Methods, named as for --parallel.attention; by default usp and all on one axis that the ranks divide."""
+    """Methods, named as for --parallel.attention; by default usp and the methods on one axis that support the heads."""
     team: tuple[Count, ...] = ()
-    """wallfacer: team sizes (C); by default all from 2 on that fit."""
+    """wallfacer: team sizes (C); by default all valid sizes of at least 2."""
     nodes: CountOrNone = None
-    """ring+ring, ring+token_ring: nodes that the sequence ranks are on; by default the fewest from 2 on."""
+    """ring+ring, ring+token_ring: number of nodes of the sequence ranks; by default the smallest of at least 2."""
     of_ranks: tuple[int, ...] = ()
     """Ranks to show; by default 0 and 1. With wallfacer, rank 0 keeps its own keys and sends less."""
     json: bool = False
@@ -110,9 +110,9 @@ class Row:
     """Bytes of a method in one phase, for ranks with equal figures.
 
     Args:
-        counted: bytes by the ledger, in `messages` messages.
-        closed: bytes by the method's communication plan.
-        published: bytes by the paper, if it has the method.
+        counted: bytes that the ledger counted, in `messages` messages.
+        closed: bytes by the closed form, the method's communication plan.
+        published: bytes by the formula in WallFacer's paper, if it has the method.
     """
 
     candidate: Candidate
@@ -137,12 +137,13 @@ def plan_bytes(
     """
     check_limits(plan)
     plan = replace(plan, kv_heads=plan.key_heads)
-    every, ranks, finished_runs = list(choices(plan)), plan.of_ranks or tuple(range(min(2, plan.ranks))), count()
+    all_choices, finished_runs = list(choices(plan)), count()
+    ranks = plan.of_ranks or tuple(range(min(2, plan.ranks)))
     rows = list[Row]()
-    for candidate in every:
+    for candidate in all_choices:
         by_figures = dict[tuple[object, ...], list[Row]]()
         for rank in ranks:
-            progress(f"{candidate.attention}, rank {rank}", next(finished_runs), len(every) * len(ranks))
+            progress(f"{candidate.attention}, rank {rank}", next(finished_runs), len(all_choices) * len(ranks))
             pair = rows_of(plan, candidate, rank)
             group = by_figures.setdefault(tuple((row.counted, row.closed, row.messages) for row in pair), [])
             # Ranks with equal figures in both phases share the rows.
@@ -152,7 +153,7 @@ def plan_bytes(
 
 
 def choices(plan: BytesPlan) -> Iterator[Candidate]:
-    """The plan's methods, or the default ones, each with its mesh and teams."""
+    """Yields the plan's methods, or the default ones, with their mesh and every team size."""
     for name in plan.attention or default_methods(plan):
         method = named_method(name)
         if method.axes == ("ring", "ulysses"):
@@ -169,13 +170,13 @@ def choices(plan: BytesPlan) -> Iterator[Candidate]:
 
 
 def default_methods(plan: BytesPlan) -> list[str]:
-    """Methods on one axis, if the ranks divide their heads, and USP; without those that have no communication plan."""
-    every = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
-    return [name for name in every if name not in unplanned("comm_plan")]
+    """Returns USP and the methods on one axis that support the ranks, except methods without a communication plan."""
+    names = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+    return [name for name in names if name not in unplanned("comm_plan")]
 
 
 def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
-    """Team sizes of a method: the plan's, or all that fit; [None] for a method without teams."""
+    """Returns the team sizes to count: the plan's, or all valid ones; [None] for a method without teams."""
     if "team" not in method.sequence.options:
         return [None]
     fitting_teams = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
@@ -183,7 +184,7 @@ def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | Non
 
 
 def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
-    """Forward and backward of one rank."""
+    """Returns the rows of one rank, for forward and for backward."""
     ledger, shape = attend(plan, candidate, rank)
     comm_plan = candidate.attention.comm_plan(shape, candidate.mesh.ring, candidate.mesh.ulysses)
     rows = list[Row]()
@@ -197,7 +198,7 @@ def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
 
 
 def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
-    """Runs one call forward and backward as `rank`: (its ledger, the shape of the call)."""
+    """Runs one call forward and backward as `rank`; returns (its ledger, the shape of the call)."""
     dtype = DTYPES[plan.dtype]
     # Only shapes matter: fake tensors have no storage, and the fake group delivers nothing.
     with fake_world(rank, **candidate.attention.mesh_axes(candidate.mesh.axes)) as mesh:
@@ -238,7 +239,7 @@ class AnyFlash(SimulatedFlash):
 
 
 def published(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
-    """The paper's count for forward under a full mask (arXiv 2407.00611); None for methods that it does not count."""
+    """Returns forward bytes under a full mask by WallFacer's paper (arXiv 2407.00611); None if it has no formula."""
     method, ranks = attention.method, shape.layout.shards
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
@@ -250,7 +251,7 @@ def published(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
 
 
 def as_dict(plan: BytesPlan, rows: Sequence[Row]) -> dict[str, Any]:
-    """All figures for JSON, in bytes."""
+    """Returns the plan and all rows as JSON values, in bytes."""
     return {"plan": asdict(plan), "rows": [asdict(row) for row in rows]}
 
 
@@ -261,13 +262,13 @@ def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
     shape = f"N {amount(plan, 'tokens'):,}, H {plan.heads}, K {plan.key_heads}, D {plan.head_dim}, B {plan.rows}"
     print(f"{shape}, {plan.dtype}, {mask}, {ranks}")
     for name in () if plan.attention else unplanned("comm_plan"):
-        print(f"left out: {name} has no comm_plan")
+        print(f"skipped: {name} has no comm_plan")
     print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
     print_table(COLUMNS, map(cells, rows))
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Table cells of a row; backward, which follows forward, repeats no names."""
+    """Returns the table cells of a row; names are in the forward row only."""
     attention, mesh, counted_bytes, paper = row.candidate.attention, row.candidate.mesh, row.counted, row.published
     title = f"{attention} ({mesh})" if min(mesh.ring, mesh.ulysses) > 1 else str(attention)
     names = (title, ", ".join(map(str, row.ranks))) if row.phase == "forward" else ("", "")

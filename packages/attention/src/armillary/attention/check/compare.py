@@ -135,11 +135,11 @@ def compare(
         noise: of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
         limit: relative error, instead of that of the dtype.
     """
-    least = LIMITS[run.dtype] if limit is None else limit
+    dtype_limit = LIMITS[run.dtype] if limit is None else limit
     noises = _noise(noise, expected) if noise is not None else {}
 
     def limit_of(name: str) -> float:
-        return max(least, NOISE_FACTOR * noises.get(name, 0.0))
+        return max(dtype_limit, NOISE_FACTOR * noises.get(name, 0.0))
 
     loss, is_share = _loss_error([x.loss for x in records], expected.loss, limit_of("loss"))
     tokens = list[TokenError]()
@@ -204,9 +204,9 @@ def _loss_error(losses: Sequence[float], expected: float, limit: float) -> tuple
         return float("inf") if any(value != value for value in values) else largest
 
     total = sum(losses)
-    for shares in ([total], [total / len(losses)]):
-        if error(losses) > limit and len(set(losses)) > 1 and error(shares) <= limit:
-            return TensorError("loss", error(shares), limit), True
+    for combined in ([total], [total / len(losses)]):
+        if error(losses) > limit and len(set(losses)) > 1 and error(combined) <= limit:
+            return TensorError("loss", error(combined), limit), True
     return TensorError("loss", error(losses), limit), False
 
 

@@ -153,10 +153,10 @@ def not_reduced(evidence: Evidence) -> str | None:
     partial = [x for x in comparison.wrong_gradients if x.ranks_differ and x.sum_factor is not None]
     if not partial:
         return None
-    which = "all parameters" if len(partial) == len(comparison.gradients) else named([x.name for x in partial])
+    names = "all parameters" if len(partial) == len(comparison.gradients) else named([x.name for x in partial])
     factor = partial[0].sum_factor or 1.0
     times = "right" if abs(factor - 1) < SAME_FACTOR else f"{factor:.4g} times the right one"
-    return f"ranks have different gradients, whose sum is {times}: {which}"
+    return f"ranks have different gradients, whose sum is {times}: {names}"
 
 
 def labels_shifted_late(evidence: Evidence) -> str | None:
@@ -373,7 +373,7 @@ def spans(tokens: Tensor) -> str:
     return named(runs, 6)
 
 
-def named(names: Sequence[str], most: int = 4) -> str:
+def named(names: Sequence[str], limit: int = 4) -> str:
     """Returns the first names of a list and how many there are more."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    hidden_count = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {hidden_count} more" if hidden_count > 0 else "")

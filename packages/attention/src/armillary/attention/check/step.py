@@ -222,11 +222,11 @@ class _Recorder:
     def _keep_embeddings(self, _: nn.Module, __: Any, output: Any) -> None:
         self._keep(self.embeddings, output)
 
-    def _keep(self, kept: list[Tensor], x: Tensor | None) -> None:
+    def _keep(self, tensors: list[Tensor], x: Tensor | None) -> None:
         # In backward, activation checkpointing calls modules again.
         if x is not None and x.requires_grad and not in_backward():
             x.retain_grad()
-            kept.append(x)
+            tensors.append(x)
 
     def _keep_activation(self, name: str) -> Callable[..., None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:

@@ -191,7 +191,7 @@ class ContextParallel:
                     "a scalar loss of a model that was not given batch.inputs may be a mean over one rank: "
                     "give cp.loss the logits, or call model(**batch.inputs)"
                 )
-            share = logits_or_share  # transformers divided it by num_items_in_batch, the labels of all ranks
+            local_share = logits_or_share  # transformers divided it by num_items_in_batch, the labels of all ranks
         else:
             if logits_or_share.ndim != 3 or logits_or_share.shape[:2] != batch.labels.shape:
                 raise ValueError(
@@ -202,10 +202,10 @@ class ContextParallel:
             flat = logits_or_share.flatten(0, 1)
             sum_dtype = torch.promote_types(flat.dtype, torch.float32)
             total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
-            share = total / batch.labelled
+            local_share = total / batch.labelled
         # Backward sums too: each rank gets P times the gradient of its share, and FSDP2's or DDP's average over the P
         # ranks is the gradient of the whole loss.
-        return sum_over_axes(share, self.axes)
+        return sum_over_axes(local_share, self.axes)
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module) -> None:

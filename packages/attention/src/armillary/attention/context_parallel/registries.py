@@ -57,9 +57,12 @@ def refuse_models(reason: str) -> list[Refusal]:
         return []
     functions = registries.attention
     # Models with our implementations see masks and windows, so they may be called inside sdpa_parallel.
-    ours = {name for name in functions if method_of_implementation(functions[name])}
+    own_names = {name for name in functions if method_of_implementation(functions[name])}
     return [
-        Refusal(registry, name, reason) for registry in registries for name in registry.valid_keys() if name not in ours
+        Refusal(registry, name, reason)
+        for registry in registries
+        for name in registry.valid_keys()
+        if name not in own_names
     ]
 
 

@@ -130,14 +130,14 @@ def _exchange_states(
     leaving: Tensor, leaving_maps: Tensor, exchange: StateExchange, gather: Gather
 ) -> tuple[Tensor, Tensor]:
     """Returns the states that enter the trees of the plan's `entered` chunks, and the final states."""
-    own = [leaving.index_select(0, exchange.own_states), leaving_maps.index_select(0, exchange.own_maps)]
-    shapes = [x.shape[1:] for x in own]
+    own_tensors = [leaving.index_select(0, exchange.own_states), leaving_maps.index_select(0, exchange.own_maps)]
+    shapes = [x.shape[1:] for x in own_tensors]
     state_sizes, map_sizes = (
         [count * shape.numel() for count in counts]
         for counts, shape in zip((exchange.states, exchange.maps), shapes, strict=True)
     )
     sizes = [a + b for a, b in zip(state_sizes, map_sizes, strict=True)]
-    gathered = gather(torch.cat([x.flatten() for x in own]), sizes)
+    gathered = gather(torch.cat([x.flatten() for x in own_tensors]), sizes)
     # Each rank's states and then its maps.
     both = gathered.split([size for pair in zip(state_sizes, map_sizes, strict=True) for size in pair])
     states, maps = (torch.cat(both[i::2]).view(-1, *shapes[i]) for i in (0, 1))

@@ -156,8 +156,8 @@ def _lanes(timed: Sequence[Timed]) -> list[tuple[str, list[Timed]]]:
     return [(name if number == 1 else f"{name} ({number})", lanes[name, number]) for name, number in order]
 
 
-def _meta(rank: int, what: str, thread: int, **facts: object) -> Event:
-    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": facts}
+def _meta(rank: int, event: str, thread: int, **facts: object) -> Event:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": event, "args": facts}
 
 
 def span(name: str, category: str = COMPUTE, **facts: object) -> AbstractContextManager[object]:

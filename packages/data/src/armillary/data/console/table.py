@@ -1,6 +1,6 @@
 """Plain-text tables: as wide as needed on a pipe, wrapped between words on a terminal, and never cut.
 
-rich's tables have no lines below a row (`Column.below`) and cut words that are wider than their column.
+rich's tables have no lines below a row (`Column.own_line`) and cut words that are wider than their column.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Column:
     Args:
         head: its title, with the unit of numbers.
         text: True for words: aligned to the left, and wrapped if needed. Numbers are aligned to the right.
-        below: if the table is wider than the terminal, cells are printed on lines of their own below their rows.
+        own_line: True prints each cell on a line of its own, below its row, if the table is wider than the terminal.
     """
 
     head: str
     text: bool = False
-    below: bool = False
+    own_line: bool = False
 
     def lines(self, cell: str, width: int) -> list[str]:
         return wrap_words(cell, width) if self.text else [cell]
@@ -45,10 +45,10 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
         rows: a cell for each column; an empty row is a ruled line.
         width: largest number of characters in a line. The table is wider where a word or number would be cut.
     """
-    rows, below = list(rows), list[Column]()
+    rows, on_own_lines = list(rows), list[Column]()
     if width is not None and line_width(column_widths(columns, rows)) > width:
-        below = [column for column in columns if column.below]
-    inline = [i for i, column in enumerate(columns) if column not in below]
+        on_own_lines = [column for column in columns if column.own_line]
+    inline = [i for i, column in enumerate(columns) if column not in on_own_lines]
     shown, cells = [columns[i] for i in inline], [[row[i] for i in inline if row] for row in rows]
     widths = column_widths(shown, cells, width)
     heads = [wrap_words(column.head, size) for column, size in zip(shown, widths, strict=True)]
@@ -62,7 +62,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
         wrapped = [column.lines(cell, size) for column, cell, size in zip(shown, inline_cells, widths, strict=True)]
         lines += join_cells(shown, wrapped, widths)
         for column, cell in zip(columns, row, strict=True):
-            if column in below and cell:
+            if column in on_own_lines and cell:
                 lines += [f"    {line}" for line in wrap_words(f"{column.head}: {cell}", (width or 0) - 4)]
     return "\n".join(lines)
 

@@ -42,11 +42,11 @@ class Header:
     """Content of `store.json`.
 
     Args:
-        dtype: of tokens, such as "uint16".
-        tokens, documents: numbers of them.
-        vocabulary: of the tokens.
-        checksums: of each file, a CRC-32 for each block of `BLOCK` bytes.
-        summary: counts of documents by outcome of the preparation; for people.
+        dtype: dtype of the tokens, such as "uint16".
+        tokens, documents: number of tokens, number of documents.
+        vocabulary: vocabulary of the tokens.
+        checksums: for each file, a CRC-32 of every block of `BLOCK` bytes.
+        summary: counts of documents by outcome of the preparation, which `info` prints.
         segments: number of segments of trees; 0 for stores without trees.
     """
 
@@ -105,7 +105,7 @@ class Header:
         raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version 1 or 2")
 
     def _check(self) -> None:
-        """Checks the values of JSON, which may be of any type."""
+        """Raises ValueError for values of a wrong type or range, which JSON does not exclude."""
         vocabulary, optional_counts = self.vocabulary, ("empty", "binary", "replaced", "skipped")
         counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
@@ -178,7 +178,7 @@ def verify_folder(path: Path) -> Iterator[int]:
                 block = file.read(BLOCK)
                 if crc32(block) != expected:
                     place = f"bytes {i * BLOCK} to {i * BLOCK + len(block) - 1}"
-                    raise ValueError(f"{path / name}: {place} are not what was written; prepare the store again")
+                    raise ValueError(f"{path / name}: {place} do not match their checksum; prepare the store again")
                 if name == TOKENS:
                     _check_block(path / name, np.frombuffer(block, header.token_type), i, header.vocabulary.size)
                 yield len(block)
@@ -206,9 +206,7 @@ def check_size(path: Path, size: int, expected: int, source: str) -> None:
     if size < expected:
         raise ValueError(f"{path} is cut off at byte {size}; its {source} says {expected} bytes")
     if size > expected:
-        raise ValueError(
-            f"{path} holds something else from byte {expected} on, to byte {size}; its {source} ends there"
-        )
+        raise ValueError(f"{path} has {size} bytes; its {source} says {expected} bytes")
 
 
 def map_file(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -17,8 +17,8 @@ def plot_lengths(store: TokenStore, path: Path) -> None:
         OSError: the file cannot be written.
     """
     bins = histogram(store.lengths)
-    edges = [max(b.least, 0.5) for b in bins]  # a logarithmic axis has no 0
-    widths = [b.most + 1 - edge for b, edge in zip(bins, edges, strict=True)]
+    edges = [max(b.minimum, 0.5) for b in bins]  # a logarithmic axis has no 0
+    widths = [b.maximum + 1 - edge for b, edge in zip(bins, edges, strict=True)]
     with picture(path, (8, 4.5), "armillary-data") as figure:
         axes = figure.subplots()
         for name, color in (("documents", "tab:blue"), ("tokens", "tab:orange")):

@@ -46,10 +46,10 @@ def describe(store: TokenStore) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bin:
-    """Documents of `least` to `most` tokens, and the sum of their tokens."""
+    """Documents of `minimum` to `maximum` tokens, and the sum of their tokens."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     documents: int
     tokens: int
 

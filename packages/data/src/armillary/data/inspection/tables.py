@@ -48,7 +48,7 @@ def print_info(store: TokenStore, header: Header | None) -> None:
     rows: list[list[str]] = []
     for b in bins:
         bar = "█" * round(BAR_WIDTH * b.documents / largest) or ("▏" if b.documents else "")
-        lengths = f"{b.least:,}" if b.least == b.most else f"{b.least:,} to {b.most:,}"
+        lengths = f"{b.minimum:,}" if b.minimum == b.maximum else f"{b.minimum:,} to {b.maximum:,}"
         rows.append([lengths, f"{b.documents:,}", f"{100 * b.tokens / max(store.tokens, 1):.1f}", bar])
     heads = [Column("tokens in a document"), Column("documents"), Column("share of tokens (%)"), Column("", text=True)]
     print_table(heads, rows)

@@ -24,15 +24,15 @@ class Batch:
 
     Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], the next token of the document, or `IGNORE`. From stores of trees, triples: a token at
-            which a tree branches has several labels.
+        labels: int64 [B, T], the next token of the document, or `IGNORE`; triples for stores of trees, where a token
+            has several labels if the tree branches after it.
         positions: int64 [B, T], counted from the start of the row or, if reset, of the document in the row.
-        documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards, as attention
-            masks take them. Padding at the end of a row is a document of its own. Of trees, boundaries of segments.
-        layout: of the rows over shards.
-        rows: numbers of the B rows among all rows ever read; empty if rows have no numbers.
-        parents: from stores of trees, the parent of each segment of each row, or -1; with `documents` they make the
-            mask of trees.
+        documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards; the argument
+            of attention masks. Padding at the end of a row is a document of its own. For trees, boundaries of segments.
+        layout: layout of the rows over shards.
+        rows: numbers of the B rows, counted over all steps; empty if rows have no numbers.
+        parents: for stores of trees, the parent of each segment of each row, or -1. `documents` and `parents` define
+            the mask of trees.
     """
 
     tokens: Tensor

@@ -12,21 +12,21 @@ from armillary.data.loader.prefetch import Prefetch
 
 
 class Batches(ABC):
-    """This rank's shard of batches of rows, which are numbered without end.
+    """This rank's shard of batches of rows. Rows are numbered from 0, without end.
 
-    Step s reads `rows_per_step` rows from row s * rows_per_step on, `rows_per_batch` of them on each replica. Global
+    Step s reads rows s * rows_per_step to (s + 1) * rows_per_step - 1, `rows_per_batch` of them on each replica. Global
     batches are equal on all meshes with the same number of rows per step. No communication.
 
     Iteration continues from the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
 
     Args:
-        layout: cuts rows of `layout.length` tokens, N, into shards.
+        layout: layout of a row's `layout.length` tokens, N, over shards.
         shard: this rank's shard of the layout.
         rows_per_batch: rows of one replica's batch, B.
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
             with shards of the same rows have the same `replica`.
         ahead: number of batches to prefetch in a thread.
-        settings: everything that the content of rows depends on, as JSON values; states with other values are refused.
+        settings: JSON values that determine the content of rows. `load_state_dict` refuses a state with other values.
 
     Raises:
         ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0.
@@ -90,14 +90,14 @@ class Batches(ABC):
         """Resumes from `state`, on any mesh and with any number of rows per step.
 
         Raises:
-            ValueError: a state of other rows, or not a state. Nothing has changed then.
+            ValueError: a state of other rows, or not a state. The loader is unchanged.
         """
         for name, value in self._settings.items():
             if state.get(name) != value:
                 raise ValueError(f"this state was taken with {name} {state.get(name)}, not {value}; rows would differ")
         rows = state.get("rows")
         if not isinstance(rows, int) or rows < 0:
-            raise ValueError(f"this state was taken after {rows!r} rows; give one that state_dict made")
+            raise ValueError(f"rows={rows!r} of this state is not a number of rows; give the result of state_dict")
         self._rows_read = rows
         return self
 

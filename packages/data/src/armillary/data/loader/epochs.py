@@ -23,8 +23,8 @@ class PackedRow:
     """The slices of documents in a row of N tokens; no token is read yet.
 
     Args:
-        slices: of documents of `store`, in order.
-        ends: boundaries of the slices in the row (0, end of the first, ..., N), with padding as one more piece.
+        slices: slices of documents of `store`, in order.
+        ends: boundaries of the slices in the row (0, end of the first, ..., N); padding is one more piece.
     """
 
     store: TokenStore
@@ -64,7 +64,7 @@ class Epochs:
 
     Args:
         length: tokens of a row, N.
-        key: of all shuffles.
+        key: key of all shuffles, which holds the seed.
 
     Raises:
         ValueError: a store without tokens.
@@ -75,7 +75,7 @@ class Epochs:
         self._documents, self._sizes = self._items()
         if not len(self._documents):
             raise ValueError(f"{store.name} has no tokens; give a store with at least one document")
-        # Two epochs: prefetching reads the next one while other callers still need this one.
+        # Two epochs: at an epoch's end, the prefetching thread reads the next one while other callers read this one.
         self._packed = lru_cache(maxsize=2)(self._pack)
         self._lock = Lock()
         self.rows = len(self._epoch(0)[0])
@@ -93,7 +93,7 @@ class Epochs:
         return self._row_of(packed_rows.row(int(order[place])))
 
     def _row_of(self, slices: Sequence[DocumentSlice]) -> PackedRow:
-        """Returns the row of slices of items."""
+        """Returns the row whose slices are slices of items; an item is a document that has tokens."""
         slices = [
             DocumentSlice(int(self._documents[item_slice.document]), item_slice.start, item_slice.length)
             for item_slice in slices
@@ -127,15 +127,15 @@ class Epochs:
 
 
 def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
-    """Reads the tokens and labels of a shard with these spans: fills int64 [T] arrays.
+    """Reads the tokens and labels at the positions `spans` of a row into int64 [T] arrays.
 
-    A label is the next token of the same document, or `IGNORE`. Padding is filled with the end of document, or 0 if the
-    store does not know it.
+    A label is the next token of the same document, or `IGNORE`. Padding tokens are the end of document, or 0 if the
+    store does not record it.
 
     Args:
         starts: filled with the row positions from which reset positions of the tokens are counted.
     """
-    # Only the pieces of documents that this shard's spans meet are read, in local order.
+    # Only documents that overlap the spans are read, in the order of the shard.
     offset, origins = 0, row.origins
     for span in spans:
         for number, positions in _cut_at(span, row.ends):
@@ -167,7 +167,7 @@ def _read_part(row: PackedRow, number: int, positions: range, tokens: Index, lab
 
 
 def _cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
-    """Returns (document, the span's positions in it) for each document that a span meets."""
+    """Cuts a span at document boundaries; returns (document, positions) for each piece."""
     pieces: list[tuple[int, range]] = []
     while span:
         document = bisect_right(ends, span[0]) - 1

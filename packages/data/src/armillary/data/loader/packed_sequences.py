@@ -22,7 +22,7 @@ ORDER_VERSION = 1
 
 
 class PackedSequences(Batches):
-    """Batches of rows of exactly N tokens, packed from one or several stores; this rank's shard of them.
+    """Batches of rows of exactly N tokens, packed from one or several stores; each rank gets its own shard.
 
     An epoch reads every document once, shuffled and packed again. Several stores are mixed row by row, by weight, each
     with its own epochs. The tokens of row r depend only on the stores, N, the packing, the weights and the seed, which
@@ -37,15 +37,15 @@ class PackedSequences(Batches):
     Iteration continues from the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
 
     Args:
-        stores: of the same tokenizer.
-        layout: cuts rows of `layout.length` tokens, N, into shards.
+        stores: one or several stores of the same tokenizer.
+        layout: layout of a row's `layout.length` tokens, N, over shards.
         shard: this rank's shard of the layout.
         rows_per_batch: rows of one replica's batch, B.
-        weights: share of the rows that each store gets; by default proportional to the rows of its epochs, so that
-            epochs of all stores end together.
+        weights: relative number of rows from each store; by default the rows of its epoch, so that the epochs of all
+            stores end together.
         replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
             with shards of the same rows have the same `replica`.
-        packing: a function whose name is part of the state. For trees best_fit or one_per_row.
+        packing: a packing function; its name is part of the state. best_fit or one_per_row for trees.
         reset_positions: count positions from the start of each document in the row, instead of the row.
         layout_for: returns the layout of a batch for its `documents`, such as a balanced one, with the length and
             shards of `layout`. If any store has trees, the batch's `parents` are the second argument. It must return
@@ -79,7 +79,7 @@ class PackedSequences(Batches):
         check_vocabularies(stores)
         packing_name = getattr(packing, "__name__", "<none>")
         if not packing_name.isidentifier():
-            raise ValueError(f"packing {packing} has no name to save in a state; give a function made with def")
+            raise ValueError(f"packing {packing} has no name to save in a state; give a function defined by def")
         self._layout_for, self._plan, self._reset_positions = layout_for, plan, reset_positions
         self._has_trees = any(store.trees is not None for store in stores)
         self._epochs: list[Epochs] = []
@@ -163,7 +163,7 @@ class PackedSequences(Batches):
 
 
 def check_length(stores: Sequence[TokenStore], length: int) -> None:
-    """Raises if rows would hold more padding than tokens.
+    """Raises ValueError if a row is longer than all stores together.
 
     Raises:
         ValueError: a length above the number of tokens in all stores.
@@ -175,7 +175,7 @@ def check_length(stores: Sequence[TokenStore], length: int) -> None:
 
 
 def check_vocabularies(stores: Sequence[TokenStore]) -> None:
-    """Raises if stores cannot be mixed.
+    """Raises ValueError if stores cannot be mixed.
 
     Raises:
         ValueError: no stores, or different vocabularies, where their files name them.
@@ -186,6 +186,6 @@ def check_vocabularies(stores: Sequence[TokenStore]) -> None:
     for store in stores_with_tokenizer[1:]:
         if store.vocabulary != stores_with_tokenizer[0].vocabulary:
             raise ValueError(
-                f"{store.name} holds tokens of {store.vocabulary.tokenizer}, {stores_with_tokenizer[0].name} of "
+                f"{store.name} has tokens of {store.vocabulary.tokenizer}, {stores_with_tokenizer[0].name} of "
                 f"{stores_with_tokenizer[0].vocabulary.tokenizer}; mixed stores need one tokenizer"
             )

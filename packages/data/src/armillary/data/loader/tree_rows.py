@@ -44,8 +44,8 @@ class TreeRow(PackedRow):
     """A row of trees; its slices are their segments, depth first.
 
     Args:
-        parents: the parent of each segment, counted over the row; -1 for roots and padding.
-        weights: float64, of labels in each segment and in padding.
+        parents: the row-wide number of each segment's parent; -1 for roots and padding.
+        weights: float64, weight of the labels in each segment; padding is the last segment.
         depths: number of tokens before each segment on its path.
     """
 
@@ -111,10 +111,10 @@ class TreeEpochs(Epochs):
         return TreeRow.of(self._store, trees, self._length)
 
     def waste(self) -> Waste:
-        """Cost of the packing. Tokens repeated in several rows are no padding; dropped tokens are in no row."""
+        """Cost of the packing. Repeated tokens do not count as padding; dropped tokens are in no row."""
         packed_rows, lengths = self._epoch(0)[0], self._store.lengths
         padding = 1 - int(packed_rows.lengths.sum()) / (len(packed_rows) * self._length)
-        # Of a segment that several split trees repeat, the longest copy counts.
+        # Several split trees repeat a shared segment: its longest copy counts, once.
         copies: dict[tuple[int, int], int] = {}
         for document, tree in self._split:
             for start, size in zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True):
@@ -178,5 +178,5 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
 
 
 def parents_of(rows: Sequence[PackedRow]) -> tuple[tuple[int, ...], ...]:
-    """Returns the parent of each piece of each row; documents and padding have none, -1."""
+    """Returns the parent of each piece of each row; -1 for documents and padding."""
     return tuple(row.parents if isinstance(row, TreeRow) else (-1,) * (len(row.ends) - 1) for row in rows)

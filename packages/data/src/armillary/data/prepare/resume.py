@@ -35,14 +35,14 @@ def begin(path: Path, plan: str, start_over: bool) -> None:
         progress = {"plan": None, "parts": 0}
         if files:
             raise ValueError(
-                f"{folder} is in the way, and not of `armillary-data prepare`; move it or name another output"
+                f"{folder} was not made by `armillary-data prepare`; move it or name another output"
             ) from None
     if progress["plan"] == plan:
         return
     if progress["parts"] and not start_over:
         raise ValueError(
-            f"{folder} was begun with other settings or input, or an input file has changed since; finish it as it "
-            "was begun, or start over with --overwrite"
+            f"{folder} was started with other settings or input, or an input file has changed since; resume with the "
+            "same settings, or start over with --overwrite"
         )
     _write_plan(folder, "")  # a kill during removal must not leave files that belong to any plan
     for file in files:
@@ -77,7 +77,7 @@ def remove_older(path: Path) -> None:
 
 
 @contextmanager
-def alone(path: Path) -> Generator[None]:
+def lock_output(path: Path) -> Generator[None]:
     """Locks the output against other processes. A killed process leaves no lock.
 
     Raises:
@@ -90,6 +90,6 @@ def alone(path: Path) -> Generator[None]:
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)  # a process that has opened this file meanwhile notices its removal
+                lock.unlink(missing_ok=True)  # a process that has opened it in the meantime sees that it is gone
     except Timeout as error:
         raise ValueError(f"another process is preparing {path}; wait for it, or name another output") from error

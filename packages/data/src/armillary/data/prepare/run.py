@@ -16,7 +16,7 @@ from tyro.conf import Positional, Suppress, arg
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, partial_folder, write_file
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.encode_trees import TreeEncoder
-from armillary.data.prepare.resume import PROGRESS, alone, begin, remove_older, restore_older
+from armillary.data.prepare.resume import PROGRESS, begin, lock_output, remove_older, restore_older
 from armillary.data.prepare.sources import Format, InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.prepare.workers import cpu_count, map_in_order
 from armillary.data.prepare.writer import StoreWriter
@@ -26,8 +26,8 @@ from armillary.data.text.chat_template import ChatTemplate
 from armillary.data.text.tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decode_utf8, train_bpe
 from armillary.data.text.tokenizer_json import BEGIN
 
-TRAINED_ON = 2**28
-"""Most bytes of text that a tokenizer is trained on, sampled from the whole input."""
+TRAINING_BYTES = 2**28
+"""Maximum bytes of text to train a tokenizer on, sampled evenly over the input."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class Preparation:
         vocab_size: vocabulary size of a trained tokenizer.
         end_of_document: name of the token after each document; by default from the tokenizer's files.
         begin_of_document: name of a token before each document; by default none.
-        format: of all files; auto goes by their suffixes. trees: JSONL of prompts with completions.
-        text_field: field of JSONL objects, or column, that holds the text.
+        format: format of all inputs; auto detects it from the suffix of each file. trees: JSONL of prompts with
+            completions.
+        text_field: JSONL field or column with the text.
         invalid: policy for text that is not UTF-8; broken records are refused or skipped.
         overwrite: start over, and replace the store at the output once the new one is complete.
-        chunk_bytes: text that a worker takes at a time.
+        chunk_bytes: size of the text chunks that workers tokenize.
     """
 
     inputs: Positional[Sequence[Path]]
@@ -100,7 +101,7 @@ def prepare(
         # Tested before locking: a lock that cannot be created looks like one that another process has.
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=plan.output.parent).close()
-        with alone(plan.output):
+        with lock_output(plan.output):
             restore_older(plan.output)  # an earlier run may have been killed while it replaced a store
             if plan.output.exists() and (header := _existing_store(plan, key)) is not None:
                 return header
@@ -114,7 +115,7 @@ def prepare(
 
 
 def plan_key(plan: Preparation, input_chunks: Sequence[InputChunk]) -> str:
-    """Returns a key of everything that the content of the store depends on."""
+    """Returns a hash of the inputs and settings that determine the content of the store."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
     tokenizer = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan).identity
     settings: list[Any] = [fingerprint(input_chunks), tokenizer, [getattr(plan, name) for name in names]]
@@ -150,10 +151,10 @@ def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> To
 
 
 def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
-    """Reads at most `TRAINED_ON` bytes of text, from the beginnings of chunks spread evenly over the input."""
-    sampled_chunks = input_chunks[:: -(-sum(chunk.bytes for chunk in input_chunks) // TRAINED_ON)]
+    """Reads at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
+    sampled_chunks = input_chunks[:: -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)]
     for chunk in sampled_chunks:
-        room = -(-TRAINED_ON // len(sampled_chunks))
+        room = -(-TRAINING_BYTES // len(sampled_chunks))
         for document in documents(chunk):
             if not isinstance(document, Invalid) and room > 0:
                 yield decode_utf8(document.text[:room])[0]
@@ -191,7 +192,7 @@ def _encode(
         if plan_key(plan, input_chunks) != key:
             raise ValueError("an input file has changed while it was read; start over with --overwrite")
         if not writer.documents:
-            raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document in there holds any text")
+            raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document contains text")
         summary = {"plan": key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
         return writer.finish(Vocabulary.of(tokenizer), summary)
 
@@ -231,25 +232,25 @@ def _resolve(path: Path) -> Path:
     """Returns the path without links.
 
     Raises:
-        ValueError: links that lead in a circle, or text that no path can be.
+        ValueError: circular links, or text that is not a valid path.
     """
     try:
         target = Path(os.path.realpath(path))
     except ValueError as error:
-        raise ValueError(f"{path} is no path: {error}") from error
-    if target.is_symlink():  # realpath stops at a circle; Path.resolve raises for one before Python 3.13 alone
-        raise ValueError(f"{path} is a link that leads back to itself")
+        raise ValueError(f"{path} is not a valid path: {error}") from error
+    if target.is_symlink():  # realpath stops here; Path.resolve raises, but only before Python 3.13
+        raise ValueError(f"{path} is a circular link")
     return target
 
 
 def _existing_store(plan: Preparation, key: str) -> Header | None:
-    """Returns the header of a complete store at the output, or None if it is to be replaced.
+    """Returns the header of a complete store at the output, or None if `overwrite` replaces it.
 
     Raises:
-        ValueError: other files, or a store of other input that must not be replaced.
+        ValueError: the output is not a store, or a store of other input or settings without `overwrite`.
     """
     if not is_folder(plan.output):
-        raise ValueError(f"{plan.output} is there and is not a token store; name another output, or move it away")
+        raise ValueError(f"{plan.output} exists and is not a token store; name another output, or move it away")
     if plan.overwrite:
         return None
     header = Header.read(plan.output)

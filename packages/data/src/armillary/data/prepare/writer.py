@@ -1,4 +1,4 @@
-"""Writing a store part by part, such that a kill loses only the most recent parts.
+"""Writing a store part by part, such that a killed process loses only the most recent parts.
 
 Files grow in the folder `path.partial` until the store is complete. Its `progress.json` records the valid size of each
 file. It is replaced atomically, after the files are on disk; a run that resumes truncates the files to these sizes.
@@ -36,7 +36,7 @@ from armillary.data.store import Integers, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentArray
 
 SYNC_SECONDS = 2.0
-"""Most work that a kill may lose."""
+"""Maximum seconds of work that a kill can lose."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +44,10 @@ class Part:
     """Tokenized documents.
 
     Args:
-        tokens: of all documents, each with its end of document.
-        lengths: int64 [d], tokens of each document.
-        hashes: uint64 [d], of their text.
-        segments: `SEGMENT` [s] of documents that are trees; ends count from the part's first token.
+        tokens: the documents one after another, each with its end of document.
+        lengths: int64 [d], number of tokens of each document.
+        hashes: uint64 [d], hash of each document's text.
+        segments: `SEGMENT` [s], segments of documents that are trees; ends count from the part's first token.
     """
 
     tokens: Integers
@@ -76,7 +76,7 @@ class Part:
 
 
 class BlockFile:
-    """A file that is only appended to, with a CRC-32 of every `BLOCK` bytes.
+    """A file that is only appended to, with a CRC-32 for every `BLOCK` bytes.
 
     Raises:
         ValueError: the file is shorter than `size`.
@@ -110,8 +110,8 @@ class StoreWriter:
     """Appends parts to a folder created by `begin`; `finish` turns it into the store at `path`.
 
     Args:
-        dtype: of tokens.
-        trees: parts have segments.
+        dtype: dtype of the tokens on disk.
+        trees: True if parts have segments.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], trees: bool = False) -> None:
@@ -126,12 +126,12 @@ class StoreWriter:
 
     @property
     def parts(self) -> int:
-        """Number of parts."""
+        """Number of parts added, including those of interrupted runs."""
         return self._progress["parts"]
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counts of the last `add`."""
+        """The counts given to the last `add`."""
         return self._progress["counts"]
 
     @property

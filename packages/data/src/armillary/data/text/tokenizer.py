@@ -24,18 +24,18 @@ from armillary.data.text.tokenizer_json import BEGIN, build, check_name, choose_
 TRAINED_END = "<|endoftext|>"
 """End of document of tokenizers that are trained here."""
 MAX_VOCAB_SIZE = 2**24
-"""Of trained tokenizers: the library allocates the vocabulary at once, and aborts the process if that fails."""
+"""Limit for training: the library allocates the vocabulary at once, and aborts the process if that fails."""
 
 _BATCH = 16
-"""Texts per call of the library, which encodes them in threads; encoded, a character takes about 100 bytes."""
+"""Texts per call of the library, which encodes them in threads. Its result takes about 100 bytes a character."""
 
 
 class TextTokenizer:
     """Tokenizer of a tokenizer.json.
 
-    Only the begin of document is added to the tokens of a text. Text that contains the name of a special token gets the
-    tokens of its letters, never the special token. Truncation, padding and dropout of the definition are disabled.
-    Copies in other processes (pickle) are built from `definition`.
+    A text is encoded without special tokens, except a begin of document if there is one. Text that contains the name of
+    a special token gets the tokens of its letters, never the special token. Truncation, padding and dropout of the
+    definition are disabled. Copies in other processes (pickle) are built from `definition`.
 
     Args:
         definition: bytes of a tokenizer.json, kept unchanged.
@@ -61,11 +61,13 @@ class TextTokenizer:
         settings = parse_definition(definition)
         self.definition, self._part_size = definition, part_size
         self.end_name, self.begin_name = choose_end(settings, end_of_document), begin_of_document
-        begins = [] if begin_of_document is None else [check_name(settings, "begin_of_document", begin_of_document)]
-        self._inner = build(settings, [self.end_name, *begins])
+        names = [self.end_name]
+        if begin_of_document is not None:
+            names.append(check_name(settings, "begin_of_document", begin_of_document))
+        self._inner = build(settings, names)
         self.vocab_size = max(cast(dict[str, int], self._inner.get_vocab(with_added_tokens=True)).values()) + 1
         self.end_of_document = cast(int, self._inner.token_to_id(self.end_name))
-        self._begin = [cast(int, self._inner.token_to_id(name)) for name in begins]
+        self._begin = [cast(int, self._inner.token_to_id(name)) for name in names[1:]]
         self._dtype = np.dtype(np.min_scalar_type(self.vocab_size - 1))
         added_tokens = cast(dict[int, Any], self._inner.get_added_tokens_decoder())
         self._special_names = sorted(token.content for token in added_tokens.values() if token.special)
@@ -73,7 +75,7 @@ class TextTokenizer:
         self._is_special = self._special_mask([*special_tokens, self.end_of_document, *self._begin], settings["model"])
 
     def _special_mask(self, special_tokens: list[int], model: dict[str, Any]) -> NDArray[np.bool_]:
-        """Mask [V] of the tokens that no text may produce. The token for unknown words is not among them."""
+        """Mask [V] of special tokens, which no text may produce, except the token for unknown words."""
         mask = np.zeros(self.vocab_size, np.bool_)
         mask[special_tokens] = True
         unknown = model["unk_id"] if "unk_id" in model else self._inner.token_to_id(model.get("unk_token") or "")
@@ -172,21 +174,22 @@ class TextTokenizer:
             try:
                 encodings = self._inner.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
             except TypeError as error:
-                raise ValueError(f"{error}, and one that UTF-8 can hold: no half of a surrogate pair") from error
+                raise ValueError(f"{error}; UTF-8 cannot encode half of a surrogate pair") from error
             for text in encodings:
                 tokens = np.fromiter(text.ids, self._dtype)
                 yield self._spell_specials(tokens) if self._is_special[tokens].any() else tokens
 
     def _spell_specials(self, tokens: Tokens) -> Tokens:
-        """Replaces special tokens by the tokens of their letters: Unigram models may have their names as words."""
+        """Replaces special tokens by the tokens of their letters, as a Unigram model may have their names as words."""
         token_ids: list[int] = []
         for token in tokens.tolist():
             if not self._is_special[token]:
                 token_ids.append(token)
                 continue
             name = cast(str, self._inner.id_to_token(token))
-            for half in filter(None, (name[:1], name[1:])):  # a whole name would give the special token again
-                token_ids += [part.id for part in self._inner.model.tokenize(half)]
+            # In two pieces: the model would map the complete name to the special token again.
+            for piece in filter(None, (name[:1], name[1:])):
+                token_ids += [part.id for part in self._inner.model.tokenize(piece)]
         return np.array(token_ids, self._dtype)
 
 

@@ -82,7 +82,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
         fields.pop(name, None)
     changes = {name: size for name, size in FIXED.items() if isinstance(fields.get(name), int)}
-    changes |= {name: min(fields[name], most) for name, most in AT_MOST.items() if isinstance(fields.get(name), int)}
+    changes |= {name: min(fields[name], limit) for name, limit in AT_MOST.items() if isinstance(fields.get(name), int)}
     changes |= {name: 4 for name in EXPERTS if isinstance(fields.get(name), int) and fields[name] > 4}
     changes |= {name: max(tokens // 3, 2) for name in WINDOWS if isinstance(fields.get(name), int)}
     changes |= {

@@ -1,7 +1,8 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
-A model first makes a mask for each kind of layer, then passes it to every layer of the kind. Ours is a `ShardMask`,
-which carries the contents of the `sequence` block, so that a layer recomputed in backward, in any thread, has them.
+A model first makes a mask for each kind of layer, then passes it to every layer of that kind. Our mask function returns
+a `ShardMask`, which carries the layout and documents of the `sequence` block to the layers. So a layer that is
+recomputed in backward has them too, in any thread.
 """
 
 from __future__ import annotations
@@ -57,26 +58,26 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             loss = cp.loss(model(**batch.inputs).loss, batch)
         loss.backward()
 
-    `cp.prepare(model)` does so for one model, and reads its padding_idx. Registering by name is for models of which one
-    part is sharded (`attn_implementation={"text_config": "armillary"}`). Registering another method under the same name
-    replaces the first, for existing models too.
+    `cp.prepare(model)` registers and selects an implementation for one model, and reads its padding_idx. Registering by
+    name is for models with one sharded part (`attn_implementation={"text_config": "armillary"}`). Registering another
+    method under the same name replaces the first, for existing models too.
 
-    Every rank has all parameters (or FSDP's shard of them). Each layer keeps its own mask, read from the mask functions
-    that the model passes: windows, chunks, images whose tokens see each other, or everything; `sequence(mask=...)`
+    Every rank has all parameters (or FSDP's shard of them). Each layer keeps its own mask, which is read from the
+    model's mask functions: windows, chunks, images whose tokens see each other, or a full mask; `sequence(mask=...)`
     replaces it. Softcap and sinks are the model's own. Layers with a state (Mamba-2, the gated delta rule, Kimi's delta
     attention, short convolutions) take the block's documents or tree; a striped layout is refused.
 
-    Documents of packed rows come from `sequence(documents=...)`; else from cu_seq_lens_q, of the whole sequence; else
-    from position ids that restart at 0. With documents in the block, position ids may start anywhere and skip
-    positions, as long as they rise within each document. In a bidirectional model, and with M-RoPE's position ids
-    [3, B, T], documents come from the block, or each row is one, as in transformers.
+    Documents of packed rows come from `sequence(documents=...)`; without it, from the full sequence's cu_seq_lens_q;
+    without both, from position ids that restart at 0. With documents in the block, position ids may start anywhere and
+    skip positions, as long as they rise within each document. Bidirectional models and M-RoPE's position ids [3, B, T]
+    take documents only from the block; without it, each row is one document, as in transformers.
 
     The `sequence` block (`with batch`) is needed around the model's forward. Backward needs it only if the whole model
     is inside one checkpoint.
 
-    Bytes sent, beside those of the method: a few integers to each rank for each new position_ids tensor, so create the
-    tensor once and not in every step; the token types of models with images; those of `gated_delta_rule`, `ssd` and
-    `short_convolution`.
+    Bytes sent in addition to the method's: a few integers to each rank for each new position_ids tensor (create the
+    tensor once, not in every step), the token types of models with images, and the states of `gated_delta_rule`, `ssd`
+    and `short_convolution`.
 
     Raises:
         ImportError: transformers is not installed, or too old to have the two registries.
@@ -85,7 +86,7 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             attention, masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout,
             attention weights as output, position ids that do not fit the layout, that are below the model's first one
             (`padding_idx`) or that the model would count itself, a pooler of the first token, labels without
-            shift_labels and num_items_in_batch. On every rank alike, unless only the arguments of one rank are wrong.
+            shift_labels and num_items_in_batch. Raised on every rank, unless the arguments of one rank alone are wrong.
     """
     check_method(attend)
     try:
@@ -121,14 +122,13 @@ class Implementation(ShardedImplementation):
         config: Any = None,
         **_: Any,
     ) -> ShardMask:
-        """A mask function, as in `transformers.masking_utils`; lengths are those of this rank."""
+        """A mask function of `transformers.masking_utils`: returns the mask of one kind of layer. Lengths are local."""
         if kv_length != q_length or int(q_offset) or kv_offset:
             raise ValueError(
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
-        # transformers passes neither position ids nor token types to mask functions; the frames of its callers have
-        # them.
+        # transformers does not pass position ids and token types to mask functions: they are read from callers' frames.
         callers = calling_functions()
         if any(caller.locals.get("encoder_hidden_states") is not None for caller in callers[:1]):
             raise ValueError("the model asks for a mask of cross-attention, which is not supported on shards")
@@ -140,7 +140,7 @@ class Implementation(ShardedImplementation):
         position_ids, uncounted = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
-        # An unknown mask is refused by the first layer that gets it: models also make masks that no layer uses.
+        # Unknown masks are not refused here but by the first layer that gets one: models also make masks no layer uses.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
@@ -186,7 +186,7 @@ class Implementation(ShardedImplementation):
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         _check_layer(name, attention_mask, sliding_window, causal)
         _check_options(name, options)
-        # Routers' logits may be asked for at a call, which the checks of the config do not see.
+        # output_router_logits may be an argument of the call, which the checks of the config do not see.
         if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
             raise ValueError(ROUTERS)
         layout, documents = attention_mask.layout, attention_mask.sharding.documents
@@ -194,7 +194,7 @@ class Implementation(ShardedImplementation):
             documents = documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, layout)
         documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, documents)
         mask = attention_mask.with_documents(documents)
-        # Llama 4 has scaled queries by positions counted from the shard's first token.
+        # Llama 4 has scaled the queries by positions counted from the shard's first token: corrects them.
         query = scale_by_position(module, query, layout.positions(self.method.shard))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.method(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
@@ -220,10 +220,10 @@ class Implementation(ShardedImplementation):
 
 
 def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
-    """Returns (position ids in the callers' frames, True if the model was given none and would count tokens itself).
+    """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
 
-    Some models give position ids to the maker of masks and not to layers, some to neither. A model without tokens, such
-    as an image tower, is sharded behind the module that adds its positions.
+    Some models pass position ids only to the function that makes masks, some neither to it nor to layers. In a model
+    without tokens, such as an image tower, the sequence is sharded after the module that adds positions.
 
     Raises:
         ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,

@@ -109,14 +109,14 @@ def mask_of(
 def _mask_of_row(rule: Rule, groups: Tensor, ends: Sequence[int] | None, length: int) -> AttentionMask:
     runs_of_documents = [_runs(groups, low, high) for low, high in pairwise(ends or (0, length))]
     images = [(group, span) for runs in runs_of_documents for group, span in runs if group >= 0]
-    left = (rule.window or (None,))[0]
+    left_window = (rule.window or (None,))[0]
     contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
     # The usual case has a compact form: causal, and each image is one run whose tokens see all of it.
-    if rule.causal and rule.apart and contiguous and rule.within == (rule.apart[0], FAR):
+    if rule.causal and rule.across and contiguous and rule.within == (rule.across[0], FAR):
         spans = [span for _, span in images if len(span) > 1]
         if not spans:
             return AttentionMask(window=rule.window, documents=ends)
-        return AttentionMask.image_spans(spans, ends, window=None if left is None else (left, None))
+        return AttentionMask.image_spans(spans, ends, window=None if left_window is None else (left_window, None))
     return AttentionMask.of_slices(_slices(rule, runs_of_documents))
 
 
@@ -137,7 +137,7 @@ def _slices(rule: Rule, runs_of_documents: Sequence[Runs]) -> list[Slice]:
     for runs in runs_of_documents:
         for group, queries in runs:
             for same_group, keys in _split_keys(group, runs):
-                slices += _slice(queries, keys, rule.within if same_group else rule.apart)
+                slices += _slice(queries, keys, rule.within if same_group else rule.across)
             if len(slices) > SLICES:
                 raise ValueError(f"blocks of tokens in more than {SLICES} slices of a row: they are too scattered")
     return slices

@@ -1,14 +1,15 @@
 """Reads the mask functions of Hugging Face transformers.
 
 They are closures over closures: bands around the diagonal, groups of tokens (images) and chunks, joined by `and` and
-`or`. Each is identified by the name of the function that made it. Unknown ones are refused: they cannot be evaluated on
-a shard, whose indices are not those of the sequence.
+`or`. Each is identified by the name of the function that made it. Unknown functions are refused: they cannot be
+evaluated on a shard, whose indices are not those of the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dis import get_instructions
+from functools import reduce
 from inspect import getclosurevars
 from typing import Any, NamedTuple
 
@@ -19,35 +20,35 @@ from armillary.attention.mask import Window
 
 FAR = 2**62
 Band = tuple[int, int]
-"""The smallest and the largest `j - i` at which a query at i sees a key at j; -FAR and FAR are no bounds."""
+"""A query at i sees keys at j for j - i in first..last; -FAR and FAR mean unbounded."""
 
 EVERYTHING: Band = (-FAR, FAR)
 
 
 class Rule(NamedTuple):
-    """A mask made of bands, of one division into groups, and of chunks.
+    """A mask as two bands, groups of tokens and chunks.
 
-    A key is visible if it is in `within` of its query and both are of one group, or if it is in `apart` and they are
-    not; and if both are of one chunk.
+    A query sees a key of its own group if it is in the band `within`, a key of another group, or of none, if it is in
+    the band `across`; with chunks, only a key of its own chunk. None is an empty band.
     """
 
-    apart: Band | None
+    across: Band | None
     within: Band | None
     groups: Tensor | None = None
-    """[B, T], of this rank's tokens and numbered for these alone; -1: of no group."""
+    """[B, T], the group of each local token, or -1. Numbers are local: other ranks may count otherwise."""
     chunk: int | None = None
     bidirectional: bool = False
-    """True if transformers began with everything visible; it then ignores documents in position ids."""
+    """True if the mask of transformers is bidirectional; it then ignores documents in position ids."""
 
     @property
     def causal(self) -> bool:
         """True if a query sees later keys only within its group."""
-        return self.apart is None or self.apart[1] <= 0
+        return self.across is None or self.across[1] <= 0
 
     @property
     def window(self) -> Window | None:
-        """The window of `apart`; None on a side, or instead of both, is unbounded. Causality is no window."""
-        low, high = self.apart or (0, 0)
+        """The window that `across` implies, besides causality; None on a side, or for both, is unbounded."""
+        low, high = self.across or (0, 0)
         sides = (None if low <= -FAR else -low, None if high >= FAR or self.causal else high)
         return None if sides == (None, None) else sides
 
@@ -63,7 +64,7 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     """
     try:
         rule = _read(mask_function)
-        if rule.apart is None and rule.within is None:
+        if rule.across is None and rule.within is None:
             raise UnknownMaskError("parts that hide every key")
     except UnknownMaskError as unknown:
         raise ValueError(
@@ -87,11 +88,9 @@ def _read(function: Any) -> Rule:
     closure = dict(getclosurevars(function).nonlocals)
     if name in ("and_masks", "or_masks"):
         parts = _without_packing(closure["mask_functions"]) if name == "and_masks" else closure["mask_functions"]
-        rule, *further_rules = [_read(part) for part in parts]
-        for further in further_rules:
-            rule = _intersect(rule, further) if name == "and_masks" else _unite(rule, further)
-        return rule
-    # transformers wraps a mask so that positions restart in each document; the mask itself is inside.
+        join = _intersect if name == "and_masks" else _unite
+        return reduce(join, map(_read, parts))
+    # transformers wraps a mask so that positions restart in each document: reads the wrapped mask.
     if name == PACKED_POSITIONS:
         return _read(closure["mask_function"])
     if name not in MAKERS:
@@ -104,7 +103,7 @@ def _read(function: Any) -> Rule:
 
 
 def _maker(function: Any) -> str | None:
-    """Returns the name of the function of `masking_utils`, or of a known one of a model, that made a closure."""
+    """Returns the name of the function that made a closure, if it is in `masking_utils` or `MODEL_FUNCTION`."""
     name, module = (getattr(function, field, "") for field in ("__qualname__", "__module__"))
     name = name.split(".")[0]
     if module == "transformers.masking_utils" or (name == MODEL_FUNCTION and module.startswith("transformers.models.")):
@@ -118,7 +117,7 @@ PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for
 def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
     """Returns the parts of an `and` without the documents that transformers found in position ids.
 
-    It adds both functions at once; a packed mask alone comes from elsewhere and is not dropped.
+    transformers adds both functions together, so a packed mask alone comes from elsewhere and stays.
     """
     names = [_maker(function) for function in functions]
     if PACKED_POSITIONS not in names:
@@ -127,7 +126,7 @@ def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
 
 
 def _read_constant(function: Any) -> Rule:
-    """Reads a function without a closure that ignores its arguments and returns True (Gemma 3's, bidirectional)."""
+    """Reads a function without a closure that returns True for any arguments (Gemma 3, bidirectional)."""
     # A function is called only if its bytecode loads no argument and no closure: it then has one value everywhere.
     code = getattr(function, "__code__", None)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
@@ -142,8 +141,8 @@ def _read_constant(function: Any) -> Rule:
 
 
 def _probe(function: Callable[..., Any], rule: Rule, name: str) -> None:
-    """Compares a model's own function with the rule of its name, at the ends of its band and next to them."""
-    low, high = rule.apart or (0, 0)
+    """Compares values of a model's own function with the rule for its name, at the ends of the band and beside them."""
+    low, high = rule.across or (0, 0)
     offsets = torch.tensor([low - 1, low, 0, high, high + 1])
     queries = torch.full_like(offsets, high - low + 2)
     index = torch.tensor(0)
@@ -178,14 +177,14 @@ MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "blockwise_overlay": lambda closure: Rule(None, EVERYTHING, groups=closure["block_sequence_ids"]),
     "chunked_overlay": lambda closure: Rule(EVERYTHING, EVERYTHING, chunk=int(closure["chunk_size"])),
 }
-"""The rule of a closure, by the name of the function that made it."""
+"""Functions that read a closure, by the name of the function that made it."""
 
 
 def _intersect(a: Rule, b: Rule) -> Rule:
     if a.chunk is not None and b.chunk is not None and a.chunk != b.chunk:
         raise UnknownMaskError(f"chunks of {a.chunk} and of {b.chunk}")
     return Rule(
-        _intersect_bands(a.apart, b.apart),
+        _intersect_bands(a.across, b.across),
         _intersect_bands(a.within, b.within),
         _common_groups(a, b),
         a.chunk if b.chunk is None else b.chunk,
@@ -195,9 +194,9 @@ def _intersect(a: Rule, b: Rule) -> Rule:
 
 def _unite(a: Rule, b: Rule) -> Rule:
     if a.chunk is not None or b.chunk is not None:
-        raise UnknownMaskError("chunks, or something else")
-    apart, within = _unite_bands(a.apart, b.apart), _unite_bands(a.within, b.within)
-    return Rule(apart, within, _common_groups(a, b), None, a.bidirectional or b.bidirectional)
+        raise UnknownMaskError("chunks joined by or")
+    across, within = _unite_bands(a.across, b.across), _unite_bands(a.within, b.within)
+    return Rule(across, within, _common_groups(a, b), None, a.bidirectional or b.bidirectional)
 
 
 def _common_groups(a: Rule, b: Rule) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Checks of models of Hugging Face transformers: those that cannot run on shards are refused early.
 
-A model that gets an implementation of ours, when it is built or later, calls `get_correct_attn_implementation` to look
-it up. No registry learns of the model, so this method is wrapped, once; `loss_function` is wrapped too.
+transformers offers no hook for this: a model that selects an implementation calls `get_correct_attn_implementation`,
+when it is built or later, so this method is wrapped, once. `loss_function` is wrapped too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = frozenset(
 
 
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
-"""In the class names of modules that mix tokens by a state or a convolution of their own."""
+"""Matches class names of modules that mix tokens by a state or a convolution of their own."""
 
 MIXING_SETTINGS = {
     "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
@@ -43,7 +43,7 @@ MIXING_SETTINGS = {
 """Attributes of modules that are True if embeddings use other tokens of the sequence, and how."""
 
 POSITION_MODULES = re.compile("Rotary|Position|Sinus")
-"""In the class names of modules that compute embeddings of positions."""
+"""Matches class names of modules that compute embeddings of positions."""
 
 POSITION_RULE = "create_position_ids_from_input_ids"
 """Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, without padding."""
@@ -52,7 +52,7 @@ MARK = "armillary_checks_sharding"
 
 
 def wrap_models(models: Any) -> None:
-    """Makes `transformers.modeling_utils` check every model that gets an implementation of ours."""
+    """Makes `transformers.modeling_utils` check every model that selects one of our implementations."""
     base = models.PreTrainedModel
     if hasattr(base.get_correct_attn_implementation, MARK):
         return
@@ -60,7 +60,7 @@ def wrap_models(models: Any) -> None:
 
     @wraps(choose)
     def check_and_choose(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        # The choice of other implementations, of image towers for example, is not ours to check.
+        # Models with other implementations, such as image towers, are not checked.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
             hooks = model._forward_pre_hooks.values()
@@ -73,7 +73,7 @@ def wrap_models(models: Any) -> None:
 
     def loss_function(model: Any) -> Callable[..., Any]:
         function = loss.fget(model)
-        # A `_loss_function` was set by the user, who knows what it does.
+        # Only users set `_loss_function`: their own loss is not checked.
         unchecked = shards_of(model.config) == 1 or hasattr(model, "_loss_function")
         return function if unchecked else partial(_checked_loss, function, model.config)
 
@@ -83,7 +83,7 @@ def wrap_models(models: Any) -> None:
 
 
 def check_model(model: type, config: Any) -> None:
-    """Raises ValueError for a class whose tokens see each other by other means than the replaced attention function.
+    """Checks that tokens of a class see each other only through the replaced attention function, or sharded states.
 
     Raises:
         ValueError: it carries a state along the sequence by other functions than those of `states` (RWKV, xLSTM,
@@ -108,7 +108,7 @@ def check_layers(config: Any, name: str | None = None, states: bool = False) -> 
     """Returns the kinds of layers in a config; raises ValueError for kinds that do not see other ranks' tokens.
 
     Args:
-        states: layers with a state are sharded too; `check_modules` looks at each.
+        states: True accepts layers with a state, each of which `check_modules` checks.
     """
     kinds: set[str] = set()
     for field in ("layer_types", "layers_block_type"):
@@ -122,13 +122,13 @@ def check_layers(config: Any, name: str | None = None, states: bool = False) -> 
 
 
 def check_modules(model: nn.Module, shards: int = 1) -> None:
-    """Raises ValueError for modules that mix tokens along the sequence, whatever the config says.
+    """Raises ValueError for modules that mix tokens along the sequence, independently of the config.
 
-    Parts with another implementation than ours, such as the image tower, are not checked.
+    Parts that select another implementation, such as the image tower, are not checked.
     """
     states = {name for name, module in sharded_modules(model) if shards_states(type(module))}
     for name, module in sharded_modules(model):
-        if name in states or name.rpartition(".")[0] in states:  # a layer whose functions are ours, or its convolution
+        if name in states or name.rpartition(".")[0] in states:  # a layer with replaced functions, or its convolution
             continue
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
         # A convolution over one token is a linear layer.
@@ -146,10 +146,10 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
 
 def _check_sharded(label: str, module: nn.Module) -> None:
-    """Raises ValueError for a module that is right on one rank only."""
+    """Raises ValueError for a module that gives right results only on one rank."""
     if type(module).__name__.endswith("Pooler"):
         raise ValueError(
-            f"{label} takes the first token of each shard for that of the sequence: create the model with "
+            f"{label} takes the first token of each shard, not of the sequence: create the model with "
             "add_pooling_layer=False"
         )
     for setting, use in MIXING_SETTINGS.items():
@@ -192,7 +192,7 @@ def _padding_idx(module: nn.Module) -> int | None:
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules of a model, without parts that attend by another implementation than ours."""
+    """Yields the named modules of a model, without parts that select another implementation."""
     unsharded = [name for name, module in model.named_modules() if module is not model and _is_unsharded(module)]
     for name, module in model.named_modules():
         if not any(name == part or name.startswith(f"{part}.") for part in unsharded):
@@ -200,7 +200,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_unsharded(module: nn.Module) -> bool:
-    """Returns True for a submodel that attends by another implementation than ours."""
+    """Returns True for a submodel that selects another implementation."""
     registries, config = Registries.imported(), getattr(module, "config", None)
     name = getattr(config, "_attn_implementation", None)
     if registries is None or name is None or not hasattr(type(module), "get_correct_attn_implementation"):
@@ -209,10 +209,10 @@ def _is_unsharded(module: nn.Module) -> bool:
 
 
 def calls_attention(model: type) -> bool:
-    """Returns False if the source of a class has attention, but does not call the attention interface."""
+    """Returns False if the source of a class defines attention without transformers' attention interface."""
     for base in model.__mro__:
         if base.__module__ == "transformers.modeling_utils":
-            return False  # the files of all classes below it have attention without the interface
+            return False  # no class before it has the interface in its file
         try:
             source = getsource(sys.modules[base.__module__])
         except (KeyError, OSError, TypeError):
@@ -223,7 +223,7 @@ def calls_attention(model: type) -> bool:
 
 
 def computes_loss(model: type) -> bool:
-    """Returns True if a class computes its loss without transformers' loss function (Whisper's decoder)."""
+    """Returns True if a class computes its loss without transformers' loss function, as Whisper's decoder does."""
     try:
         source = getsource(unwrap(model.forward))
     except (OSError, TypeError):
@@ -247,12 +247,12 @@ ROUTERS = (
 
 
 def shards_of(config: Any) -> int:
-    """Returns the number of ranks that share a sequence under our implementations in a config; 1 without one."""
+    """Returns the number of ranks that share a sequence, by the config's implementations; 1 without one of ours."""
     return max((method.shards for method in methods_of(config)), default=1)
 
 
 def methods_of(config: Any) -> list[Method]:
-    """Returns the methods behind our implementations that a config or its parts name."""
+    """Returns the methods of our implementations that a config or its parts select."""
     registries = Registries.imported()
     names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
     functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
@@ -260,27 +260,27 @@ def methods_of(config: Any) -> list[Method]:
 
 
 def method_of(config: Any) -> Method | None:
-    """Returns the method with most ranks behind our implementations in a config; None without one."""
+    """Returns the method with the most ranks among `methods_of` a config; None without one."""
     return max(methods_of(config), key=lambda method: method.shards, default=None)
 
 
 def parts_of(config: Any) -> list[Any]:
-    """Returns a config and those of its text, vision or audio parts."""
+    """Returns a config and the configs of its text, vision or audio parts."""
     parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
     return [config, *(part for part in parts if part is not None)]
 
 
 def _checked_loss(function: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a model's own loss if that of a shard is its share of the sequence's.
+    """Calls a model's own loss, if the losses of shards add up to the loss of the sequence.
 
     Raises:
-        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss of
-            something else than the next token, or an auxiliary loss, which is no sum over tokens.
+        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss
+            that does not predict the next token, or an auxiliary loss, which is not a sum over tokens.
     """
     if "shift_labels" not in signature(function).parameters:
         raise ValueError(
-            f"{getattr(function, '__name__', function)} takes no shift_labels: it is no loss of the next token, and a "
-            "shard has labels for no other loss"
+            f"{getattr(function, '__name__', function)} takes no shift_labels: a shard has labels only for a loss of "
+            "the next token"
         )
     missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
     if missing:

@@ -158,14 +158,14 @@ def route_states(model: type) -> None:
     """Replaces the `FUNCTIONS` of the files of a model's classes, once."""
     for file in {base.__module__ for base in model.__mro__}:
         namespace = vars(sys.modules[file]) if file.startswith("transformers.models.") else {}
-        for name, ours in FUNCTIONS.items():
+        for name, replacement in FUNCTIONS.items():
             if name in namespace and not hasattr(namespace[name], OPTION):
-                namespace[name] = _routed(namespace[name], ours)
+                namespace[name] = _routed(namespace[name], replacement)
 
 
-def _routed(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Callable[..., Any]:
+def _routed(original: Callable[..., Any], replacement: Callable[..., Any] | None) -> Callable[..., Any]:
     parameters = signature(unwrap(original))
-    own = [] if ours is None else list(signature(ours).parameters)[1:]
+    names = [] if replacement is None else list(signature(replacement).parameters)[1:]
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -173,17 +173,17 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Ca
         if sequence is None:
             if current() is not None:
                 raise ValueError(
-                    f"{original.__name__} inside a `sequence` block is not told of it: its model has another attention "
-                    "implementation than ours, or does not hand its options on to its layers"
+                    f"{original.__name__} inside a `sequence` block got no `sequence`: its model has another attention "
+                    "implementation, or does not pass its options to its layers"
                 )
             return original(*args, **kwargs)
-        if ours is None:
+        if replacement is None:
             return None
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         extra = bound.arguments.get("kwargs", {})
         values = {**bound.arguments, **extra}
-        return ours(sequence, **{name: values[name] for name in own if name in values})
+        return replacement(sequence, **{name: values[name] for name in names if name in values})
 
     setattr(call, OPTION, True)
     return call

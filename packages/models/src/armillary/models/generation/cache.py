@@ -125,8 +125,11 @@ class CachedAttention:
         holdings = self.holdings
         if holdings.owner == holdings.shard:
             if self.new is None:
-                rows, _, *rest = k.shape
-                self.new = k.new_empty((rows, holdings.room, *rest)), v.new_empty((rows, holdings.room, *v.shape[2:]))
+                rows, _, *head_sizes = k.shape
+                self.new = (
+                    k.new_empty((rows, holdings.room, *head_sizes)),
+                    v.new_empty((rows, holdings.room, *v.shape[2:])),
+                )
             last = sum(map(len, holdings.new_spans)) - 1
             self.new[0][:, last], self.new[1][:, last] = k[:, 0], v[:, 0]
         result = Merge.of(q, v)

@@ -169,8 +169,8 @@ class LabelList:
     def of(cls, labels: Tensor, positions: Tensor | None, ignore: int, hidden: torch.Size, ranks: int) -> LabelList:
         check_tensor("labels", labels)
         if labels.is_floating_point() or labels.ndim != (2 if positions is None else 1):
-            needed = "[B, T]" if positions is None else "[M] beside positions"
-            raise ValueError(f"labels must be integers {needed}; got {labels.dtype} {tuple(labels.shape)}")
+            accepted_shape = "[B, T]" if positions is None else "[M] beside positions"
+            raise ValueError(f"labels must be integers {accepted_shape}; got {labels.dtype} {tuple(labels.shape)}")
         if positions is None:
             rows, tokens = labels.shape
             flat = pad_to_multiple(labels, ranks, ignore)

@@ -217,8 +217,8 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
 def parameter_transfers(step: StepSizes, cluster: Cluster) -> Seconds:
     """A block's parameters and gradients: (all-gather in forward, transfers in backward)."""
     gather = sharded_seconds(step, cluster, step.model.block * step.e)
-    again = gather if step.zero_stage == 3 else 0.0
-    return gather, again + reduced_seconds(step, cluster, step.model.block)
+    regather = gather if step.zero_stage == 3 else 0.0
+    return gather, regather + reduced_seconds(step, cluster, step.model.block)
 
 
 def root_transfers(step: StepSizes, cluster: Cluster) -> float:
@@ -234,8 +234,8 @@ def sharded_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
 
 def reduced_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
     """Reduce-scatter of gradients, and all-reduce of the result over replicas."""
-    replicas, apart = cluster.ranks // (step.sharing * step.tp), step.sharing * step.tp
-    over_replicas = 2 * all_gather_seconds(cluster, MASTER * parameters / step.sharing, replicas, apart)
+    replicas, stride = cluster.ranks // (step.sharing * step.tp), step.sharing * step.tp
+    over_replicas = 2 * all_gather_seconds(cluster, MASTER * parameters / step.sharing, replicas, stride)
     return sharded_seconds(step, cluster, MASTER * parameters) + over_replicas
 
 

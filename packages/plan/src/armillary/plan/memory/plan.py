@@ -128,16 +128,16 @@ def plan_memory(
         return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
     def outlook(length: int) -> StepMemory | Estimate:
-        job, kept = job_of(plan, axes, length), plan.checkpointing
-        if (kept.inputs, kept.outputs, kept.on_device) != (None, None, 0):
+        job, policy = job_of(plan, axes, length), plan.checkpointing
+        if (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
             return estimate(job)
         # With the same checkpoints in every block, memory is linear in blocks: two short simulations suffice.
         title = f"{length:,} tokens in a few blocks"
         two, three = (
             simulate(replace(job, model=replace(job.model, layers=n)), partial(progress, title)) for n in (2, 3)
         )
-        more = job.model.layers - 2
-        device, host = (a + more * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
+        block_count = job.model.layers - 2
+        device, host = (a + block_count * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
         return replace(three, device=device, host=host)
 
     check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")

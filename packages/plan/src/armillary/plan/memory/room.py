@@ -128,11 +128,11 @@ def longest_fit(measure: Measure, outlook: Outlook, room: Room, step: int, start
     """
     length = longest_by_outlook(outlook, room, step, start)
     memory = measure(length)
-    while (share := room.share(memory)) > 1:
+    while (used_share := room.share(memory)) > 1:
         if length == step:
             raise DoesNotFitError(f"not even {step:,} tokens fit: {room.comparison(memory)}")
         # Memory is nearly proportional to the length; half a percent less makes a second correction unlikely.
-        length = max(step, int(length / share * 0.995) // step * step)
+        length = max(step, int(length / used_share * 0.995) // step * step)
         memory = measure(length)
     return LongestFit(length, memory, outlook(length + 1_000_000))
 

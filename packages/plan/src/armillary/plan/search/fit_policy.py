@@ -20,7 +20,7 @@ POLICIES = (
     Checkpointing("attention_output", offload=True, prefetch=False),
     Checkpointing("layer", offload=True, prefetch=False),
 )
-"""From the fastest with the most memory to the slowest with the least."""
+"""Ordered from the fastest, which needs the most memory, to the slowest, which needs the least."""
 
 
 def fitted(
@@ -28,10 +28,10 @@ def fitted(
 ) -> Iterator[Checkpointing]:
     """Yields the policy itself, then variants that store as many checkpoints as fit.
 
-    First, as many of the last blocks as fit keep their checkpoints on the device. If the host is still too small, some
-    checkpoints are dropped, in two ways: fewer attention outputs beside every input, or fewer inputs first. A dropped
-    output costs the recomputation of attention; a dropped input only that of the part after attention in the block
-    below.
+    With `offload`, as many of the last blocks as fit keep their checkpoints on the device instead. If the host is still
+    too small, two variants drop checkpoints: one keeps all inputs and drops attention outputs, one drops inputs first.
+    A dropped output costs the recomputation of attention; a dropped input only that of the part after attention in the
+    block below.
 
     Args:
         memory: estimates a step under a policy.
@@ -59,7 +59,11 @@ def fitted(
 def _with_counts(
     policy: Checkpointing, layers: int, all_inputs: bool, fits: Callable[[Checkpointing], bool]
 ) -> Iterator[Checkpointing]:
-    """The policy with the most attention outputs that fit beside all inputs, or the fewest; then the most inputs."""
+    """Yields the policy with the most attention outputs that fit, and then the most inputs.
+
+    Args:
+        all_inputs: True keeps all inputs while it chooses the outputs, False the fewest that they need.
+    """
     on_device, has_outputs = policy.on_device, policy.policy == "attention_output"
 
     def variant(outputs: int, inputs: int | None = None) -> Checkpointing:
@@ -82,7 +86,7 @@ def _with_counts(
 
 
 def largest(first: int, last: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number from `first` to `last` that fits, by bisection; None if even `first` does not."""
+    """Returns the largest number from `first` to `last` that fits, by bisection; None if even `first` does not."""
     if not fits(first):
         return None
     while first < last:

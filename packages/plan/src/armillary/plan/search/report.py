@@ -23,7 +23,7 @@ FIGURES = tuple(map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)"
 CHOICES = (
     *(Column(name, text=True) for name in ("attention", "mesh")),
     *FIGURES,
-    *(Column(name, text=True, below=True) for name in ("keeps", "reason")),
+    *(Column(name, text=True, own_line=True) for name in ("keeps", "reason")),
 )
 POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
 DRAWN_SHARE = 0.002

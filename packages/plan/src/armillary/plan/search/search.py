@@ -28,9 +28,9 @@ from armillary.plan.search.fit_policy import POLICIES, fitted
 from armillary.train.config.limits import Count, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
-"""Functions of a method's plan that a prediction takes. A search leaves out methods without them."""
+"""Functions of a method's plan that a prediction calls. By default, a search skips methods without them."""
 TIE = 1e-3
-"""Share of the step time within which the choice with more free memory wins."""
+"""Relative difference in step time below which the choice with more free memory wins."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,10 @@ class SearchPlan:
     """Finds the fastest way to train a model on a cluster, by formulas: nothing is run, and no GPU is needed.
 
     Three ways to start:
-      # all meshes and methods on 16 GPUs
-      armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens 256Ki
-      # the best as a file for armillary-train --config
-      armillary-plan search --cluster 8xh100 --tokens 128Ki --out planned.toml
-      # two methods alone, with a plot
-      armillary-plan search --tokens 1M --attention usp upipe --plot best.png
+      # all meshes and methods on 16 GPUs armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens
+      256Ki # the best as a file for armillary-train --config armillary-plan search --cluster 8xh100 --tokens 128Ki
+      --out planned.toml # only two methods, with a plot armillary-plan search --tokens 1M --attention usp upipe --plot
+      best.png
 
     Exit code 1: nothing fits.
     """
@@ -57,7 +55,7 @@ class SearchPlan:
     rows: Count = 1
     """Sequences per step, over all ranks."""
     attention: tuple[str, ...] = ()
-    """Only these methods, named as for --parallel.attention."""
+    """Methods to search, named as for --parallel.attention; by default all."""
     kernel: str | None = None
     """Attention kernel, named as for --parallel.kernel; by default the fastest that torch ships."""
     best: Count = 10
@@ -79,7 +77,7 @@ class Choice:
     """A candidate with a checkpoint policy and a place for the optimizer, and its predicted time and memory.
 
     Args:
-        job: the step on one rank, to be simulated.
+        job: one rank's step, as `armillary.plan.memory` simulates it.
     """
 
     candidate: Candidate
@@ -92,11 +90,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A plan with its names resolved, and all choices.
+    """Result of a search: its inputs with names resolved, and all choices.
 
     Args:
-        choices: one per candidate; first those that fit, fastest first, then those nearest to fitting.
-        policies: the first choice's candidate under every policy, in the same order.
+        choices: the best choice of each candidate. Choices that fit come first, by step time, then the others, by
+            memory.
+        policies: the first choice's candidate under every checkpoint policy, in the same order.
     """
 
     plan: SearchPlan
@@ -113,19 +112,19 @@ class SearchResult:
         return [choice for choice in self.choices if choice.fits]
 
     def reason(self, choice: Choice) -> str:
-        """Why a choice is not the first."""
+        """Explains why a choice is not the first: it does not fit, or which parts of its step are slower."""
         if not choice.fits:
             return f"does not fit: {self.room.comparison(choice.memory)}"
         best = self.fitting[0].time
         parts = best.parts()
-        behind = choice.time.seconds - best.seconds
+        difference = choice.time.seconds - best.seconds
         slower = sorted(
             ((part - parts[name], name) for name, part in choice.time.parts().items() if part > parts[name]),
             reverse=True,
         )
-        if behind <= 0 or not slower:
+        if difference <= 0 or not slower:
             return "as fast"
-        causes = [f"{name} +{duration(seconds)}" for seconds, name in slower if seconds > behind / 10][:3]
+        causes = [f"{name} +{duration(seconds)}" for seconds, name in slower if seconds > difference / 10][:3]
         return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(causes)}"
 
 
@@ -145,17 +144,17 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
     replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica holds whole nodes
-    every = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate))
+    all_candidates = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate))
     if not plan.attention:
-        every = [candidate for candidate in every if not candidate.attention.method.missing(*NEEDED)]
-    if not every:
+        all_candidates = [candidate for candidate in all_candidates if not candidate.attention.method.missing(*NEEDED)]
+    if not all_candidates:
         raise ValueError(
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
-            f"{' '.join(plan.attention) or 'of any kind'}"
+            f"{' '.join(plan.attention) or 'not set'}"
         )
     choices = list[list[Choice]]()
-    for i, candidate in enumerate(every):
-        progress(i, len(every))
+    for i, candidate in enumerate(all_candidates):
+        progress(i, len(all_candidates))
         passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel)
         # Attention's time does not depend on the checkpoint policy, so it is computed once per candidate.
         choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes))
@@ -172,7 +171,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
 
 
 def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
-    """Sizes of `tp` that divide heads and key heads, the MLP's width and a node, whose links its collectives need."""
+    """Sizes of `tp` that divide heads, key heads, the MLP's width and the ranks of a node: tp never crosses nodes."""
     width = model.hidden_dim if isinstance(model, LlamaConfig) else 4 * model.dim
     return divisors(gcd(model.heads, model.kv_heads, width, ranks_per_node))
 
@@ -219,15 +218,15 @@ def choices_of(
     passes: Passes,
     all_policies: bool = False,
 ) -> list[Choice]:
-    """A candidate under checkpoint policies, ZeRO stages, and with the optimizer on the device and on the host.
+    """Evaluates a candidate under all checkpoint policies and ZeRO stages, with the optimizer on device or host.
 
     Args:
-        all_policies: also those that are slower than another one that fits, which cannot be the best.
+        all_policies: True also evaluates policies that cannot be the best, as they are slower than one that fits.
     """
     mesh, choices, fastest = candidate.mesh, list[Choice](), inf
     flops = rows * length * model.flops_per_token(length)
     stages: tuple[ZeroStage, ...] = (2, 3) if mesh.shard * mesh.ring * mesh.ulysses > 1 else (3,)
-    least_seconds = dict[tuple[Checkpointing, bool, int], float]()
+    minimum_seconds = dict[tuple[Checkpointing, bool, int], float]()
     for policy, on_host, zero_stage in product(POLICIES, (False, True), stages):
         job = Job(
             model=model,
@@ -239,12 +238,12 @@ def choices_of(
             on_host=on_host,
         )
         if fastest < inf and not all_policies:
-            # No variant of a policy, with fewer checkpoints or on the host, takes less than without copies.
+            # Lower bound: variants with fewer checkpoints recompute more, and variants on the host add copies.
             on_device = Checkpointing(policy.policy, tiled=policy.tiled)
             key = on_device, on_host, zero_stage
-            if key not in least_seconds:
-                least_seconds[key] = step_time(replace(job, checkpointing=on_device), passes, cluster).seconds
-            if least_seconds[key] > (1 + TIE) * fastest:
+            if key not in minimum_seconds:
+                minimum_seconds[key] = step_time(replace(job, checkpointing=on_device), passes, cluster).seconds
+            if minimum_seconds[key] > (1 + TIE) * fastest:
                 continue
 
         # `fitted` bisects over counts and asks for the same policies repeatedly.
@@ -260,12 +259,12 @@ def choices_of(
             choices.append(choice)
             fastest = min(fastest, time.seconds if choice.fits else inf)
             if checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:
-                break  # storing fewer checkpoints would be slower, with nothing gained
+                break  # all checkpoints fit and no copy costs time: variants with fewer are slower
     return choices
 
 
 def best_of(choices: list[Choice], room: Room) -> Choice:
-    """The choice with most free memory among the fastest that fit, or among all if none fits."""
+    """Returns the choice with the most free memory among the fastest that fit, or among all if none fits."""
     fitting = [choice for choice in choices if choice.fits]
     fastest = min((choice.time.seconds for choice in fitting), default=0.0)
     ties = [choice for choice in fitting if choice.time.seconds <= (1 + TIE) * fastest]
@@ -273,7 +272,7 @@ def best_of(choices: list[Choice], room: Room) -> Choice:
 
 
 def duration(seconds: float) -> str:
-    """Such as 2.1 h, 35 s or 120 ms."""
+    """Formats seconds, such as 2.1 h, 35 s or 120 ms."""
     for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

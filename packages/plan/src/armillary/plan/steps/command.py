@@ -233,7 +233,7 @@ def show(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
     """Prints the written files, and the bytes of each method."""
     for steps in methods:
         print(f"{steps.title}: {steps.subtitle}")
-        for totals in steps.frames[-1].sent:
+        for totals in steps.frames[-1].sent_bytes:
             kind = totals.kind.replace("_", "-")
-            print(f"  {totals.axis}, {kind}: {totals.total:,} bytes in all, {totals.most:,} of the busiest rank")
+            print(f"  {totals.axis}, {kind}: {totals.total:,} bytes in all, {totals.busiest:,} of the busiest rank")
     print(f"written to {plan.out}" if plan.out else "--out FILE.html or FILE.svg draws the steps")

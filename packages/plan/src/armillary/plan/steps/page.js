@@ -55,7 +55,7 @@ function show(index) {
   fill("blocks", frame.blocks.map((block) => [
     block.rank, ranges(block.queries), ranges(block.keys), ranges(block.heads), block.pairs.toLocaleString("en")]));
   fill("sent", frame.sent.map((sent) => [
-    sent.axis, sent.kind.replaceAll("_", "-"), bytes(sent.total), bytes(sent.most)]));
+    sent.axis, sent.kind.replaceAll("_", "-"), bytes(sent.total), bytes(sent.busiest)]));
 }
 
 function play(on) {

@@ -31,27 +31,27 @@ class SentBytes(NamedTuple):
     """Bytes sent on one axis in one kind of move, since the start of forward.
 
     Args:
-        total: by all ranks.
-        most: by the rank that sent most.
+        total: bytes sent by all ranks.
+        busiest: bytes sent by the rank that sent the most.
     """
 
     axis: Role
     kind: Kind
     total: int
-    most: int
+    busiest: int
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A step, with the results of the step before that return meanwhile.
+    """A step of a method, or several equal ones: the tensors in flight and the blocks that ranks compute meanwhile.
 
     Args:
         phase: "forward" or "backward".
-        number, last, count: first and last step in the frame, from 1, and steps of the phase.
-        moves: in flight.
-        returning: results of the step before, in flight as well.
-        blocks: of ranks that compute.
-        sent: at the end of the frame.
+        number, last, count: first and last step of the frame, counted from 1, and the number of steps in the phase.
+        moves: sends of this step, in flight.
+        returning: results of the previous step, in flight at the same time.
+        blocks: blocks of the ranks that compute.
+        sent_bytes: bytes sent by the end of the frame.
     """
 
     phase: str
@@ -61,17 +61,17 @@ class Frame:
     moves: tuple[Move, ...]
     returning: tuple[Move, ...]
     blocks: tuple[RankBlock, ...]
-    sent: tuple[SentBytes, ...]
+    sent_bytes: tuple[SentBytes, ...]
 
     @property
     def title(self) -> str:
-        """Such as "forward 2 of 8"."""
+        """Title of the frame, such as "forward 2 of 8"."""
         steps = f"{self.number}" if self.last == self.number else f"{self.number}-{self.last}"
         return f"{self.phase} {steps} of {self.count}"
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Returns the frame as JSON values."""
         moves = ((move, late) for moves, late in ((self.moves, False), (self.returning, True)) for move in moves)
         return {
             "phase": self.phase,
@@ -81,7 +81,7 @@ class Frame:
                 for move, late in moves
             ],
             "blocks": [block._asdict() for block in self.blocks],
-            "sent": [total._asdict() for total in self.sent],
+            "sent": [total._asdict() for total in self.sent_bytes],
         }
 
 
@@ -133,7 +133,7 @@ def condensed(frames: Sequence[Frame]) -> list[Frame]:
                 last=frame.last,
                 moves=(*before.moves, *frame.moves),
                 blocks=(*before.blocks, *frame.blocks),
-                sent=frame.sent,
+                sent_bytes=frame.sent_bytes,
             )
         else:
             result.append(frame)

@@ -27,7 +27,7 @@ NOISE = 1.05
 """Candidates within this factor of the fastest are compared again, in turns: noise may have decided."""
 FINALISTS = 3
 ATTEMPTS = 2
-"""Starts of a candidate, at most. One that ends every run, such as by exhausting the host's memory, is given up."""
+"""Maximum starts of a candidate: one that ends every run, such as by exhausting the host's memory, is skipped then."""
 
 
 Measure = Callable[[Config, Candidate, torch.device, int], Measurement]
@@ -50,7 +50,7 @@ def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = be
 
 @dataclass(frozen=True)
 class Tuner:
-    """The constants of a tuning run. Its state passes through the methods, equal on all ranks."""
+    """A tuning run. Fields are constant; methods take and return its state, which is equal on all ranks."""
 
     plan: TunePlan
     groups: Groups
@@ -61,7 +61,7 @@ class Tuner:
 
     @classmethod
     def start(cls, plan: TunePlan, groups: Groups, measure: Measure, compare: Compare) -> tuple[Tuner, TunerState]:
-        """The tuner, and the state of an earlier run as rank 0 reads it."""
+        """Returns the tuner, and the state of an earlier run, which rank 0 reads for all ranks."""
         config = plan.measured_run
         options = {f"--{name}": getattr(plan, name) for name in ("iterations", "attention", "cluster", "slower")}
         with groups.group("starting") as (device, ranks):
@@ -81,14 +81,14 @@ class Tuner:
         if state.choice is None:
             failed_measurement = state.measurements[0]
             raise ValueError(
-                f"none of {len(state.measurements)} candidates could be run, such as "
+                f"none of {len(state.measurements)} candidates could be run; the first, "
                 f"{failed_measurement.candidate}: {failed_measurement.reason}"
             )
         self.screen.print(f"chosen: {state.choice}; train with --config {self.plan.out}")
         return state
 
     def measure_candidate(self, candidate: Candidate, number: int, state: TunerState) -> TunerState:
-        """Measures a candidate and saves the result, or why it could not be run."""
+        """Measures a candidate and saves the result, or the reason of a failure."""
         plan, name = self.plan, str(candidate)
         starts = state.attempts.get(name, 0)
         with self.groups.group("measuring", number) as (device, ranks):
@@ -99,7 +99,7 @@ class Tuner:
                     lambda: self.measure(plan.measured_run, candidate, device, plan.iterations), ranks
                 )
             else:
-                measurement, reason = None, f"has ended {starts} runs; take it out of the file to try it again"
+                measurement, reason = None, f"has ended {starts} runs; remove it from the file to try again"
             measurement = measurement or Measurement(candidate, reason=reason)
             attempts = {
                 candidate_name: count for candidate_name, count in state.attempts.items() if candidate_name != name
@@ -111,7 +111,7 @@ class Tuner:
         return state
 
     def choose(self, state: TunerState) -> TunerState:
-        """Chooses the fastest; if others are within the noise, after a comparison in turns."""
+        """Chooses the fastest candidate, after a comparison in turns if others are within the noise."""
         # Comparisons of an earlier run may have had other finalists.
         state = replace(
             state, measurements=tuple(replace(measurement, paired_seconds=None) for measurement in state.measurements)
@@ -163,7 +163,7 @@ R = TypeVar("R")
 
 
 def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None]:
-    """(result, None) if the action succeeds on all ranks, else (None, the reasons).
+    """Returns (result, None) if the action succeeds on all ranks, else (None, the reasons).
 
     Raises:
         RuntimeError: another rank has died or does not respond.
@@ -182,7 +182,7 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
 
 
 def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], TunerState]:
-    """(candidates to measure, state of an earlier run), from the files on this rank.
+    """Returns (candidates to measure, state of an earlier run), from the files on this rank.
 
     Raises:
         ValueError: as `all_candidates`, `pruned` and `load`.
@@ -214,7 +214,7 @@ def write_files(plan: TunePlan, state: TunerState) -> None:
 
 
 def with_remaining(state: TunerState, candidates: Sequence[Candidate]) -> TunerState:
-    """Updates the number of remaining candidates. While there are any, nothing is chosen."""
+    """Updates the number of remaining candidates, and clears the choice while there are any."""
     remaining_count = sum(not state.has(candidate) for candidate in candidates)
     if remaining_count:
         return replace(state, remaining=remaining_count, complete=False, choice=None)

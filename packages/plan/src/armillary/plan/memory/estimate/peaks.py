@@ -12,7 +12,7 @@ from armillary.plan.memory.estimate.step import MASTER, StepSizes
 
 @dataclass(frozen=True)
 class Peaks:
-    """Memory at each candidate moment of a step."""
+    """Device memory at each moment of a step that may be its peak."""
 
     step: StepSizes
 
@@ -55,16 +55,16 @@ class Peaks:
         return self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
 
     def kept_gathered(self, blocks: int) -> float:
-        """Parameters that ZeRO stage 2 keeps gathered after the forward of so many blocks: theirs and the table's."""
+        """Bytes of parameters that ZeRO stage 2 keeps gathered: the embedding's and the first `blocks` blocks'."""
         step = self.step
         return step.e * (blocks * step.model.block + step.model.table) if step.zero_stage == 2 else 0
 
     def in_backward(self, i: int) -> CategoryBytes:
         """FSDP's memory in block i's backward.
 
-        This unit and the one below are gathered; under ZeRO stage 2 all below. Gradients of the one above are reduced;
-        their unsharded float32 copy is freed by the next reduction. A tied table's gradient from the head waits for
-        that from the embedding.
+        FSDP has gathered block i and, by prefetch, the block below it; under ZeRO stage 2 all blocks below. Meanwhile
+        it reduces the gradients of the block above, whose unsharded float32 copy is freed by the next reduction. A tied
+        table keeps its gradient from the head until the one from the embedding exists.
         """
         step, model = self.step, self.step.model
         last = i == model.layers - 1
@@ -83,7 +83,7 @@ class Peaks:
         return [segment[-1] for segment in self.step.segments if len(segment) > 1]
 
     def stored(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
-        """Tensors that these blocks store in forward, on the device or on the host: by policy, or autograd's."""
+        """Tensors that `blocks` store in forward, on device or host: checkpoints, or autograd's under policy "none"."""
         step = self.step
         if step.checkpointing.policy == "none":
             return (self.saved_to_attention() + self.saved_after_attention()).times(0 if host else len(blocks))
@@ -91,40 +91,40 @@ class Peaks:
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
     def outgoing(self, i: int) -> CategoryBytes:
-        """Checkpoints of block i on their way to the host: on the device until the next block, or the loss, is done."""
+        """Checkpoints of block i in flight to the host: on the device until the next block, or the loss, is done."""
         if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
             return CategoryBytes()
         return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attention_output)
 
     def stored_below(self, i: int) -> CategoryBytes:
-        """Stored tensors of the blocks below block i, or below the loss, on the device while that runs forward."""
+        """Stored tensors of all blocks below block i, or below the loss, on the device during its forward."""
         return self.stored(range(i)) + (self.outgoing(i - 1) if i else CategoryBytes())
 
     def recomputed_checkpoints(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
-        """Checkpoints that these blocks store when their segment is recomputed; its last block needs none."""
+        """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
         keeps = [self.step.keeps[i] for i in blocks if i + 1 < len(self.step.keeps) and not self.step.keeps[i + 1].x]
         keeps = [keep for keep in keeps if keep.host == host]
         return self.checkpoints(sum(not keep.x for keep in keeps), sum(not keep.attention_output for keep in keeps))
 
-    def checkpoints(self, inputs: int, attended: int) -> CategoryBytes:
-        """Bytes of so many blocks' inputs and attention outputs."""
-        return CategoryBytes(checkpoints=inputs * self.step.x + attended * (self.step.out + self.step.lse))
+    def checkpoints(self, inputs: int, outputs: int) -> CategoryBytes:
+        """Checkpoints of `inputs` block inputs and `outputs` attention outputs."""
+        return CategoryBytes(checkpoints=inputs * self.step.x + outputs * (self.step.out + self.step.lse))
 
     def stored_before(self, i: int, host: bool) -> CategoryBytes:
-        """Stored tensors of all blocks on the device, or on the host, before block i's backward."""
+        """Stored tensors of all blocks, on the device or on the host, when block i's backward begins."""
         first = next((segment.start for segment in self.step.segments if i in segment), i)
         return self.stored(range(i + 1), host) + self.recomputed_checkpoints(range(first, i), host)
 
     def saved_to_attention(self) -> CategoryBytes:
-        """Autograd's tensors up to attention: x, its norm, and those of attention."""
+        """Tensors that autograd saves up to attention: x, its norm, and attention's own."""
         step = self.step
         return CategoryBytes(other=step.x + (step.gathered or step.x), attention=step.kept_attention())
 
     def saved_after_attention(self) -> CategoryBytes:
-        """Autograd's tensors after attention: out, unless attention saves the same one, and the MLP's.
+        """Tensors that autograd saves after attention: out, unless attention saves the same tensor, and the MLP's.
 
-        The MLP's are its input, the norm of it, and inside: gate, silu(gate), up and their product; or the tensors
-        before and after GELU.
+        The MLP's are its input, the input's norm, and gate, silu(gate), up and their product; without a gate, the
+        tensors before and after GELU.
         """
         step = self.step
         out = step.out if step.ulysses > 1 and not step.projects_in_stages else 0
@@ -132,7 +132,7 @@ class Peaks:
         return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
     def stored_at(self, i: int) -> CategoryBytes:
-        """Stored tensors in block i's backward; also fetched, recomputed and prefetched ones."""
+        """Stored, fetched, recomputed and prefetched tensors on the device in block i's backward."""
         step, block_below = self.step, range(i)[-1:]
         if step.checkpointing.policy == "none":
             return self.stored(range(i + 1))
@@ -149,9 +149,10 @@ class Peaks:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def forward_attention(self) -> CategoryBytes:
-        """Attention in the last block, or in the one after the block that copies most to the host.
+        """Attention in the last block, or in the block after the one that copies the most to the host.
 
-        The block itself has x and a buffer for its output, and gathers its parameters into a copy first.
+        The block holds x and a buffer for its output. Its parameters count twice: the all-gather copies them out of its
+        buffer.
         """
         step, model = self.step, self.step.model
         largest_copy = max(range(model.layers - 1), key=lambda i: sum(self.outgoing(i).values()), default=-1)
@@ -165,7 +166,7 @@ class Peaks:
     def loss(self) -> CategoryBytes:
         """The last block's output, its norm and gradient, the head's float32 gradient, and a chunk's logits twice.
 
-        The head is gathered into a copy first.
+        The head's parameters count twice: the all-gather copies them out of its buffer.
         """
         step, model = self.step, self.step.model
         chunk = chunk_rows(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
@@ -200,7 +201,7 @@ class Peaks:
         )
 
     def mlp_chunk(self) -> float:
-        """One chunk of tokens at its MLP's peak: the residual x + out, its norm, the output, and the MLP's tensors.
+        """A chunk of tokens at the MLP's peak: the residual x + out, its norm, the output, and the MLP's tensors.
 
         Gated: gate, silu(gate), up, and the gradients of their product, of silu and of up. Otherwise: the tensor before
         GELU, and the gradients after and before it.
@@ -235,7 +236,7 @@ class Peaks:
         return step.total * (queries + keys) * model.head_dim * model.dim
 
     def backward_saved_attention(self, i: int) -> CategoryBytes:
-        """The same under policy "none": the part after attention has freed its tensors."""
+        """`backward_attention` under policy "none": the part after attention has freed its tensors."""
         step, model = self.step, self.step.model
         memory = self.in_backward(i) + self.stored(range(i)) + self.saved_to_attention()
         projections = step.x + self.projection_gradients() if step.projects_in_stages else 0
@@ -260,7 +261,7 @@ class Peaks:
         before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0
         if step.tp > 1:
             # The gradient of positions, which each rank has whole, is a partial sum: copied, and still beside them.
-            whole = model.root - (model.vocabulary * model.dim if model.tied else 0)
-            before_reduction += step.e * (model.root + 4 * whole)
+            unsharded = model.root - (model.vocabulary * model.dim if model.tied else 0)
+            before_reduction += step.e * (model.root + 4 * unsharded)
         reduction = (MASTER + step.e) * numbers
         return self.state() + CategoryBytes(gradients=reduced + max(before_reduction, reduction))

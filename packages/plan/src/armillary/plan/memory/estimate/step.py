@@ -28,11 +28,11 @@ class StepSizes:
     """Sizes of a job's tensors on a rank, in bytes.
 
     Args:
-        model: of one tensor-parallel rank.
+        model: widths of one tensor-parallel rank's part of the model.
         tokens: local tokens T of each of `rows` sequences (B), in attention and inside the MLP.
-        e: bytes of an element in forward and backward.
+        e: bytes of an element in the compute dtype.
         sharing: number of ranks that parameters are sharded over.
-        tp: tensor-parallel ranks, each with a part of the T tokens between blocks.
+        tp: number of tensor-parallel ranks, which split the T tokens between blocks (sequence parallelism).
         zero_stage: as in `Job`.
     """
 
@@ -83,22 +83,22 @@ class StepSizes:
 
     @property
     def x(self) -> float:
-        """[B, T, E]; under tensor parallelism of this rank's part of the T tokens."""
+        """Bytes of [B, T, E] between blocks; under tensor parallelism, of this rank's part of the T tokens."""
         return self.tensor(self.model.dim, self.own_tokens)
 
     @property
     def gathered(self) -> float:
-        """[B, T, E] of all tensor-parallel ranks, as attention and MLP gather it; 0 on one."""
+        """Bytes of [B, T, E] gathered over tensor-parallel ranks, the input of attention and MLP; 0 without them."""
         return self.tp * self.x if self.tp > 1 else 0
 
     @property
     def out(self) -> float:
-        """[B, T, H, D]."""
+        """Bytes of attention's output [B, T, H, D]."""
         return self.tensor(self.model.heads * self.model.head_dim)
 
     @property
     def lse(self) -> float:
-        """[B, T, H], in float32."""
+        """Bytes of attention's lse [B, T, H], in float32."""
         return self.tensor(self.model.heads, size=MASTER)
 
     @cached_property
@@ -113,7 +113,7 @@ class StepSizes:
 
     @cached_property
     def stages(self) -> HeadStages:
-        """Stages of heads."""
+        """Stages of heads, as UPipe runs them; one stage for other methods."""
         return self.method.stages(self.model.heads, self.model.key_heads, self.ulysses)
 
     @property
@@ -128,7 +128,7 @@ class StepSizes:
 
     @cached_property
     def segments(self) -> tuple[range, ...]:
-        """Runs of blocks whose first block alone stores its input."""
+        """Segments of blocks that are recomputed together: only the first block of each stores its input."""
         firsts = [i for i, keep in enumerate(self.keeps) if keep.x]
         return tuple(starmap(range, pairwise([*firsts, len(self.keeps)])))
 
@@ -138,7 +138,7 @@ class StepSizes:
         return self.call(self.stages.queries, self.stages.keys)
 
     def call(self, queries: int, keys: int) -> Sizes:
-        """Sizes for so many heads per rank of the head axis, each with the tokens of all U ranks of the axis."""
+        """Sizes for `queries` and `keys` heads per rank; each head has the tokens of all U ranks on the head axis."""
         head = self.tensor(self.model.head_dim) * self.ulysses
         lse = self.tensor(1, size=MASTER) * self.ulysses
         return Sizes(queries * head, keys * head, queries * lse, max(MASTER, self.e) / self.e, queries / keys)
@@ -152,7 +152,7 @@ class StepSizes:
         return self.method.sequence_plan(self.ring).backward_memory(x, self.ring)
 
     def attention_forward(self) -> float:
-        """Attention's memory in forward, with q, k and v. Under recomputation any method runs in UPipe's stages."""
+        """Attention's memory in forward, with q, k and v. With recomputation, every method runs in UPipe's stages."""
         inner, head = self.forward(self.attended), self.method.head_plan(self.ulysses)
         if self.checkpointing.policy == "none" and head is not None:
             return head.forward_memory(self.attended, inner)

@@ -42,7 +42,7 @@ class Widths:
         llama = isinstance(model, LlamaConfig)
         inner = model.hidden_dim if llama else 4 * model.dim
         attention_width = model.heads * model.head_dim
-        rest = (
+        after_attention = (
             attention_width * model.dim
             + (3 if llama else 2) * model.dim * inner
             + (model.dim if llama else 8 * model.dim)
@@ -59,7 +59,7 @@ class Widths:
             gated=llama,
             head_norms=llama and model.qk_norm,
             block=block,
-            rest=rest,
+            rest=after_attention,
             table=unit,
             head=unit,
             root=outside_blocks - 2 * unit,
@@ -69,13 +69,13 @@ class Widths:
         """The widths of one of `ranks` tensor-parallel ranks: norms, a GPT's output biases and positions are whole."""
         if ranks == 1:
             return self
-        whole_in_block = (2 if self.gated else 6) * self.dim + (2 * self.head_dim if self.head_norms else 0)
-        whole_after = self.dim if self.gated else 4 * self.dim
+        unsharded_in_block = (2 if self.gated else 6) * self.dim + (2 * self.head_dim if self.head_norms else 0)
+        unsharded_after = self.dim if self.gated else 4 * self.dim
         table = self.vocabulary * self.dim
-        whole_root = self.root - (table if self.tied else 0)
+        unsharded_root = self.root - (table if self.tied else 0)
 
-        def part(count: int, whole: int) -> int:
-            return whole + (count - whole) // ranks
+        def part(count: int, unsharded: int) -> int:
+            return unsharded + (count - unsharded) // ranks
 
         return replace(
             self,
@@ -83,11 +83,11 @@ class Widths:
             key_heads=self.key_heads // ranks,
             inner=self.inner // ranks,
             vocabulary=-(-self.vocabulary // ranks),
-            block=part(self.block, whole_in_block),
-            rest=part(self.rest, whole_after),
+            block=part(self.block, unsharded_in_block),
+            rest=part(self.rest, unsharded_after),
             table=self.table // ranks,
             head=self.head // ranks,
-            root=part(self.root, whole_root),
+            root=part(self.root, unsharded_root),
         )
 
     @property
