@@ -110,7 +110,7 @@ COMMANDS = [
     ("prepare nowhere -o out", "nowhere "),
     ("prepare empty -o out", "empty "),
     ("prepare folder -o out", "folder "),
-    ("prepare loop -o out", "loop is a link"),
+    ("prepare loop -o out", "loop is a circular link"),
     ("prepare noise.bin -o out", "noise.bin is no text: it has a zero byte, the first at byte 0"),
     ("prepare noise -o out", "noise is no text: "),
     ("prepare pipe -o out", "pipe is no file"),
@@ -135,8 +135,8 @@ COMMANDS = [
     ("prepare text.txt -o text.txt/store", "the output text.txt/store lies in the input"),
     ("prepare text.txt -o .", "the output . "),
     ("prepare text.txt -o /", "the output / "),
-    ("prepare text.txt -o folder", "folder is there"),
-    ("prepare text.txt -o loop", "loop is a link"),
+    ("prepare text.txt -o folder", "folder exists"),
+    ("prepare text.txt -o loop", "loop is a circular link"),
     ("prepare text.txt -o store", "--overwrite"),
     ("prepare store -o out", "store is a token store"),
     ("prepare text.txt text.txt -o out --invalid never", "'never'"),
@@ -274,25 +274,25 @@ CALLS = {
     "a state of other rows": (lambda _: rows().load_state_dict({}), "version None"),
     "a state without rows": (
         lambda _: rows().load_state_dict({**rows().state_dict(), "rows": "x"}),
-        "'x' rows",
+        "rows='x'",
     ),
     "a token beyond the vocabulary": (
         lambda _: rows(store_of(5, 8, size=9)).batch(2),
-        "is 9, and the vocabulary has 9",
+        "is 9, outside of the vocabulary of 9",
     ),
     "a token below 0": (
         lambda _: TokenStore("n", [np.array([1, -7])], np.array([0]), np.array([2]), Vocabulary(size=9), "c").read(
             0, 0, 2
         ),
-        "n: token 1 of document 0 (token 1 of the store) is -7, and the vocabulary has 9",
+        "n: token 1 of document 0 (token 1 of the store) is -7, outside of the vocabulary of 9",
     ),
     "a flipped token in a file": (
         lambda root: open_store(root / "store-flipped").read(2, 1, 6, 2),
-        "store-flipped: token 3 of document 2 (token 15 of the store) is 16492, and the vocabulary has 257",
+        "store-flipped: token 3 of document 2 (token 15 of the store) is 16492, outside of the vocabulary of 257",
     ),
     "a store of another tokenizer": (
         lambda root: open_store(root / "store", train(root)),
-        "store holds tokens of tokenizer bytes",
+        "store has tokens of tokenizer bytes",
     ),
     "a store that is not there": (lambda root: open_store(root / "none"), "none does not exist"),
     "documents that are not there": (lambda root: read_documents(root / "none"), "none "),

@@ -109,7 +109,7 @@ def test_files_of_another_length_are_refused_by_the_byte(folder, name, size, rea
         path.write_bytes(full[:cut])
         assert refused(folder, rf"{name} .*byte {cut}; .* {size} bytes", read)
     path.write_bytes(full + b"abc")
-    assert refused(folder, rf"{name} .*byte {size} .*byte {size + 3}; ", read)
+    assert refused(folder, rf"{name} has {size + 3} bytes; .* {size} bytes", read)
     path.unlink()
     assert refused(folder, rf"{name} .*No such file.* {size} bytes", read)
 

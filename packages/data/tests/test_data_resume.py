@@ -116,7 +116,7 @@ def test_invalid_states_are_refused(state):
 @pytest.mark.parametrize("rows", [None, -1, "many", 1.5])
 def test_a_state_without_a_number_of_rows_is_refused(rows):
     state = alone(STORES, N).state_dict() | {"rows": rows}
-    with pytest.raises(ValueError, match=re.escape(f"{rows!r} rows")) as failure:
+    with pytest.raises(ValueError, match=re.escape(f"rows={rows!r}")) as failure:
         alone(STORES, N).load_state_dict(state)
     assert "\n" not in str(failure.value)
 

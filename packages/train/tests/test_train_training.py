@@ -323,7 +323,7 @@ def test_changed_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small
     argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     for rank, (line,) in enumerate(worlds(2).run(said_of, argv)):
         assert line.startswith(f"[rank {rank}] armillary-train: failed in step 1: DamagedInput: {store}: token ")
-        assert " is 60000, and the vocabulary has 257" in line
+        assert " is 60000, outside of the vocabulary of 257" in line
 
 
 def test_a_disk_that_is_full_at_the_end_ends_a_run_with_a_line_that_names_the_checkpoint(worlds, small, tmp_path):

@@ -1,4 +1,4 @@
-"""Interfaces that differ between the supported torch releases (>= 2.11), or are private in them."""
+"""Interfaces of torch that are private, or differ between the supported releases (>= 2.11)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Returns the time-out configured for `group`; None where its backend has no options, as that of fake groups."""
+    """Returns the time-out configured for `group`; None if its backend has no options, as in fake groups."""
     options: Any = getattr(cast(Any, group)._get_backend(torch.device(device_type)), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -53,7 +53,7 @@ def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None
 def device_error() -> Exception | None:
     """Returns the error that the current accelerator has met, such as a kernel's illegal access; None for no error.
 
-    Unlike a synchronize, a query does not wait: where another rank is lost, kernels of collectives may never end.
+    Queries instead of synchronizing: after the loss of a rank, kernels of collectives may never end.
     """
     try:
         torch.accelerator.current_stream().query()
@@ -85,9 +85,9 @@ def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
 
 
 def nccl_binds_devices() -> bool:
-    """Returns True if "nccl" binds each group to a device: LOCAL_RANK's, or that given to `init_process_group`.
+    """Returns True if "nccl" binds each group to a device: the one given to `init_process_group`, or LOCAL_RANK's.
 
-    That is the backend which torch 2.15 calls nccl2 and uses for "nccl", unless TORCH_DIST_USE_NCCL2=0.
+    The backend nccl2 does, which torch 2.15 uses for "nccl" unless TORCH_DIST_USE_NCCL2=0.
     """
     c10d: Any = dist.distributed_c10d
     nccl2 = getattr(c10d, "_create_nccl2_process_group", None)
@@ -106,12 +106,12 @@ def has_several_backends() -> bool:
 
 
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
-    """Creates a process group of some ranks of the world, this rank among them. Only these ranks call it.
+    """Creates a process group of some ranks of the world, which include this rank. Only these ranks call it.
 
     With the `priority_options` of another group as `like`, NCCL communicators get that group's priority and CTA limit.
 
     `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has made,
-    so ranks that have made different numbers of groups would wait for each other for ever; here the caller chooses the
+    so ranks that have made different numbers of groups would wait for each other forever. Here the caller chooses the
     name.
     """
     c10d: Any = dist.distributed_c10d
@@ -119,7 +119,7 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
     backend, store = c10d._world.pg_map[default]
     duration: timedelta = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
-    # With a bound device torch would split NCCL's communicator, and that waits for all ranks of the world.
+    # With a bound device torch would split NCCL's communicator, which waits for all ranks of the world.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         options = None if like is None else high_priority(duration, like.config.max_ctas)
@@ -164,7 +164,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
 def backend_names() -> list[str]:
     """Returns the names of the backends of all process groups, under which torch 2.15 keeps their flight recorders.
 
-    A name is that of the backend's class: "nccl2" where the group was made with "nccl".
+    Names are those of backend classes: "nccl2" for a group that was created with "nccl".
     """
     groups: list[Any] = list(cast(Any, dist.distributed_c10d)._world.pg_map)
     return sorted({group._get_backend(device).name() for group in groups for device in group._device_types})
@@ -260,9 +260,8 @@ def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist
 def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
     """Starts receives and sends of contiguous tensors, by rank of the group, in one batch if the backend has batches.
 
-    The same as `dist.batch_isend_irecv` without its objects and checks per message, which take the host longer than the
-    messages. Of NCCL's batch only the last work is returned: it records its event after all messages and holds their
-    tensors.
+    `dist.batch_isend_irecv` without its objects and checks for each message, which take longer than the messages. For
+    an NCCL batch only one work is returned: its event is recorded after all messages, and it keeps their tensors alive.
     """
     tensors = receive or send
     if not tensors:
@@ -342,7 +341,7 @@ def after_backward(action: Callable[[], None]) -> None:
 class OpRefused(NotImplementedError, ValueError):
     """An op that DTensors with some placement do not support.
 
-    A NotImplementedError, because DTensor passes these on and rewrites the messages of others.
+    A NotImplementedError, because DTensor re-raises these and rewrites the messages of other errors.
     """
 
 
@@ -370,7 +369,7 @@ def guard_dtensors(
         redistribution(x, placements)
         return forward(ctx, x, mesh, placements, *options)
 
-    # The second is a cache around the first. It is made anew, since its entries have not been checked.
+    # The second is a cache around the first. A new cache replaces it, since its entries have not been checked.
     propagator.propagate_op_sharding_non_cached = propagate_checked
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)
     function.forward = staticmethod(forward_checked)
@@ -384,7 +383,7 @@ def placements_in(arguments: object) -> list[Placement]:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Returns True for a DTensor. For plain tensors without importing DTensor, which takes seconds."""
+    """Returns True for a DTensor. Does not import DTensor, which takes seconds, to reject a plain tensor."""
     if type(x) is Tensor or type(x) is Parameter:
         return False
     from torch.distributed.tensor import DTensor
@@ -401,7 +400,7 @@ def constant_when_traced(function: F) -> F:
 def outside_graphs(function: F) -> F:
     """Marks a function that torch.compile leaves out of its graphs.
 
-    A graph break where a graph calls it; eager calls don't import dynamo, which takes seconds.
+    A compiled caller breaks its graph here. Eager calls do not import dynamo, which takes seconds.
     """
     disabled = _disable_dynamo(function)
 
@@ -423,9 +422,9 @@ def traced_object(value: Any) -> Any:
 
 
 def shard(placement: Placement) -> tuple[int | None, int]:
-    """The dim that a placement cuts, None for none, and the parts into which that dim is cut before it.
+    """Returns (the dim that a placement shards or None, the number of parts that inner axes have cut it into before).
 
-    FSDP2's strided shard, which says so, is private, and in some releases no `Shard`.
+    FSDP2's `_StridedShard` has that number. It is private, and in some releases not a subclass of `Shard`.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]

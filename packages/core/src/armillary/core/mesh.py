@@ -157,8 +157,7 @@ def start_process_group(
 def binds_device(bind: bool, host_too: bool) -> bool:
     """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL requires it.
 
-    Without an explicit device, such an NCCL would bind the GPU of LOCAL_RANK, although the caller may have chosen
-    another.
+    An NCCL that always binds would take the GPU of LOCAL_RANK by default, although the caller may have chosen another.
     """
     return (bind and not host_too) or compat.nccl_binds_devices()
 
@@ -175,9 +174,11 @@ def own_device(device_type: str) -> torch.device | None:
         return None
     count = torch.cuda.device_count()
     if count == 0:
-        raise ValueError(f"device type {device_type!r}, but no such device is here; 'cpu' would do")
+        raise ValueError(f"device type {device_type!r}, but no such device is on this machine; use 'cpu'")
     if not torch.cuda.is_initialized():  # else the caller has chosen, as by torch.cuda.set_device
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)  # a rank may see only its own
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", "0")) % count
+        )  # % count: a rank may see only its own GPU
     return torch.device(device_type, torch.cuda.current_device())
 
 
@@ -254,15 +255,15 @@ class Axis:
         return dist.get_process_group_ranks(self.group)
 
     def parallel_ranks(self) -> list[list[int]]:
-        """Returns `ranks` of this axis and of every parallel one in its mesh; of this one alone without a mesh."""
+        """Returns `ranks` of every parallel axis in the mesh, this one included; without a mesh, only of this axis."""
         return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
 
 
 def check_axis(mesh: DeviceMesh) -> None:
     """Raises ValueError unless `mesh` is a 1-D DeviceMesh that contains this rank."""
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        hint = "; DeviceMesh.from_group makes one of it" if isinstance(mesh, dist.ProcessGroup) else ""
-        raise ValueError(f"{type(mesh).__name__} is no mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
+        hint = "; DeviceMesh.from_group converts a process group" if isinstance(mesh, dist.ProcessGroup) else ""
+        raise ValueError(f"{type(mesh).__name__} is not a mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
     if mesh.ndim != 1:
         axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
         raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
@@ -276,7 +277,7 @@ _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessG
 
 
 def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """Returns the group of some ranks of the axis. None: its duplicate, a different group than that of all ranks."""
+    """Returns the cached group of some ranks of the axis, or its duplicate (None): all ranks, another communicator."""
     subgroups = _subgroups.setdefault(axis.group, {})
     if (ranks, axis.timeout) not in subgroups:
         subgroups[ranks, axis.timeout] = _new_group(axis, ranks)
@@ -300,7 +301,6 @@ def _connect(group: dist.ProcessGroup, device: str) -> None:
     """Connects all ranks of a group by a small all-reduce.
 
     NCCL connects a group at its first use and needs all of its ranks there, but an exchange may involve only some. A
-    barrier would not do: in a group with a host backend it would connect gloo alone, and elsewhere it would guess the
-    device.
+    barrier does not suffice: in a group with a host backend it connects only gloo, and otherwise it guesses the device.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)

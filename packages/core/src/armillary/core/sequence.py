@@ -40,11 +40,11 @@ def distribute_sequence(
 
     Args:
         x: local [..., N, ...], N = `layout.length` on `dim`; any dtype.
-        layout: over all ranks of the sequence axes; or, if the innermost one is `ulysses`, over the axes outside it,
-            each shard then being cut by `layout.refine`. Its shards must have DTensor's own sizes: zigzag(10, 4)
-            has 3, 3, 2, 2 tokens, DTensor 3, 3, 3, 1.
+        layout: a layout over all ranks of the sequence axes. If the innermost one is `ulysses`, it may also be a layout
+            over the axes outside it, which is refined over `ulysses`. Its shards must have DTensor's sizes: 10 tokens
+            on 4 ranks are 3, 3, 3, 1 in a DTensor, but 3, 3, 2, 2 in zigzag, which is refused.
         mesh: the mesh of the result, usually the model's, such as `mesh["ring", "ulysses", "tp"]`. Leave out axes that
-            shard nothing: for the first op of a kind on five axes, even of one rank each, torch (2.15) compares all
+            shard nothing: at the first call of an op on five axes, even of one rank each, torch (2.15) searches all
             placements, which takes seconds to minutes.
         dim: dim of the tokens; counted from the end if negative.
         axes: names of the mesh axes that shard the sequence. By default the mesh's axes in `SEQUENCE_AXES`; or all
@@ -119,7 +119,7 @@ def sequence_from_local(
 
 
 def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[str] | None = None) -> bool:
-    """Returns True if the layout's shards have DTensor's sizes, as the functions above require. Raises as they do."""
+    """Returns True if the layout's shards have the sizes of DTensor's, which the functions above require."""
     _, rank_layout, expected, _ = _shards(layout, mesh, None if axes is None else tuple(axes))
     return rank_layout.sizes == expected
 
@@ -130,7 +130,7 @@ def gather_sequence(
     """Returns the full tensor in sequence order, on every rank; `x` has its tokens in the order of `layout`.
 
     The inverse of `distribute_sequence`: `full_tensor()`, with the tokens put back in sequence order. Sums partial
-    values and gathers shards on every axis. Differentiable in the same way. (torch's `full_tensor` may be wrong for
+    values and gathers shards on every axis. Differentiable as `full_tensor` is. (torch's `full_tensor` may be wrong for
     uneven shards over several axes whose mesh has also been flattened, pytorch#194457.)
 
     Args:
@@ -154,7 +154,7 @@ def gather_sequence(
     if prod(ranks) == layout.shards:
         expected = nested_sizes(layout.length, ranks)
         check_chunks("shards of the layout", layout.sizes, expected, _axes_name(x.device_mesh, mesh_dims))
-    # Partial sums first, while the shards are small; then the axes from the inside out.
+    # Partial values are summed first, while shards are small; then axes are gathered, innermost first.
     x = x.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in x.placements])
     x = _redistribute_by_dim(x, range(x.device_mesh.ndim)[::-1], Replicate())
     in_shard_order = x.to_local(grad_placements=grad_placements)
@@ -164,8 +164,8 @@ def gather_sequence(
 def _redistribute_by_dim(x: DTensor, mesh_dims: Sequence[int], placement: Placement) -> DTensor:
     """Returns `x` with this placement on some mesh dims, redistributed one dim after the other.
 
-    In one call, torch (2.11 to 2.15, pytorch#194457) would gather over a flattened axis if the mesh has one, such as
-    FSDP2's, and order uneven shards of shards wrongly, in forward and in the backward of sharding.
+    Not in one call: torch (2.11 to 2.15, pytorch#194457) would gather over a flattened axis if the mesh has one, such
+    as FSDP2's, and then orders uneven nested shards wrongly, in forward and in the backward of sharding.
     """
     for mesh_dim in mesh_dims:
         x = x.redistribute(placements=[placement if i == mesh_dim else old for i, old in enumerate(x.placements)])

@@ -29,22 +29,22 @@ from armillary.core.work_density import Work, equal_ends
 Floats = NDArray[np.float64]
 
 EVEN = 1.10
-"""Most loaded rank over the mean, in tokens and in pairs, up to which a layout counts as even."""
+"""Maximum load of a rank, in tokens and in pairs, relative to the mean, at which a layout counts as even."""
 TRAFFIC = 1000.0
-"""Pairs that take as long as sending one token over one hop, for 32 query heads and 8 key heads on a GPU with a 400
-Gb/s network. Within a node it is ten times less."""
+"""Pairs that take as long as sending one token over one hop, for 32 query heads and 8 key heads on GPUs with a network
+of 400 Gb/s. Within a node the number is a tenth of that."""
 STRETCHES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0)
-"""Ratios of the ranks of a document to the ranks that it needs, tried in this order until ranks are even."""
+"""Factors on the number of ranks that a document needs, tried in this order until ranks are even."""
 PIECES = 16
-"""Largest number of pieces of cut documents per rank."""
+"""Maximum number of pieces of cut documents per rank."""
 SHORT = 1 / 8
 """Documents below this fraction of a rank's share fill the gaps that longer ones leave."""
 BUNDLE = 1 / 32
-"""Adjacent short documents are assigned together up to this fraction of a rank's share: fewer spans, fewer items."""
+"""Adjacent short documents are assigned together, up to this fraction of a rank's share, for fewer spans."""
 FULL_CIRCLE = 0.7
-"""A document that needs more than this fraction of all ranks may be laid in zigzag over all of them."""
+"""A document that needs at least this fraction of all ranks may be cut in zigzag over all ranks."""
 MINIMUM_ROOM = 0.02
-"""Smallest room of a rank, in shares: a full rank still gets a piece of positive size."""
+"""Minimum room of a rank, in shares, so that a full rank still gets a piece of positive size."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SpreadCandidate:
     """A layout with its cost.
 
     Args:
-        unevenness: the most loaded rank over the mean, for tokens or pairs, whichever is worse.
+        unevenness: the most loaded rank over the mean: the larger ratio of those for tokens and for pairs.
         pairs: pairs of the most loaded rank.
     """
 
@@ -68,7 +68,7 @@ class SpreadCandidate:
 
 @dataclass(frozen=True)
 class RingShares:
-    """A sequence to distribute over a ring, and its shares: the tokens and pairs of a rank if all were even."""
+    """A sequence to distribute over a ring. A share is the mean number of tokens, or of pairs, per rank."""
 
     length: int
     shards: int
@@ -113,7 +113,7 @@ def spread_spans(
         candidate = ring.candidate(uncut_dealer.deal(full_circle=False))
         if candidate.unevenness <= EVEN:
             return candidate.segments.spans(shards)  # no document is cut: nothing is sent
-    # The known layouts set the limit of traffic; candidates of `Dealer` must not exceed it.
+    # Traffic of the best even reference layout is the limit for candidates of `Dealer`.
     references = [_contiguous(ring), _zigzag(ring), _whole_documents(ring)]
     candidates = [reference for reference in references if reference.unevenness <= EVEN]
     limit = min((reference.hops for reference in candidates), default=None)
@@ -148,9 +148,9 @@ class Dealer:
     """Assigns documents to the ranks of a ring, the largest first.
 
     Args:
-        stretch: ratio of the ranks of a document to the ranks that it needs.
-        leave_room: charges every rank in advance with the pairs of the short documents that will fill it: a rank
-            that is full of pairs but not of tokens would have no room for them.
+        stretch: factor on the number of ranks that a document needs.
+        leave_room: True counts the pairs of short documents as load of every rank from the start. Otherwise a rank may
+            be full of pairs, but not of tokens, before short documents are assigned.
     """
 
     def __init__(self, ring: RingShares, stretch: float, leave_room: bool) -> None:
@@ -177,7 +177,7 @@ class Dealer:
         """Returns the layout.
 
         Args:
-            full_circle: lays documents that need almost all ranks in zigzag over all ranks.
+            full_circle: True cuts documents that need almost all ranks in zigzag over all ranks.
         """
         cut_documents = np.flatnonzero(self.ranks > 1)
         for document in cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist():
@@ -197,10 +197,10 @@ class Dealer:
         self._assign(ends, np.concatenate((ranks, ranks[::-1])))
 
     def _assign(self, ends: Integers, owners: Integers) -> None:
-        some = np.diff(ends) > 0
+        nonempty = np.diff(ends) > 0
         for row, pieces in zip(self.loads, np.diff(self._measure(ends)), strict=True):
             np.add.at(row, owners, pieces)
-        self.pieces.append((ends[:-1][some], owners[some]))
+        self.pieces.append((ends[:-1][nonempty], owners[nonempty]))
 
     def _along_the_ring(self, start: int, stop: int, ranks: int) -> None:
         """Cuts a document over `ranks` consecutive ranks, starting at the rank that leaves the loads most even."""
@@ -214,8 +214,9 @@ class Dealer:
         for weight in (1.0, 0.5, 0.0):  # cut by pairs, by both, by tokens
             measure, target = (1 - weight) * tokens + weight * pairs, (1 - weight) * room[0] + weight * room[1]
             # Piece i ends where the document's cumulative work reaches the cumulative room of the first i ranks.
-            upto = np.concatenate((np.zeros((len(owners), 1)), target.cumsum(1)), axis=1)
-            ends = np.rint(np.interp(upto / upto[:, -1:] * measure[-1], measure, grid)).astype(np.int64)
+            room_before = np.concatenate((np.zeros((len(owners), 1)), target.cumsum(1)), axis=1)
+            work_before = room_before / room_before[:, -1:] * measure[-1]
+            ends = np.rint(np.interp(work_before, measure, grid)).astype(np.int64)
             ends[:, 0], ends[:, -1] = start, stop
             new_loads = loads + np.diff(self._measure(ends))
             # The fourth power penalizes the most loaded ranks. Rounded, so that every machine finds the same minimum.
@@ -245,8 +246,8 @@ def least_loaded(sizes: Floats, loads: Floats) -> Integers:
     """Returns the rank of each item: the largest item first, to the rank whose largest load is lowest.
 
     Args:
-        sizes: of n items, in m kinds of load: [m, n].
-        loads: initial loads of ranks: [m, ranks].
+        sizes: [m, n], loads of n items in m kinds.
+        loads: [m, ranks], initial loads of the ranks.
     """
     owners, totals = np.zeros(sizes.shape[1], np.int64), loads.T.tolist()
     heap = [(max(load), rank) for rank, load in enumerate(totals)]

@@ -1,14 +1,15 @@
-"""The differentiable collectives along one axis that attention is made of.
+"""Differentiable collectives along one axis, from which attention methods are built.
 
     seq_to_head    [B, T, H, D] -> [B, N, h, D]      all tokens of some heads; adjoint: head_to_seq
     head_to_seq    [B, N, h, D] -> [B, T, H, D]      all heads of some tokens; adjoint: seq_to_head
     all_gather     [B, T, ...]  -> [B, N, ...]       all tokens; adjoint: reduce_scatter
-    reduce_scatter [B, N, ...]  -> [B, T, ...]       own tokens of the sum; adjoint: all_gather
-    merge_scatter  [B, N, H, D] -> [B, T, H, D]      own tokens of partial attention, merged by log-sum-exp
+    reduce_scatter [B, N, ...]  -> [B, T, ...]       local tokens of the sum; adjoint: all_gather
+    merge_scatter  [B, N, H, D] -> [B, T, H, D]      local tokens of partial attention, merged by log-sum-exp
     all_reduce     [...]        -> [...]             the sum on every rank; adjoint: all_reduce. Local tensors only
 
-N is the number of tokens of the whole axis, T that of this rank. On DTensors these are redistributions on the axis,
-with the placements, values and gradients of torch's `redistribute` where torch has the same one:
+N is the number of tokens on all ranks of the axis, T the number on this rank. On DTensors these functions are
+redistributions along the axis. They have the placements, values and gradients of torch's `redistribute`, where it
+supports them:
 
                    before                           after          incoming gradient         returned gradient
     seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
@@ -17,9 +18,9 @@ with the placements, values and gradients of torch's `redistribute` where torch 
     reduce_scatter Partial()                        Shard(dim)     Shard(dim)                Replicate()
     merge_scatter  LogSumExpPartial(packed=False)   Shard(1)       Shard(1)                  Replicate()
 
-Other axes of the mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the dim of
-the tokens too. Shards have DTensor's sizes, of which the last may be smaller or empty. For other sizes pass local
-tensors and `sizes`.
+Other axes of the mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the token
+dim as well. Shards have DTensor's sizes, so the last ones may be smaller or empty. For other sizes pass local tensors
+and `sizes`.
 
 These functions wait for their result. Methods are built on `start_all_gather`, `start_reduce_scatter`,
 `start_merge_scatter`, `start_seq_to_head` and `start_head_to_seq`, which return at once, for local tensors and without
@@ -59,9 +60,9 @@ def seq_to_head(
 
     Args:
         x: local; or a DTensor, redistributed from `Shard(1)` on the axis to `Shard(2)`, and its gradient from
-            `Shard(2)` to `Shard(1)`. If an axis inside this one (tp) shards the heads too, the redistribution happens
-            within each of that axis' ranks: the global view of the result has its heads in rank order, and
-            `head_to_seq` restores them.
+            `Shard(2)` to `Shard(1)`. If an axis inside this one (tp) shards the heads too, each rank of that axis
+            redistributes its own heads, so the global view of the result has heads in rank order; `head_to_seq`
+            restores their order.
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`.
         sizes: tokens of each rank; by default equal ones.
         heads: the heads of each rank, in order, together all heads; by default those of torch.tensor_split (for a
@@ -88,8 +89,8 @@ def head_to_seq(
 ) -> Tensor:
     """Exchanges heads for tokens: [B, N, h, D] -> [B, T, H, D], all heads of this rank's tokens. Differentiable.
 
-    The inverse of `seq_to_head` if heads do not overlap, and always its transpose: a head of several ranks is summed in
-    rank order, in float32 or wider, and its gradient is sent to all of them.
+    The inverse of `seq_to_head` if heads do not overlap, and always its transpose: a head that several ranks have is
+    summed in rank order, in float32 or wider, and its gradient is sent to all of these ranks.
 
     Args:
         x: local; or a DTensor, redistributed from `Shard(2)` on the axis to `Shard(1)`, and its gradient from
@@ -112,7 +113,7 @@ def head_to_seq(
     check_tokens("x", x, 1, sum(sizes), sizes)
     check_heads(heads, along, None)
     if x.shape[2] != len(heads[along.rank]):
-        raise ValueError(f"x {tuple(x.shape)} has {x.shape[2]} heads; rank {along.rank} is to have {heads[along.rank]}")
+        raise ValueError(f"x {tuple(x.shape)} has {x.shape[2]} heads; rank {along.rank} needs {heads[along.rank]}")
     return linear(x, start_head_to_seq, start_seq_to_head, along, tuple(sizes), tuple(heads))
 
 
@@ -150,12 +151,12 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
 
     Args:
         x: local; or a DTensor, redistributed from `Partial()` on the axis to `Shard(dim)`, and its gradient from
-            `Shard(dim)` to `Replicate()`: the gradient of each rank's addend, the same on all of them.
+            `Shard(dim)` to `Replicate()`: every rank's addend has the same gradient.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; by default N / C.
         dim: dim of the tokens.
 
-    Bytes sent: those of the other ranks' tokens in `x`, kind "reduce_scatter"; backward those of `all_gather`.
+    Bytes sent: the other ranks' tokens of `x`, kind "reduce_scatter"; backward those of `all_gather`.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
@@ -183,7 +184,7 @@ def all_reduce(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
     Bytes sent: 2 (C - 1) / C times those of `x`, kind "all_reduce"; backward the same.
 
     Raises:
-        ValueError: `x` is no tensor, or a DTensor, whose `redistribute` sums `Partial()`.
+        ValueError: `x` is not a tensor, or is a DTensor: use its `redistribute`, which sums `Partial()`.
     """
     if compat.is_dtensor(x):
         raise ValueError(f"x is a DTensor {x.placements}: redistribute it from Partial() to Replicate()")
@@ -195,14 +196,15 @@ def merge_scatter(
 ) -> tuple[Tensor, Tensor]:
     """Merges attention over each rank's keys into attention over all keys, for this rank's tokens. Differentiable.
 
-    Every rank of the axis has attended with the same N queries to its own keys. The log-sum-exp merge is scattered:
-    out = sum_r w_r out_r, with w_r = exp(lse_r - lse) and lse = log sum_r exp(lse_r). A row without visible keys has
-    out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer (arXiv 2407.00611).
+    Every rank of the axis has computed attention of the same N queries over its own keys. Each rank gets the
+    log-sum-exp merge for its T tokens: out = sum_r w_r out_r, with w_r = exp(lse_r - lse) and lse = log sum_r
+    exp(lse_r). A row without visible keys has out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer
+    (arXiv 2407.00611).
 
     Args:
         out: [B, N, H, Dv], local; or a DTensor, redistributed from `LogSumExpPartial(packed=False)` on the axis to
-            `Shard(1)`, as torch's `redistribute` does for both packed in one. The gradient of each rank's own addend is
-            `Replicate`, torch's convention for gradients of partial tensors.
+            `Shard(1)`; torch's `redistribute` does the same for out and lse packed into one tensor. The gradient of
+            each rank's addend is `Replicate`, torch's convention for gradients of partial tensors.
         lse: [B, N, H], float32 (float64 if `out` is); local or a DTensor like `out`.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; by default N / C.
@@ -229,7 +231,7 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
     if sizes is None:
         if tokens % axis.size:
             raise ValueError(
-                f"{tokens} tokens are not divided by the {axis.size} ranks of axis {axis.name!r}; pass sizes="
+                f"{tokens} tokens are not divisible by the {axis.size} ranks of axis {axis.name!r}; pass sizes="
             )
         return (tokens // axis.size,) * axis.size
     sizes = [integer("sizes", size) for size in sizes]

@@ -17,15 +17,15 @@ from armillary.core.observe.trace import IDLE, Trace, record, span, watched
 from armillary.core.token_ranges import TokenRanges
 
 ALIGNMENT = 16
-"""Bytes. CUDA kernels need rows that begin at multiples of it."""
+"""Alignment in bytes that CUDA kernels need at the start of a row."""
 
 
 class FlatBuffer(NamedTuple):
     """Tensors that are sent as one message: contiguous views of one buffer, without gaps.
 
     Args:
-        buffer: tensors of one shape and dtype, stacked; else a flat buffer of bytes.
-        views: the tensors, if they are not stacked.
+        buffer: the tensors stacked, if they have one shape and dtype; otherwise their bytes, in one flat tensor.
+        views: the tensors as views of the buffer; empty if they are stacked.
     """
 
     buffer: Tensor
@@ -42,11 +42,11 @@ class FlatBuffer(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], tokens: TokenRanges | None = None) -> FlatBuffer:
-        """Returns a buffer with these values: copies, except of one contiguous tensor.
+        """Returns a buffer with the values of `tensors`. Copies them, except a single contiguous tensor.
 
         Args:
-            tensors: on one device.
-            tokens: the tokens on dim 1 to copy; None: all.
+            tensors: tensors on one device.
+            tokens: the tokens on dim 1 to copy; None copies all.
         """
         # Messages carry values only: methods compute their gradients themselves.
         values = [x.detach() if x.requires_grad else x for x in tensors]
@@ -73,7 +73,7 @@ class FlatBuffer(NamedTuple):
         """Returns an uninitialized buffer for tensors like these, with `tokens` on dim 1 if given.
 
         Args:
-            memory: bytes, the first of which become the buffer; allocated by default.
+            memory: a uint8 tensor, whose first bytes become the buffer; by default new memory.
         """
         if not _alike(tensors):
             return cls._of_bytes(tensors, tokens, memory)
@@ -92,7 +92,7 @@ class FlatBuffer(NamedTuple):
         return sum(x.element_size() * x.shape[0] * tokens * prod(x.shape[2:]) for x in tensors)
 
     def part(self, tokens: TokenRanges) -> FlatBuffer:
-        """Returns a buffer with some tokens of dim 1 of each tensor; itself if these are all tokens."""
+        """Returns a buffer with some tokens on dim 1 of each tensor; this buffer itself for all tokens."""
         if tokens.count == self.tokens:
             return self
         if self.views or len(tokens.runs) != 1:
@@ -119,8 +119,9 @@ class FlatBuffer(NamedTuple):
 class ReceiveBuffers:
     """Receive buffers for the steps of a repeated exchange, which reuse at most two blocks of memory.
 
-    A new block per step would accumulate while the host runs ahead: with NCCL's backend of torch up to 2.14, the
-    allocator reuses a sent or received block only after the host has seen the GPU finish with it (`record_stream`).
+    New blocks for each step would accumulate while the host runs ahead of the GPU. Up to torch 2.14, ProcessGroupNCCL
+    calls `record_stream` on sent and received tensors, so the allocator reuses their memory only after the host has
+    noticed that the GPU is done with them.
 
     Args:
         tensors: examples of the tensors that arrive.
