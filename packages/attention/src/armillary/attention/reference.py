@@ -70,7 +70,7 @@ def reference_attention(
         q: [B, T, H, D].
         k: [B, S, K, D]; K divides H.
         v: [B, S, K, Dv].
-        mask: in global positions.
+        mask: a mask in global positions.
         scale: softmax scale; 1 / sqrt(D) by default.
         sinks: further logits of each query, of keys with value 0: one per head [H], S per head [S, H], or one per
             query and head [B, T, H].

@@ -187,7 +187,7 @@ def define_op(
     pytrees and looks for memory shared by inputs and outputs. Tests check that ops defined here share none.
 
     Args:
-        schema: with the op's name.
+        schema: schema of the op, with its name.
         run: the implementation. Never traced, not even where torch.compile falls back to tracing a caller's callees.
         run_like: the fake implementation; returns empty tensors in the shapes of the results.
         differentiable: the implementation under autograd, which calls the op again `below_autograd`.

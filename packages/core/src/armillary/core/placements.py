@@ -39,7 +39,7 @@ def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis:
     """Raises ValueError, with both, unless shard sizes are DTensor's own.
 
     Args:
-        name: of the sizes, for the error.
+        name: name of the sizes, for the error.
         sizes: one for each rank.
         expected: DTensor's sizes.
         axis: name of the axis.

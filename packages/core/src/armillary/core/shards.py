@@ -46,10 +46,10 @@ def box_of(
     """Returns the slices of the rank at a coordinate: mesh axes cut each dim in turn, as torch.chunk cuts.
 
     Args:
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         ranks: number of ranks of each mesh axis.
-        coordinate: of the rank in the mesh.
-        placements: on each mesh axis.
+        coordinate: coordinate of the rank in the mesh.
+        placements: placement on each mesh axis.
 
     Raises:
         ValueError: placements whose shards are not boxes.

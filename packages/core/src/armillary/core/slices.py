@@ -115,7 +115,7 @@ class KeyCounts:
 
     Args:
         starts: where pieces begin, rising.
-        slopes, constants: from the start of piece n on, the query at i sees slopes[n] * i + constants[n] keys.
+        slopes, constants: in piece n, the query at i sees slopes[n] * i + constants[n] keys.
         sums: subtracted from the sum of a piece's line over all positions before one, to get the sum of the function.
     """
 

@@ -15,9 +15,9 @@ class Bar(Progress):
     """A progress bar on a terminal, removed when the work is done. Printed lines appear above it.
 
     Args:
-        description: of the work; `show` may change it.
+        description: description of the work; `show` may change it.
         in_bytes: amounts are bytes.
-        lines: without a terminal, log a line now and then.
+        lines: True logs a line now and then if there is no terminal.
         quiet: show nothing, such as for --json, or on all ranks but the first.
     """
 

@@ -52,8 +52,8 @@ def initialize(model: Llama | GPT, seed: int) -> None:
     to its dtype: CPU and CUDA draw different ones.
 
     Args:
-        model: with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One full
-            parameter at a time is alive next to the shards.
+        model: a model with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". One
+            full parameter at a time is alive next to the shards.
 
     Raises:
         ValueError: a parameter on "meta".

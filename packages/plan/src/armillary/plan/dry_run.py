@@ -60,7 +60,7 @@ class Prediction:
     """A run on a cluster, from the view of rank 0.
 
     Args:
-        memory: of a step, simulated.
+        memory: simulated memory of a step.
         bound: True if `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
             the tensors that CUDA's do.
         limit: seconds after which the run's watchdog ends a step.

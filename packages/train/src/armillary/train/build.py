@@ -117,7 +117,7 @@ def shard_model(
     """Returns a model on the mesh, its parameters sharded and still on "meta", and its attention.
 
     Args:
-        sizes: of the model in the configuration, or others for the same mesh.
+        sizes: sizes of a model; the configuration's, or others for the same mesh.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the attention method.

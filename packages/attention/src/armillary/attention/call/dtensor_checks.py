@@ -25,7 +25,7 @@ def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], opti
     While a graph is traced, the checks run outside of it, and specialize it to these meshes, placements and sizes.
 
     Args:
-        tensors: by name: q, k and v, or x and the parameters of projections; and sinks.
+        tensors: tensors by name: q, k and v, or x and the parameters of projections; and sinks.
     """
     metadata = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
     if not torch.compiler.is_compiling():

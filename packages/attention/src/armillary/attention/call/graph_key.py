@@ -64,7 +64,7 @@ class GraphKey(NamedTuple):
 
     Args:
         method: registered number of the method.
-        layout, key_layout: as `SequenceLayout.text`; "" for None.
+        layout, key_layout: layouts as `SequenceLayout.text`; "" for None.
         kernel: its name; "" for None.
         autocast: name of autocast's dtype for projections; "" if autocast is off.
         projected: the sizes of a call on hidden states; None for calls on q, k and v.

@@ -69,10 +69,10 @@ class AttentionSpec:
     Equal calls share one spec, and with it everything derived from it (`cached`).
 
     Args:
-        mask: in global positions.
-        layout: of the queries over the sequence axis (one shard without that axis).
-        key_layout: of the keys and values, with as many shards; `layout` itself except in cross-attention.
-        scores: from dot products to scores.
+        mask: mask in global positions.
+        layout: layout of the queries over the sequence axis (one shard without that axis).
+        key_layout: layout of the keys and values, with as many shards; `layout` itself except in cross-attention.
+        scores: scale, softcap and sinks, which turn dot products into scores.
         key_heads: for each local query head, the local key/value head that it uses.
         kernel: computes the tiles.
     """

@@ -144,7 +144,7 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
     """Returns the layout over the sequence axis.
 
     Args:
-        layout: over all ranks of the method, or over its sequence axis alone; None where there is one shard.
+        layout: layout over all ranks of the method, or only over its sequence axis; None for one shard.
         tokens: that this rank passed.
 
     Raises:

@@ -39,13 +39,13 @@ class TokenError(TensorError):
     Args:
         by_token: [N], the error of each token, relative to the root mean square of all tokens. Of gradients it is the
             error beside a factor common to all ranks, because FSDP2 and DDP average over ranks later.
-        factors: of gradients, the factor of each rank.
-        by_token_beside_factors: [N], the error of each token when each rank's tensor is divided by its own factor.
+        factors: for gradients, the factor of each rank.
+        by_token_without_factors: [N], the error of each token when each rank's tensor is divided by its own factor.
     """
 
     by_token: Tensor = field(default_factory=lambda: torch.zeros(0))
     factors: tuple[float, ...] = ()
-    by_token_beside_factors: Tensor = field(default_factory=lambda: torch.zeros(0))
+    by_token_without_factors: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def wrong_tokens(self) -> Tensor:
@@ -74,7 +74,7 @@ class Comparison:
 
     Args:
         tokens: logits, their gradient, and the gradient of the embeddings' output, as far as both sides have them.
-        activations: in the order of the forward pass.
+        activations: errors of activations, in the order of the forward pass.
         shards: the positions of each rank, or () if the step does not report them.
         untrained: parameters whose gradient is zero on one rank, so that nothing can be compared.
     """
@@ -131,8 +131,8 @@ def compare(
     """Compares ranks with one rank.
 
     Args:
-        expected: of one rank in float64.
-        noise: of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
+        expected: record of one rank in float64.
+        noise: record of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
         limit: relative error, instead of that of the dtype.
     """
     dtype_limit = LIMITS[run.dtype] if limit is None else limit

@@ -1,4 +1,4 @@
-"""Names the mistake that wrong numbers look like. Each mistake leaves a signature; `RULES` has one rule for each."""
+"""Names the mistake behind wrong results: each leaves a signature in the errors, for which one rule looks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 SMALL = 2e-2
 """Largest error that rounding explains."""
 MIN_GROWTH = 1.02
-"""Least growth of the mean error with the number of ranks, if rounding causes it. Other mistakes stay as they are."""
+"""Minimum ratio of mean errors on more and on fewer ranks, if rounding causes them. Other errors do not grow."""
 MIN_SCALE = 1e-4
-"""Least difference from 1 of a factor of all gradients. One label more or less makes a larger one."""
+"""Minimum difference from 1 of a factor on all gradients. One label more or less makes a larger difference."""
 SAME_FACTOR = 1e-6
 """Largest relative difference of two factors that count as one."""
 HALO = 8
-"""Largest reach of a convolution."""
+"""Maximum reach of a convolution, in tokens."""
 
 
 class Mistake(StrEnum):
@@ -51,7 +51,7 @@ class Mistake(StrEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A mistake that the numbers look like, and the numbers that say so."""
+    """A mistake, and the numbers that fit its signature."""
 
     mistake: Mistake
     evidence: str
@@ -70,7 +70,7 @@ class Evidence:
         variants: recompute, compile and two micro-batches, by name.
         other_ranks: the plain run on another number of ranks.
         longer: the plain run on twice the tokens.
-        first_token_reaches: False if another first token leaves the logits of all other ranks as they were.
+        first_token_reaches: False if a changed first token changes no logits on other ranks.
     """
 
     plain: Comparison
@@ -141,7 +141,7 @@ def summed_twice(evidence: Evidence) -> str | None:
 
 
 def scaled(evidence: Evidence) -> str | None:
-    """All gradients are off by one factor that is neither 1 / P nor P, and labels are where they must be."""
+    """All gradients are off by one factor that is neither 1 / P nor P."""
     if averaged(evidence) or summed_twice(evidence):
         return None
     return _one_factor(evidence, None)
@@ -160,12 +160,12 @@ def not_reduced(evidence: Evidence) -> str | None:
 
 
 def labels_shifted_late(evidence: Evidence) -> str | None:
-    """The gradient of the logits is wrong at the last token of shards alone."""
+    """The gradient of the logits is wrong only at the last tokens of shards."""
     comparison = evidence.first_wrong
     gradient = comparison.token_error("gradient of logits")
     if gradient is None or not comparison.shards:
         return None
-    wrong = gradient.by_token_beside_factors > gradient.limit
+    wrong = gradient.by_token_without_factors > gradient.limit
     if not wrong.any() or (wrong & ~shard_ends(comparison.shards)).any():
         return None
     return f"logits are right, their gradient is wrong at tokens {spans(wrong)}, where shards end"
@@ -177,7 +177,7 @@ def loss_averaged(evidence: Evidence) -> str | None:
     gradient = comparison.token_error("gradient of logits")
     if gradient is None or not comparison.shards:
         return None
-    wrong = gradient.by_token_beside_factors > gradient.limit
+    wrong = gradient.by_token_without_factors > gradient.limit
     spread = max(gradient.factors) - min(gradient.factors)
     if spread <= 1e-6 * max(map(abs, gradient.factors)) or (wrong & ~shard_ends(comparison.shards)).any():
         return None
@@ -209,7 +209,7 @@ def loss_alone(evidence: Evidence) -> str | None:
 
 
 def low_precision(evidence: Evidence) -> str | None:
-    """All errors are small. They grow with the number of ranks, and not with that of tokens."""
+    """All errors are small. They grow with the number of ranks, but not with the number of tokens."""
     comparison, other, longer = evidence.plain, evidence.other_ranks, evidence.longer
     if comparison.right:
         return None
@@ -244,7 +244,7 @@ def documents_leak(evidence: Evidence) -> str | None:
 
 
 def no_halo(evidence: Evidence) -> str | None:
-    """The first wrong output is wrong in a few tokens around the ends of shards alone."""
+    """The first wrong output is wrong only at a few tokens around the ends of shards."""
     comparison = evidence.first_wrong
     activation = comparison.first_wrong_activation
     if activation is None or not comparison.shards:
@@ -357,7 +357,7 @@ def _layer(name: str) -> int | None:
     return None if number is None else int(number[1])
 
 
-# Words.
+# Parts of messages.
 
 
 def spans(tokens: Tensor) -> str:

@@ -92,7 +92,7 @@ def check_method(
     shard, and compares the joined shards with float64 attention on one device, under a random gradient of out.
 
     Args:
-        masks: by name. The default has a full and a causal mask, a window and packed documents of 61 tokens.
+        masks: masks by name. The default has a full and a causal mask, a window and packed documents of 61 tokens.
         layouts: kinds that `attend.layout` takes.
 
     Raises:

@@ -65,7 +65,7 @@ def check_model(
         reduce: `reduce(model)` reduces gradients over ranks after the last micro-batch, if `step` and the model's own
             hooks (FSDP2, DDP) do not.
         reference: returns (model, step) of one rank, if they are others than those on shards.
-        variants: of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches".
+        variants: any of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches".
         vocabulary: token ids are below it.
         limit: largest relative error, by default by dtype and by the rounding errors of one rank.
         timeout: seconds for one run.
@@ -156,7 +156,7 @@ def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _O
     """Adds the runs that tell mistakes apart: other ranks, more tokens, another first token.
 
     Args:
-        records: of the plain run.
+        records: each rank's record of the plain run.
     """
     run = evidence.plain.run
     other = replace(run, ranks=run.ranks // 2 if run.ranks > 2 else 2 * run.ranks)

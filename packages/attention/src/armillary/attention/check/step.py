@@ -21,11 +21,11 @@ from armillary.core.compat import is_dtensor
 VOCABULARY = 64
 """Token ids are below this number, unless `check_model` is given another."""
 FINGERPRINT = 4
-"""Random projections by which an activation of one token is compared. Records stay small at any width."""
+"""Number of random projections of a token's activation that are compared: records stay small at any width."""
 ROUNDING = 1e-15
 """Relative change of the weights that measures how much a model amplifies rounding errors in float64."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
-"""Parts of names that wrappers add."""
+"""Matches the parts of module and parameter names that wrappers add."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class CheckRun:
     Args:
         ranks: size of the world.
         variant: "plain", "recompute", "compile" or "two micro-batches".
-        dtype: of weights and activations; weights are first rounded to `weight_dtype`.
-        perturbed: weights are changed by `ROUNDING`.
-        changed_token: the first token is another one.
+        dtype: dtype of weights and activations; weights are first rounded to `weight_dtype`.
+        perturbed: True changes weights by `ROUNDING`.
+        changed_token: True replaces the first token.
     """
 
     ranks: int
@@ -122,9 +122,9 @@ class RankRecord:
     """One rank's tensors of one run, detached, in the order of the forward pass.
 
     Args:
-        activations: by module, [B, T, FINGERPRINT].
-        gradients: by parameter, whole.
-        input_gradient: of the embeddings' output [B, T, E].
+        activations: for each module, fingerprints [B, T, FINGERPRINT] of its output.
+        gradients: for each parameter, the complete gradient.
+        input_gradient: gradient of the embeddings' output [B, T, E].
     """
 
     loss: float
@@ -271,7 +271,7 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def _whole_calls(calls: list[Tensor], tokens: int) -> list[Tensor]:
-    """Returns the calls that saw all of the rank's tokens; calls on consecutive parts of them are joined."""
+    """Returns outputs [B, T, ...] over all of the rank's tokens; joins those of calls on consecutive parts."""
     if all(x.shape[1] == tokens for x in calls):
         return calls
     if sum(x.shape[1] for x in calls) == tokens:

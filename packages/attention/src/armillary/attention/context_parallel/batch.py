@@ -23,16 +23,11 @@ class ContextParallelBatch:
 
     As a context manager it opens the `sequence` block of the batch, for `sdpa_parallel` and models of transformers.
 
-    Attributes:
-        owner, method: the `ContextParallel` that made it, and its method.
-        ids: token ids [B, T].
-        position_ids: [B or 1, T], counted from the start of each document.
-        labels: [B, T], shifted; -100 if a token has none.
-        attention_mask: [B, T], or None if the batch has no padding.
-        documents: boundaries of the documents and of padding, in positions of the whole sequence.
-        layout: layout of the sequence over all ranks of the method.
-        labelled: number of labels that the loss is a mean over.
-        mask: of `attend`.
+    Attributes: owner, method: the `ContextParallel` that made it, and its method. ids: token ids [B, T]. position_ids:
+    [B or 1, T], counted from the start of each document. labels: [B, T], shifted; -100 if a token has none.
+    attention_mask: [B, T], or None if the batch has no padding. documents: boundaries of the documents and of padding,
+    in positions of the whole sequence. layout: layout of the sequence over all ranks of the method. labelled: number of
+    labels that the loss is a mean over. mask: mask of `attend`.
     """
 
     def __init__(
@@ -94,9 +89,9 @@ class ContextParallelBatch:
 
         Args:
             q, k, v: local, [B, T, H, D], [B, T, K, D] and [B, T, K, Dv].
-            mask: of one layer, instead of the batch's; the batch's documents are added to it.
+            mask: mask of one layer, instead of the batch's; the batch's documents are added to it.
             layout: None, or that of the batch.
-            options: of the method, such as `scale`, `sinks` and `softcap`.
+            options: options of the method, such as `scale`, `sinks` and `softcap`.
 
         Bytes sent: those of the method.
 

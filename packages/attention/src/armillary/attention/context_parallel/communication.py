@@ -106,7 +106,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
 
     Args:
         x: [B, T, ...], the shard of this rank.
-        layout: of the sequence, over all ranks of the method or over its sequence axis.
+        layout: layout of the sequence, over all ranks of the method or over its sequence axis.
 
     Bytes sent, for an axis of C ranks: (C - 1) times those of the ranks gathered so far, each padded to the longest
     shard, kind "all_gather". Every rank must call it.

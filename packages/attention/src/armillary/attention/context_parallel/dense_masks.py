@@ -70,7 +70,7 @@ def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
     """Returns an `attn_mask` as a mask, exactly. Reads every pair of tokens.
 
     Args:
-        attn_mask: of the whole sequence, not of this rank's tokens; any shape that broadcasts to [B, H, N, N].
+        attn_mask: mask of the whole sequence, not of this rank's tokens; any shape that broadcasts to [B, H, N, N].
 
     Raises:
         ValueError: a mask of a shard, of other numbers of heads or rows, a bias, or more than SLICES slices.

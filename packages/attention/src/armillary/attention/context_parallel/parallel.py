@@ -48,7 +48,7 @@ class ContextParallel:
 
     Args:
         method: a method, or the name of one (`build_attention`).
-        mesh: has the axes of the method, as from `build_mesh`. Optional for a method without `data`.
+        mesh: a mesh with the axes of the method, such as `build_mesh` returns. Optional for a method without `data`.
         data: names of the mesh's axes over which rows differ.
 
     Attributes:
@@ -107,7 +107,7 @@ class ContextParallel:
         Args:
             ids: [B, N], the whole rows; the same on all ranks of a sequence.
             labels: [B, N], unshifted: each token itself, or -100. By default `ids`.
-            mask: of attention. By default causal for `batch.attend`, and the model's own inside `with batch`.
+            mask: mask of attention. By default causal for `batch.attend`, and the model's own inside `with batch`.
                 `documents` are added to it.
             layout: by default `method.layout(N)`, over all ranks of the method or its sequence axis.
             documents: boundaries, as `AttentionMask` takes them. By default documents start wherever position ids are
@@ -116,10 +116,10 @@ class ContextParallel:
             attention_mask: [B, N] of 1 for tokens and 0 for padding, as tokenizers make it. Padding becomes documents
                 of its own, which no token sees, and has no labels; the model's output there is meaningless.
             shift_labels: [B, N], labels that are shifted already, instead of `labels`.
-            labelled: number of labels that the loss is a mean over; by default those of this batch on all data axes.
-                With several micro-batches, the number of all of them together. A batch without labels has loss 0.
+            labelled: number of labels that the loss is averaged over; by default this batch's, on all data axes. For
+                several micro-batches, give the number of labels in all of them. A batch without labels has loss 0.
 
-        Bytes sent: one integer's all-reduce on each data axis, if `labelled` is not given. Every rank must call it.
+        Bytes sent: an all-reduce of one integer on each data axis, if `labelled` is not given. Every rank must call it.
 
         Raises:
             ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N; a layout of
@@ -171,12 +171,11 @@ class ContextParallel:
             logits_or_share: logits [B, T, V] of the batch's tokens, or the loss [] of a model that was given
                 `batch.inputs`: the sum over its labels divided by `num_items_in_batch`.
 
-        Bytes sent: those of one number's `all_reduce` on each axis, in forward and in backward.
+        Bytes sent: an `all_reduce` of one number on each axis, in forward and in backward.
 
         Raises:
-            ValueError: the batch is of another `ContextParallel`; logits of other tokens; a share that is no
-                floating-point number, or of a model that was not given `batch.inputs`, and which may be a mean over
-                this shard alone.
+            ValueError: the batch is of another `ContextParallel`; logits of other tokens; a scalar loss that is not
+                floating-point, or whose model was not given `batch.inputs`: it may be a mean over this shard's labels.
         """
         check_tensor("logits_or_share", logits_or_share)
         if not isinstance(batch, ContextParallelBatch) or batch.owner is not self:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -211,9 +210,9 @@ class ContextParallel:
     def reduce_gradients(self, model: nn.Module) -> None:
         """Averages gradients over ranks, after `backward`, for a model under neither FSDP2 nor DDP.
 
-        With the loss of `loss` they are then the whole gradients. Every rank must call it.
+        The gradients of `loss` are then complete. Every rank must call it.
 
-        Bytes sent: those of each gradient's `all_reduce` on each axis, and one integer's for each parameter.
+        Bytes sent: an `all_reduce` of each gradient, and of one integer per parameter, on each axis.
 
         Raises:
             ValueError: the model's gradients are reduced already, by DDP or FSDP2.
@@ -248,7 +247,7 @@ class ContextParallel:
         (`prepare_diffusers`).
 
         Args:
-            options: of that function.
+            options: options of that function.
 
         Raises:
             ValueError: no installed package prepares models of this library, or the model cannot be sharded.

@@ -137,7 +137,7 @@ def _with_padding(mask: AttentionMask, attention_mask: Tensor, counted: bool) ->
     """Returns the documents of each row, with the padding of an attention_mask [B, N] in documents of its own.
 
     Args:
-        mask: has the documents without padding.
+        mask: a mask with the documents without padding.
         counted: position ids are counted from the start of each document, so that none may begin with padding.
 
     Raises:

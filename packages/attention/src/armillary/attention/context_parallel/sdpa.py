@@ -39,30 +39,32 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
         loss.backward()
 
     Tensors are [B, H, T, D] with this rank's tokens, or DTensors, `Shard(2)` on the method's axes and `Shard(1)` on
-    axes that divide heads (tp). `is_causal` is about global positions; without it, every query sees all keys of its
-    document. The function is found however the model imported it. Autocast casts tensors as for the function itself.
+    axes that divide heads (tp). `is_causal` refers to global positions; without it, every query sees all keys of its
+    document. Calls are routed however the model imported the function. Autocast casts tensors as for the function
+    itself.
 
-    Backward needs neither block, unless it recomputes activations: then call `backward` inside of both. Outside, or as
-    `torch.autograd.grad`, non-reentrant checkpointing raises; reentrant checkpointing cannot tell that it recomputes
-    something else.
+    `backward` may run outside of both blocks, unless it recomputes activations: then call it inside of both. Outside of
+    them, and in `torch.autograd.grad`, non-reentrant checkpointing raises, but reentrant checkpointing recomputes
+    attention over the local shard without an error.
 
-    Attention computed by other means stays within a shard. It is refused if it can be seen: ops named like attention
-    (flash-attn's among them) and `nn.MultiheadAttention` at once, `flex_attention` at the end of the block, and a block
-    that routed nothing. Attention written as products and a softmax, beside routed calls, is not seen.
+    Attention by other functions sees only the local shard. It is refused if it can be detected: ops named like
+    attention (including flash-attn's) and `nn.MultiheadAttention` when they run, `flex_attention` at the end of the
+    block, and a block without a routed call. Attention written as matrix products and a softmax is not detected if
+    other calls are routed.
 
-    Models of Hugging Face transformers are refused, because with a window of at least the shard's length they leave
-    their masks out and pass `is_causal` alone. A model prepared by `cp.prepare` may be called inside the block.
+    Models of Hugging Face transformers are refused: if the shard is not longer than their window, they pass `is_causal`
+    instead of a mask. A model prepared by `cp.prepare` may be called inside the block.
 
-    An `attn_mask` must be of the whole sequence, the same for all heads and no bias: bool, or of 0 and -inf, [N, N] or
-    broadcastable to it. It is converted exactly, once per tensor, on the host, at a cost of N^2; it is cheaper to give
-    `cp.shard` a `mask`.
+    An `attn_mask` must cover the whole sequence, be the same for all heads, and only hide keys: bool, or 0 and -inf,
+    [N, N] or broadcastable to it. It is converted to an `AttentionMask` on the host, once per tensor, at a cost of N^2;
+    it is cheaper to give `cp.shard` a `mask`.
 
     Bytes sent: those of the method.
 
     Raises:
-        ValueError: at a call with another `attn_mask`, with one beside `is_causal` or the block's documents or mask,
-            with dropout, or with shapes that `attend` refuses; at a model of transformers; at attention that is not
-            routed, and at the end of a block without a routed call.
+        ValueError: a call with an invalid `attn_mask`, with `attn_mask` and also `is_causal` or the block's documents
+            or mask, with dropout, or with shapes that `attend` refuses; a call of a model of transformers; attention
+            that is not routed; the end of a block without a routed call.
     """
     return SdpaParallel(attend)
 
@@ -206,9 +208,9 @@ def in_backward() -> bool:
 
 
 def check_causality(mask: AttentionMask, is_causal: bool) -> None:
-    """Raises ValueError if the call and the mask of `sequence(...)` are not both causal, or both not.
+    """Raises ValueError if only one of the call and the mask of `sequence(...)` is causal.
 
-    A mask with a pattern may be causal without saying so.
+    A mask with a pattern may be causal although its field `causal` is False.
     """
     if is_causal and not mask.causal and mask.pattern is None:
         raise ValueError(f"is_causal=True, but sequence(mask=...) has causal=False: {mask}")
@@ -217,7 +219,7 @@ def check_causality(mask: AttentionMask, is_causal: bool) -> None:
 
 
 def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a module's `forward` as a function of the module, also if `forward` is no method but a closure."""
+    """Returns a module's `forward`, a method or a closure, as a function of the module and its arguments."""
 
     def ignore_module(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -274,8 +276,8 @@ class SdpaParallel(Routing):
     ) -> None:
         """Runs backward with the mode on, so that recomputed attention is routed.
 
-        torch turns a mode off while it handles a function, and `backward` is such a function. It asks no mode about
-        gradient edges, which are not tensors, so backward starts from edges inside of the re-entered mode.
+        torch disables a mode while the mode handles a function, here `backward`. For gradient edges, which are not
+        tensors, it calls no mode. So backward starts from edges, inside of the re-entered mode.
         """
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients = gradient if grad_tensors is None else grad_tensors
@@ -289,7 +291,7 @@ class SdpaParallel(Routing):
 
 
 def _is_attention_op(func: Any) -> bool:
-    """Returns True for an op named like attention that none of our methods calls (their backward runs here too)."""
+    """Returns True for an op named like attention, unless one of our methods calls it, in forward or backward."""
     if not isinstance(func, OpOverload | OpOverloadPacket) or not re.search("attention|attn|flash", str(func)):
         return False
     frame, method_modules = currentframe(), re.compile(r"armillary\.attention\.(?!context_parallel)")

@@ -38,7 +38,7 @@ class Sharding:
 
         Args:
             tokens: tokens of this rank; on one rank they are the layout if none is specified.
-            style_layout: of a `ContextParallelStyle` around the module, which must agree with the block's.
+            style_layout: layout of a `ContextParallelStyle` around the module, which must agree with the block's.
 
         Raises:
             ValueError: no layout, one for another number of ranks, or two that differ.

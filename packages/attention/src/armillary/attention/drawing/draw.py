@@ -42,11 +42,11 @@ def draw_mask(
 
     Args:
         length: tokens of the sequence.
-        path: of the picture, .png, .svg or .pdf.
-        layout: of the sequence axis: one shard for each of its ranks.
+        path: path of the picture, .png, .svg or .pdf.
+        layout: layout over the sequence axis, with one shard for each of its ranks.
         method: a name of `build_attention`. The ranks of a head axis are shown as one.
         row: row of the batch, where rows have masks of their own.
-        options: of the method, such as WallFacer's team.
+        options: options of the method, such as WallFacer's team.
 
     Returns:
         The numbers of the picture, if there is a layout.

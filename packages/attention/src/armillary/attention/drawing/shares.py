@@ -31,9 +31,9 @@ class ComputedBlocks:
     """Blocks of a method's forward, from its communication plan.
 
     Args:
-        layout, key_layout: of the shards that blocks name.
-        blocks: of each rank and step, also those without a visible pair.
-        pairs: by step and rank, the visible pairs of one head and row.
+        layout, key_layout: layouts of the shards that blocks name.
+        blocks: the block of each rank in each step, even if it has no visible pair.
+        pairs: for each step and rank, the visible pairs of one head and row.
     """
 
     layout: SequenceLayout
@@ -49,7 +49,7 @@ class Shares:
     Args:
         length: tokens of the sequence.
         pairs: visible (query, key) pairs in one row of the batch.
-        tokens: by rank.
+        tokens: number of tokens of each rank.
         by_step: pairs that a rank computes, by rank and step.
     """
 
@@ -112,7 +112,7 @@ def shares_of(
     """Returns the work of each rank in forward, for one row of the batch and one head.
 
     Args:
-        layout: of the sequence axis: one shard for each of its ranks.
+        layout: layout over the sequence axis, with one shard for each of its ranks.
         method: a name of `build_attention`.
 
     Raises:

@@ -99,7 +99,7 @@ class ChosenKernel:
 
     Args:
         device: a description such as "compute capability 9.0 (Hopper)".
-        name: of the kernel; None if the requested kernel is refused there.
+        name: name of the kernel; None if the requested kernel is refused for the block.
         rejected: the reasons against kernels that are preferred to it, or against the requested one, by name.
     """
 

@@ -18,7 +18,7 @@ class Efficiency(NamedTuple):
     Args:
         full: forward without a mask.
         causal: forward with a causal mask.
-        backward: without a mask.
+        backward: share of the peak in backward, without a mask.
         source: publication and device of the figures.
     """
 

@@ -19,7 +19,7 @@ class Inputs:
 
     Args:
         device: device type.
-        head_dim, value_dim: of q and k, and of v.
+        head_dim, value_dim: head dim of q and k, and of v.
         capability: compute capability of a CUDA device; None: not CUDA, or unknown, as for a fake tensor.
         cudnn: version of cuDNN, such as 91900 for 9.19; None: unknown.
         deterministic: True if torch must refuse algorithms whose results differ from run to run.

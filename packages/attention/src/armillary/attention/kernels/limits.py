@@ -21,7 +21,7 @@ class HeadDims:
     """Supported head dims of q and k, and of v.
 
     Args:
-        largest: of both; None: no limit.
+        largest: maximum of both; None for no limit.
         multiple: both are multiples of it.
         equal: True if v must have the head dim of q and k.
         exceptions: further supported pairs.
@@ -51,7 +51,7 @@ class Limits:
 
     Args:
         device: device type; None: any.
-        dtypes: of q, k and v.
+        dtypes: dtypes of q, k and v.
         head_dims: those of `head_dims_by_major` replace them on GPUs with that major compute capability.
         min_capability: lowest compute capability.
         majors: major compute capabilities; None: all from `min_capability` on.

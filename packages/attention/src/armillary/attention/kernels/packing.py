@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
 
     Args:
         queries, keys: number of tokens of each sequence.
-        band: of the first one. Those of the others have the same `Kernel.pack_key`.
+        band: band of the first tile. The other tiles' bands have the same `Kernel.pack_key`.
     """
 
     queries: tuple[int, ...]

@@ -38,10 +38,10 @@ class AttentionMask:
         documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must lie in one
             document. One list for all rows of a batch, or a list of lists, one for each row.
         pattern: a further condition, of a mask made by one of the constructors below.
-        content: of another mask with these very documents and this pattern, which are not checked again.
+        content: `content` of another mask with the same documents and pattern, which are then not checked again.
 
     Sequences may be integer tensors or arrays; they are stored as tuples. Hashable, cheap to compare, independent of
-    shards. `dataclasses.replace(mask, window=...)` gives the window the meaning that it has for the kind of mask.
+    shards. In `dataclasses.replace(mask, window=...)` the window means the same as in the mask's constructor.
 
     Raises:
         ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are not
@@ -104,7 +104,7 @@ class AttentionMask:
             slices: `Slice(queries, keys, low, high)`: ranges of step 1, and a band with None for an unbounded side.
 
         Raises:
-            ValueError: two slices that share a pair, with both and the pair.
+            ValueError: two slices that share a pair; the message has both slices and the pair.
         """
         return cls(causal=False, pattern=SliceList(slices))
 
@@ -118,7 +118,7 @@ class AttentionMask:
 
         Args:
             ends: boundaries of segments, 0, end of the first, ..., N.
-            parents: for each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
+            parents: the parent of each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
             window: (left, right) in tokens along the path.
 
         Raises:
@@ -128,10 +128,10 @@ class AttentionMask:
 
     @classmethod
     def prefix(cls, documents: Sequence[int], prefixes: Sequence[int]) -> AttentionMask:
-        """Prefix language model: the first tokens of each document see each other both ways, later ones are causal.
+        """Prefix language model: bidirectional among the first tokens of each document, causal after them.
 
         Args:
-            prefixes: number of such tokens of each document.
+            prefixes: number of these first tokens in each document.
 
         Raises:
             ValueError: prefixes for another number of documents, or longer than their documents.
@@ -161,7 +161,7 @@ class AttentionMask:
         documents: Sequence[int] | None = None,
         window: Sequence[int | None] | None = None,
     ) -> AttentionMask:
-        """Causal, or within one span; then cut by the window (Gemma 3's images).
+        """Causal, but bidirectional within each span; then restricted to the window (Gemma 3's images).
 
         Args:
             spans: ranges of positions, disjoint, each within one document.
@@ -182,7 +182,7 @@ class AttentionMask:
 
         Args:
             visible: bool [n, n]; [n, m] for cross-attention.
-            length: of the sequence, whose last block may be shorter. By default that of the call.
+            length: length of the sequence; the last block may be shorter. By default the length of the call.
         """
         return cls(causal=causal, pattern=Blocks(visible, block, length))
 

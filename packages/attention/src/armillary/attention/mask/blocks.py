@@ -19,7 +19,7 @@ class Blocks(RowPattern):
     Args:
         visible: bool [n, m], by block of queries and block of keys.
         block: tokens of a block; the last one may have fewer.
-        length: of the sequence of queries. By default that of the call.
+        length: number of queries. By default that of the call.
 
     Raises:
         ValueError: a table that is not bool with two dims; a block below 1; a length with another number of blocks.

@@ -12,7 +12,7 @@ def layout_of(
     """Returns a layout of kind "zigzag", "contiguous", "striped" or "balanced".
 
     Args:
-        mask: for which a balanced layout evens out the work; causal by default.
+        mask: the mask under which a balanced layout has even work; causal by default.
         traffic: cost of sending in a balanced layout, as in `SequenceLayout.balanced`.
 
     Raises:

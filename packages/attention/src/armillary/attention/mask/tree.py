@@ -17,7 +17,7 @@ class Tree(RowPattern):
 
     Args:
         ends: boundaries of segments, 0, end of the first, ..., N.
-        parents: of each segment: the segment before it, an ancestor of that one, or -1 for a root.
+        parents: the parent of each segment: the segment before it, an ancestor of that one, or -1 for a root.
 
     Raises:
         ValueError: boundaries that do not rise from 0; another number of parents, or one that is not on the path to

@@ -107,7 +107,7 @@ class Method(AttentionMethod):
             q: [B, T, H, D], this rank's tokens.
             k, v: [B, S, K, D] and [B, S, K, Dv]; K divides H; query head h uses key/value head h // (H / K). S = T
                 except in cross-attention.
-            mask: in global positions.
+            mask: mask in global positions.
             layout: the sharding of the sequence: over all ranks of the method, or over its sequence axis alone.
                 Optional for one shard.
             scale: softmax scale, any finite number; 1 / sqrt(D) by default.
@@ -159,7 +159,7 @@ class Method(AttentionMethod):
 
         Args:
             x: [B, T, E], this rank's tokens; or a DTensor [B, N, E], see `call/dtensors.py`.
-            projections: from x to q, k and v. Other arguments as in `__call__`.
+            projections: projections of x to q, k and v. Other arguments as in `__call__`.
 
         Under autocast, projections run in the caller's autocast state, and attention in the common dtype of q, k and v.
 

@@ -13,8 +13,8 @@ class HeadShards(NamedTuple):
     """Query and key/value heads of each rank of a head axis.
 
     Args:
-        queries: by rank, consecutive query heads.
-        keys: by rank, the key/value heads that these use. Ranges overlap where K < U.
+        queries: for each rank, its query heads, which are consecutive.
+        keys: for each rank, the key/value heads that its query heads use. Ranges overlap if K < U.
     """
 
     queries: tuple[range, ...]
@@ -29,7 +29,7 @@ class HeadShards(NamedTuple):
         """Returns, for each query head of `rank`, the index of its key/value head in `keys[rank]`.
 
         Args:
-            key_heads: for each of all query heads, its key/value head.
+            key_heads: the key/value head of every query head.
         """
         return tuple(key_heads[head] - self.keys[rank].start for head in self.queries[rank])
 

@@ -41,7 +41,7 @@ class RankHeads(NamedTuple):
         """Returns, for each of `queries`, the index of its key/value head in `keys`.
 
         Args:
-            key_heads: for each of all query heads, its key/value head.
+            key_heads: the key/value head of every query head.
         """
         return tuple(self.keys.index(key_heads[head]) for head in self.queries)
 
@@ -51,7 +51,7 @@ class KeyHeads(NamedTuple):
 
     Args:
         heads: each head once, in rising order.
-        ranges: by rank, its heads as indices into `heads`.
+        ranges: for each rank, its heads as indices into `heads`.
     """
 
     heads: tuple[int, ...]

@@ -111,7 +111,7 @@ def pass_queries_backward(
     Args:
         dout: [B, T, H, Dv], of this rank's own queries.
         reduction: returns partial sums of dq: directly to the owner, or as one sum that travels with its queries.
-        block: from a step and some of its queries, packed, to the attention of these queries.
+        block: computes attention of some packed queries of a step.
 
     Returns:
         dq [B, T, H, D] of this rank's own queries, dk [B, S, K, D] and dv [B, S, K, Dv] of its keys, in the

@@ -125,8 +125,8 @@ class HeadCall(NamedTuple):
     """A call as divided over the ranks of a head axis.
 
     Args:
-        sizes, key_sizes: by rank, the number of query and of key tokens that it has before the all-to-all.
-        heads: by rank, the heads that it has after the all-to-all.
+        sizes, key_sizes: number of query and of key tokens of each rank, before the all-to-all.
+        heads: for each rank, its heads after the all-to-all.
         inner_spec: the call of `inner`, with this rank's heads only.
     """
 

@@ -302,8 +302,8 @@ class StagedCall(NamedTuple):
     """A call as divided into stages.
 
     Args:
-        sizes, key_sizes: by rank of the head axis, the number of query and of key tokens before an all-to-all.
-        queries: by rank, its query heads of all stages.
+        sizes, key_sizes: number of query and of key tokens of each rank of the head axis, before an all-to-all.
+        queries: for each rank, its query heads in all stages.
         stages: this rank's part of each stage.
     """
 

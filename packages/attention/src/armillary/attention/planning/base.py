@@ -71,7 +71,7 @@ class HeadPlan(MethodPlan):
         """Returns the communication plan of both methods on `ranks` ranks of the head axis.
 
         Args:
-            work: over the shards of the sequence axis.
+            work: the call over the shards of the sequence axis.
         """
         raise self.missing("comm_plan")
 
@@ -79,7 +79,7 @@ class HeadPlan(MethodPlan):
         """Returns the peak memory of forward, in bytes.
 
         Args:
-            x: of the heads of one stage and the tokens of the sequence shard.
+            x: sizes for the heads of one stage and the tokens of the sequence shard.
             inner: peak of the inner method for these.
         """
         raise self.missing("forward_memory")

@@ -45,9 +45,9 @@ class Move(NamedTuple):
     """One exchange or collective on all ranks that take part. Ranks are numbered r * U + u.
 
     Args:
-        kind, axis: as a ledger counts them.
+        kind, axis: under which a ledger counts the bytes.
         tensors: names of the tensors that are sent.
-        sends: without those of 0 bytes. An all-gather is a ring in which each rank sends its block C - 1 times; an
+        sends: the sends of at least 1 byte. An all-gather is a ring in which each rank sends its block C - 1 times; an
             all-to-all, and a reduce-scatter of ours, is one send to each peer.
     """
 
@@ -65,13 +65,13 @@ class Step(NamedTuple):
     """Moves and computation that overlap.
 
     Args:
-        moves: in flight during the step.
-        pairs: by rank, the visible (query, key) pairs that it computes during the step, over its query heads and the
-            batch. Empty if nothing is computed.
-        later_moves: start when the pairs are computed. They overlap with the computation of the next step, and end
-            before the next step starts if that step computes nothing.
-        blocks: by rank, the block with these pairs; None on a rank that computes nothing.
-        heads: by rank of the head axis, the query heads that its ranks compute. Empty: all heads on every rank.
+        moves: moves in flight during the step.
+        pairs: for each rank, the visible (query, key) pairs that it computes during the step, over its query heads and
+            the batch. Empty if nothing is computed.
+        later_moves: moves that start when the pairs are computed. They overlap with the computation of the next step,
+            and end before the next step starts if that step computes nothing.
+        blocks: for each rank, the block with these pairs; None on a rank that computes nothing.
+        heads: for each rank of the head axis, the query heads that it computes. Empty: all heads on every rank.
     """
 
     moves: tuple[Move, ...] = ()
@@ -89,7 +89,7 @@ JoinedShards = tuple[tuple[int, ...], ...]
 
 
 def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> SequenceLayout:
-    """Returns the layout whose shards a plan's blocks name, from that of the sequence axis."""
+    """Returns the layout whose shards a plan's blocks name: shards of the sequence axis, joined in groups."""
     if shards is None:
         return layout
     return SequenceLayout([[span for shard in group for span in layout.spans(shard)] for group in shards])
@@ -99,10 +99,10 @@ def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> Sequence
 class CommPlan:
     """The steps of `forward` and `backward` of one attention call.
 
-    Without the extra cost of calls that return lse or have sinks: on a head axis, an all-to-all of lse [B, T, H].
+    Calls that return lse or have sinks send more: on a head axis, an all-to-all of lse [B, T, H], which is not counted.
 
     Args:
-        query_shards, key_shards: of the blocks; None: the shards of the sequence axis.
+        query_shards, key_shards: the shards that blocks name; None: the shards of the sequence axis.
     """
 
     forward: Steps
@@ -114,7 +114,7 @@ class CommPlan:
         """Returns the bytes that a ledger counts on `rank`.
 
         Args:
-            kind, phase, axis: of these bytes alone; None: any. Phases are "forward" and "backward".
+            kind, phase, axis: count only bytes of this kind, phase ("forward" or "backward") or axis; None counts all.
 
         Raises:
             ValueError: an unknown kind, phase or axis.
@@ -143,8 +143,8 @@ class AttentionShape:
     """The properties of an attention call that decide its bytes and pairs. Hashable.
 
     Args:
-        layout, key_layout: of queries and of keys over the P shards of the sequence axis.
-        key_heads: for each query head, its key/value head, both as indices into those of the call.
+        layout, key_layout: layouts of queries and of keys over the P shards of the sequence axis.
+        key_heads: for each query head, its key/value head, both as indices into the heads of the call.
         kv_heads: K.
         head_dim, value_dim: D and Dv.
         projected: True for a call from hidden states, as models attend. With finished q, k and v UPipe sends lse too.
@@ -167,7 +167,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         if self.layout.shards != self.key_layout.shards:
             raise ValueError(
-                f"queries lie in {self.layout.shards} shards, keys in {self.key_layout.shards}; both need as many"
+                f"queries lie in {self.layout.shards} shards, keys in {self.key_layout.shards}; both need the same number"
             )
 
     @classmethod
@@ -272,7 +272,7 @@ def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
     """All-gather of each rank's tokens, padded to the largest number of its group.
 
     Args:
-        tokens: by rank.
+        tokens: number of tokens of each rank.
     """
 
     def sends() -> Iterator[Send]:
@@ -300,7 +300,7 @@ def reduce_scatter(groups: Groups, tokens: Sequence[int], payload: Payload) -> M
 
 
 def steps(*all_steps: Step) -> Steps:
-    """Returns the steps without empty moves, and without steps in which nothing happens."""
+    """Removes empty moves, and then empty steps."""
     filled_steps = (
         step._replace(moves=_filled(step.moves), later_moves=_filled(step.later_moves)) for step in all_steps
     )
@@ -343,10 +343,10 @@ def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
 
 
 def side_by_side(group_steps: Sequence[Steps]) -> Steps:
-    """Returns the steps of disjoint groups of ranks that run at once, first with first.
+    """Merges the steps of disjoint groups of ranks that run at the same time: first with first, second with second.
 
     Args:
-        group_steps: of each group, numbered as in the result (`renumber`).
+        group_steps: steps of each group, with ranks numbered as in the result (`renumber`).
     """
     if len(group_steps) == 1:
         return group_steps[0]

@@ -38,7 +38,7 @@ class HeadMoves:
 
         Args:
             sizes: tokens by rank of all P x U.
-            heads: by rank of the head axis.
+            heads: heads of each rank of the head axis.
             tensor, size: name, and bytes of a token and head.
         """
 
@@ -59,7 +59,7 @@ class HeadMoves:
         """Returns the plan of the inner method on all P x U ranks.
 
         Args:
-            works: by rank of the head axis, its part of the call; None: it has no heads.
+            works: for each rank of the head axis, its part of the call; None for a rank without heads.
         """
         plans = {work: inner(work) for work in works if work}  # most ranks have equal parts
         total = self.work.layout.shards * self.ranks
@@ -76,6 +76,6 @@ def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:
     """Returns steps of the inner method that name their query heads.
 
     Args:
-        heads: by rank of the head axis.
+        heads: heads of each rank of the head axis.
     """
     return tuple(step._replace(heads=tuple(heads)) if step.pairs else step for step in inner_steps)

@@ -133,7 +133,7 @@ class NodeSteps:
 
         Args:
             rotating: tensors that travel between nodes.
-            sums: of gradients, which follow their tokens one step behind; None: nothing returns.
+            sums: gradient sums, which follow their tokens one step behind; None: nothing returns.
             inner_steps: takes forward or backward of the inner plan.
         """
         result, pending_moves = list[Step](), list[Move]()

@@ -24,7 +24,7 @@ def rotation_steps(
 
     Args:
         work: has the shards that the rings name.
-        rings: of R ranks each, which take their cheaper direction. Together all ranks of the axis.
+        rings: rings of R ranks, which together have all ranks of the axis. Each sends in its cheaper direction.
         rotating: tensors of the shard that is sent on.
         returned: results that return to the shard's owner; None: nothing returns.
         returned_tokens: `ring_reduce_tokens` or `direct_reduce_tokens`, if something returns.

@@ -80,7 +80,7 @@ class StagedSteps:
         """Yields the steps of forward or backward.
 
         Args:
-            query_bytes: by name, bytes of a token and query head of each tensor of queries that is sent.
+            query_bytes: for each query-sized tensor that is sent, by name, its bytes per token and query head.
             inner_steps: takes forward or backward of the inner plan.
             returns: moves after a stage, one after another.
         """

@@ -45,7 +45,7 @@ def completion_labels(
     Args:
         ids: [B, N], whole rows.
         mask: `AttentionMask.tree`, or `rows` of them.
-        layout: of the sequence over all ranks of the method; one shard by default.
+        layout: layout of the sequence over all ranks of the method; one shard by default.
         shard: this rank's.
         trained: for each row, one boolean for each segment: whether its tokens are labels. By default those of all
             segments but roots.

@@ -46,7 +46,8 @@ def dpo_loss(
         -log sigmoid(beta ((log pi(y_w) - log ref(y_w)) - (log pi(y_l) - log ref(y_l))))
 
     Args:
-        logprobs, reference_logprobs: of this rank's labels, shaped as `sequences`. No gradient for the reference.
+        logprobs, reference_logprobs: log-probabilities of this rank's labels, shaped as `sequences`. No gradient for
+            the reference.
         sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
         pairs: integers [S / 2, 2] on any device: the numbers of the chosen and the rejected sequence. The same on
             every rank.
@@ -116,11 +117,12 @@ def grpo_loss(
         KL = ref / pi - log(ref / pi) - 1                                    (equation 4)
 
     Args:
-        logprobs: of this rank's labels, shaped as `sequences`.
+        logprobs: log-probabilities of this rank's labels, shaped as `sequences`.
         sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
         advantages: [S], the same on every rank.
         axes, gradients: as in `segment_sum`.
-        old_logprobs: of the policy that generated the completions; by default `logprobs` without their gradient.
+        old_logprobs: log-probabilities under the policy that generated the completions; by default `logprobs` without
+            their gradient.
         reference_logprobs: needed if beta is not 0.
         clip: bounds of the ratio below and above 1.
         beta: weight of the KL divergence from the reference.

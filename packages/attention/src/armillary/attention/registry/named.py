@@ -37,9 +37,10 @@ def build_attention(
             "devices" in its place "ring+ring" or "ring+token_ring"; on the head axis "ulysses" or "upipe"; one of
             these around one of the others, such as "upipe+wallfacer" or "ulysses+ring+token_ring"; "usp" is
             "ulysses+ring". On a sequence axis of one rank all are `Local`.
-        heads_per_stage: of UPipe. By default one query head for each rank of the head axis: the least memory.
-        team, placement: of WallFacer. By default the largest team that fits.
-        backward: of Ring and WallFacer: the side that rotates in backward.
+        heads_per_stage: query heads per stage of UPipe. By default one query head for each rank of the head axis: the
+            least memory.
+        team, placement: team size and placement of WallFacer. By default the largest team that fits.
+        backward: the side that rotates in backward of Ring and WallFacer.
 
     Raises:
         ValueError: an unknown name, a method that leaves an axis with more than one rank unused, an option of another
@@ -62,8 +63,8 @@ def build_comm_plan(
     """Returns the communication plan of the method of `build_attention` with these arguments, on ring x ulysses ranks.
 
     Args:
-        work: over `ring` shards.
-        nodes: of "ring+ring" and "ring+token_ring": the nodes that `ring` is on. By default the fewest above 1.
+        work: the call over `ring` shards.
+        nodes: number of nodes of `ring`, for "ring+ring" and "ring+token_ring". By default the smallest above 1.
 
     Raises:
         ValueError: as `build_attention`; `work` over another number of shards; fewer query heads than `ulysses`; a
@@ -166,7 +167,7 @@ class NamedMethod:
         """Raises ValueError for an axis of several ranks over which attention is not divided.
 
         Args:
-            sizes: of mesh axes; those that no method works on are ignored.
+            sizes: sizes of mesh axes; axes that no method works on are ignored.
         """
         used_axes = (*self.sequence.axes, *(["ulysses"] if self.head else []))
         for axis in get_args(Role):

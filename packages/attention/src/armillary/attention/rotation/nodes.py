@@ -41,7 +41,7 @@ class NodeRings:
     Args:
         nodes, devices: M and D.
         rotating_side: the side that travels between nodes.
-        layout, key_layout: over all M D ranks.
+        layout, key_layout: layouts over all M D ranks.
         grid: visible pairs of a node's stationary tokens with each rotating shard.
     """
 
@@ -57,7 +57,7 @@ class NodeRings:
         """Returns the rings for a call.
 
         Args:
-            grid: of the shards of all ranks.
+            grid: visible pairs of the shards of all ranks.
         """
         layout, key_layout, nodes = grid.layout, grid.key_layout, grid.layout.shards // devices
         if rotating_side == "keys":

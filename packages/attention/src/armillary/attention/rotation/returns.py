@@ -25,7 +25,7 @@ class ResultTokens(NamedTuple):
     """Tokens of the current shard that a rank's partial results must cover.
 
     Args:
-        tokens: as indices into the shard.
+        tokens: indices of tokens in the shard.
         packed_tokens: the same, as indices into the current packed tensors; None: all of these.
     """
 

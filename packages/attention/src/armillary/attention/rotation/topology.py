@@ -23,8 +23,8 @@ class RingTopology:
 
     Args:
         ranks: ranks of the axis, in the order in which a rotating shard visits them.
-        stationary_shards: by place, the shard that stays there.
-        rotating_shards: by place, the shard that is there at step 0 and is sent on.
+        stationary_shards: for each place of the ring, the shard that stays there.
+        rotating_shards: for each place of the ring, the shard that starts there and rotates.
         rotating_side: the side whose shards rotate.
     """
 

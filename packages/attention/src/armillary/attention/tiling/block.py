@@ -52,9 +52,9 @@ class BlockAttention:
 
     Args:
         query, key: the shards.
-        scores: with a positive scale.
-        sign: of the original scale; q and dq are multiplied by it (`Scores.sign`).
-        calls: of `kernel`, each on parts of q and of k, v.
+        scores: score settings, with a positive scale.
+        sign: sign of the original scale; q and dq are multiplied by it (`Scores.sign`).
+        calls: calls of `kernel`, each on parts of q and of k, v.
     """
 
     query: int

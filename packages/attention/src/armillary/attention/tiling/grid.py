@@ -22,7 +22,7 @@ class VisibleTokens(NamedTuple):
     """Tokens of two shards that take part in a visible pair, as local indices: sorted ranges that do not touch.
 
     Args:
-        queries, keys: over all rows of the batch; empty if no pair is visible.
+        queries, keys: token ranges over all rows of the batch; empty if no pair is visible.
     """
 
     queries: tuple[range, ...] = ()

@@ -43,7 +43,7 @@ class PackedTokens:
     """Tokens from all over a tensor, none of them twice, packed as [n, h, ...].
 
     Args:
-        index: of each packed token in all rows of the batch, one after another: int64 [n].
+        index: int64 [n], index of each packed token in the concatenated rows of the batch.
         heads: as in `TilePart`.
     """
 

@@ -15,7 +15,7 @@ class PartialLayout(SequenceLayout):
     Positions stay global, so masks, tiles and methods use it like the layout of a full sequence.
 
     Args:
-        spans: as in `SequenceLayout`, but need not cover every position.
+        spans: spans of each shard, as in `SequenceLayout`, but they need not cover every position.
         length: number of positions of the full sequence.
     """
 
@@ -46,8 +46,8 @@ def spans_at(spans: Spans, tokens: TokenRanges) -> Iterator[range]:
     """Yields the positions of some tokens of a shard.
 
     Args:
-        spans: of the shard.
-        tokens: as indices into the shard.
+        spans: spans of the shard.
+        tokens: indices of tokens in the shard.
     """
     start = 0
     for span in spans:

@@ -26,7 +26,7 @@ class SpanTable:
     """The spans of some shards, sorted by start.
 
     Args:
-        shard: of each span.
+        shard: the shard of each span.
         local_start: local index of its first token.
         start, stop, step, count: its positions; the last one is stop - 1.
         reach: the largest stop of a span and those before it: spans with steps may overlap.

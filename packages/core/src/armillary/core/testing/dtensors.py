@@ -29,7 +29,7 @@ def draw_placements(
     """Draws a placement for each axis of the mesh that `fixed` does not name.
 
     Args:
-        random: in the same state on every rank.
+        random: generator in the same state on every rank.
         dims: dims of the tensor that may be sharded, each over any number of axes.
         fixed: placements by name of the axis.
         partial: True if placements may be `Partial`.

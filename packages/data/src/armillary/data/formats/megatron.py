@@ -28,7 +28,7 @@ class MegatronIndex:
     """A `.idx` file.
 
     Args:
-        dtype: of the tokens.
+        dtype: dtype of the tokens.
         lengths: int32 [S], tokens of each sequence.
         pointers: int64 [S], byte of the `.bin` at which each sequence starts.
         documents: int64 [D + 1], sequences before each document, and before the end.

@@ -38,8 +38,8 @@ def chunks(
     so they may repeat between inputs.
 
     Args:
-        format: of every file, regardless of its suffix and of saved datasets. "trees" are JSONL whose lines are trees
-            (`tree_records`).
+        format: format of every file, regardless of its suffix and of saved datasets. "trees" are JSONL whose lines are
+            trees (`tree_records`).
         text_field: field of JSONL objects, or column, with the text of documents.
 
     Raises:

@@ -29,7 +29,7 @@ class TreeNode:
         content: text, or messages.
         parent: number of the parent node, or -1.
         train: tokens are labels; of messages, the tokens of the assistant.
-        weight: of the sequence that ends here; 0 for nodes with children.
+        weight: weight of the sequence that ends here; 0 for nodes with children.
     """
 
     content: str | tuple[Message, ...]

@@ -22,7 +22,7 @@ class Copy(Task):
     Args:
         length: N, at least 3.
         symbols: number of different tokens to copy. Guessing is right once in `symbols` times.
-        seed: of the random tokens.
+        seed: seed of random tokens.
 
     Raises:
         ValueError: a length below 3, or no symbols.

@@ -24,7 +24,7 @@ class Needle(Task):
             different in each row.
         needle_tokens: tokens of the value.
         keys, values, fillers: number of different tokens of each kind.
-        seed: of the random tokens and places.
+        seed: seed of random tokens and places.
 
     Raises:
         ValueError: a row too short for needle and question, a depth outside of 0..1, or no keys, values or fillers.

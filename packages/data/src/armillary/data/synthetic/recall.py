@@ -29,7 +29,7 @@ class AssociativeRecall(Task):
         length: N.
         pairs: number of pairs, and of queries, in a row.
         keys, values, fillers: number of different tokens of each kind.
-        seed: of the random tokens and places.
+        seed: seed of random tokens and places.
         across: a layout. No token of a pair lies on the shard of its query, so attention within a shard can only
             guess. Places of pairs depend on it.
 

@@ -69,7 +69,7 @@ def build_task(
     """Builds the task "recall", "needle" or "copy" with rows of `layout.length` tokens.
 
     Args:
-        layout: with several shards, recall asks for pairs on other shards.
+        layout: layout of the rows. With several shards, recall asks for pairs in other shards.
         vocabulary: vocabulary size of the model; limits the number of symbols.
         pairs: key-value pairs in a row of recall.
         symbols: number of different keys, values and fillers each, or of tokens to copy.

@@ -109,7 +109,7 @@ def check_architecture(
 
     Args:
         source: folder, config.json or model type.
-        options: of `check_model`.
+        options: options of `check_model`.
     """
     # transformers is imported first, so that ranks are forked with it.
     from armillary.integrations.check.step import Architecture, on_shards, one_rank

@@ -31,10 +31,10 @@ class DocumentFinder:
         """Returns the given documents, else those that position ids show; None if each row is one.
 
         Args:
-            name: of the layer, for messages.
+            name: name of the layer, for error messages.
             tokens: tokens of this rank.
-            position_ids: of the layer, if it gets any.
-            documents: of the `sequence` block or cu_seq_lens.
+            position_ids: position ids of the layer, if it gets any.
+            documents: documents of the `sequence` block or cu_seq_lens.
 
         Raises:
             ValueError: position ids that do not fit, or none if they are needed; on every rank.

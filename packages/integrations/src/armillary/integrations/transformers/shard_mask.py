@@ -20,10 +20,10 @@ class ShardMask:
 
     Args:
         sharding: the `sequence` block of the forward.
-        layout: over all ranks of the method.
+        layout: layout over all ranks of the method.
         rule: the mask function of the model; None if it is unknown and the mask of the block replaces it.
         groups: [B, N], the rule's groups for the whole sequence.
-        position_ids: of the functions that called the maker of masks.
+        position_ids: position ids in the functions that called the mask function.
         uncounted: the model got no position ids and would count from the first token of the shard.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
         refusal: reason for which layers cannot use the mask. A model makes masks of kinds that no layer has

@@ -62,7 +62,7 @@ class Checkpointing:
         inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the block
             below. layers / n keeps about every n-th.
         outputs: under "attention_output", number of last blocks that keep attention's output, all by default.
-        on_device: with offload, number of last blocks that keep their tensors on the device.
+        on_device: number of last blocks whose tensors stay on the device despite offload.
 
     Raises:
         ValueError: an unknown policy, an option without meaning under it, or a count below its minimum.

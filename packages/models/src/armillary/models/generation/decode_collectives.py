@@ -40,7 +40,7 @@ def broadcast_from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]
     Args:
         x: [B, 1, ...] where `shard` is the owner; elsewhere [B, 0, ...].
         shard: this rank's.
-        axes: of the method, outermost first.
+        axes: axes of the method, outermost first.
 
     Bytes sent: at most (P - 1) B ... e, kind "all_gather".
     """
@@ -61,7 +61,7 @@ def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> T
 
     Args:
         out: [B, 1, H, D], lse: [B, 1, H] in the accumulation dtype.
-        axes: of the method, outermost first.
+        axes: axes of the method, outermost first.
 
     Returns:
         out [B, 1, H, D], in its dtype.

@@ -55,7 +55,7 @@ class Family:
         config: our class of its config.
         fields: our names by Hugging Face's.
         required: fields without a default.
-        defaults: of `transformers`, for absent fields.
+        defaults: defaults of `transformers` for absent fields.
         computed: fields that choose a computation, with the values that our models compute.
     """
 

@@ -40,7 +40,7 @@ class Pretrained(nn.Module):
         The model is on the CPU and not sharded; for a sharded model use `load_pretrained`.
 
         Args:
-            dtype: of the weights; by default the folder's.
+            dtype: dtype of the weights; by default the folder's.
 
         Raises:
             ValueError: a file is missing or broken, a tensor is missing, unexpected or of another shape, or the config
@@ -73,7 +73,7 @@ class Pretrained(nn.Module):
 
         Args:
             source: a Hugging Face folder; by default the one from which the weights were loaded, if it still exists.
-            dtype: of the written weights; by default the parameters'.
+            dtype: dtype of the written weights; by default the parameters'.
             max_file_bytes: larger weights are written as several files with an index.
 
         Raises:

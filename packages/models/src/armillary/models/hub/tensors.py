@@ -25,8 +25,8 @@ class Place:
     """The place of one of our tensors in a tensor of a file.
 
     Args:
-        name: of the tensor in the file.
-        shape: of the tensor in the file.
+        name: name of the tensor in the file.
+        shape: shape of the tensor in the file.
         start: offset of our tensor along the last dim.
         transposed: the file has our tensor's two dims exchanged.
     """
@@ -51,7 +51,7 @@ class Names:
     """Names of a family's tensors in files.
 
     Args:
-        prefix: of all names but the head's; absent in the folder of a model without a head.
+        prefix: prefix of all names except the head's; folders of models without a head do not have it.
         ignored: tensors that the config determines.
     """
 

@@ -25,8 +25,8 @@ class HeadProjections:
     """Linear projections [B, T, E] -> [B, T, H, D] with norms and rotation: a `TokenProjections`.
 
     Args:
-        query, key, value: from E to H D, K D and K D. Plain `nn.Linear`s compute only the requested heads; other
-            modules (LoRA adapters, float8, hooks) compute all heads, which are then selected.
+        query, key, value: projections from E to H D, K D and K D. Plain `nn.Linear`s compute only the requested heads;
+            other modules (LoRA adapters, float8, hooks) compute all heads, which are then selected.
         head_dim: D.
         rotation: rotates queries and keys, for the tokens of x.
         norm: applied to x first.

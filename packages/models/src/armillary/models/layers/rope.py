@@ -36,7 +36,7 @@ class RotaryEmbedding:
         Args:
             positions: integers [T] or [B, T], up to 2^53 (exact in float64).
             head_dim: D.
-            dtype: of the model; cosines and sines have it, but at least float32.
+            dtype: dtype of the model; cosines and sines have it, but at least float32.
             scaling: replaces the frequencies, and may scale cosines and sines.
         """
         # In float64: a float32 frequency has a relative error of 6e-8, which is 0.3 radians at position 5,000,000.

@@ -32,7 +32,7 @@ def cross_entropy_(
     Args:
         wide: logits [C, V_r] of all ranks' tokens in the dtype of sums, V_r >= 1. Overwritten.
         logits: the same values in the matmul dtype, in which the maximum reads fewer bytes. May be `wide`.
-        labels: of the C tokens, the same on all ranks.
+        labels: labels of the C tokens, the same on all ranks.
         gradient: receives the gradient of the losses of all C tokens, in its own dtype. May be `wide` or `logits`.
 
     Bytes sent, in a dtype of w bytes: 2 w for each of the other ranks' tokens, kind "reduce_scatter"; with a gradient,

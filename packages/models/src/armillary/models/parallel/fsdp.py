@@ -33,7 +33,7 @@ def shard_parameters(
 
     Args:
         mesh: a mesh with some of these axes, and possibly others, such as `build_mesh` returns.
-        precision: of forward and backward; gradients are reduced in float32 (float64 for float64).
+        precision: dtype of forward and backward; gradients are reduced in float32 (float64 for float64).
         cpu_offload: keeps parameters, gradients and optimizer state in the host's memory.
         zero_stage: 3 frees a block's gathered parameters after its forward and gathers them again in backward; 2 keeps
             them in between. Gradients and optimizer state are sharded under both.

@@ -49,10 +49,11 @@ def parallelize(
     Args:
         mesh: such as `build_mesh` returns, with some of the axes replicate, shard, ring, ulysses and tp; FSDP2 needs at
             least one of shard, ring and ulysses.
-        attention: for all layers, over this mesh's axes; by default unchanged. It sees this rank's heads of `tp`.
+        attention: method for all layers, over this mesh's axes; by default unchanged. It sees this rank's heads of
+            `tp`.
         checkpointing: the activation checkpointing policy; by default blocks keep all tensors.
-        precision: of forward and backward under FSDP2, whose master weights and reductions are float32. None: no FSDP2,
-            parameters are not sharded, and the caller sums gradients over ranks.
+        precision: dtype of forward and backward under FSDP2, whose master weights and reductions are float32. None: no
+            FSDP2, parameters are not sharded, and the caller sums gradients over ranks.
         cpu_offload: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy
             only the token-wise part is compiled, not attention. One graph per layout of the shards: beyond Dynamo's

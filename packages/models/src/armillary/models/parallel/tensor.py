@@ -40,7 +40,7 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
     Clipping and AdamW reduce it; so does `full_tensor()`.
 
     Args:
-        model: with plain parameters, equal on all ranks or on "meta"; before FSDP, wrappers and adapters.
+        model: a model with plain parameters, equal on all ranks or on "meta"; before FSDP, wrappers and adapters.
         axis: a 1-D mesh, such as `mesh["tp"]`. With one rank the model is unchanged.
 
     Raises:

@@ -47,8 +47,7 @@ class Link:
             fully; 1: they take as long as one after the other.
         message: software overhead in seconds per message, for its sender and for its receiver.
         crowding: a port with p concurrent peers attains bandwidth / p ** crowding; 0 for a non-blocking switch.
-        turns: of two opposite sends in a collective, the share that one direction waits for the other. 0: full duplex;
-            1: one after the other.
+        turns: fraction of a collective's send that waits for the opposite one. 0: full duplex; 1: one after the other.
         buffer: bytes that a sender hands over at once when the receiver is ready, without waiting for their arrival.
 
     Raises:
@@ -147,7 +146,7 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
     """Timing of sends that start together; each takes as long as at the busiest port on its route.
 
     Args:
-        levels: from the smallest groups to all ranks.
+        levels: links by level, from the smallest groups to all ranks.
     """
     loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
     sends_by_rank, receives_by_rank = Counter[int](), Counter[int]()

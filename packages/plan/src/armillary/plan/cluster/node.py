@@ -50,7 +50,7 @@ class Accelerator:
         """Shares of the peak that attention attains over a causal sequence of `tokens`: (forward, backward).
 
         Args:
-            kernel: by name; by default the fastest that torch ships.
+            kernel: name of the kernel; by default the fastest that torch ships.
             margin: multiprocessors that a persistent kernel leaves to NCCL.
         """
         published_efficiency = efficiency(kernel or self.kernel or "", self.compute_capability)

@@ -188,7 +188,7 @@ def passes_of(
     """Time of a block's attention, on causal sequences with a zigzag layout.
 
     Args:
-        kernel: by name; by default the fastest that torch ships.
+        kernel: name of the kernel; by default the fastest that torch ships.
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
     """
     mesh, attention, tp = candidate.mesh, candidate.attention, candidate.mesh.tp

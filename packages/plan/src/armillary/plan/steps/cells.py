@@ -40,7 +40,7 @@ class MaskCells:
         """Chooses positions. Neighbouring cells are of different shards if the layout is striped.
 
         Args:
-            layout: of the sequence axis.
+            layout: layout over the sequence axis.
             ulysses: ranks of the head axis, which divide each shard among them.
         """
         chunks = 2 * layout.shards  # of a zigzag layout: cells end where chunks do

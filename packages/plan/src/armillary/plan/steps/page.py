@@ -107,8 +107,8 @@ def sheet(
 
     Args:
         parts: methods with the column where they start, and (column, row, index) of each frame.
-        columns: of the sheet.
-        style_class: of the style sheet.
+        columns: columns of the sheet.
+        style_class: class in the style sheet.
     """
     width_of_frame = 2 * SIDE + GAP
     height_of_frame = SIDE + CAPTION + GAP

@@ -23,7 +23,7 @@ class Groups:
     """Successive process groups of the same ranks, under one watchdog that also covers their start and end.
 
     Args:
-        store: of the first rendezvous. The watchdog communicates through it, so it must outlive the groups.
+        store: store of the first rendezvous. The watchdog communicates through it, so it must outlive the groups.
     """
 
     config: Config

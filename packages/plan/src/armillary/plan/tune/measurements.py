@@ -86,7 +86,7 @@ class TunerState:
         complete: all candidates are measured and the choice is made.
         remaining: number of candidates still to be measured.
         choice: the fastest; None before the end, and if nothing could be measured.
-        measurements: of candidates that were measured or failed.
+        measurements: results of candidates that were measured or failed.
         excluded: candidates that the planner advised against.
         attempts: starts of candidates that have not ended yet, by name.
     """

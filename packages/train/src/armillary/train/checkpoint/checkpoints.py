@@ -43,7 +43,7 @@ class Checkpoints:
     learning rate is a function of the step.
 
     Args:
-        lock: of the output folder, which only its holder may change.
+        lock: lock of the output folder; only its holder may change the folder.
         say: called with lines to print.
         report: called with "saving" and "saved", and the step; in any thread.
     """

@@ -30,9 +30,9 @@ class Manifest:
         tokens: trained on so far, over all ranks.
         loader: state of the training rows, the same on all ranks.
         model: fields of a Hugging Face config.json.
-        time: of the commit, ISO 8601 in UTC.
-        files: by name.
-        settings: of the run, by flag, as they are printed.
+        time: time of the commit, ISO 8601 in UTC.
+        files: files by name.
+        settings: settings of the run by flag, as they are printed.
     """
 
     step: int

@@ -48,7 +48,7 @@ class TensorReader(HuggingFaceStorageReader):
     """Reads the files of a checkpoint that `TensorWriter` wrote.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         files: their names; others in the folder are left alone.
     """
 

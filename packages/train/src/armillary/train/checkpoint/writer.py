@@ -86,7 +86,7 @@ class TensorWriter(StorageWriter):
     state has anything but tensors.
 
     Args:
-        folder: for the files; it exists.
+        folder: existing folder for the files.
         ranks: the ranks that save together; each waits until all have written. None: this process alone.
     """
 

@@ -33,12 +33,12 @@ class DryRun:
 
     Args:
         axes: ranks on each mesh axis.
-        precision: of forward and backward, on GPUs unless the configuration asks for the CPU.
-        shapes: of a micro-batch's tensors, by name.
+        precision: dtype of forward and backward, on GPUs unless the configuration asks for the CPU.
+        shapes: shapes of a micro-batch's tensors, by name.
         parameters: numbers of the whole model.
         local_parameters: those that rank 0 holds.
         largest: the largest parameters.
-        flops: of a step over all ranks.
+        flops: operations of a step over all ranks.
         cuda: settings of CUDA and NCCL; None on the CPU.
         kernels: the attention kernel, for each device.
     """

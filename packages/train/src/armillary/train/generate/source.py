@@ -19,8 +19,8 @@ class ModelSource:
 
     Args:
         place: a Hugging Face folder, or the output folder of a run.
-        checkpoints: of a run; None for a Hugging Face folder.
-        step: of the checkpoint; None: the newest.
+        checkpoints: checkpoints of a run; None for a Hugging Face folder.
+        step: step of the checkpoint; None: the newest.
     """
 
     place: Path

@@ -15,7 +15,7 @@ class Screen:
     """A line for the first step, the last and every `every`-th, with rates over all steps since the line before.
 
     Args:
-        steps: of the whole run.
+        steps: number of steps of the run.
     """
 
     def __init__(self, steps: int, every: int) -> None:

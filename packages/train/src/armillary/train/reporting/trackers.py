@@ -56,7 +56,7 @@ class WeightsAndBiases:
     """A run at Weights & Biases, which a restart resumes by the id in the output folder.
 
     Args:
-        config: of the run, to be shown beside its curves.
+        config: configuration of the run, shown beside its curves.
     """
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:

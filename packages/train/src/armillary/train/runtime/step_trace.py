@@ -15,8 +15,8 @@ class StepTrace:
     """Writes one `armillary.core.Trace` of chosen steps on all ranks.
 
     Args:
-        path: of the file; None to trace nothing.
-        steps: to trace; by default the second one after the start or restart.
+        path: path of the file; None to trace nothing.
+        steps: steps to trace; by default the second one after the start or restart.
         first, last: steps between the start and the end of the run.
         say: called with a line about a file that could not be written; training continues.
     """

@@ -18,7 +18,7 @@ class Estimate:
     """Peak bytes of a training step on one rank, of the device's memory and of the host's.
 
     Args:
-        device_breakdown, host_breakdown: by category, at the peak.
+        device_breakdown, host_breakdown: bytes by category, at the peak.
         moment: moment of the device's peak.
         moments: the device's bytes at every candidate moment.
     """

@@ -32,11 +32,11 @@ class Heartbeat:
 
     Args:
         step: that the rank works on.
-        phase: of the step, such as "training" or "saving".
+        phase: phase of the step, such as "training" or "saving".
         failure: error that ended its training.
         location: innermost lines of its Python stack.
         waits: it is in a collective, or waits for its device.
-        calls: by process group and backend.
+        calls: latest call by process group and backend.
     """
 
     step: int

@@ -57,7 +57,7 @@ class Watchdog:
     Args:
         limit: seconds that a step of training may take.
         flag: the setting of this limit, for messages.
-        folder: for the stacks.
+        folder: folder for stack dumps.
         program: name of the command, for messages.
     """
 
