@@ -13,7 +13,7 @@ from armillary.models.layers.rope_scaling import Llama3Scaling, RopeScaling
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
 MAX_PARAMETERS = 2**59
-"""In float64 their bytes fit into 64 bits; torch fails beyond that, on the meta device too."""
+"""Their bytes in float64 fit into 64 bits. Beyond that torch fails, even on the meta device."""
 
 Mixer = Literal["attention", "delta_rule", "mamba2"]
 """The part of a block that mixes tokens: attention, Gated DeltaNet (arXiv 2412.06464) or Mamba-2 (arXiv 2405.21060)."""
@@ -84,7 +84,7 @@ class LlamaConfig:
         heads: H, query heads.
         kv_heads: K, key/value heads; query head h reads key/value head h // (H / K).
         hidden_dim: the width inside the MLP.
-        head_dim: D, even; 0 stands for dim // heads.
+        head_dim: D, an even number; 0 means dim // heads.
         norm_eps: epsilon of RMSNorm, added to the mean square.
         rope_theta: the base of the RoPE frequencies.
         max_positions: length of pre-training. It is saved with the weights and does not limit sequences.
@@ -94,16 +94,16 @@ class LlamaConfig:
         out_bias: the output projection has a bias.
         mlp_bias: the MLP's projections have a bias.
         rope_scaling: other RoPE frequencies, for longer sequences (LLaMA 3.1, YaRN).
-        window: largest number of keys that a query sees, its own included, whatever the mask allows (Mistral).
-        window_from: the first layer with that window (Qwen2).
-        mixers: of the layers, repeated to their number: `("delta_rule", "delta_rule", "attention")` is a hybrid with
-            attention in every third layer.
+        window: maximum number of keys that a query sees, including its own, if the mask allows more (Mistral).
+        window_from: index of the first layer with the window (Qwen2).
+        mixers: mixers of the layers, repeated to their number: `("delta_rule", "delta_rule", "attention")` is a hybrid
+            with attention in every third layer.
         states: sizes of the layers that are not attention.
 
     Raises:
         ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0, a
-            theta not above 0, either of them not finite, a window that no layer has, an unknown mixer, more mixers than
-            layers, mixers with a state without `states`, or more than 2^59 parameters.
+            theta of at most 0, an eps or theta that is not finite, a window that no layer has, an unknown mixer, more
+            mixers than layers, mixers with a state without `states`, or more than 2^59 parameters.
     """
 
     vocab_size: int
@@ -135,11 +135,9 @@ class LlamaConfig:
             raise ValueError(f"dim={self.dim} must be at least heads={self.heads}, or head_dim be given")
         check_sizes(self, ["head_dim"])
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each needs equally many"
-            )
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs, so it must be even")
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even")
         if number("norm_eps", self.norm_eps) < 0 or number("rope_theta", self.rope_theta) <= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be at least 0 and rope_theta={self.rope_theta} above 0")
         if self.window is not None:
@@ -230,11 +228,11 @@ class LlamaConfig:
 
     @classmethod
     def debug(cls) -> LlamaConfig:
-        """804,224 parameters over bytes and one separator, for tests and laptops."""
+        """A small model for tests and laptops: 804,224 parameters; its vocabulary is the bytes and one separator."""
         return cls(vocab_size=257, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352, rope_theta=10_000.0)
 
     def window_of(self, layer: int) -> int | None:
-        """Returns the largest number of keys that a query sees in that layer."""
+        """Returns the window of a layer: the maximum number of keys that a query sees."""
         return self.window if layer >= self.window_from else None
 
     def mixer_of(self, layer: int) -> Mixer:
@@ -267,11 +265,11 @@ class LlamaConfig:
     def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
         """Average floating-point operations, forward and backward, per token of a sequence of `length` tokens.
 
-        6 for each parameter that multiplies the token (2 forward, 4 backward): not the embedding table, which is looked
-        up, unless it is tied to the head; biases and norms count as if they multiplied. Attention adds 12 H D in each
-        layer for every (query, key) pair visible under `mask` (causal by default) and the layer's window; layers with a
-        state add `StateConfig.flops_per_token`. Softmax, RoPE and recomputation are not counted: these are the usual
-        model FLOPs of an MFU.
+        Each parameter that multiplies the token counts 6 (2 forward, 4 backward). The embedding table is looked up and
+        does not count, unless it is tied to the head; biases and norms count as if they multiplied. Attention adds 12 H
+        D in each layer for every (query, key) pair visible under `mask` (causal by default) and the layer's window;
+        layers with a state add `StateConfig.flops_per_token`. Softmax, RoPE and recomputation are not counted: these
+        are the usual model FLOPs of an MFU.
 
         Raises:
             ValueError: documents that do not end at `length`.
@@ -290,11 +288,11 @@ class GPTConfig:
     """The sizes of a GPT-2.
 
     Args:
-        vocab_size: V, rows of the embedding table, which is the head too.
+        vocab_size: V, rows of the embedding table, which is also the head.
         dim: E, the width of the residual stream; inside the MLP it is four times that.
         layers: number of blocks.
-        heads: H, for queries, keys and values alike.
-        max_positions: number of learned positions, and so the longest sequence.
+        heads: H, number of query heads and of key/value heads.
+        max_positions: number of learned positions: the maximum sequence length.
         norm_eps: epsilon of LayerNorm, added to the variance.
 
     Raises:
@@ -369,7 +367,7 @@ class GPTConfig:
 
 
 def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
-    """Returns the number of keys that a query sees, summed over layers, averaged over queries and rows."""
+    """Returns the number of visible keys per query, averaged over queries and rows, and summed over layers."""
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1
     layers = Counter(windows)
@@ -399,7 +397,7 @@ def check_parameters(config: LlamaConfig | GPTConfig) -> None:
     """Raises ValueError for a model that is too large to be addressed."""
     if config.parameters() > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={getattr(config, name)}" for name in SIZES if hasattr(config, name))
-        raise ValueError(f"{sizes}: {config.parameters()} parameters, and at most 2^59 can be addressed")
+        raise ValueError(f"{sizes}: {config.parameters()} parameters; at most 2^59 are supported")
 
 
 def check_sizes(config: object, names: Sequence[str]) -> None:

@@ -167,7 +167,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         if self.layout.shards != self.key_layout.shards:
             raise ValueError(
-                f"queries lie in {self.layout.shards} shards, keys in {self.key_layout.shards}; both need the same number"
+                f"queries lie in {self.layout.shards} shards, keys in {self.key_layout.shards}; both need as many"
             )
 
     @classmethod

@@ -5,9 +5,9 @@
     layer               x                       everything
     attention_output    x, out, lse             everything except attention (DistFlashAttention, arXiv 2310.03294)
 
-Fewer blocks may keep x (`inputs`), or out and lse (`outputs`): see `segments`. A block without x costs one more run of
-the token-wise part of the block below, but no attention: that block's attention output is kept once it is recomputed,
-in memory that the blocks above have released.
+`inputs` and `outputs` reduce the number of blocks that keep x, or out and lse: see `segments`. For a block without x,
+backward runs the token-wise part of the block below once more, but not its attention: the attention output of that
+block is kept when it is recomputed, in memory that the blocks above have released.
 
 A layer with a state keeps x under both: its backward needs more than its output, and recomputes it from x.
 
@@ -52,15 +52,15 @@ class Checkpointing:
     """Options of activation checkpointing.
 
     Args:
-        policy: selects the tensors that each block keeps for backward.
-        offload: keeps them in the host's memory.
-        prefetch: copies them back while the block above is differentiated. Without it, copies start after that block:
-            one tensor [B, T, E] less at the peak, and less computation to overlap with.
-        tiled: runs the token-wise part in chunks that backward recomputes, also under policy "none".
-        chunk: tokens of a chunk in norms, projections and MLPs; by default that of
+        policy: the tensors that each block keeps for backward.
+        offload: True keeps them in the host's memory.
+        prefetch: True copies them back during backward of the block above. False starts the copies after that block:
+            the peak is one tensor [B, T, E] lower, but the copies overlap with less computation.
+        tiled: True runs the token-wise part in chunks that backward recomputes, even under policy "none".
+        chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
             `armillary.attention.call.token_chunks`.
         inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the block
-            below. layers / n keeps about every n-th.
+            below. layers / n keeps about every n-th input.
         outputs: under "attention_output", number of last blocks that keep attention's output, all by default.
         on_device: number of last blocks whose tensors stay on the device despite offload.
 
@@ -81,7 +81,9 @@ class Checkpointing:
         if self.policy not in POLICIES:
             raise ValueError(f"checkpoint policy {self.policy!r}; known: {', '.join(POLICIES)}")
         if self.offload and self.policy == "none":
-            raise ValueError("offload keeps checkpoints in the host's memory, and policy 'none' has none to keep")
+            raise ValueError(
+                "offload=True keeps checkpoints in the host's memory, but policy 'none' has no checkpoints"
+            )
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunks of {self.chunk} tokens: at least 1 is needed")
         if self.inputs is not None and self.policy == "none":
@@ -91,7 +93,7 @@ class Checkpointing:
                 f"outputs {self.outputs}: only policy 'attention_output' keeps attention's, not {self.policy!r}"
             )
         if self.on_device and not self.offload:
-            raise ValueError(f"on_device {self.on_device}: without offload all is on the device")
+            raise ValueError(f"on_device {self.on_device}: without offload, all checkpoints are on the device")
         for name, count, minimum in (
             ("inputs", self.inputs, 1),
             ("outputs", self.outputs, 0),
@@ -107,8 +109,8 @@ class Checkpointing:
             ValueError: counts above the number of blocks.
         """
         inputs = layers if self.inputs is None else self.inputs
-        every = layers if self.policy == "attention_output" else 0
-        outputs = every if self.outputs is None else self.outputs
+        all_outputs = layers if self.policy == "attention_output" else 0
+        outputs = all_outputs if self.outputs is None else self.outputs
         for name, count in (("inputs", inputs), ("outputs", outputs), ("on_device", self.on_device)):
             if count > layers:
                 raise ValueError(f"{name} {count}: the model has {layers} blocks")
@@ -119,12 +121,13 @@ class Checkpointing:
         return kept_by_blocks(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
     def apply(self, model: nn.Module) -> None:
-        """Sets how the blocks of `Llama` or `GPT` run, in place; before or after FSDP, repeatable. Call it before
-        torch.compile, which replaces the same attribute.
+        """Makes the blocks of a `Llama` or `GPT` run under this policy, in place. May be called again.
+
+        Call it before or after FSDP, but before torch.compile, which replaces the same attribute.
 
         Raises:
             ValueError: a model of other blocks, counts above its number of blocks, or a policy other than "none" on
-                attention that is not an armillary method.
+                attention that is not a `Method`.
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks and (self.policy != "none" or self.tiled):
@@ -132,7 +135,7 @@ class Checkpointing:
         for block in blocks:
             if self.policy != "none" and not isinstance(block.attention, Method):
                 kind = type(block.attention).__name__
-                raise ValueError(f"policy {self.policy!r} runs attention in parts; {kind} is no armillary method")
+                raise ValueError(f"policy {self.policy!r} needs an armillary method for attention; {kind} is not one")
         for block, run in zip(blocks, self.runners(len(blocks)), strict=True):
             block.run = run
         for module in model.modules():
@@ -148,7 +151,7 @@ class Checkpointing:
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Runs a block under autograd. Of the token-wise part, only its inputs x and out are kept."""
+    """Runs a block under autograd, which keeps only x and out of the token-wise part: backward recomputes it."""
     out = attend(block, x, context)
     with label("mlp"):
         return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
@@ -159,19 +162,17 @@ def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor
     params = trained(block)
     previous = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
-        keep = replace(
-            keep, x=True
-        )  # x is not the previous block's result, or was changed since: nothing recomputes it
+        keep = replace(keep, x=True)  # x is not the previous block's result, so no segment can recompute it
     context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
-        keep = replace(keep, host=False)  # no backward follows, so nothing needs to be copied
+        keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
     run = CheckpointedRun if block.state_mixer is None else StateRun
     work = run.of(options, keep, block, x, context)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
 
 
 def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Returns a tensor of the shape that x has within attention, without memory of its own."""
+    """Returns a view with the shape that x has within attention: all tokens of the tensor-parallel ranks."""
     return x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
 
 
@@ -192,7 +193,8 @@ class CheckpointedRun:
     @classmethod
     def of(cls, options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> CheckpointedRun:
         method = cast(Method, block.attention)
-        call = method.check_projected(  # on this method, whose cache has the previous block's call: UPipe is a new one
+        # Checked by this method, whose cache has the previous block's call; the UPipe below is a new object.
+        call = method.check_projected(
             like_inside(block, x, context),
             block.projections(context, True),
             mask=context.mask,
@@ -209,14 +211,15 @@ class CheckpointedRun:
         return self.block.gathered_ranks
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """Returns the source of q, k and v for attention: projections of x, or of `inside`, a few heads at a time."""
+        """Returns the source of q, k and v for attention, which projects x, or `inside`, for a few heads at a time."""
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.options.chunk, dx, totals, self.draws)
 
     def inside(self, x: Tensor) -> Tensor:
-        """Returns the input of the projections: x itself, normed again by each stage of heads; under tensor parallelism
-        the normed x of all ranks, gathered once.
+        """Returns the input of the projections: x, which every stage of heads normalizes again.
+
+        Under tensor parallelism it is the normed x of all ranks, which is gathered once.
         """
         if self.gathered_ranks == 1:
             return x
@@ -240,7 +243,7 @@ class CheckpointedRun:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it chunk by chunk."""
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
-        # The result can take out's memory if out is not needed later and has as many elements.
+        # The result may overwrite out if backward does not need out, and both have the same number of elements.
         if self.keep.attention_output or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.after_attention(x, out, None), out, lse
@@ -253,13 +256,13 @@ class CheckpointedRun:
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, wants_dx: bool
     ) -> None:
-        """Turns dx, which holds dy on entry, into the gradient of x. `output` is out and lse."""
+        """Computes the gradient of x in place: `dx` holds dy on entry. `output` is (out, lse)."""
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
-        attention_too = wants_dx or any(p.requires_grad for p in projections.parameters())
-        # 1. The token-wise part, which overwrites dx by its gradient and the residual's, and writes dout.
+        needs_attention = wants_dx or any(p.requires_grad for p in projections.parameters())
+        # 1. The token-wise part: replaces dy in dx by its own gradient and the residual's, and writes dout.
         with label("attention"):
-            dout = torch.empty_like(out) if attention_too else None
+            dout = torch.empty_like(out) if needs_attention else None
         with label("mlp"):
             grads = (dx if wants_dx else None, dout)
             chunking = self.options.chunk, self.gathered_ranks

@@ -1,7 +1,7 @@
-"""From tensors to files. A rank holds at most one file and one tensor at a time.
+"""Writes a model's tensors to files. A rank holds at most the tensors of one file and one further tensor.
 
-All ranks gather a sharded tensor together, and only the rank that writes its file keeps it: rank i % ranks writes file
-i. New files are partial files beside the old ones until all are complete.
+Rank i % ranks writes file i. All ranks gather each sharded tensor, and only the rank that writes its file keeps it. New
+files are written as partial files beside the old ones, and replace them when all are complete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from armillary.models.hub.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
 from armillary.models.hub.tensors import DTYPES, Place, places
 
 MAX_FILE_BYTES = 5 * 10**9
-"""The default of `transformers`."""
+"""The default of `save_pretrained` in `transformers`."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, with our tensors that it is made from, in order."""
+    """A tensor of a file, and the model's tensors that are joined into it, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ def all_stored(
 
 
 def split(file_tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
-    """Returns the tensors of each file, as `transformers` splits them: in order, and a larger tensor alone."""
+    """Splits tensors into files as `transformers` does: in order; a tensor above the limit gets a file of its own."""
     groups: list[list[FileTensor]] = []
     current: list[FileTensor] = []
     for tensor in file_tensors:
@@ -124,7 +124,7 @@ def name_files(groups: Sequence[list[FileTensor]]) -> dict[str, list[FileTensor]
 
 
 def write_round(target: Path, files_by_name: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
-    """Gathers the tensors of at most one file for each rank, and writes these files at once. Collective."""
+    """Gathers tensors for at most one file per rank, then writes the files concurrently. Collective."""
     own_tensors: dict[str, Tensor] = {}
     for writer, file_tensors in enumerate(files_by_name.values()):
         for tensor in file_tensors:
@@ -162,7 +162,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     def save(partial: Path) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors reports a full disk in its text only
+        except SafetensorError as error:  # for a full disk, safetensors has the error number only in the message
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(*((int(number[1]), os.strerror(int(number[1]))) if number else (str(error),))) from error
 
@@ -178,7 +178,7 @@ def commit(
 ) -> None:
     """Replaces the old files by the partial ones: weights first, the index and `config.json` last. Runs on one rank.
 
-    Until then a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
+    Meanwhile a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
     """
     small = companions(target, files_by_name, config, config_fields, source)
     old = files.earlier_weights(target)
@@ -232,7 +232,7 @@ def index(files_by_name: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavingRanks:
-    """The ranks that save together: all ranks if a tensor is sharded, else the calling rank alone."""
+    """The ranks that save together: all ranks if a tensor is sharded, otherwise only the calling rank."""
 
     rank: int
     size: int

@@ -94,34 +94,33 @@ def token_logprobs(
 ) -> Tensor | tuple[Tensor, TokenStatistics]:
     """Returns the log-probability of each label under `F.linear(hidden, weight, bias) / temperature`.
 
-    Differentiable by hidden, weight and bias, once. `hidden`, `weight` and one number for each token live until
-    backward, and a chunk's logits in each pass.
+    Differentiable once, by hidden, weight and bias. Keeps `hidden`, `weight` and one number per token until backward;
+    logits exist for one chunk at a time.
 
     Args:
-        hidden: [B, T, E]; with an axis of R ranks [B, ceil(T / R), E], those of its `interleaved_shard`.
+        hidden: [B, T, E]; with an axis of R ranks [B, ceil(T / R), E], this rank's `interleaved_shard`.
         weight: [V, E]; with an axis this rank's [V_r, E], as `Shard(0)` cuts it.
-        labels: integers [B, T], shifted already; with an axis those of all its tokens, the same on all ranks. With
-            `positions`, integers [M].
-        positions: integers [M]: b T + t for the token t of row b that predicts each label (with an axis T is
-            R ceil(T / R)), in any order, with repetitions where several sequences branch. Chunks without labels are not
-            computed. Best on the CPU, because the host reads them.
+        labels: integers [B, T], already shifted; with an axis the labels of all ranks' tokens, the same on every rank.
+            With `positions`, integers [M].
+        positions: integers [M]: b T + t if token t of row b predicts the label (with an axis, T is R ceil(T / R)), in
+            any order. A position may repeat, where several sequences branch. Chunks without labels are not computed.
+            Best on the CPU, because the host reads them.
         bias: [V]; with an axis [V_r].
         temperature: divides the logits.
         ignore: the label that is not predicted: its log-probability is 0, without a gradient.
-        chunk: tokens at a time, as in `linear_token_loss`.
+        chunk: number of tokens in a chunk, as in `linear_token_loss`.
         axis: a 1-D mesh of R ranks, over which the vocabulary is cut. All must make the same call.
         vocabulary: V, needed with an axis.
         statistics: also returns `TokenStatistics`.
 
-    Bytes sent by each of R ranks for B ceil(T / R) = n tokens of its own and m labels (R n, or M), with w = 4, in
-    float64 8: "all_gather" (R - 1) (n E e + (R n + m) w), 3 R n w more with statistics (R - 1 times too), and
-    (R - 1) n E e again in backward; "reduce_scatter" (R - 1) n E e in backward. Tokens of chunks without labels count
-    nothing.
+    Bytes sent by each of R ranks, for n = B ceil(T / R) local tokens, m labels (R n, or M) and w = 4 (8 in float64):
+    "all_gather" (R - 1) (n E e + (R n + m) w), with statistics (R - 1) 3 R n w more, and in backward (R - 1) n E e;
+    "reduce_scatter" (R - 1) n E e in backward. Chunks without labels send nothing.
 
     Returns:
-        Log-probabilities in nats, shaped as `labels`, in float32 (float64 for float64); with an axis those of all its
-        tokens, the same on all its ranks: each rank calls backward with the same upstream gradient, and gets the
-        gradient of one loss by its own tokens, rows and biases.
+        Log-probabilities in nats, shaped as `labels`, in float32 (float64 for float64). With an axis, every rank gets
+        those of all ranks' tokens, and must call backward with the same upstream gradient; it gets the gradients of its
+        own tokens, rows and biases.
 
     Raises:
         ValueError: shapes or dtypes that do not match, positions outside of the tokens, a temperature that is not above
@@ -133,7 +132,7 @@ def token_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: it must be above 0")
     rows, dtype = VocabularyShard.of(len(weight), axis, vocabulary), matmul_dtype(hidden)
-    # torch raises for a label outside of the vocabulary, without waiting for a GPU.
+    # `gather` raises for a label outside of the vocabulary, without a host sync on a GPU.
     listed.labels.new_zeros(1).expand(rows.total_rows).gather(0, listed.labels.where(listed.valid, 0))
     chunk = chunk or chunk_rows(prod(listed.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
     spec = LogprobsSpec(listed, chunk, dtype, temperature, rows, statistics)
@@ -150,8 +149,8 @@ def token_logprobs(
 class LabelList:
     """M labels sorted by the token that predicts them, among `shape` (B, T) tokens padded to a multiple of R ranks.
 
-    Labels [B, T] are a list of one label for each padded token. `host` has the positions on the CPU, None if they count
-    from 0.
+    Labels [B, T] are a list of one label for each padded token. `host` is the positions on the CPU; None for one label
+    per token.
     """
 
     shape: tuple[int, int]
@@ -160,7 +159,7 @@ class LabelList:
     valid: Tensor
     host: Tensor | None
     order: Tensor | None
-    """The place of each label among the caller's; None for labels [B, T]."""
+    """The index of each label in the caller's order; None for labels [B, T]."""
     ranks: int
     row_tokens: int
     """Tokens of a row, without padding."""
@@ -199,14 +198,16 @@ class LabelList:
         return cls((rows, tokens), sorted_positions, ordered, ordered != ignore, host, order, ranks, tokens)
 
     def within(self, part: slice) -> slice:
-        """Returns the labels of these tokens of each rank."""
+        """Returns the slice of labels that the tokens `part` of every rank predict."""
         bounds = part.start * self.ranks, part.stop * self.ranks
         return slice(*(bounds if self.host is None else torch.searchsorted(self.host, torch.tensor(bounds)).tolist()))
 
     def of_chunk(self, part: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
         within = self.within(part)
         place = self.positions[within] - part.start * self.ranks
-        tokens = place % self.ranks * (part.stop - part.start) + place // self.ranks  # rank by rank, as gathered
+        tokens = (
+            place % self.ranks * (part.stop - part.start) + place // self.ranks
+        )  # rank by rank, the order of the gathered chunk
         return ChunkLabelList(within, tokens, *vocabulary.local_columns(self.labels[within], self.valid[within]))
 
     def shaped(self, values: Tensor) -> Tensor:
@@ -243,19 +244,17 @@ class LogprobsSpec:
         return torch.promote_types(self.dtype, torch.float32)
 
     def parts(self) -> list[slice]:
-        """Returns the hidden states that a rank takes at a time; no chunk without labels."""
+        """Returns the chunks of a rank's hidden states, without chunks that have no labels."""
         parts = chunk_slices(self.labels.shape, self.chunk, self.vocabulary.axis.size)
         return [part for part in parts if self.labels.within(part).stop > self.labels.within(part).start]
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns a chunk's logits [C, V_r]: in the dtype of matmuls, and divided by the temperature in that of
-        sums.
-        """
+        """Returns a chunk's logits [C, V_r] in the dtype of matmuls, and in `wide`, divided by the temperature."""
         narrow = at_least_one(F.linear(hidden, weight, bias))
         return narrow, narrow.to(self.wide, copy=True).div_(self.temperature)
 
 
-@torch.compiler.disable  # Traced, it would be a graph of all chunks, one after the other.
+@torch.compiler.disable  # A trace would unroll the loop over chunks.
 def log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogprobsSpec) -> list[Tensor]:
     """Returns log-probabilities [M], and with statistics three more tensors [M]."""
     apply = cast(Callable[..., tuple[Tensor, ...]], LogProbabilities.apply)
@@ -263,7 +262,7 @@ def log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec:
 
 
 class LogProbabilities(torch.autograd.Function):
-    """Log-probabilities of labels and statistics; logits are computed again in backward."""
+    """Log-probabilities of labels, and statistics. Backward recomputes the logits."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Tensors of a rank as one safetensors file, with its checksum."""
+"""Writes the tensors of a rank to safetensors files, and records their checksums."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from armillary.train.checkpoint.reader import SUFFIX, Damaged, TensorReader
 from armillary.train.runtime.health.ranks import Ranks
 
 BLOCK = 2**24
-"""Bytes that are read at once."""
+"""Bytes of a block when a file is read."""
 
 MAX_FILE_BYTES = 2**32
-"""Bytes of tensors in a file of several: readers map a whole file into memory."""
+"""Maximum bytes of tensors in a file with several: readers map complete files into memory."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -77,7 +77,8 @@ class RecordedFile(io.FileIO):
 
 
 class TensorWriter(StorageWriter):
-    """Writes each rank's tensors as `rank-N.safetensors`, in torch's format for sharded tensors, down to the disk.
+    """Writes each rank's tensors as `rank-N.safetensors`, in torch's format for sharded tensors, and flushes it to
+    disk.
 
     Tensors of more than `MAX_FILE_BYTES` continue in `rank-N-1.safetensors` and so on.
 
@@ -87,7 +88,7 @@ class TensorWriter(StorageWriter):
 
     Args:
         folder: existing folder for the files.
-        ranks: the ranks that save together; each waits until all have written. None: this process alone.
+        ranks: the ranks that save together; each waits until all have written. None: only this process.
     """
 
     def __init__(self, folder: Path, ranks: Ranks | None = None) -> None:
@@ -131,7 +132,7 @@ class TensorWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Collects the records of all ranks' files and reads their headers back. On rank 0.
+        """Collects the records of all ranks' files and reads their headers back. Runs on rank 0.
 
         Files are opened by name, because a network file system may list other hosts' files later.
 
@@ -148,7 +149,7 @@ class TensorWriter(StorageWriter):
         sizes = {name: entry.size for name, entry in file_metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or sizes.get(name) != entry.size:
-                raise OSError(f"the written files lack a part of {name}")
+                raise OSError(f"the written files do not have all of {name}")
 
 
 def check_items(items: Sequence[WriteItem]) -> None:

@@ -21,7 +21,7 @@ class ModelConfig:
     """Sizes of a LLaMA or a GPT, or a pretrained folder; by default a million parameters, for a laptop."""
 
     family: Literal["llama", "gpt"] = "llama"
-    """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; it takes dim, layers and heads alone."""
+    """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; it uses only dim, layers and heads."""
     dim: Count = 128
     """Model dim (E)."""
     layers: Count = 4
@@ -157,11 +157,11 @@ class CudaConfig:
     high_priority: bool = True
     """Exchanges of ring and ulysses run on streams of high priority, with communicators of their own."""
     max_ctas: CountOrNone = None
-    """Multiprocessors, at most, of an NCCL kernel of those exchanges; by default NCCL decides."""
+    """Maximum number of multiprocessors of an NCCL kernel of those exchanges; by default NCCL decides."""
     sm_margin: Annotated[int | None, Field(ge=0, le=1024)] = None
     """Multiprocessors that flash_attn_3 leaves to NCCL; by default 16 where ring > 1, unless blocks are compiled."""
     connections: Annotated[int, Field(ge=1, le=32)] = 32
-    """Work queues of the GPU: streams that share one wait for each other. CUDA_DEVICE_MAX_CONNECTIONS comes first."""
+    """Work queues of the GPU; streams that share one wait for each other. CUDA_DEVICE_MAX_CONNECTIONS overrides it."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """Checkpoints in outputs/checkpoint/step-N, complete or not there at all; the last step is always saved."""
+    """Checkpoints in outputs/checkpoint/step-N, which appear only when complete; the last step is always saved."""
 
     every: Count = 40
     """Steps between checkpoints."""
@@ -223,7 +223,7 @@ class TrainConfig:
     steps: Count = 80
     """Optimizer steps, over all restarts."""
     accumulation: Count = 1
-    """Gradient accumulation: micro-batches of a step, one after the other; they divide data.global_batch_size."""
+    """Gradient accumulation: number of micro-batches in a step; must divide data.global_batch_size."""
     seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     """Seed of the first weights, of the order of documents, and of random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -233,9 +233,9 @@ class TrainConfig:
     bad_step: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop, or skip the update and continue."""
     bad_steps: Count = 3
-    """With skip: consecutive bad steps after which the run stops all the same."""
+    """With skip: number of consecutive bad steps after which the run stops anyway."""
     timeout_minutes: Annotated[float, Field(gt=0, le=10**6)] = 10.0
-    """Watchdog: longest step before the run is ended as hung, naming the rank; 5x for the first, validation, saving."""
+    """Watchdog: minutes that a step may take before the run ends as hung; 5x for the first step, validation, saving."""
     output: Path = Path("outputs")
     """Folder for all files of a run, on a file system that all hosts share."""
 

@@ -1,8 +1,8 @@
 """A thread that detects a hung run, names the missing ranks and ends the process.
 
 A rank that waits in a collective cannot be interrupted. So each rank has a thread that posts heartbeats in the store of
-the rendezvous, raises an alarm when a step takes too long, and ends the process once all ranks that still can have
-posted where they are.
+the rendezvous, and raises an alarm when a step takes too long. After an alarm, every live rank posts its state; then
+each thread names the missing ranks and ends its process.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ SILENCE = 6.0
 """Seconds without a heartbeat after which a rank counts as dead."""
 
 SLOW_PHASE_FACTOR = 5
-"""Time-out of the first step and of phases other than training, in units of a step's."""
+"""Factor on the time-out of a step, for the first step and for phases other than training."""
 
 GRACE = 20.0
-"""Seconds that other threads, such as one that saves, may keep a process whose training has failed."""
+"""Seconds that other threads, such as one that saves, may run on after training has failed."""
 
 
 class Watchdog:
     """Context manager that ends a hung run: detects missing ranks, dumps their stacks and exits.
 
     `start_phase` sets the time that the current work may take. When it takes longer, or another rank raises the alarm,
-    every rank that still can prints the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and
-    ends its process with exit code 1. An error that leaves the block is printed in one line with rank and step; if
-    communication raised it, the missing ranks follow. If they were named before that, a TimeoutError with their names
+    every live rank prints the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its
+    process with exit code 1. An error that leaves the block is printed in one line with rank and step; if communication
+    raised it, the missing ranks are printed too. If they had been named before, a TimeoutError with their names
     replaces the error.
 
     The process ends at once when its launcher has died. When the store is gone, it ends after `GRACE` seconds unless
@@ -74,7 +74,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start_phase(self, phase: str, step: int) -> None:
-        """Begins `phase` of `step`; every phase but "training" may take longer than a step."""
+        """Begins `phase` of `step`; phases other than "training" may take `SLOW_PHASE_FACTOR` times as long."""
         factor = 1 if phase == "training" and self.training_started else SLOW_PHASE_FACTOR
         self.training_started = self.training_started or phase == "training"
         self.step, self.phase, self._allowed, self._since = step, phase, factor * self.limit, time.monotonic()
@@ -90,7 +90,9 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception):
             self._report(error)
-            if self._hang is not None and caused_by_peers(error):  # a peer has ended for the same hang
+            if self._hang is not None and caused_by_peers(
+                error
+            ):  # the error is a consequence: a peer has ended because of this hang
                 raise TimeoutError(self._hang) from error
         else:
             self._over = True
@@ -101,8 +103,8 @@ class Watchdog:
     def reporting(self) -> Generator[None]:
         """Context manager that reports an error to all ranks at once, before any enclosing block handles it.
 
-        Use it inside of blocks whose exit waits for a thread or for other ranks: these may be the missing ranks, and
-        no rank names them before an error is reported. Does nothing outside of the watchdog's block.
+        Use it inside of blocks whose exit waits for a thread or for other ranks: they may be the missing ranks, and
+        would keep the error from being reported. Does nothing outside of the watchdog's block.
         """
         try:
             yield
@@ -120,7 +122,7 @@ class Watchdog:
             return
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._failing = True
-        # A refusal to start is printed by the command itself.
+        # Before training starts, the command itself prints refusals, such as an invalid setting.
         if self.training_started or not isinstance(error, REFUSALS) or caused_by_peers(error):
             self._print(f"failed in {self._heartbeat().position}: {failure}")
         if caused_by_peers(error):
@@ -143,23 +145,23 @@ class Watchdog:
             self._end()
 
     def _wait_without_store(self, error: RuntimeError) -> None:
-        """Waits for training to end: the process that had the store, a launcher or another rank, has ended too."""
+        """Gives training `GRACE` seconds to end: the process with the store, a launcher or a rank, has ended."""
         end = time.monotonic() + GRACE
         while not (self._over or self._failing) and time.monotonic() < end:
             self._end_without_launcher()
             time.sleep(0.1)
         if not self._over:
-            self._print(f"the store by which the ranks speak to each other is gone: {one_line(str(error))}")
+            self._print(f"the store of the rendezvous is gone: {one_line(str(error))}")
 
     def _end_without_launcher(self) -> None:
-        """Ends the process if its launcher has died: nobody would restart it."""
+        """Ends the process if its launcher has died: a restart would find it holding the device."""
         if self._launcher.gone:
             position, launcher = self._heartbeat().position, self._launcher.pid
-            self._print(f"ends in {position}: torchrun (process {launcher}), which has started this rank, is gone")
+            self._print(f"ends in {position}: torchrun (process {launcher}), which started this rank, is gone")
             os._exit(1)
 
     def _wait_for_alarm(self) -> str | None:
-        """Returns the reason of the alarm, of whichever rank; None when training has ended or failed by itself."""
+        """Returns the reason of the first alarm of any rank; None when training has ended, or failed on this rank."""
         while not self._over:
             self._end_without_launcher()
             self._heartbeats.post(self._heartbeat())
@@ -203,12 +205,12 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            return f"where this rank stands cannot be written to {path}: {error.strerror}"
-        return f"where this rank stands: {path}"
+            return f"the stacks of this rank cannot be written to {path}: {error.strerror}"
+        return f"stacks of this rank: {path}"
 
     def _end(self) -> None:
         """Ends a process whose training hangs, or has failed while another thread keeps the process."""
-        time.sleep(SILENCE / 2)  # training here may still fail by itself, because of the same rank
+        time.sleep(SILENCE / 2)  # training may still raise an error here, because of the same missing rank
         if self._over:
             return
         if self._failing:
@@ -228,7 +230,7 @@ class Watchdog:
 def record_for_torchrun(reason: str) -> None:
     """Records the reason as torchrun's root cause of the failure."""
     try:
-        raise TimeoutError(reason)  # torch records the exception that is being handled
+        raise TimeoutError(reason)  # record_exception reads the traceback of the exception that is being handled
     except TimeoutError as error:
         get_error_handler().record_exception(error)
 
@@ -242,14 +244,14 @@ def caused_by_peers(error: Exception) -> bool:
 
 
 class Heartbeats:
-    """The heartbeats of all ranks in the store of the process group, on a connection of its own.
+    """The heartbeats of all ranks, in the store of the process group. Calls raise a RuntimeError if the store is gone.
 
-    For one thread; calls raise a RuntimeError when the store is gone.
+    Has a connection of its own; not thread-safe.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        # A thread that waits on a connection locks it, and training waits on the default store's.
+        # A thread that waits on a connection locks it, and training may wait on the default store's connection.
         self._store = dist.PrefixStore("armillary/watchdog", compat.default_store().clone())
         self._store.set_timeout(timedelta(seconds=3 * SILENCE))
         self._count = 0
@@ -260,7 +262,7 @@ class Heartbeats:
         self._store.set(f"rank-{self.rank}", f"{self._count} {beat.text()}")
 
     def alarm(self, reason: str | None) -> str | None:
-        """Raises the alarm if `reason` is set. Returns the first reason that any rank raised it for, None for none."""
+        """Raises the alarm if `reason` is set. Returns the reason of the first alarm on any rank, or None."""
         if reason is not None:
             return self._store.compare_set("alarm", "", reason).decode()
         return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
