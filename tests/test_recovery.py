@@ -28,9 +28,7 @@ def test_a_run_with_two_killed_ranks_ends_like_an_undisturbed_one(undisturbed, t
     # Twice from a checkpoint, or from the beginning if the first of them was not whole yet.
     assert len(re.findall("resuming from|^step: 1 ", output, re.MULTILINE)) == 1 + 2
     assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", output, re.MULTILINE)
-    assert re.search(
-        r"^\[rank \d\] armillary-train: missing: rank \d: no sign of life since step", output, re.MULTILINE
-    )
+    assert re.search(r"^\[rank \d\] armillary-train: missing: rank \d: no heartbeat since step", output, re.MULTILINE)
     assert_same_end(where, output, undisturbed)
 
 
@@ -134,7 +132,7 @@ def test_a_rank_killed_during_a_background_save_is_named_by_all_others(undisturb
             launch.signal(signal.SIGKILL, rank)
             restarted = launch.wait_for("resuming from|^step: 1 ", resumed)
             messages = launch.printed[resumed:restarted]
-            missing = rf"^\[rank (\d)\] armillary-train: missing: rank {rank}: no sign of life"
+            missing = rf"^\[rank (\d)\] armillary-train: missing: rank {rank}: no heartbeat"
             assert {*re.findall(missing, messages, re.MULTILINE)} == {*"0123"} - {str(rank)}, messages
         assert launch.wait() == 0, launch.printed
         output = launch.printed
@@ -167,7 +165,7 @@ def test_hung_ranks_are_named_by_all_others_and_the_run_restarts(tmp_path):
         launch.wait_for("^step: 5 ")
         launch.signal(signal.SIGSTOP, 2)
         for rank in (0, 1, 3):
-            launch.wait_for(rf"^\[rank {rank}\] armillary-train: missing: rank 2: no sign of life since step \d+$")
+            launch.wait_for(rf"^\[rank {rank}\] armillary-train: missing: rank 2: no heartbeat since step \d+$")
         launch.signal(signal.SIGKILL, 2)  # torchrun would do so, after 30 seconds
         restarted = launch.wait_for("^step: 5 ", len(launch.printed))
         assert launch.wait() == 1, launch.printed

@@ -36,7 +36,7 @@ def test_a_run_on_two_hosts_resumes_after_one_died_and_came_back(undisturbed, tm
             output = first.wait_for("^step: 10 ")  # not while the checkpoint of step 8 is being saved
             hosts.kill(1)
             assert second.wait() != 0
-        seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no sign of life since step", output)
+        seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no heartbeat since step", output)
         with start(1) as again:
             first.wait_for("resuming from", seen)
             assert (first.wait(), again.wait()) == (0, 0), first.printed + again.printed

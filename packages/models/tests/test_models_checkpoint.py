@@ -268,12 +268,12 @@ def test_impossible_requests_are_refused():
         Checkpointing("layer").apply(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
         Checkpointing("all")
-    with pytest.raises(ValueError, match="offload=True .* policy 'none'"):
+    with pytest.raises(ValueError, match=r"offload=True .* policy 'none'"):
         Checkpointing("none", offload=True)
     with pytest.raises(ValueError, match="chunks of 0 tokens"):
         Checkpointing(chunk=0)
     model = Llama(LlamaConfig(**SIZES), lambda q, k, v, *, mask, layout: q)
-    with pytest.raises(ValueError, match="policy 'layer' .*function"):
+    with pytest.raises(ValueError, match=r"policy 'layer' .*function"):
         Checkpointing("layer").apply(model)
 
 

@@ -272,7 +272,7 @@ EXPORT = [
     ("manifest-empty out", "manifest-empty: "),
     ("run out more", "Unrecognized options: more"),
     ("run out --dtype int8", "invalid choice 'int8'"),
-    ("run out --pretrained none", "--pretrained none: holds no config.json"),
+    ("run out --pretrained none", "--pretrained none: has no config.json"),
 ]
 
 PLOT = [

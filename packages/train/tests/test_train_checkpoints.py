@@ -346,7 +346,7 @@ def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes
         assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in messages
     os.truncate(place / "rank-1.safetensors", 7)
     for messages in worlds(2).run(refusal, [config]):
-        assert f"no checkpoint in {place.parent} is whole (step-2: manifest.json cannot be read" in messages
+        assert f"no checkpoint in {place.parent} is intact (step-2: manifest.json cannot be read" in messages
         assert "step-1: file rank-1.safetensors has 7 of " in messages
     assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
 

@@ -223,7 +223,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
                 f"the weights in {wide} do not fit its config.json: ",
                 f"{place}/manifest.json: model: 1000000 layers",
                 "--device cuda: ",
-                f"no checkpoint in {broken}/checkpoint is whole (",
+                f"no checkpoint in {broken}/checkpoint is intact (",
             ],
             strict=True,
         ):

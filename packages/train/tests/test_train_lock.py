@@ -121,16 +121,16 @@ def test_heartbeats_of_another_machine_are_awaited(tmp_path):
     finally:
         beats.set()
         thread.join()
-    second = taken(tmp_path / "lock")  # no sign of life any more
+    second = taken(tmp_path / "lock")  # no more heartbeats
     assert second.number == 2 and len(said) == 2
-    assert said[0].startswith("waiting 30 s for a sign of life of run ") and "on far" in said[0]
+    assert said[0].startswith("waiting 30 s for a heartbeat of run ") and "on far" in said[0]
 
 
 def test_heartbeats_of_an_incomplete_lock_are_awaited(tmp_path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock/4.held").touch()
     assert taken(tmp_path / "lock").number == 5
-    assert said[0].startswith("waiting 0 s for a sign of life of a run that has not told its name (")
+    assert said[0].startswith("waiting 0 s for a heartbeat of an unknown run (")
 
 
 def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
@@ -178,11 +178,11 @@ def test_a_late_claim_gives_way(tmp_path, monkeypatch, there):
 def test_a_removed_lock_is_lost_even_to_a_run_of_the_same_number(tmp_path):
     first = taken(tmp_path / "lock")
     first.path.unlink()
-    with pytest.raises(LockLost, match="is no longer that of run"):
+    with pytest.raises(LockLost, match="no longer belongs to run"):
         first.check()
     second = taken(tmp_path / "lock")
     assert second.number == 1
-    with pytest.raises(LockLost, match="is no longer that of run"):
+    with pytest.raises(LockLost, match="no longer belongs to run"):
         first.check()
     first.release()
     second.check()

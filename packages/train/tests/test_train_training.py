@@ -353,7 +353,7 @@ class StopAfter(StopSignal):
         super().__init__()
         self.left = steps
 
-    def asked(self, device: torch.device) -> bool:
+    def is_requested(self, device: torch.device) -> bool:
         self.left -= 1
         return self.left < 0
 

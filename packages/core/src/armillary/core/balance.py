@@ -3,9 +3,9 @@
 Under a causal mask late queries see more keys, which zigzag balances: shard r holds chunks r and 2 P - 1 - r. Under
 other masks it does not: a query in packed documents sees only its own document, and a prompt with many answers is seen
 by all of them. So the sequence is cut into equal chunks, a few per shard, whose visible (query, key) pairs are counted
-in closed form. Each shard gets equally many chunks, assigned so that the most loaded shard is close to the mean. Where
-a few chunks have most of the pairs, these are cut again, into as many smaller chunks. Two counts are balanced: the
-pairs of a shard's queries (its work when keys rotate), and the pairs of its keys (its work when queries rotate).
+in closed form. Each shard gets equally many chunks, assigned so that the most loaded shard is close to the mean. If a
+few chunks have most of the pairs, these are cut again, into as many smaller chunks. Two counts are balanced: the pairs
+of a shard's queries (its work when keys rotate), and the pairs of its keys (its work when queries rotate).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from armillary.core.work_density import TokenRuns, Work, by_density, equal_ends
 CHUNKS = (1, 2, 4, 8, 16)
 """Chunks per shard, tried in this order: more chunks balance better, but make more spans."""
 GOAL = 1.02
-"""Most loaded shard over the mean that is even enough: no more chunks are tried."""
+"""Maximum load relative to the mean that is even enough: then no more chunks are tried."""
 GAIN = 0.01
-"""Improvement of that ratio that is worth more chunks."""
+"""Minimum improvement of that ratio for which more chunks are accepted."""
 DENSE = 2
 """Chunks with more than this multiple of the mean number of pairs are cut again."""
 
@@ -56,10 +56,10 @@ def balanced_spans(length: int, shards: int, rows: Sequence[Slices], traffic: fl
     """Returns the spans of each shard, in rising order.
 
     Args:
-        traffic: pairs that take as long as sending one token over one hop; 0: as even as possible, in few spans.
+        traffic: pairs that take as long as sending one token over one hop; 0 ignores traffic.
 
     Raises:
-        ValueError: so many tokens that their pairs overflow 64 bits.
+        ValueError: the number of pairs overflows 64 bits.
     """
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
@@ -131,9 +131,8 @@ def imbalance(largest: int, mean: float) -> float:
 def ends_for(size: int, owner: Integers, shards: int) -> Integers:
     """Returns boundaries of chunks. Sizes of chunks differ by at most one, and so do total sizes of owners."""
     base, remainder = divmod(size, len(owner))
-    longer = [
-        remainder // shards + (shard < remainder % shards) for shard in range(shards)
-    ]  # chunks with one token more
+    # Number of chunks of each shard that have one token more.
+    longer = [remainder // shards + (shard < remainder % shards) for shard in range(shards)]
     sizes = np.full(len(owner), base)
     for shard in range(shards) if remainder else ():
         sizes[np.flatnonzero(owner == shard)[: longer[shard]]] += 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from armillary.core.slices import Integers, KeyCounts, Slices, mirrored
 
 PARTS = 4
-"""Largest number of groups of tokens by density of pairs."""
+"""Maximum number of groups of tokens by density of pairs."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class TokenRuns:
 
     def pairs(self, ends: Integers, work: Work) -> Integers:
         """Returns the pairs of the tokens between consecutive `ends`, which are token numbers: [2, n]."""
+        # Positions between the runs are not among these tokens: their pairs are subtracted, summed up to each run.
         run = np.minimum(np.searchsorted(self.offsets, ends, side="right") - 1, len(self.starts) - 1)
         before = work.before(self.starts)
         skipped_pairs = before - np.concatenate((np.zeros((2, 1), np.int64), work.before(self.stops)[:, :-1]), axis=1)
@@ -74,9 +75,9 @@ class TokenRuns:
 def by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[TokenRuns]:
     """Splits runs into groups of rising density, each of which is then cut into `chunks` chunks.
 
-    The first group is without the chunks that have more than `limit` pairs. These are cut into as many smaller chunks;
-    the second group is without those that still exceed `limit`, and so on. Every group after the first divides into
-    chunks of equal size.
+    Of all chunks, those with at most `limit` pairs are the first group. The others together are cut into `chunks`
+    smaller chunks, of which those with at most `limit` pairs are the second group, and so on. Every group after the
+    first divides into chunks of equal size.
     """
     groups = list[TokenRuns]()
     while len(groups) < PARTS - 1:
@@ -85,7 +86,7 @@ def by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[T
         starts, stops = whole_chunks(ends, dense, chunks)
         dense_size = int((stops - starts).sum())
         if not 0 < dense_size <= runs.size - chunks:
-            break
+            break  # no dense chunk, or less than one sparse token for each chunk
         sparse = np.concatenate(([0], stops)), np.concatenate((starts, [runs.size]))
         groups.append(runs.select(*sparse))
         runs = runs.select(starts, stops)
@@ -94,8 +95,10 @@ def by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[T
 
 def whole_chunks(ends: Integers, dense: NDArray[np.bool_], chunks: int) -> tuple[Integers, Integers]:
     """Returns runs (starts, stops) with all dense chunks, extended until `chunks` divides their size; else no runs."""
+    # Stretches of dense chunks: indices of their first chunks, and after their last ones.
     edges = np.flatnonzero(np.diff(np.concatenate(([False], dense, [False])).astype(np.int64)))
     starts, stops = ends[edges[::2]], ends[edges[1::2]]
+    # The last stretch grows to the right, or the first one to the left.
     padding = -int((stops - starts).sum()) % chunks
     if padding and stops[-1] + padding <= ends[-1]:
         stops[-1] += padding

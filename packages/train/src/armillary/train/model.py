@@ -61,8 +61,8 @@ def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
         check_gpt(config)
         if length > sizes.max_positions:
             raise ValueError(
-                f"--data.sequence-length {length}: {config.pretrained} has learned {sizes.max_positions} positions, "
-                "and a GPT has no others; give at most as many"
+                f"--data.sequence-length {length}: {config.pretrained} has {sizes.max_positions} learned positions; "
+                "give at most as many"
             )
         return sizes
     return replace(

@@ -19,7 +19,7 @@ DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 
 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
-    """Returns this rank's device: its own GPU where this machine has one for each of its ranks, else the CPU.
+    """Returns this rank's device: its own GPU if the machine has one for each of its ranks, otherwise the CPU.
 
     Args:
         flag: the command's name of `config.device`.
@@ -40,8 +40,8 @@ def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.de
 def choose_axes(config: Config, world: int) -> dict[str, int]:
     """Returns the sizes of all axes for `world` ranks.
 
-    Ring and ulysses, if open, share the ranks that the other axes leave, with ulysses <= ring (any head count allows a
-    small ulysses). Axes that do not divide `world` give another product, which `build_mesh` refuses.
+    Ring and ulysses, if not configured, get the ranks that remain, with ulysses <= ring, because few head counts allow
+    a large ulysses. If the configured axes do not divide `world`, `build_mesh` refuses the result.
     """
     parallel = config.parallel
     ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)
@@ -91,7 +91,7 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
 
 
 def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh of `ring` and all axes of several ranks: over more, torch 2.15 plans an op for seconds."""
+    """Returns the mesh without axes of one rank, except `ring`: with them, torch 2.15 plans an op for seconds."""
     return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
 
 

@@ -1,4 +1,4 @@
-"""Data of a run: token stores, and packed rows of them for training and for validation."""
+"""Data of a run: token stores, and their packed rows for training and for validation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
         pretrained: folder of the model; its tokenizer reads text, if it has one.
 
     Raises:
-        ValueError: something that cannot be read, is not finished, or holds no text; bytes for a model of other tokens.
+        ValueError: a path that is unreadable, incomplete or without text, or bytes for a model with other tokens.
     """
     if config.task is not None:
         return []
@@ -52,11 +52,11 @@ def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | No
     store_size = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=task)
     size = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
     if size is None and store_size is None:
-        raise ValueError(f"{stores[0].name} does not say how large its vocabulary is; set --model.vocab-size")
+        raise ValueError(f"{stores[0].name} does not record the size of its vocabulary; set --model.vocab-size")
     if size is not None and store_size is not None and size < store_size:
         tokens = f"the tokens of the data go up to {store_size - 1}"
         if model.pretrained is not None:
-            raise ValueError(f"--model.pretrained {model.pretrained}: it knows {size} tokens, and {tokens}")
+            raise ValueError(f"--model.pretrained {model.pretrained}: its vocabulary has {size} tokens, but {tokens}")
         raise ValueError(f"--model.vocab-size {size}: {tokens}; give at least {store_size}")
     return size or store_size or 0
 
@@ -70,7 +70,7 @@ def load_rows(
         replica: this rank's data-parallel index.
 
     Raises:
-        ValueError: documents that cannot be split, or mixed, or that all together do not make a row.
+        ValueError: documents that cannot be split or mixed, or are shorter than a row in total.
     """
     length, kind = config.data.sequence_length, config.data.layout
     check_length(stores, length)

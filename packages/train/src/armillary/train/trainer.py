@@ -85,9 +85,9 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         step_trace = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, report.say)
         summary = Summary(first_step=step + 1)
         bad, watch = BadSteps(run, report.say), Stopwatch()
-        while step < steps and not stop.asked(run.device):
+        while step < steps and not stop.is_requested(run.device):
             step += 1
-            lock.check()
+            lock.check()  # raises before another step if a newer run has taken the folder
             watchdog.start_phase("training", step)
             with profiler.step(step), step_trace.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]

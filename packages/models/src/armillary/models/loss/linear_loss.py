@@ -155,6 +155,7 @@ class LinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, needs_grad: Sequence[bool]
     ) -> Tensor:
+        # A chunk's logits are freed in forward, so its gradients are computed while they exist.
         total, gradients = loss_and_gradients(hidden, weight, bias, spec, needs_grad)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype

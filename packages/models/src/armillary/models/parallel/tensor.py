@@ -97,6 +97,7 @@ class SplitHeads(ParallelStyle):
     """Reduces attention's head counts to this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # The projections' outputs are local, so attention must view them with local head counts.
         attention: Any = module
         attention.heads //= device_mesh.size()
         attention.key_heads //= device_mesh.size()
@@ -218,6 +219,7 @@ def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary
     logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
+    # With the global shape, because from_local assumes equal shards, and V need not be divisible by R.
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
-    # A copy, because FSDP2 does not accept a view.
+    # A copy, because FSDP2 does not accept a view as a module's output.
     return shards.redistribute(placements=[Replicate()]).to_local().clone()

@@ -21,10 +21,10 @@ class Accelerator:
     """The accelerator of one rank.
 
     Args:
-        memory: bytes, as its driver reports them.
+        memory: bytes of device memory, as its driver reports them.
         flops: dense bfloat16 FLOP/s, the peak that MFU refers to.
         memory_bandwidth: bytes a second of its own memory.
-        host_bandwidth: bytes a second between it and the host's memory, each way.
+        host_bandwidth: bytes a second between device and host memory, each way.
         matmul: share of the peak that large matrix products attain.
         capability: compute capability of a CUDA device, such as 9.0. Selects the published efficiency of the attention
             kernel (`armillary.attention.kernels.efficiency`).
@@ -69,12 +69,12 @@ class Accelerator:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """(9, 0) for 9.0."""
+        """The compute capability as two numbers, such as (9, 0) for 9.0."""
         return None if self.capability is None else divmod(round(10 * self.capability), 10)
 
     @property
     def kernel(self) -> str | None:
-        """Kernel for long 16-bit sequences, of those in torch itself; None without a compute capability."""
+        """Name of the fastest kernel that torch ships, for long 16-bit sequences; None without a compute capability."""
         if self.compute_capability is None:
             return None
         inputs = Inputs("cuda", torch.bfloat16, 128, 128, capability=self.compute_capability)

@@ -29,12 +29,10 @@ class Export:
     """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer of the run.
 
     Two ways to start:
-      # as it was saved
-      armillary-export outputs/checkpoint/step-80 exported
-      # in half the bytes, with the tokenizer of a folder
-      armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
+      # in the saved dtype armillary-export outputs/checkpoint/step-80 exported # in half the bytes, with the tokenizer
+      of a folder armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
 
-    Takes the memory of the weights in `dtype`, and of one file.
+    Needs memory for the weights in `dtype`, and for one file.
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
@@ -56,7 +54,7 @@ def export(options: Export) -> None:
         OSError: a file could not be written.
     """
     if options.pretrained is not None and not (options.pretrained / CONFIG).is_file():
-        raise ValueError(f"--pretrained {options.pretrained}: holds no {CONFIG}; give a Hugging Face folder")
+        raise ValueError(f"--pretrained {options.pretrained}: has no {CONFIG}; give a Hugging Face folder")
     try:
         manifest = Manifest.read(options.checkpoint)
     except Damaged as damage:
@@ -72,9 +70,9 @@ def export(options: Export) -> None:
 
 
 def pretrained_of(checkpoint: Path) -> Path | None:
-    """Returns the folder that the run of a checkpoint started from, by its config.json; None if there is none.
+    """Returns the pretrained folder in the config.json of a checkpoint's run, or None.
 
-    Prints a line, and returns None, if that folder no longer exists.
+    Prints a line and returns None if that folder no longer exists.
     """
     path = checkpoint.resolve().parent.parent / "config.json"
     model = read_json(path).get("model") if path.is_file() else None
@@ -82,7 +80,7 @@ def pretrained_of(checkpoint: Path) -> Path | None:
     if not isinstance(pretrained, str):
         return None
     if not Path(pretrained).is_dir():
-        reason = f"{path} says that the run began with {pretrained}, and it is not there; name it by --pretrained"
+        reason = f"{path} names {pretrained}, which does not exist; give its path by --pretrained"
         print(f"{PROGRAM}: no tokenizer, and no ids of special tokens: {reason}", file=sys.stderr)
         return None
     return Path(pretrained)

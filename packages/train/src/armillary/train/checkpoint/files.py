@@ -1,4 +1,4 @@
-"""Files of a checkpoint against the sizes and checksums that were recorded, and JSON files with a checksum."""
+"""Checks of a checkpoint's files against the recorded sizes and checksums, and JSON files with a checksum."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, readers: int = 1) -> str | None:
-    """Returns the first fault of the files of one of several readers; None if all are intact.
+    """Returns the first fault among a reader's share of the files; None if all are intact.
 
     Raises:
         ValueError: a file may not be read.
     """
+    # Sorted, so that the shares of all readers together are all files.
     for name in sorted(files)[reader::readers]:
         try:
             with reading(folder / name):
@@ -39,7 +40,7 @@ def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, r
 
 
 def write_checked(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes fields as JSON with their checksum, down to the disk."""
+    """Writes fields as JSON with their checksum, and flushes the file to disk."""
     with path.open("w") as file:
         file.write(json.dumps({**fields, "crc32": checksum(fields)}, indent=2) + "\n")
         file.flush()
@@ -71,7 +72,7 @@ def checksum(fields: Mapping[str, Any]) -> int:
 
 @contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Context manager that turns an OSError into the reason why a file is of no use.
+    """Context manager that turns an OSError into `Damaged`, or into a ValueError if the file may be intact.
 
     Raises:
         Damaged: the file is missing, or the disk cannot read it.

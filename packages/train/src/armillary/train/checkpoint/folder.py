@@ -26,8 +26,8 @@ class CheckpointFolder:
 
     Args:
         run: a name that no other run has.
-        fence: called right before a change that others see; raises if another run has taken the folder. That run has
-            removed everything incomplete when it took it, so that a late rename cannot commit a checkpoint either.
+        fence: called right before a change that others see; raises if another run has taken the folder. A rename after
+            that fails too, because the other run has removed all incomplete checkpoints.
     """
 
     path: Path
@@ -70,10 +70,10 @@ class CheckpointFolder:
     def complete(self, step: int) -> None:
         """Commits a checkpoint whose files are on disk, by renaming its folder."""
         partial = self.partial(step)
-        sync_folder(partial)
+        sync_folder(partial)  # all file names are on disk before the folder gets the name of a complete checkpoint
         self.fence()
         partial.rename(self.place(step))
-        sync_folder(self.path)
+        sync_folder(self.path)  # before the caller removes older checkpoints
         with suppress(OSError):  # the checkpoint is complete without that
             remove(self.damaged(step))
 
@@ -98,13 +98,14 @@ class CheckpointFolder:
         """Removes all checkpoints except the newest `keep_last` and those whose step `keep_every` divides."""
         self.fence()
         for step in superseded(self.steps(), keep_last, keep_every):
+            # Renamed before it is deleted: a kill in between must not leave an incomplete step-N.
             remove(self.partial(step))
             self.place(step).rename(self.partial(step))
             remove(self.partial(step))
 
 
 def superseded(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Returns the steps, of these in rising order, that retention does not keep."""
+    """Returns those of `steps`, in rising order, that retention does not keep."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 
 

@@ -17,17 +17,17 @@ from armillary.train.checkpoint.writer import FileRecord
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-"""Raised when older code could not read a checkpoint; additional fields need no new one. 1 and 2 had pickles."""
+"""Increased when older code cannot read new checkpoints, not for an additional field. 1 and 2 had pickles."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything in a checkpoint but tensors, as plain JSON.
+    """The state of a checkpoint apart from tensors, as plain JSON.
 
     Args:
-        step: the last one that was trained.
-        ranks: that saved it.
-        tokens: trained on so far, over all ranks.
+        step: the last trained step.
+        ranks: number of ranks that saved it.
+        tokens: number of tokens trained on so far, over all ranks.
         loader: state of the training rows, the same on all ranks.
         model: fields of a Hugging Face config.json.
         time: time of the commit, ISO 8601 in UTC.
@@ -67,13 +67,14 @@ class Manifest:
                 "armillary-export of the version that wrote it, and start from that folder with --model.pretrained"
             )
         try:
+            # Through JSON: strict validation of Python values would refuse a dict for a nested dataclass.
             manifest = MANIFESTS.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         for name in manifest.files:
             if not is_file_name(name):
-                raise Damaged(f"{MANIFEST}: files: {name!r} is no file name")
+                raise Damaged(f"{MANIFEST}: files: {name!r} is not a file name")
         return manifest
 
 

@@ -17,7 +17,7 @@ from armillary.train.runtime.health.ranks import Ranks
 
 @dataclass(frozen=True)
 class Newest:
-    """The step of the newest intact checkpoint, None if there are no checkpoints, and faults of newer ones by step."""
+    """The step of the newest intact checkpoint (None without checkpoints), and faults of newer checkpoints by step."""
 
     step: int | None = None
     faults: dict[int, str] = field(default_factory=dict[int, str])
@@ -29,13 +29,14 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     Damaged checkpoints are reported and renamed.
 
     Raises:
-        ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows. Neither
-            the disk nor the model has changed then. On every rank.
+        ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows; on every
+            rank. The disk and the model are unchanged.
     """
     ranks.on_first(folder.clear)
     newest = newest_intact(folder, ranks, "; name another --train.output to start anew")
     if newest.step is None:
         return None
+    # 1. Checks, which change nothing if they fail: a refusal must leave damaged checkpoints where they are.
     place = folder.place(newest.step)
     manifest = Manifest.read(place)
     shapes = shapes_of(training_state(run))
@@ -44,9 +45,11 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         run.training.load_state_dict(manifest.loader)
     except ValueError as error:
         raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
+    # 2. Damaged checkpoints get another name, so that training can save these steps again.
     for step, fault in newest.faults.items():
         path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
         say(f"step-{step}: {fault}; kept as {path}, resuming from step-{newest.step}")
+    # 3. Tensors are loaded last, since loading overwrites the model in place.
     try:
         load_state(run, place, manifest, ranks)
     except ValueError as error:
@@ -56,10 +59,10 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
 
 
 def newest_intact(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Newest:
-    """Verifies checkpoints from the newest on, each rank its share of the files. Collective.
+    """Verifies checkpoints from the newest on, with the files divided over the ranks. Collective.
 
     Args:
-        advice: end of the message if none is intact.
+        advice: end of the error message if none is intact.
 
     Raises:
         ValueError: there are checkpoints, and none is intact; or one has another format, or may not be read.
@@ -72,18 +75,19 @@ def newest_intact(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> N
         faults[step] = fault
     if faults:
         reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
-        raise ValueError(f"no checkpoint in {folder.path} is whole ({reasons}){advice}")
+        raise ValueError(f"no checkpoint in {folder.path} is intact ({reasons}){advice}")
     return Newest()
 
 
 def find_fault(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
     """Returns the first fault of a checkpoint, None if it is intact. Collective; each rank verifies its share."""
+    # Checksums need every byte, so ranks share the files. Headers are small: one rank reads them all.
     faults = ranks.agree(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
     return next(filter(None, faults), None) or ranks.on_first(lambda: header_fault(folder.place(step)))
 
 
 def header_fault(place: Path) -> str | None:
-    """Returns the reason why the files of a checkpoint, which are as they were written, hold no tensors."""
+    """Returns the reason why files with correct checksums are not readable as tensors, or None."""
     try:
         TensorReader(place, Manifest.read(place).files).read_metadata()
     except Damaged as damage:

@@ -64,13 +64,13 @@ class Job:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Sizes of the axes of the mesh: `axes` with those split that the method splits (`AttentionChoice`)."""
+        """Sizes of the axes of the mesh: `axes`, some of them split by the method (`AttentionChoice`)."""
         return getattr(self.attention, "mesh_axes", dict)(self.axes)
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peak bytes of a training step on one rank, of the device's memory and of the host's.
+    """Peak bytes of a training step on one rank, in device memory and in host memory.
 
     Args:
         device_breakdown, host_breakdown: at the peak, by label and by "parameters", "gradients", "optimizer", "other".
@@ -89,7 +89,7 @@ class StepMemory:
 
 
 def simulate(job: Job, progress: Progress = lambda _done, _total: None) -> StepMemory:
-    """Peak memory of one training step. Needs no GPU, and a process without a process group.
+    """Returns the peak memory of one training step. Needs no GPU; the process must not have a process group.
 
     Counts tensors, rounded as by the CUDA allocator. Not counted: fragmentation, the CUDA context, NCCL's buffers and
     workspaces inside library kernels.
@@ -135,7 +135,7 @@ class SimulatedStep:
         with LiveBytes(block) as live, simulated_stream():
 
             def pin_gradient(parameter: Tensor) -> None:
-                # FSDP2 has just set it; on a GPU it would now be copied to the host under CPU offload.
+                # FSDP2 has just set the gradient. With CPU offload, a GPU would now copy it to the host.
                 progress(next(gradients), len(parameters))
                 if parameter.grad is not None:
                     live.pin("gradients", [parameter.grad], self.job.on_host)

@@ -14,9 +14,9 @@ class Calls:
     """Operations that a rank has started in one process group.
 
     Args:
-        count: collectives. Ranks that wait for each other have started equally many.
+        count: number of collectives, which is equal on ranks that wait for each other.
         last: name of the latest operation.
-        running: an operation has not completed.
+        running: True if an operation has not completed.
         messages: number of sends and receives, which may differ between ranks.
     """
 
@@ -28,14 +28,14 @@ class Calls:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of a rank. The fields after `phase` are set only once something is wrong.
+    """A sign of life of a rank. The fields after `phase` are set only after a failure or an alarm.
 
     Args:
-        step: that the rank works on.
+        step: the step that the rank works on.
         phase: phase of the step, such as "training" or "saving".
         failure: error that ended its training.
         location: innermost lines of its Python stack.
-        waits: it is in a collective, or waits for its device.
+        waits: True if it is in a collective, or waits for its device.
         calls: latest call by process group and backend.
     """
 
@@ -57,34 +57,37 @@ class Heartbeat:
 
     @property
     def position(self) -> str:
-        """Such as "step 7", or "step 7 (saving)"."""
+        """Step and phase, such as "step 7" or "step 7 (saving)"."""
         return f"step {self.step}" + ("" if self.phase == "training" else f" ({self.phase})")
 
 
 def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> dict[int, str]:
     """Returns the ranks that the others wait for, each with the reason; none if all wait for each other.
 
-    The first rule that applies names them: ranks that failed or give no more heartbeats; ranks that do not wait while
-    others do; ranks that have started fewer collectives of a group than a rank that waits in it.
+    Applies the first rule that fits: 1. ranks that failed or stopped posting heartbeats; 2. ranks that do not wait
+    while others do; 3. ranks that have started fewer collectives of a group than a rank that waits in it.
 
     Args:
-        beats: the last heartbeat of each rank; None from a rank that never gave one.
-        silent: ranks that give no more heartbeats.
+        beats: the last heartbeat of each rank; None for a rank without any.
+        silent: ranks that have stopped posting heartbeats.
     """
+    # 1. Lost ranks.
     lost_ranks = {rank: beat for rank, beat in beats.items() if rank in silent or beat is None or beat.failure}
     if lost_ranks:
         return {rank: reason_of_loss(beat) for rank, beat in lost_ranks.items()}
+    # 2. Busy ranks: all others wait for them.
     alive = {rank: beat for rank, beat in beats.items() if beat is not None}
     busy = {rank: beat for rank, beat in alive.items() if not beat.waits}
     if 0 < len(busy) < len(alive):
         return {rank: f"in {beat.position}, at {beat.location}" for rank, beat in busy.items()}
+    # 3. All ranks wait, or none does: the counts of collectives tell who is late.
     return ranks_behind(alive)
 
 
 def reason_of_loss(beat: Heartbeat | None) -> str:
     if beat is None:
-        return "has never given a sign of life"
-    return f"failed in {beat.position}: {beat.failure}" if beat.failure else f"no sign of life since {beat.position}"
+        return "has never posted a heartbeat"
+    return f"failed in {beat.position}: {beat.failure}" if beat.failure else f"no heartbeat since {beat.position}"
 
 
 def ranks_behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
@@ -94,7 +97,7 @@ def ranks_behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
         calls = {rank: beat.calls[group] for rank, beat in beats.items() if group in beat.calls}
         highest = max(call.count for call in calls.values())
         if not any(call.running and call.count == highest for call in calls.values()):
-            continue
+            continue  # no rank waits in the latest collective of this group
         for rank, call in calls.items():
             if call.count < highest:
                 entered_text = f"has entered {call.count} collectives of group {group}, others {highest}"
@@ -105,8 +108,8 @@ def ranks_behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
 def recorded_calls() -> dict[str, Calls]:
     """Returns this rank's operations by process group and backend, as torch's flight recorders have them.
 
-    The recorders keep the latest operations only, but count all of them. gloo records no sends and receives; of NCCL's
-    batched ones only the batch can still be running, and that is not recorded.
+    The recorders keep only the latest operations, but count all. gloo records no sends and receives. NCCL records those
+    of a batch as complete, and not the batch itself, which may still be running.
     """
     calls: dict[str, Calls] = {}
     for entry in compat.recorded_collectives():

@@ -1,8 +1,8 @@
 """The lock of an output folder: one run at a time works there, and a run that has lost it changes nothing.
 
-The folder `lock` holds `N.held` while a run works, or `N.released` after the last one. Taking the lock creates the next
-number, which only one process can do. The number is a fencing token: a run whose number is not the highest has lost the
-folder.
+The folder `lock` has a file `N.held` while a run works, and `N.released` after it. A run takes the lock by creating the
+file with the next number, in which only one process succeeds. The number is a fencing token: a run whose number is no
+longer the highest has lost the folder.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Holder:
 
     Args:
         run: name of the run.
-        machine, started: distinguish the process from others with its id; see `process`.
-        since: ISO 8601 in UTC.
+        machine, started: tell the process apart from others with the same id; see `process`.
+        since: start of the run, ISO 8601 in UTC.
     """
 
     run: str
@@ -93,7 +93,7 @@ class Claim:
                 f"{self.folder.parent} was taken over by {successor or 'another run'}; this is {self.holder}"
             )
         if not is_held or Holder.read(self.path) != self.holder:
-            raise LockLost(f"{self.path} is no longer that of {self.holder}")
+            raise LockLost(f"{self.path} no longer belongs to {self.holder}")
 
     def beat(self) -> None:
         """Posts a heartbeat: a new modification time."""
@@ -122,6 +122,7 @@ def take(folder: Path, holder: Holder, silent: float, say: Callable[[str], None]
         number, is_held = newest(folder)
         if is_held:
             check_dead(folder / f"{number}.held", silent, say)
+        # Another process may create the same number, or a higher one, at the same time: then look again.
         claim = Claim(folder, number + 1, holder)
         if write(claim) and clear(claim):
             return claim
@@ -130,7 +131,7 @@ def take(folder: Path, holder: Holder, silent: float, say: Callable[[str], None]
 def write(claim: Claim) -> bool:
     """Creates the file of a claim; returns False if another process has created it."""
     try:
-        file = claim.path.open("x")
+        file = claim.path.open("x")  # atomic: of several processes, one creates the file
     except FileExistsError:
         return False
     try:
@@ -143,7 +144,7 @@ def write(claim: Claim) -> bool:
 
 
 def clear(claim: Claim) -> bool:
-    """Removes older numbers. Gives the claim up and returns False if another run has this number or a higher one."""
+    """Removes older numbers. Withdraws the claim and returns False if another run has this number or a higher one."""
     for name in os.listdir(claim.folder):
         if (match := NUMBERED.fullmatch(name)) is None or name == claim.path.name:
             continue
@@ -163,9 +164,10 @@ def newest(folder: Path) -> tuple[int, bool]:
 def check_dead(path: Path, silent: float, say: Callable[[str], None]) -> None:
     """Returns once the holder of a lock has ended or released it; raises Refused if the holder is alive."""
     holder, first = Holder.read(path), mark(path)
+    # On the same machine the process table tells; None: another machine, whose heartbeats are awaited.
     alive = None if holder is None else is_running(holder.machine, holder.pid, holder.started)
     if alive is None and first is not None:
-        say(f"waiting {silent:.0f} s for a sign of life of {holder or 'a run that has not told its name'} ({path})")
+        say(f"waiting {silent:.0f} s for a heartbeat of {holder or 'an unknown run'} ({path})")
         alive = changes(path, first, silent)
     if alive:
         name = Holder.read(path) or holder or "another run"
@@ -183,9 +185,9 @@ def changes(path: Path, first: Any, silent: float) -> bool:
 
 
 def mark(path: Path) -> tuple[int, bytes] | None:
-    """Returns a value that a heartbeat changes; None if the file does not exist.
+    """Returns a value that every heartbeat changes; None if the file does not exist.
 
-    Opening the file makes a network file system refresh its attributes.
+    Opens the file, because a network file system then refreshes its attributes.
     """
     try:
         with path.open("rb") as file:

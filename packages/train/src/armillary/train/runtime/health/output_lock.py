@@ -37,10 +37,11 @@ class OutputLock:
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
+        # Every rank gets rank 0's answer, so that a refusal raises on all of them.
         answers: list[Any] = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(answers, self._take() if dist.get_rank() == 0 else None)
-        except BaseException:
+        except BaseException:  # also an interrupt: the lock must not stay behind
             self.__exit__(None, None, None)
             raise
         self.run, refusal = answers[0]
@@ -60,7 +61,7 @@ class OutputLock:
     def fence(self) -> None:
         """Raises LockLost if this run has lost the folder, and OSError if the lock cannot be read.
 
-        To be called right before the folder is changed, by the first rank, which alone changes it.
+        Call it right before a change of the folder, on the first rank, the only one that changes it.
         """
         if self.claim is not None:
             self.claim.check()

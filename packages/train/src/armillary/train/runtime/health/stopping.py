@@ -39,7 +39,7 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
-    def asked(self, device: torch.device) -> bool:
+    def is_requested(self, device: torch.device) -> bool:
         """Returns True on every rank if any rank has received a signal. Collective."""
         count = torch.tensor(float(self.received), device=device)
         dist.all_reduce(count)
