@@ -168,7 +168,7 @@ def test_a_candidate_that_ends_two_runs_is_not_started_again(worlds, tmp_path):
         first, second, *others = all_candidates(tune_plan(tmp_path), 2)
         assert asked == [[first], [], others]
         assert tuned.measurements[1] == Measurement(
-            second, reason="has ended 2 runs; take it out of the file to try it again"
+            second, reason="has ended 2 runs; remove it from the file to try again"
         )
         assert tuned.attempts == {}
 

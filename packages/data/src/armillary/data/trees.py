@@ -30,7 +30,7 @@ class SegmentTree:
         starts, lengths: int64 [S], token ranges of the segments in their document.
         parents: the parent of each segment, or -1.
         trained: bool [S], true where tokens are labels.
-        weights: float64 [S], of the sequences that end with each segment.
+        weights: float64 [S], weight of the sequence that ends with each segment.
     """
 
     starts: Index
@@ -76,8 +76,8 @@ class SegmentTree:
     def split(self, length: int) -> list[SegmentTree]:
         """Splits into trees of at most `length` tokens, each with as many consecutive sequences as fit.
 
-        Shared segments are repeated, so that losses do not change. A sequence longer than `length` is cut there, and
-        left out if nothing of its last segment remains.
+        Shared segments are repeated, so that losses do not change. A sequence longer than `length` is truncated, and
+        dropped if nothing of its last segment remains.
         """
         if self.tokens <= length:
             return [self]
@@ -86,6 +86,7 @@ class SegmentTree:
         for leaf in sorted({*range(len(self))} - {*self.parents}):
             if self.depths[leaf] >= length:
                 continue
+            # A sequence adds only the segments that the current tree does not have yet.
             path = self.path(leaf)
             new_segments = {*path} - (groups[-1] if groups else {*()})
             added_tokens = int(self.lengths[[*new_segments]].sum())
@@ -143,6 +144,7 @@ class SegmentTable:
         return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
 
     def _check_depth_first(self, parents: Sequence[int], place: str) -> None:
+        # `path` is the path to the last segment: in depth-first order, the next parent is on it.
         path: list[int] = []
         for s, parent in enumerate(parents):
             while path and path[-1] != parent:

@@ -29,11 +29,11 @@ AUTOCAST_DTYPES = {
     "float32": torch.float32,
 }
 UNBOUNDED = -1
-"""Stands for None as a side of a window."""
+"""The integer for a side of a window that is None."""
 
 
 class OpKey(NamedTuple):
-    """The arguments of the op pair besides tensors: `OP_KEY_SCHEMA`.
+    """The arguments of the forward and the backward op apart from tensors: `OP_KEY_SCHEMA`.
 
     Args:
         call: registered number of a call, outside of graphs; -1 in a graph, where the other fields describe the call.
@@ -122,7 +122,7 @@ class GraphKey(NamedTuple):
         """Returns the op's arguments. `unpack` is the inverse."""
         window = (UNBOUNDED if side is None else side for side in self.window or (None, None))
         return OpKey(
-            -1,
+            -1,  # no registered call: the other fields describe it
             [self.method, int(self.causal), *window, int(self.return_lse), *(self.projected or ())],
             self.scale,
             self.softcap or 0.0,
@@ -152,7 +152,7 @@ class GraphKey(NamedTuple):
         )
 
     def options(self, mask_numbers: Tensor | None) -> AttentionOptions:
-        """Returns the caller's options, with the mask of these numbers."""
+        """Returns the caller's options, with the documents and pattern of the mask from `mask_numbers`."""
         numbers = None if mask_numbers is None else mask_numbers.numpy().tobytes()
         return AttentionOptions(
             read_mask(self.causal, self.window, numbers),
@@ -186,7 +186,7 @@ def read_layout(text: str) -> SequenceLayout | None:
 
 @lru_cache(maxsize=16)
 def read_mask(causal: bool, window: Window, numbers: bytes | None) -> AttentionMask:
-    """Returns the mask with these `numbers`; one object for all layers of a step, and for both passes."""
+    """Returns the mask with these `numbers`: one object for all layers of a step and both passes, which caches need."""
     if numbers is None:
         return AttentionMask(causal, window)
     return AttentionMask.of_numbers(causal, window, np.frombuffer(numbers, dtype=np.int64).tolist())

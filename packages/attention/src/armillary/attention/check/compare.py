@@ -12,16 +12,16 @@ from armillary.attention.check.method import root_mean_square
 from armillary.attention.check.step import CheckRun, RankRecord
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Largest relative error of a tensor, by dtype. A model's own rounding (`noise`) raises it."""
+"""Maximum relative error of a tensor, by dtype. A model's own rounding (`noise`) raises it."""
 NOISE_FACTOR = 4.0
-"""Largest error, as a multiple of the error that one rank has in the same dtype."""
+"""Maximum error, relative to the error of one rank in the same dtype."""
 GRADIENT_FLOOR = 1e-3
 """Errors of a gradient that is nearly zero are relative to this share of the root mean square of all gradients."""
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """Error of one tensor, relative to the norm of one rank's."""
+    """Error of a tensor, relative to the norm of the tensor on one rank."""
 
     name: str
     error: float
@@ -37,8 +37,8 @@ class TokenError(TensorError):
     """Error of a tensor with one row per token.
 
     Args:
-        by_token: [N], the error of each token, relative to the root mean square of all tokens. Of gradients it is the
-            error beside a factor common to all ranks, because FSDP2 and DDP average over ranks later.
+        by_token: [N], the error of each token, relative to the root mean square of all tokens. For gradients, after
+            division by a factor common to all ranks, because FSDP2 and DDP average over ranks later.
         factors: for gradients, the factor of each rank.
         by_token_without_factors: [N], the error of each token when each rank's tensor is divided by its own factor.
     """
@@ -58,9 +58,9 @@ class GradientError(TensorError):
     """Error of a parameter's gradient: the largest of all ranks.
 
     Args:
-        factor: all ranks have the right gradient times this number, if there is one.
+        factor: all ranks' gradients divided by the right one, if that is one number; else None.
         ranks_differ: True if ranks have different gradients.
-        sum_factor: the sum over ranks is the right gradient times this number, if there is one.
+        sum_factor: the sum over ranks divided by the right gradient, if that is one number; else None.
     """
 
     factor: float | None = None
@@ -73,10 +73,11 @@ class Comparison:
     """All errors of one run.
 
     Args:
-        tokens: logits, their gradient, and the gradient of the embeddings' output, as far as both sides have them.
+        tokens: errors of logits, of their gradient, and of the gradient of the embeddings' output, if both sides have
+            them.
         activations: errors of activations, in the order of the forward pass.
         shards: the positions of each rank, or () if the step does not report them.
-        untrained: parameters whose gradient is zero on one rank, so that nothing can be compared.
+        untrained: parameters whose gradient is zero on one rank: nothing can be compared.
     """
 
     run: CheckRun
@@ -90,7 +91,7 @@ class Comparison:
 
     @property
     def tensors(self) -> list[TensorError]:
-        """Loss, tensors of tokens and gradients of parameters: those that decide whether the run is right."""
+        """Errors of loss, token tensors and parameters' gradients, which decide whether the run is right."""
         return [self.loss, *self.tokens, *self.gradients]
 
     @property
@@ -104,7 +105,7 @@ class Comparison:
 
     @property
     def forward_right(self) -> bool:
-        """True if the logits are right, or the loss where logits are unknown."""
+        """True if the logits are right; without logits, if the loss is right."""
         logits = self.token_error("logits")
         return not (self.loss if logits is None else logits).wrong
 
@@ -133,7 +134,7 @@ def compare(
     Args:
         expected: record of one rank in float64.
         noise: record of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
-        limit: relative error, instead of that of the dtype.
+        limit: maximum relative error, in place of that for the dtype.
     """
     dtype_limit = LIMITS[run.dtype] if limit is None else limit
     noises = _noise(noise, expected) if noise is not None else {}
@@ -164,8 +165,8 @@ TOKEN_TENSORS = (
     ("gradient of logits", "logits_gradient", True),
     ("gradient of embeddings' output", "input_gradient", True),
 )
-"""(name, attribute of a record, whether a factor common to all ranks is right). Where FSDP2 and DDP average parameters'
-gradients, the gradients of activations are larger by the number of ranks."""
+"""(name, attribute of a record, True if a factor common to all ranks is allowed): FSDP2 and DDP average parameters'
+gradients, so gradients of activations are larger by the number of ranks."""
 
 
 def _noise(record: RankRecord, expected: RankRecord) -> dict[str, float]:

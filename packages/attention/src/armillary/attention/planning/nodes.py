@@ -140,11 +140,12 @@ class NodeSteps:
         for step in range(self.rings.nodes):
             hops = self._move(hop_tokens, step, rotating)
             result += spread([hops, *pending_moves], self._attend(step, inner_steps))
+            # Sums follow their tokens one step behind, so they overlap with the next step's computation.
             pending_moves = [self._move(ring_reduce_tokens, step, sums)] if sums and step else []
         return steps(*result, Step(tuple(pending_moves)))
 
     def _move(self, token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:
-        """Sends of all rings at a step."""
+        """Returns the sends of all rings at a step."""
 
         def sends() -> Iterator[Send]:
             for device, ring in enumerate(self.rings.rings):
@@ -154,7 +155,7 @@ class NodeSteps:
         return move("p2p", "nodes", payload.tensors, sends())
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
-        """The inner method's steps in all nodes, side by side."""
+        """Returns the inner method's steps in all nodes, side by side."""
         devices, by_node = self.rings.devices, list[Steps]()
         for node in range(self.rings.nodes):
             node_step = self.rings.step(node, step)
@@ -191,6 +192,7 @@ def spread(moves: Iterable[Move], inner: Steps) -> Steps:
         return (Step(tuple(moves)),) if moves else ()
 
     def share(each: Move, i: int) -> Move:
+        # Differences of rounded multiples, so that the shares add up to all bytes.
         def size(send: Send) -> int:
             return send.bytes * (i + 1) // len(inner) - send.bytes * i // len(inner)
 

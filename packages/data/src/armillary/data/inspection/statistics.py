@@ -66,10 +66,10 @@ def histogram(lengths: Index) -> list[Bin]:
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """Cost of a packing, and balance of its rows: (query, key) pairs of the slowest shard over the mean.
+    """Cost of a packing, and balance of its rows: (query, key) pairs of the most loaded shard over the mean.
 
     Args:
-        documents: mean number of pieces of documents, or of segments of trees, in a row.
+        documents: mean number of documents or pieces of them, or of segments of trees, in a row.
         zigzag, balanced: mean balance of rows under these layouts; `worst_zigzag` and `worst_balanced` of one row.
         spans: largest number of spans of a shard under the balanced layout.
         zigzag_hops, contiguous_hops, balanced_hops: hops that a token makes around a ring of the shards, on average.
@@ -95,7 +95,7 @@ def measure_packings(
     rows: int,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[PackingStatistics]:
-    """Measures every packing of a store in rows of `length` tokens; of trees, the packings that cut no document.
+    """Measures every packing of a store in rows of `length` tokens; for trees, only packings that cut no document.
 
     Args:
         rows: number of rows to measure the balance of.

@@ -20,7 +20,7 @@ from armillary.data.prepare.readers import (
 
 Format = Literal["auto", "text", "jsonl", "parquet", "trees"]
 Cutter = Callable[[Sequence[File], str | None, int], Iterable[InputChunk]]
-"""(files of one kind, field of documents or None for trees, bytes) -> chunks with about that many bytes of text."""
+"""(files of one kind, field with the text or None for trees, chunk size in bytes) -> chunks of about that size."""
 
 
 def cutter_of(file: File, format: Format) -> Cutter:
@@ -49,7 +49,7 @@ def cut_text(files: Sequence[File], field: str | None, size: int) -> Iterator[In
 
 
 def cut_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
-    """Cuts files into ranges of bytes, without regard to lines."""
+    """Cuts files into ranges of bytes. `read_jsonl` reads the lines that begin in its range."""
     for file in files:
         for start in range(0, file.bytes, size):
             stop = min(start + size, file.bytes)
@@ -77,6 +77,7 @@ def cut_parquet(files: Sequence[File], field: str | None, size: int) -> Iterator
             groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         if not any(group.num_rows for group in groups):
             continue
+        # Only the column of texts counts: the others are not read.
         sizes: list[int] = []
         for group in groups:
             columns = map(group.column, range(group.num_columns))
@@ -114,7 +115,7 @@ def _check_column(path: Path, field: str | None, schema: Any) -> None:
 
 
 def _groups(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Packs consecutive items into ranges of at most `limit` in all; a larger item has its own range."""
+    """Packs consecutive items into ranges with a total size of at most `limit`; a larger item has its own range."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if total + size > limit and index > start:

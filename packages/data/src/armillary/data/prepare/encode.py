@@ -24,7 +24,7 @@ OnInvalid = Literal["refuse", "replace", "skip"]
 replace, so they are refused unless the policy is "skip"."""
 
 BATCH_BYTES = 2**20
-"""Bytes of text that are encoded together: the library's tokens take a hundred times as much memory."""
+"""Bytes of text to encode at a time: the library's result takes a hundred times as much memory."""
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Counts:
 
     def add(self, later: Counts) -> None:
         """Adds the counts of a later chunk."""
+        # The first name stays; numbers add up.
         for name in (entry.name for entry in fields(self)):
             value, addend = getattr(self, name), getattr(later, name)
             setattr(self, name, value or addend if name.startswith("first") else value + addend)
@@ -86,10 +87,11 @@ class Encoder:
         return Part(tokens, lengths, np.array([*map(stable_hash, texts)], np.uint64))
 
     def _accept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
-        """Applies the policy to a document, and counts it if it is left out or changed."""
+        """Applies the policy to a document, and counts it if it is skipped or changed. Returns True to encode it."""
         if not document.text:
             counts.empty += 1
             return False
+        # Byte tokens need no valid UTF-8.
         if not isinstance(tokenizer, ByteTokenizer) and decode_utf8(document.text)[1]:
             if self.invalid != "replace":
                 self.skip(Invalid(document.name, "it is not valid UTF-8"), counts)
@@ -104,7 +106,7 @@ class Encoder:
             ValueError: the policy is not to skip.
         """
         if self.invalid != "skip":
-            remedy = "mend it, or leave such documents out with --invalid skip; then start over with --overwrite"
+            remedy = "correct it, or skip such documents with --invalid skip; then start over with --overwrite"
             raise ValueError(f"{record.name}: {record.reason}; {remedy}")
         counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or record.name
 
@@ -117,7 +119,7 @@ def tokenizer_in(folder: Path) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _build(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
-    """Reads a tokenizer. Keyed by the content of its files, since another store may have been in the folder before."""
+    """Reads a tokenizer. The content of its files is part of the key: the folder may have had another store before."""
     return TextTokenizer.read(folder)
 
 

@@ -117,7 +117,7 @@ def tree_part(tree: SegmentedTree, tokens: list[Integers], end_of_document: int)
     """
     texts, parents, trained, weights = zip(*tree.segments, strict=True)
     dtype = tokens[0].dtype
-    for s in {*range(len(tokens))} - {*parents}:
+    for s in {*range(len(tokens))} - {*parents}:  # leaves, which end sequences
         # A template may write the end of document itself.
         if not (tree.from_template and len(tokens[s]) and int(tokens[s][-1]) == end_of_document):
             tokens[s] = np.append(tokens[s], np.array([end_of_document], dtype))

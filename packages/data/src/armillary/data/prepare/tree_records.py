@@ -18,7 +18,7 @@ from typing import Any, cast
 from armillary.data.text.corpus import Document
 
 Message = dict[str, Any]
-"""A "role", its "content", and any other field of a chat template."""
+"""A message with "role", "content", and any other field that the chat template reads."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TreeNode:
     Args:
         content: text, or messages.
         parent: number of the parent node, or -1.
-        train: tokens are labels; of messages, the tokens of the assistant.
+        train: True if tokens are labels; for messages, only the assistant's tokens.
         weight: weight of the sequence that ends here; 0 for nodes with children.
     """
 
@@ -60,7 +60,7 @@ def tree_record(name: str, record: object) -> TreeRecord:
     nodes: list[TreeNode] = []
     _add_nodes(nodes, record, "", -1)
     if len({isinstance(node.content, str) for node in nodes}) > 1:
-        raise ValueError("some of the tree is text and some messages; give one or the other")
+        raise ValueError("the tree has both text and messages; use one of them")
     return TreeRecord(name, "".join(node.text for node in nodes).encode(), tuple(nodes))
 
 
