@@ -106,7 +106,7 @@ UNKNOWN = {
     "hides_everything": made.and_masks(CAUSAL, lambda *args: torch.tensor(False)),
     "padding_mask_function": made.padding_mask_function(TYPES),
     "packed_sequence_mask_function": made.and_masks(CAUSAL, made.packed_sequence_mask_function(TYPES)),
-    "chunks, or something else": made.or_masks(made.chunked_causal_mask_function(3, ZEROS), CAUSAL),
+    "chunks joined by or": made.or_masks(made.chunked_causal_mask_function(3, ZEROS), CAUSAL),
     "chunks of 3 and of 4": made.and_masks(made.chunked_overlay(3, ZEROS), made.chunked_overlay(4, ZEROS)),
     "blocks of two kinds": made.or_masks(made.blockwise_overlay(RUNS), made.blockwise_overlay(SCATTERED)),
 }

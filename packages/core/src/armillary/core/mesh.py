@@ -176,9 +176,8 @@ def own_device(device_type: str) -> torch.device | None:
     if count == 0:
         raise ValueError(f"device type {device_type!r}, but no such device is on this machine; use 'cpu'")
     if not torch.cuda.is_initialized():  # else the caller has chosen, as by torch.cuda.set_device
-        torch.cuda.set_device(
-            int(os.environ.get("LOCAL_RANK", "0")) % count
-        )  # % count: a rank may see only its own GPU
+        # Modulo, because a rank may see only its own GPU.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)
     return torch.device(device_type, torch.cuda.current_device())
 
 

@@ -52,9 +52,8 @@ def exchange(work: Integers, kinds: Integers, owner: Integers, loads: Integers) 
     partners_by_load = partners_by_load[partners_by_load != heavy]
     for partners in (partners_by_load[:PARTNERS], partners_by_load[PARTNERS:]):
         heavy_pieces, partner_pieces = np.flatnonzero(owner == heavy), np.flatnonzero(np.isin(owner, partners))
-        change = (
-            work[:, None, partner_pieces] - work[:, heavy_pieces, None]
-        )  # of the heavy shard's loads, by pair of pieces
+        # Change of the heavy shard's loads for each pair of pieces; the partner's loads change by the opposite.
+        change = work[:, None, partner_pieces] - work[:, heavy_pieces, None]
         new_peaks = np.maximum(
             loads[:, heavy, None, None] + change, loads[:, None, owner[partner_pieces]] - change
         ).max(0)

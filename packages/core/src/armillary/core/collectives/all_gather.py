@@ -29,7 +29,11 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     if axis.size == 1:
         return Collective(axis, (x,), (), lambda: x)
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
-    send_buffer = x.contiguous() if x.shape[dim] == max(sizes) else _padded(x, shape, dim)
+    if x.shape[dim] == max(sizes):
+        send_buffer = x.contiguous()
+    else:  # padded by uninitialized values, which `assemble` drops
+        send_buffer = x.new_empty(shape)
+        send_buffer.narrow(dim, 0, x.shape[dim]).copy_(x)
     buffer = x.new_empty((axis.size, *shape))
     trace_record = record(axis.name, "all_gather", (axis.size - 1) * send_buffer.nbytes, axis.size - 1)
     work = compat.all_gather_single(buffer.view(-1), send_buffer.view(-1), axis.group)
@@ -41,10 +45,3 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
         return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(buffer, sizes, strict=True)], dim)
 
     return Collective(axis, (send_buffer, buffer), watched([work], trace_record), assemble)
-
-
-def _padded(x: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """Returns `x` at the beginning of a tensor of `shape`, whose remainder is uninitialized."""
-    result = x.new_empty(shape)
-    result.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return result

@@ -43,9 +43,8 @@ def _merge_rows(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(
-        0, ROWS
-    )  # 32 bits: 64-bit divisions would take as long as the memory traffic
+    # In 32 bits: 64-bit divisions would take as long as the memory traffic.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     head, token, batch = row % heads, row // heads % tokens, row // heads // tokens
     head, token, batch = head.to(tl.int64), token.to(tl.int64), batch.to(tl.int64)  # 2^31 elements are 8 GB of float32
@@ -70,9 +69,8 @@ def _merge_rows(
         old = tl.load(out_at[:, None] + column[None, :] * out_dim, mask=valid, other=0.0)
         new = tl.load(part_at[:, None] + column[None, :] * part_dim, mask=valid, other=0.0).to(old.dtype)
         row_weight = weight[:, None]
-        blended = tl.where(
-            row_weight < 0.5, old + row_weight * (new - old), new - (new - old) * (1.0 - row_weight)
-        )  # torch.lerp's formula
+        # The formula of torch.lerp.
+        blended = tl.where(row_weight < 0.5, old + row_weight * (new - old), new - (new - old) * (1.0 - row_weight))
         tl.store(out_at[:, None] + column[None, :] * out_dim, blended, mask=valid)
     tl.debug_barrier()  # all threads of a row have read its lse before one of them overwrites it
     tl.store(lse_at, total, mask=inside)

@@ -157,6 +157,7 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
     is_last = positions + 1 == ends[segment + 1]
     inner = np.flatnonzero((next_tokens != IGNORE) & ~is_last & (row.weights[segment] > 0))
     # The last token of a segment predicts the first token of each of its children, so it may have several labels.
+    # Not strict: padding has a parent and a weight, but no slice.
     place_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
     children = [
         (
@@ -164,9 +165,7 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
             int(row.store.read(segment_slice.document, segment_slice.start, segment_slice.start + 1)[0]),
             weight,
         )
-        for parent, segment_slice, weight in zip(
-            row.parents, row.slices, row.weights.tolist(), strict=False
-        )  # no padding
+        for parent, segment_slice, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)
         if parent in place_of and weight > 0
     ]
     places, labels, weights = zip(*children, strict=True) if children else ((), (), ())

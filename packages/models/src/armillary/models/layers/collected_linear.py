@@ -73,9 +73,8 @@ class CollectedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dy,), (x, used_weight) = grad_outputs, ctx.saved_tensors
-        dx = (
-            dy @ used_weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        )  # under autocast forward ran in dy's dtype
+        # Under autocast, forward ran in dy's dtype, and not in the weight's.
+        dx = dy @ used_weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         weight, bias = map(ctx.totals.buffer, ctx.parameters)
         if weight is not None:
             ctx.rows.add_product(weight, dy.flatten(0, -2), x.flatten(0, -2).to(dy.dtype))

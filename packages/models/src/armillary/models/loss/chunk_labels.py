@@ -155,15 +155,12 @@ class MultiLabels:
         return triples.stop > triples.start
 
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> MultiChunkLabels:
-        in_chunk, token_count = (
-            self._within(chunk),
-            len(range(*chunk.indices(self.shape[0] * self.shape[1] // self.ranks))),
-        )
+        in_chunk = self._within(chunk)
+        token_count = len(range(*chunk.indices(self.shape[0] * self.shape[1] // self.ranks)))
         place = self.positions[in_chunk] - chunk.start * self.ranks
         labels, weights = self.triples.labels[in_chunk], self.triples.weights[in_chunk].to(dtype)
-        token_rows = (
-            place % self.ranks * token_count + place // self.ranks
-        )  # rank by rank, as hidden states are gathered
+        # Rank by rank, the order in which hidden states are gathered.
+        token_rows = place % self.ranks * token_count + place // self.ranks
         total = weights.new_zeros(token_count * self.ranks).index_put_((token_rows,), weights, accumulate=True)
         places, on_this_rank = rows.local_columns(labels, labels >= 0)
         return MultiChunkLabels(total.unsqueeze(1), token_rows, places, weights.where(on_this_rank, 0))

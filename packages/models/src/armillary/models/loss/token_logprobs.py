@@ -205,9 +205,8 @@ class LabelList:
     def of_chunk(self, part: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
         within = self.within(part)
         place = self.positions[within] - part.start * self.ranks
-        tokens = (
-            place % self.ranks * (part.stop - part.start) + place // self.ranks
-        )  # rank by rank, the order of the gathered chunk
+        # Rank by rank, the order of the gathered chunk.
+        tokens = place % self.ranks * (part.stop - part.start) + place // self.ranks
         return ChunkLabelList(within, tokens, *vocabulary.local_columns(self.labels[within], self.valid[within]))
 
     def shaped(self, values: Tensor) -> Tensor:

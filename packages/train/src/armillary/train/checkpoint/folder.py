@@ -84,15 +84,14 @@ class CheckpointFolder:
     def set_aside(self, step: int, copy: bool) -> Path:
         """Renames a checkpoint that is damaged, or a `copy` of another step; returns the new path."""
         self.fence()
-        path = self._free_copy(step) if copy else self.damaged(step)
-        if not copy:
+        if copy:
+            names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
+            path = next(path for name in names if not (path := self.path / name).exists())
+        else:
+            path = self.damaged(step)
             remove(path)
         self.place(step).rename(path)
         return path
-
-    def _free_copy(self, step: int) -> Path:
-        names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
-        return next(path for name in names if not (path := self.path / name).exists())
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
         """Removes all checkpoints except the newest `keep_last` and those whose step `keep_every` divides."""

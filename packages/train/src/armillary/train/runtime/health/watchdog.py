@@ -274,7 +274,8 @@ class Heartbeats:
         awaited_ranks, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
         while awaited_ranks and time.monotonic() < end:
             for rank in sorted(awaited_ranks):
-                post, now = self._latest_post(rank), time.monotonic()
+                key, now = f"rank-{rank}", time.monotonic()
+                post = self._store.get(key).decode() if self._store.check([key]) else ""
                 if post != posts[rank]:
                     posts[rank], since[rank] = post, now
                 if (beat := parse_post(post)) is not None and (beat.location or beat.failure):
@@ -284,10 +285,6 @@ class Heartbeats:
                     silent.add(rank)
             time.sleep(0.05)
         return {rank: parse_post(post) for rank, post in posts.items()}, silent
-
-    def _latest_post(self, rank: int) -> str:
-        key = f"rank-{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 def parse_post(post: str) -> Heartbeat | None:
