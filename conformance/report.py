@@ -50,7 +50,7 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
 HEADS = (
     *(Column(name, text=True) for name in ("method", "dtype")),
     *map(Column, ("cases", "failed", "worst error (share of its limit)")),
-    Column("worst case", text=True, below=True),
+    Column("worst case", text=True, own_line=True),
 )
 
 

@@ -102,8 +102,8 @@ def test_all_commands_parse_numbers_equally(read, capsys):
     for text in NO_NUMBERS:
         with pytest.raises((ValueError, SystemExit)) as refused:
             read(text)
-        said = f"{refused.value} {capsys.readouterr().err}"
-        assert "such as 131072, 1_000_000, 1e6, 64k (64,000), 64Ki" in said or (text == "-1" and "1" in said)
+        output = f"{refused.value} {capsys.readouterr().err}"
+        assert "such as 131072, 1_000_000, 1e6, 64k (64,000), 64Ki" in output or (text == "-1" and "1" in output)
 
 
 TABLES = {

@@ -156,16 +156,16 @@ def endless(_: Setting):
         yield Row("again", 1.0)
 
 
-@pytest.mark.parametrize(("run", "said"), [
+@pytest.mark.parametrize(("run", "message"), [
     (wrong, "FAILED second: 0.2 (at most 0.1; somebody)"),
     (crashing, "FAILED made up ended early: needs the package pydantic, which is not installed here"),
     (endless, "stopped after 0 s"),
 ], ids=["wrong", "crashing", "endless"])  # fmt: skip
-def test_a_check_that_fails_or_does_not_end_fails(run, said, monkeypatch, capsys):
+def test_a_check_that_fails_or_does_not_end_fails(run, message, monkeypatch, capsys):
     seconds = 600 if run is not endless else 0
     monkeypatch.setattr(command, "checks", lambda: {"made up": Check("made up", "Something", run, "much", seconds)})
     assert command.main(["--fake", "--here"]) == 1
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_speeds_are_judged_only_on_a_gpu_and_errors_everywhere():

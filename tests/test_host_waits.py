@@ -54,8 +54,8 @@ def waits(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name, owner = node.func.attr, node.func.value
-            made = name in ("tensor", "as_tensor") and isinstance(owner, ast.Name) and owner.id == "torch"
-            if name in METHODS or made:
+            is_creation = name in ("tensor", "as_tensor") and isinstance(owner, ast.Name) and owner.id == "torch"
+            if name in METHODS or is_creation:
                 yield name
         if isinstance(node, ast.Subscript):
             inside = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -320,11 +320,11 @@ def messages_of_documents() -> dict[str, tuple[int, int]]:
     """Messages of this rank, forward and backward, of each method."""
     layout = SequenceLayout.contiguous(64, 4)
     work = work_of(replace(SMALL, mask=WHOLE_AND_CUT, length=64), layout, layout, False)
-    found = dict[str, tuple[int, int]]()
+    counts = dict[str, tuple[int, int]]()
     for name in (*RINGS, "wallfacer-1"):
         ledger = attend(Composition.of(name, ring=4).build(), work)
-        found[name] = ledger.messages(phase="forward"), ledger.messages(phase="backward")
-    return found
+        counts[name] = ledger.messages(phase="forward"), ledger.messages(phase="backward")
+    return counts
 
 
 def test_ranks_whose_documents_are_whole_take_part_in_no_hop(worlds):

@@ -21,10 +21,10 @@ def test_the_ops_pass_torchs_checks():
     """Schema, shapes as promised, and a gradient, which is traced elsewhere: here lse would be given one."""
     attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
     key = GraphKey.of(attend, DIM, AttentionOptions(AttentionMask())).pack()
-    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
+    test_names = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sinks in (None, torch.randn(HEADS, requires_grad=True)):
         attention = torch.ops.armillary.attention.default
-        torch.library.opcheck(attention, ([q, k, v], sinks, None, *key), test_utils=asked)
+        torch.library.opcheck(attention, ([q, k, v], sinks, None, *key), test_utils=test_names)
     saved = [x.detach() for x in (q, k, v)]
     saved += torch.ops.armillary.attention.default(saved, None, None, *key)
     shape = [TOKENS, HEADS]
@@ -43,9 +43,11 @@ def own_memory(name: str) -> bool:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             actual = func(*args, **(kwargs or {}))
             if func.namespace == "armillary":
-                given = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+                tensors = [
+                    x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)
+                ]
                 out = storages(actual)
-                seen.append(len(set(out)) == len(out) and not set(out) & set(storages(given)))
+                seen.append(len(set(out)) == len(out) and not set(out) & set(storages(tensors)))
             return actual
 
     q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))

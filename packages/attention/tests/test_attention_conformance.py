@@ -435,8 +435,8 @@ def layouts_and_shards(every: list[Composition]) -> list[tuple[SequenceLayout, i
 FOUR = [{"ring": 4}, {"ulysses": 4}, {"ring": 2, "ulysses": 2}]
 
 
-def refusals(asked: list[tuple[dict[str, int], str]]) -> list[str]:
-    return [refusal(axes, wrong) for axes, wrong in asked]
+def refusals(requests: list[tuple[dict[str, int], str]]) -> list[str]:
+    return [refusal(axes, wrong) for axes, wrong in requests]
 
 
 def refusal(axes: dict[str, int], wrong: str) -> str:
@@ -458,12 +458,12 @@ def refusal(axes: dict[str, int], wrong: str) -> str:
     q, k, v = (torch.zeros(shapes[name]) for name in "qkv")
     if wrong == "dtypes":
         k = k.double()
-    given = {"mask": AttentionMask(), "layout": layout}
+    options = {"mask": AttentionMask(), "layout": layout}
     if wrong == "shards":
-        given["layout"] = SequenceLayout.contiguous(24, 3)
+        options["layout"] = SequenceLayout.contiguous(24, 3)
     if wrong == "no layout":
-        del given["layout"]
-    given |= {
+        del options["layout"]
+    options |= {
         "sinks": {"sinks": torch.zeros(3)},
         "softcap": {"softcap": 2.0, "kernel": "cpu_flash"},
         "kernel": {"kernel": "abacus"},
@@ -474,7 +474,7 @@ def refusal(axes: dict[str, int], wrong: str) -> str:
         "tree": {"mask": AttentionMask.tree((0, 9, 31), (-1, 0))},
     }.get(wrong, {})
     try:
-        attend.layout(24, kind="spiral") if wrong == "kind" else attend(q, k, v, **given)
+        attend.layout(24, kind="spiral") if wrong == "kind" else attend(q, k, v, **options)
     except ValueError as refused:
         return str(refused)
     return "accepted"
@@ -648,7 +648,7 @@ class Tampered:
     def __init__(self, attend: Method, flaw: str) -> None:
         self.attend, self.flaw, self.shard, self.layout = attend, flaw, attend.shard, attend.layout
 
-    def __call__(self, q, k, v, *, sinks=None, softcap=None, key_layout=None, **given):
+    def __call__(self, q, k, v, *, sinks=None, softcap=None, key_layout=None, **options):
         if sinks is not None and self.flaw == "sinks ignored":
             sinks = sinks * 0 - torch.inf
         if sinks is not None and self.flaw == "dsinks twice as large":
@@ -657,7 +657,7 @@ class Tampered:
             softcap = None
         if self.flaw == "layout of the keys ignored" and k.shape[1] == q.shape[1]:
             key_layout = None
-        return self.attend(q, k, v, sinks=sinks, softcap=softcap, key_layout=key_layout, **given)
+        return self.attend(q, k, v, sinks=sinks, softcap=softcap, key_layout=key_layout, **options)
 
 
 @pytest.mark.parametrize(
@@ -847,8 +847,10 @@ def test_cases_are_the_same_every_time_and_differ_from_one_another():
 
 
 def test_the_product_has_every_mask_layout_heads_and_dtype():
-    made = [settings_of(case) for case in product_cases()]
-    assert len({(each["mask"], each["kind"], each["heads"], each["dtype"]) for each in made}) == len(MASKS) * 3 * 5 * 3
+    settings = [settings_of(case) for case in product_cases()]
+    assert (
+        len({(each["mask"], each["kind"], each["heads"], each["dtype"]) for each in settings}) == len(MASKS) * 3 * 5 * 3
+    )
 
 
 def test_errors_are_measured_for_the_tensors_of_a_case():

@@ -52,13 +52,13 @@ def usp():
     return Ulysses(axes["ulysses"], inner=Ring(axes["ring"])), axes["ring", "ulysses"]
 
 
-def errors(found: list[Tensor], mask: AttentionMask, layout, shard: int) -> float:
+def errors(actual: list[Tensor], mask: AttentionMask, layout, shard: int) -> float:
     """Of this rank's tokens of output and dx, and of sums of the ranks' shares of the other gradients."""
-    for share in found[2:]:
+    for share in actual[2:]:
         dist.all_reduce(share)
     out, dx, *grads = on_one_rank(mask)
     expected = [layout.take(out, shard), layout.take(dx, shard), *grads]
-    return max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 class Setup(NamedTuple):

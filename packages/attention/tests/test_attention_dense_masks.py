@@ -67,8 +67,8 @@ def test_shapes_dtypes_and_rows():
     causal = dense(MASKS["causal"])
     added = torch.zeros(LENGTH, LENGTH).masked_fill(~causal, -torch.inf)
     least = added.clamp(min=torch.finfo(added.dtype).min)
-    for given in (causal[None], causal[None, None], causal.expand(2, 3, -1, -1), added, least, added.bfloat16()):
-        assert mask_of_tensor(given, 2, LENGTH) == AttentionMask()
+    for attn_mask in (causal[None], causal[None, None], causal.expand(2, 3, -1, -1), added, least, added.bfloat16()):
+        assert mask_of_tensor(attn_mask, 2, LENGTH) == AttentionMask()
     rows = mask_of_tensor(torch.stack([causal, dense(OTHERS["images"])])[:, None], 2, LENGTH)
     assert torch.equal(dense(rows, 0), causal) and torch.equal(dense(rows, 1), dense(OTHERS["images"]))
     hidden = POSITIONS >= 30  # padding: hidden from all queries
@@ -93,9 +93,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_masks_of_other_sequences_are_refused(name):
-    given, messages = REFUSED[name]
+    attn_mask, messages = REFUSED[name]
     with pytest.raises(ValueError, match=messages) as refused:
-        mask_of_tensor(given, 2, LENGTH)
+        mask_of_tensor(attn_mask, 2, LENGTH)
     assert "AttentionMask" in str(refused.value)
 
 
@@ -123,7 +123,7 @@ def test_a_tensor_and_a_value_do_the_same(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"attn_mask": CAUSAL, "is_causal": True}, "beside is_causal"),
         ({"attn_mask": CAUSAL, "documents": DOCUMENTS}, "beside documents"),
@@ -136,15 +136,15 @@ def test_a_tensor_and_a_value_do_the_same(name):
         ({"mask": "causal"}, "mask is a str; an AttentionMask is needed"),
     ],
 )
-def test_two_masks_that_contradict_each_other_are_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        attended(**given)
+def test_two_masks_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attended(**arguments)
 
 
 def test_a_tensor_is_read_once():
     from armillary.attention.context_parallel.dense_masks import MaskReader
 
-    reader, layout, given = MaskReader(Local()), SequenceLayout.contiguous(LENGTH, 1), CAUSAL.clone()
-    assert reader.read(given, 2, layout) is reader.read(given, 2, layout)
-    given[0, 1] = True
-    assert torch.equal(dense(reader.read(given, 2, layout)), given)
+    reader, layout, attn_mask = MaskReader(Local()), SequenceLayout.contiguous(LENGTH, 1), CAUSAL.clone()
+    assert reader.read(attn_mask, 2, layout) is reader.read(attn_mask, 2, layout)
+    attn_mask[0, 1] = True
+    assert torch.equal(dense(reader.read(attn_mask, 2, layout)), attn_mask)

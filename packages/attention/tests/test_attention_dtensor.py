@@ -84,9 +84,9 @@ def attended(
     plain, plain_lse = attend(*local, mask=mask, layout=layout, return_lse=True)
     same = [plain, plain_lse, *torch.autograd.grad(plain, local, dout.to_local())]
     order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
-    wanted = [x[:, order] for x in expected(length, mask)]
+    reference = [x[:, order] for x in expected(length, mask)]
     return (
-        max(relative_error(a.full_tensor().detach(), b) for a, b in zip(results, wanted, strict=True)),
+        max(relative_error(a.full_tensor().detach(), b) for a, b in zip(results, reference, strict=True)),
         max(relative_error(a.to_local().detach(), b.detach()) for a, b in zip(results, same, strict=True)),
     )
 
@@ -172,8 +172,8 @@ def error_of_sinks(compiled: bool, shape: tuple[int, ...]) -> float:
     assert list(dsinks.placements) == [Partial(), Partial(), heads]
     leaf = random(9, *shape).requires_grad_()
     q, k, v, up = whole(16)
-    (wanted,) = torch.autograd.grad(reference_attention(q, k, v, mask=mask, sinks=leaf), leaf, up)
-    return relative_error(dsinks.full_tensor(), wanted)
+    (reference,) = torch.autograd.grad(reference_attention(q, k, v, mask=mask, sinks=leaf), leaf, up)
+    return relative_error(dsinks.full_tensor(), reference)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "in one graph"])
@@ -300,11 +300,11 @@ def refusal_of(call: Callable[[], object]) -> str:
 
 
 def test_every_placement_is_accepted_or_refused_with_the_expected_one(worlds):
-    others = {"q": (Shard(0), Shard(2), Replicate()), "x": (Shard(0), Replicate())}
+    placements = {"q": (Shard(0), Shard(2), Replicate()), "x": (Shard(0), Replicate())}
     for rank in worlds(4).run(every_placement):
         for name, of_pairs in rank.items():
             for (on_ring, on_tp), messages in of_pairs.items():
-                expected = others[name] if on_ring == TOKENS else (Shard(1),)
-                taken = on_ring == TOKENS and on_tp in others[name]
+                expected = placements[name] if on_ring == TOKENS else (Shard(1),)
+                taken = on_ring == TOKENS and on_tp in placements[name]
                 named = f"{name} is" in messages and all(repr(placement) in messages for placement in expected)
                 assert (messages == "") == taken and (taken or named), (on_ring, on_tp)

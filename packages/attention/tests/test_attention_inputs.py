@@ -297,9 +297,9 @@ class Watching(Dense):
         self.seen.add(torch.is_autocast_enabled("cpu"))
         return super().forward(q, k, v, band, scores)
 
-    def backward(self, *given):
+    def backward(self, *grads):
         self.seen.add(torch.is_autocast_enabled("cpu"))
-        return super().backward(*given)
+        return super().backward(*grads)
 
 
 @pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)], ids=["plain", "stages"])

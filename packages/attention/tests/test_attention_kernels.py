@@ -189,9 +189,9 @@ def test_a_tile_that_is_part_of_the_keys_of_its_rows(kernel, tile, kv_heads, val
     seen[tuple(torch.tensor(pairs(tile)).T)] = True
     exact = softmax_parts(*(x.double() for x in (q, k, v)), seen, more, scores, dout.double())
     out, lse = exact[1][0].to(dtype), exact[1][1].to(torch.promote_types(dtype, torch.float32)).contiguous()
-    found = run_kernel(kernel, tile, q, k, v, dout, out, lse, scores)
-    for name, got, wanted in zip(("out", "lse", "dq", "dk", "dv"), found, (*exact[0], *exact[2]), strict=True):
-        error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=0.1)
+    actual = run_kernel(kernel, tile, q, k, v, dout, out, lse, scores)
+    for name, got, reference in zip(("out", "lse", "dq", "dk", "dv"), actual, (*exact[0], *exact[2]), strict=True):
+        error = (got.double() - reference).abs().max() / reference.abs().max().clamp(min=0.1)
         assert error <= LIMITS[dtype], f"{name} off by {error:.2g}"
 
 
@@ -235,8 +235,8 @@ def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel)
         out, lse = Dense().forward(*wide[:3], tile.offsets, Scores(0.2))
         exact = (out, lse, *Dense().backward(wide[3], *wide[:3], out, lse, tile.offsets, Scores(0.2)))
         given_back = run_kernel(kernel, tile, q, k, v, dout, out.bfloat16(), lse.float(), Scores(0.2))
-        for name, got, wanted in zip(("out", "lse", "dq", "dk", "dv"), given_back, exact, strict=True):
-            error = (got.double() - wanted).abs().max() / wanted.abs().max()
+        for name, got, reference in zip(("out", "lse", "dq", "dk", "dv"), given_back, exact, strict=True):
+            error = (got.double() - reference).abs().max() / reference.abs().max()
             assert error <= LIMITS[torch.bfloat16], f"{tile}: {name} off by {error:.2g}"
 
 
@@ -269,14 +269,14 @@ PACKED = [
     ("mask", "key_heads", "count"), [case[1:] for case in PACKED], ids=[case[0] for case in PACKED]
 )
 def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask, key_heads, count):
-    found, wanted = run_block(kernel, mask, key_heads), run_block(CpuFlash(), mask, key_heads)
+    actual, expected = run_block(kernel, mask, key_heads), run_block(CpuFlash(), mask, key_heads)
     assert flash_stub.calls == sorted(flash_stub.calls, key=lambda call: call.startswith("backward"))
     if isinstance(kernel, Cudnn):
         count += mask.window is not None  # what it does not know is cut into pieces of more kinds
     if not isinstance(kernel, Efficient):  # which packs nothing
         assert len(flash_stub.calls) == 2 * count
         assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
-    for got, exact in zip(found, wanted, strict=True):
+    for got, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
 
 
@@ -330,8 +330,8 @@ def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
     run_block(kernel, mask)
     assert len(calls) <= sum(calls) / 4, f"batches of {calls}"
     monkeypatch.setattr(type(kernel), "pack_key", lambda *piece: None)
-    for got, wanted in zip(together, run_block(kernel, mask), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    for got, expected in zip(together, run_block(kernel, mask), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
 
 
 def tokens_of(run: range) -> TilePart:
@@ -355,19 +355,19 @@ def test_large_tiles_go_alone_and_packs_are_closed_when_full():
     documents = runs(3, MIN_SINGLE_TOKENS, 4)
     assert sorted(packed(CudaFlash(), list(zip(documents, documents, strict=True)))) == [1, 2]
     documents = runs(*[MIN_SINGLE_TOKENS - 1] * 40)
-    found = packed(CudaFlash(), list(zip(documents, documents, strict=True)))
-    assert sum(found) == 40
-    assert max(found) * (MIN_SINGLE_TOKENS - 1) <= MAX_PACKED_TOKENS + MIN_SINGLE_TOKENS
+    actual = packed(CudaFlash(), list(zip(documents, documents, strict=True)))
+    assert sum(actual) == 40
+    assert max(actual) * (MIN_SINGLE_TOKENS - 1) <= MAX_PACKED_TOKENS + MIN_SINGLE_TOKENS
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30, unique=True))
 def test_no_token_is_twice_in_a_pack(cells):
     parts = [[tokens_of(range(4 * cell[side], 4 * cell[side] + 4)) for cell in cells] for side in (0, 1)]
     calls = [(*pair, (None, None)) for pair in zip(*parts, strict=True)]
-    found = pack_calls(calls, CpuFlash(), Shards(2, 40, 40))
+    actual = pack_calls(calls, CpuFlash(), Shards(2, 40, 40))
     every = torch.arange(80).view(2, 40, 1)
     for side in (0, 1):
-        tokens = [call[side].of(every).flatten() for call in found]
+        tokens = [call[side].of(every).flatten() for call in actual]
         assert all(index.unique().numel() == index.numel() for index in tokens)
         expected = torch.cat([part.of(every).flatten() for part in parts[side]])
         assert torch.cat(tokens).sort().values.equal(expected.sort().values)
@@ -506,18 +506,18 @@ def covered(tile: Tile) -> int:
 
 @pytest.mark.parametrize("margin", [0, 16])
 def test_flash_attn_3_leaves_multiprocessors_to_others(monkeypatch, margin):
-    given = []
+    arguments = []
     for name in ("_flash_attn_forward", "_flash_attn_backward"):
         real = getattr(sys.modules["flash_attn_interface"], name)
 
         def spy(*args, real=real, sm_margin=0, **options):
-            given.append(sm_margin)
+            arguments.append(sm_margin)
             return real(*args, sm_margin=sm_margin, **options)
 
         spy._init_fn = real
         monkeypatch.setattr(sys.modules["flash_attn_interface"], name, spy)
     run_block(FlashAttn3(sm_margin=margin), AttentionMask())
-    assert given == [margin, margin]
+    assert arguments == [margin, margin]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -689,8 +689,8 @@ def test_parameters_are_those_of_the_function_that_became_an_op():
     def doubled(x: torch.Tensor, window_size_left: int = -1) -> torch.Tensor:
         return 2 * x
 
-    made = torch.library.custom_op("armillary_test::doubled", doubled, mutates_args=())
-    assert [p.name for p in parameters(made)] == [p.name for p in parameters(doubled)] == ["x", "window_size_left"]
+    custom_op = torch.library.custom_op("armillary_test::doubled", doubled, mutates_args=())
+    assert [p.name for p in parameters(custom_op)] == [p.name for p in parameters(doubled)] == ["x", "window_size_left"]
 
 
 @pytest.mark.parametrize(

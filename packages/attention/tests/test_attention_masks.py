@@ -141,10 +141,10 @@ def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_len
     known += [AttentionMask.blocks([[True]], 8, 5), AttentionMask.chunked(2, (0, 3, 5))]
     known += [AttentionMask.rows([mask]) for mask in known]
     for mask in known:
-        for asked in (mask.slices, mask.pairs, mask.positions):
-            asked(5)
+        for method in (mask.slices, mask.pairs, mask.positions):
+            method(5)
             with pytest.raises(ValueError, match="5"):
-                asked(6)
+                method(6)
 
 
 def test_a_long_mask_is_counted_without_looking_at_pairs():
@@ -168,15 +168,15 @@ def test_a_long_mask_is_counted_without_looking_at_pairs():
 
 @each_kind
 def test_equal_masks_compare_equal_and_others_do_not(kind):
-    made = [list(masks(kind, 30)) for _ in range(2)]
-    for (_, length, one), (_, _, other) in zip(*made, strict=True):
+    drawn_masks = [list(masks(kind, 30)) for _ in range(2)]
+    for (_, length, one), (_, _, other) in zip(*drawn_masks, strict=True):
         assert one == other and hash(one) == hash(other) and one is not other
         for same in (replace(one), copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert same == one and hash(same) == hash(one), one
             assert np.array_equal(np.concatenate(same.slices(length)), np.concatenate(one.slices(length)))
         wider = replace(one, window=(length + 7, None))
         assert wider != one and replace(wider, window=one.window) == one
-    actual = [mask for _, _, mask in made[0]]
+    actual = [mask for _, _, mask in drawn_masks[0]]
     for a in actual:
         assert all((a == b) == (repr(vars(a)) == repr(vars(b))) or a == b for b in actual)
 
@@ -200,12 +200,12 @@ def test_kinds_that_show_the_same_are_still_other_masks():
 
 def test_arguments_may_be_tensors_and_arrays():
     documents, spans = (0, 3, 8), [range(4, 6)]
-    made = [
+    drawn_masks = [
         (AttentionMask.tree, (documents, (-1, 0))),
         (AttentionMask.prefix, (documents, (2, 0))),
         (AttentionMask.chunked, (3, documents)),
     ]
-    for make, arguments in made:
+    for make, arguments in drawn_masks:
         plain = make(*arguments)
         for convert in (np.array, torch.tensor, list):
             assert make(*(convert(x) if isinstance(x, tuple) else x for x in arguments)) == plain
@@ -402,8 +402,8 @@ def drawn_slice(random: Random) -> Slice:
     return Slice(*ranges, low, high)
 
 
-def row(given: Slice) -> list[int]:
-    queries, keys, low, high = given
+def row(mask_slice: Slice) -> list[int]:
+    queries, keys, low, high = mask_slice
     bounds = -99 if low is None else low, 99 if high is None else high
     return [queries.start, queries.stop, keys.start, keys.stop, *bounds]
 

@@ -140,10 +140,10 @@ def test_returning_results_overlap_with_the_next_step(ranks, name, phase):
 
 def test_all_that_is_started_is_waited_for(ranks):
     for rank in ranks:
-        for made, phases in rank.items():
+        for method_name, phases in rank.items():
             for events in phases:
                 started, waited = ({what for kind, what in events if kind == side} for side in ("start", "wait"))
-                assert started == waited, made
+                assert started == waited, method_name
 
 
 def communicators() -> list[tuple[bool, list[int], list[int]]]:
@@ -159,10 +159,10 @@ def test_the_two_directions_have_communicators_of_their_own(worlds):
 
 def both_directions() -> list[str]:
     """Sent on the way back first and received last, a message is still not taken for one that goes on."""
-    attend, mine = Ring(mesh(ring=2)["ring"]), dist.get_rank()
-    other = 1 - mine
+    attend, rank = Ring(mesh(ring=2)["ring"]), dist.get_rank()
+    other = 1 - rank
     boxes = {name: FlatBuffer.like([torch.empty(1)]) for name in ("on", "back")}
-    back_going, on_going = (FlatBuffer.of([torch.full((1,), tens + mine)]) for tens in (10.0, 20.0))
+    back_going, on_going = (FlatBuffer.of([torch.full((1,), tens + rank)]) for tens in (10.0, 20.0))
     back = exchange.start_exchange(attend.return_axis, {other: back_going}, {other: boxes["back"]})
     on = exchange.start_exchange(attend.axis, {other: on_going}, {other: boxes["on"]})
     on.wait()
@@ -180,9 +180,9 @@ def heads_move(ranks: int) -> list[str]:
     attend = Ulysses(mesh(ulysses=ranks)["ulysses"])
     original = dist.all_to_all_single
 
-    def started(*given, **named):
+    def started(*arguments, **named):
         events.append("start")
-        return RecordedAll(original(*given, **named), events)
+        return RecordedAll(original(*arguments, **named), events)
 
     q, k, v = (torch.randn(1, TOKENS, 4, 8) for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:

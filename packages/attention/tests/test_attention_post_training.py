@@ -151,11 +151,11 @@ def shares(x, layout, shard):
 def on_ranks():
     """Each loss on a part of the tokens of each rank, its gradient by them, and bytes; sharded by usp, rows by data."""
     actual = {}
-    made = mesh(shard=2, ring=2, ulysses=1) if dist.get_world_size() == 4 else mesh(ring=2)
-    ring = Ring(made["ring"])
+    device_mesh = mesh(shard=2, ring=2, ulysses=1) if dist.get_world_size() == 4 else mesh(ring=2)
+    ring = Ring(device_mesh["ring"])
     layout = SequenceLayout.zigzag(TOKENS // 2, 2)
     rows = [dist.get_rank() // 2] if dist.get_world_size() == 4 else [0, 1]
-    axes = [made["ring"], made["shard"]] if dist.get_world_size() == 4 else ring
+    axes = [device_mesh["ring"], device_mesh["shard"]] if dist.get_world_size() == 4 else ring
     for name in NAMES:
         *tokens, advantages = values()
         logprobs, *others = (shares(x[rows], layout, ring.shard) for x in tokens)

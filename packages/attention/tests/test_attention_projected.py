@@ -51,18 +51,18 @@ def both_ways(name: str) -> tuple[bool, list[str]]:
     attend, projections = build(name), Linear()
     layout, mask = attend.layout(30), AttentionMask(causal=True)
     x = torch.randn(2, layout.sizes[attend.shard], 32, dtype=torch.float64, requires_grad=True)
-    wanted = [x, *projections.parameters()]
+    leaves = [x, *projections.parameters()]
     q, (k, v) = projections.q(x, range(8)), projections.kv(x, range(2))
     plain = attend(q, k, v, mask=mask, layout=layout)
     dout = torch.randn_like(plain)
-    expected = [plain, *torch.autograd.grad(plain, wanted, dout)]
+    expected = [plain, *torch.autograd.grad(plain, leaves, dout)]
     EVENTS.clear()
     noted = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor")
     with pytest.MonkeyPatch.context() as patch:
         for operation in (operation for operation in noted if hasattr(dist, operation)):
             patch.setattr(dist, operation, note(getattr(dist, operation)))
         out = attend.projected(x, projections, mask=mask, layout=layout)
-    result = [out, *torch.autograd.grad(out, wanted, dout)]
+    result = [out, *torch.autograd.grad(out, leaves, dout)]
     return all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), EVENTS[:4]
 
 
@@ -87,16 +87,16 @@ def test_under_autocast_every_projection_gets_its_gradient(attend, backward_insi
     """Autocast keeps weights that it has cast, with or without a gradient, for whoever asks next."""
     projections, mask = Linear().float(), AttentionMask(causal=True)
     x = torch.randn(1, 12, 32, requires_grad=True)
-    wanted = [x, *(p for p in projections.parameters() if p is not projections.to_k.bias)]  # its gradient is 0
+    leaves = [x, *(p for p in projections.parameters() if p is not projections.to_k.bias)]  # its gradient is 0
     with torch.autocast("cpu", torch.bfloat16):
         out = attend.projected(x, projections, mask=mask)
         dout = torch.randn_like(out)
-        result = torch.autograd.grad(out, wanted, dout) if backward_inside else ()
-    result = result or torch.autograd.grad(out, wanted, dout)
+        result = torch.autograd.grad(out, leaves, dout) if backward_inside else ()
+    result = result or torch.autograd.grad(out, leaves, dout)
     with torch.autocast("cpu", torch.bfloat16):
         q, (k, v) = projections.q(x, range(8)), projections.kv(x, range(2))
         plain = Local()(q, k, v, mask=mask)
-    expected = torch.autograd.grad(plain, wanted, dout)
+    expected = torch.autograd.grad(plain, leaves, dout)
     assert all(relative_error(a, b) < 2e-2 for a, b in zip(result, expected, strict=True))
 
 

@@ -83,7 +83,7 @@ def test_invalid_masks_are_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("documents", "stored"),
     [
         ({"documents": np.array([0, 3, 8])}, (0, 3, 8)),
         ({"documents": torch.tensor([0, 3, 8], dtype=torch.int32)}, (0, 3, 8)),
@@ -102,14 +102,14 @@ def test_invalid_masks_are_refused(options, message):
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_masks_are_kept_as_plain_numbers(given, kept):
-    mask = AttentionMask(**given)
-    ((name, _),) = given.items()
+def test_masks_are_kept_as_plain_numbers(documents, stored):
+    mask = AttentionMask(**documents)
+    ((name, _),) = documents.items()
     actual = getattr(mask, name)
-    assert actual == kept and type(actual) is type(kept)
+    assert actual == stored and type(actual) is type(stored)
     plain = [side for row in ([actual] if isinstance(actual, tuple) else []) for side in row]
     assert all(type(number) in (int, tuple, type(None)) for number in plain)
-    assert hash(mask) == hash(AttentionMask(**{name: kept})) and mask == AttentionMask(**{name: kept})
+    assert hash(mask) == hash(AttentionMask(**{name: stored})) and mask == AttentionMask(**{name: stored})
 
 
 # -- constructors -----------------------------------------------------------------------------------------------------
@@ -251,9 +251,9 @@ CALLS: list[tuple[dict, str]] = [
 @pytest.mark.parametrize(("wrong", "message"), CALLS, ids=[str(message)[:40] for _, message in CALLS])
 @pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
 def test_invalid_call_arguments_are_refused(wrong, message, attend):
-    given = tensors(**GOOD) | {"mask": CAUSAL} | wrong
+    arguments = tensors(**GOOD) | {"mask": CAUSAL} | wrong
     with pytest.raises(ValueError, match=message):
-        attend(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+        attend(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 class Plain:
@@ -283,16 +283,16 @@ PROJECTED = [
 @pytest.mark.parametrize(("wrong", "message"), PROJECTED, ids=[str(message)[:40] for _, message in PROJECTED])
 @pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
 def test_invalid_projected_arguments_are_refused(wrong, message, attend):
-    given = {"x": torch.zeros(2, N, 16), "projections": Plain(), "mask": CAUSAL} | wrong
+    arguments = {"x": torch.zeros(2, N, 16), "projections": Plain(), "mask": CAUSAL} | wrong
     with pytest.raises(ValueError, match=message):
-        attend.projected(given.pop("x"), given.pop("projections"), **given)
+        attend.projected(arguments.pop("x"), arguments.pop("projections"), **arguments)
 
 
 @pytest.mark.parametrize("wrong", [{"mask": None}, {"scale": math.nan}, {"softcap": math.inf}, {"mask": torch.ones(8)}])
 def test_the_oracle_refuses_invalid_arguments(wrong):
-    given = tensors(**GOOD) | {"mask": CAUSAL} | wrong
+    arguments = tensors(**GOOD) | {"mask": CAUSAL} | wrong
     with pytest.raises(ValueError):
-        reference_attention(**given)
+        reference_attention(**arguments)
 
 
 def test_numbers_of_numpy_will_do():

@@ -215,7 +215,7 @@ def test_the_innermost_sequence_applies():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"attn_mask": torch.ones(9, 5, dtype=torch.bool)}, "not of the whole sequence of 9"),
         ({"dropout_p": 0.1}, "dropout"),
@@ -224,10 +224,10 @@ def test_the_innermost_sequence_applies():
         ({"key": torch.zeros(2, 4, 8, 8), "value": torch.zeros(2, 4, 8, 8)}, "tokens"),
     ],
 )
-def test_impossible_requests_are_refused(change, said):
-    given = {name: torch.zeros(2, 4, 9, 8) for name in ("query", "key", "value")} | change
-    with sdpa_parallel(Local()), pytest.raises(ValueError, match=said):
-        F.scaled_dot_product_attention(**given)
+def test_impossible_requests_are_refused(change, message):
+    arguments = {name: torch.zeros(2, 4, 9, 8) for name in ("query", "key", "value")} | change
+    with sdpa_parallel(Local()), pytest.raises(ValueError, match=message):
+        F.scaled_dot_product_attention(**arguments)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -260,15 +260,15 @@ class Attends(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [("softmax", "without a call of"), ("flex", "flex_attention ran"), ("op", "flash_attention_for_cpu attends")],
 )
-def test_a_block_with_attention_that_is_not_routed_is_refused(how, said):
+def test_a_block_with_attention_that_is_not_routed_is_refused(how, message):
     q, parallel = torch.randn(1, 2, 6, 8), sdpa_parallel(Local())
     model, routed = Attends(how), how != "softmax"
     compiled = torch.compile(model, backend="eager")
     for run in (model, compiled, compiled) if how != "op" else (model,):
-        with pytest.raises(ValueError, match=said), parallel:
+        with pytest.raises(ValueError, match=message), parallel:
             run(q)
             if routed:  # beside a call that is
                 F.scaled_dot_product_attention(q, q, q)

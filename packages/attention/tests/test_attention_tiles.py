@@ -140,8 +140,8 @@ def any_cell(seed: int) -> tuple[SequenceLayout, SequenceLayout, AttentionMask, 
     alike = random.random() < 0.5
     keys = length if alike or random.random() < 0.5 else random.randint(1, 40)
     layout = any_layout(random, length, min(shards, length, keys))
-    others = layout if alike else any_layout(random, keys, layout.shards)
-    return layout, others, drawn_mask(random, length, keys, batch=2), random
+    key_layout = layout if alike else any_layout(random, keys, layout.shards)
+    return layout, key_layout, drawn_mask(random, length, keys, batch=2), random
 
 
 def any_layout(random: Random, length: int, shards: int) -> SequenceLayout:
@@ -153,13 +153,13 @@ def any_layout(random: Random, length: int, shards: int) -> SequenceLayout:
 
 def test_every_cell_of_any_layouts_under_any_kind_of_mask():
     for seed in range(100):
-        layout, others, mask, random = any_cell(seed)
-        grid, row = Grid(layout, others, mask), random.randint(0, 1)
-        for i, j in product(range(layout.shards), range(others.shards)):
+        layout, key_layout, mask, random = any_cell(seed)
+        grid, row = Grid(layout, key_layout, mask), random.randint(0, 1)
+        for i, j in product(range(layout.shards), range(key_layout.shards)):
             check_pairs(
-                grid.tiles(i, j, row if mask.per_row else 0), layout.positions(i), others.positions(j), mask, row
+                grid.tiles(i, j, row if mask.per_row else 0), layout.positions(i), key_layout.positions(j), mask, row
             )
-            pairs = visible_pairs(mask, layout.positions(i), others.positions(j), batch=2).expand(2, -1, -1)
+            pairs = visible_pairs(mask, layout.positions(i), key_layout.positions(j), batch=2).expand(2, -1, -1)
             assert grid.pairs(i, j, batch=2) == pairs.sum(), (seed, mask)
             for runs, tokens in zip(grid.visible(i, j), (pairs.any(0).any(1), pairs.any(0).any(0)), strict=True):
                 assert [at for run in runs for at in run] == tokens.nonzero().flatten().tolist(), (seed, mask)

@@ -51,10 +51,10 @@ def read(worlds, composition: Composition, folders) -> tuple[list[Event], list[A
     return json.loads(path.read_text())["traceEvents"], ledgers
 
 
-def spans(events: list[Event], rank: int, **wanted: object) -> list[Event]:
+def spans(events: list[Event], rank: int, **facts: object) -> list[Event]:
     """Those of a rank that have these facts, such as cat="compute" or axis="ring"."""
     here = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-    return [event for event in here if wanted.items() <= {**event, **event["args"], "args": None}.items()]
+    return [event for event in here if facts.items() <= {**event, **event["args"], "args": None}.items()]
 
 
 def end(event: Event) -> float:

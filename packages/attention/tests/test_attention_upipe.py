@@ -189,12 +189,12 @@ def expected(case: Case) -> Result:
 
 
 def differentiated(out: Tensor, dout: Tensor, x: Tensor, weights: nn.Module) -> Result:
-    wanted = {"x": x, **dict(weights.named_parameters())}
-    wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
-    gradients = torch.autograd.grad(out, list(wanted.values()), dout)
-    assert all(tensor.grad is None for tensor in wanted.values())
-    assert all(g.dtype == tensor.dtype for g, tensor in zip(gradients, wanted.values(), strict=True))
-    return {"out": out.detach()} | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
+    leaves = {"x": x, **dict(weights.named_parameters())}
+    leaves = {name: tensor for name, tensor in leaves.items() if tensor.requires_grad}
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+    assert all(tensor.grad is None for tensor in leaves.values())
+    assert all(g.dtype == tensor.dtype for g, tensor in zip(gradients, leaves.values(), strict=True))
+    return {"out": out.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
 def on_rank(attend: Method, case: Case) -> Result:

@@ -331,8 +331,8 @@ class Watched(Projected):
         self.most = dict.fromkeys(self.alive, 0)
 
     def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
-        held = sum(n for n, storage in self.alive[name] if not storage.expired())
-        self.most[name] = max(self.most[name], held)
+        alive_bytes = sum(n for n, storage in self.alive[name] if not storage.expired())
+        self.most[name] = max(self.most[name], alive_bytes)
         y = super().project(name, x, heads)
         self.alive[name].append((len(heads), StorageWeakRef(y.untyped_storage())))
         return y

@@ -76,17 +76,17 @@ def differs(expected: Tensor, got: Tensor) -> bool:
 
 def failures(shape: tuple[int, ...], dtype: torch.dtype, layout: str, poison: bool) -> Iterator[str]:
     """The tensors that differ from those of torch's ops, and memory that changed beside them."""
-    given = drawn(shape, dtype, seed=len(shape))
+    drawn_parts = drawn(shape, dtype, seed=len(shape))
     if layout == "expanded":  # of what is read alone
-        part_out, part_lse = (x[:1].expand(x.shape) for x in (given.part_out, given.part_lse))
-        given = given._replace(part_out=part_out, part_lse=part_lse)
-    if poison and given.lse.numel() > 2:
-        given.part_out.view(-1, shape[-1])[1] = torch.nan
-        given.part_lse.view(-1)[2] = torch.nan
-    expected = Merged(*(x.clone() for x in given))
+        part_out, part_lse = (x[:1].expand(x.shape) for x in (drawn_parts.part_out, drawn_parts.part_lse))
+        drawn_parts = drawn_parts._replace(part_out=part_out, part_lse=part_lse)
+    if poison and drawn_parts.lse.numel() > 2:
+        drawn_parts.part_out.view(-1, shape[-1])[1] = torch.nan
+        drawn_parts.part_lse.view(-1)[2] = torch.nan
+    expected = Merged(*(x.clone() for x in drawn_parts))
     merge_by_ops_(*expected)
     accumulators = "contiguous" if layout == "expanded" else layout
-    placed = [poisoned(x, how) for x, how in zip(given, (*[accumulators] * 2, *[layout] * 2), strict=True)]
+    placed = [poisoned(x, how) for x, how in zip(drawn_parts, (*[accumulators] * 2, *[layout] * 2), strict=True)]
     views, wholes = Merged(*(view for view, _ in placed)), [full for _, full in placed]
     before = [full.clone() for full in wholes]
     fused_merge_(*views)

@@ -54,13 +54,13 @@ def test_pairs_are_counted_exactly(case, data):
     cuts = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6).map(sorted))
     part = TokenRuns(np.array(cuts[:-1:2]), np.array(cuts[1::2]))  # some runs of the sequence
     ends = data.draw(st.lists(st.integers(0, part.size), min_size=2, max_size=5).map(sorted))
-    held = [position for span in part.spans(0, part.size) for position in span]
-    assert len(held) == part.size
+    positions = [position for span in part.spans(0, part.size) for position in span]
+    assert len(positions) == part.size
     for side, of_keys in enumerate((False, True)):
-        seen = [brute(length, **mask, of_keys=of_keys)[position] for position in held]
+        seen = [brute(length, **mask, of_keys=of_keys)[position] for position in positions]
         expected = [sum(seen[a:b]) for a, b in pairwise(ends)]
         assert part.pairs(np.array(ends), work)[side].tolist() == expected
-    assert [p for a, b in pairwise(ends) for span in part.spans(a, b) for p in span] == held[ends[0] : ends[-1]]
+    assert [p for a, b in pairwise(ends) for span in part.spans(a, b) for p in span] == positions[ends[0] : ends[-1]]
 
 
 @given(cases(), st.integers(1, 5), st.sampled_from(["balanced", "zigzag", "striped", "contiguous"]), st.booleans())
@@ -81,8 +81,8 @@ def test_rows_of_a_batch_are_balanced_together():
     for row in ends:
         starts = torch.tensor(row)
         for shard in range(8):
-            held = layout.positions(shard)
-            loads[shard] += (held - starts[torch.bucketize(held, starts, right=True) - 1] + 1).sum()
+            positions = layout.positions(shard)
+            loads[shard] += (positions - starts[torch.bucketize(positions, starts, right=True) - 1] + 1).sum()
     assert attention_balance(layout, documents=ends) == pytest.approx(float(loads.max() / loads.mean()))
     assert loads.max() / loads.mean() < 1.02
 
@@ -92,8 +92,8 @@ def test_every_position_has_one_shard_and_sizes_are_even(case, shards):
     length, mask = case
     shards = min(shards, length)
     layout = SequenceLayout.balanced(length, shards, **mask, traffic=0)
-    held = torch.cat([layout.positions(shard) for shard in range(shards)])
-    assert sorted(held.tolist()) == list(range(length))
+    positions = torch.cat([layout.positions(shard) for shard in range(shards)])
+    assert sorted(positions.tolist()) == list(range(length))
     assert max(layout.sizes) - min(layout.sizes) <= 1
     assert all(
         a.start < b.start for s in range(shards) for a, b in zip(layout.spans(s), layout.spans(s)[1:], strict=False)

@@ -160,17 +160,17 @@ def test_a_duplicate_is_apart_from_its_axis_and_made_once(worlds):
 def go_round() -> tuple[list[float], int]:
     """Two tensors of unequal sizes go once round the ring."""
     axis = Axis.of(mesh(ring=4)["ring"])
-    held = FlatBuffer.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
+    current = FlatBuffer.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
     seen: list[float] = []
     with CommLedger() as ledger:
         for step in range(4):
             owner = (axis.rank - step - 1) % 4
-            coming = FlatBuffer.like(held.tensors[:1], 3 + owner)
-            coming = FlatBuffer.like([*coming.tensors, held.tensors[1]])
-            start_exchange(axis, {(axis.rank + 1) % 4: held}, {(axis.rank - 1) % 4: coming}).wait()
-            held = coming
-            assert torch.equal(held.tensors[0], torch.full((2, 3 + owner), float(owner)))
-            seen.append(held.tensors[1].item())
+            coming = FlatBuffer.like(current.tensors[:1], 3 + owner)
+            coming = FlatBuffer.like([*coming.tensors, current.tensors[1]])
+            start_exchange(axis, {(axis.rank + 1) % 4: current}, {(axis.rank - 1) % 4: coming}).wait()
+            current = coming
+            assert torch.equal(current.tensors[0], torch.full((2, 3 + owner), float(owner)))
+            seen.append(current.tensors[1].item())
     return seen, ledger.bytes(axis="ring", kind="p2p", phase="forward")
 
 
@@ -285,10 +285,10 @@ def there_and_back(ranges: list[range], length: int) -> tuple[bool, bool, int]:
     layout = SequenceLayout.contiguous(length, 4)
     count = max(part.stop for part in ranges)
     full = torch.arange(2 * length * count * 3, dtype=torch.float64).view(2, length, count, 3)
-    mine = ranges[axis.rank]
+    own_ranges = ranges[axis.rank]
     with CommLedger() as ledger:
         heads = start_seq_to_head(layout.take(full, axis.rank), axis, layout.sizes, ranges).wait()
-    right = torch.equal(heads, full[:, :, mine.start : mine.stop])
+    right = torch.equal(heads, full[:, :, own_ranges.start : own_ranges.stop])
     back = start_head_to_seq(heads, axis, layout.sizes, ranges).wait()
     holders = torch.tensor([sum(head in part for part in ranges) for head in range(count)])
     return right, torch.equal(back, layout.take(full * holders[:, None], axis.rank)), ledger.bytes(kind="all_to_all")
@@ -311,8 +311,8 @@ def test_all_to_all_and_its_transpose(worlds):
     for (heads, length), *ranks in zip(todo, *worlds(4).run(each_there_and_back, todo), strict=True):
         for rank, (there, back, sent) in enumerate(ranks):
             assert there and back, (heads, length, rank)
-            others = sum(len(part) for other, part in enumerate(RANGES[heads]) if other != rank)
-            assert sent == 2 * SequenceLayout.contiguous(length, 4).sizes[rank] * others * 3 * 8
+            sent_tokens = sum(len(part) for other, part in enumerate(RANGES[heads]) if other != rank)
+            assert sent == 2 * SequenceLayout.contiguous(length, 4).sizes[rank] * sent_tokens * 3 * 8
 
 
 def one_rank_alone() -> tuple[bool, int]:

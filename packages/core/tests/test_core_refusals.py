@@ -97,12 +97,12 @@ LEDGER = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "message"), LEDGER)
-def test_a_ledger_refuses_unknown_kinds_and_phases(wanted, message):
+@pytest.mark.parametrize(("filters", "message"), LEDGER)
+def test_a_ledger_refuses_unknown_kinds_and_phases(filters, message):
     ledger = CommLedger()
     for ask in (ledger.bytes, ledger.messages):
         with pytest.raises(ValueError, match=message):
-            ask(**wanted)
+            ask(**filters)
 
 
 # -- meshes, with a group that is there already, and primitives -------------------------------------------------------

@@ -42,7 +42,7 @@ def each_on_ranks() -> list[list[float]]:
 def on_ranks(how: str, summed: bool) -> list[float]:
     """By how much each gradient differs from one rank's, divided by it: its norm, and the whole of it."""
     built, expected = model(), gradients(model(), tokens())
-    mine = tokens().chunk(RANKS)[dist.get_rank()]
+    local_tokens = tokens().chunk(RANKS)[dist.get_rank()]
     if how == "DDP":
         built = DistributedDataParallel(built)
     else:
@@ -53,7 +53,7 @@ def on_ranks(how: str, summed: bool) -> list[float]:
     if summed:
         sum_gradients(built)
     factor = 1 if summed else 1 / RANKS
-    actual = gradients(built, mine)
+    actual = gradients(built, local_tokens)
     return [relative_error(result, factor * wanted) for result, wanted in zip(actual, expected, strict=True)]
 
 
@@ -119,11 +119,11 @@ def test_clipping_takes_gradients_on_several_meshes_and_shares_of_sums(worlds):
     full = torch.stack(expected).norm().item()
     for norm, actual in worlds(RANKS).run(clipped_on_meshes):
         assert norm == pytest.approx(full, rel=1e-12)
-        for result, wanted in zip(actual, expected, strict=True):
-            assert relative_error(result, wanted / (full + 1e-6)) < 1e-12  # torch adds 1e-6 to the norm
+        for result, expected_gradient in zip(actual, expected, strict=True):
+            assert relative_error(result, expected_gradient / (full + 1e-6)) < 1e-12  # torch adds 1e-6 to the norm
 
 
-@pytest.mark.parametrize("given", [None, nn.Linear, {}, [nn.Linear(1, 1)]])
-def test_values_that_are_no_models_are_refused(given):
+@pytest.mark.parametrize("value", [None, nn.Linear, {}, [nn.Linear(1, 1)]])
+def test_values_that_are_no_models_are_refused(value):
     with pytest.raises(ValueError, match="is not a model"):
-        sum_gradients(given)
+        sum_gradients(value)

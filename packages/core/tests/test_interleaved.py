@@ -26,9 +26,9 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator, dtype=torch.float64)
     weights = torch.randn(axis.size(), *shape, generator=generator, dtype=torch.float64)
-    mine = interleaved_shard(whole, axis).requires_grad_()
+    local = interleaved_shard(whole, axis).requires_grad_()
     with CommLedger() as ledger:
-        gathered = all_gather_interleaved(mine, axis)
+        gathered = all_gather_interleaved(local, axis)
         sent = ledger.bytes()
         gathered[:, : shape[1]].backward(weights[axis.get_local_rank()])
     full = (whole * weights[axis.get_local_rank()]).requires_grad_()
@@ -36,8 +36,8 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
     summed.backward(interleaved_shard(weights.sum(0), axis))
     return {
         "gathered": torch.equal(gathered[:, : shape[1]], whole) and not gathered[:, shape[1] :].any(),
-        "bytes": sent == (axis.size() - 1) * mine.nbytes,
-        "gradient of gathering": torch.allclose(mine.grad, interleaved_shard(weights.sum(0), axis)),
+        "bytes": sent == (axis.size() - 1) * local.nbytes,
+        "gradient of gathering": torch.allclose(local.grad, interleaved_shard(weights.sum(0), axis)),
         "summed": torch.allclose(summed, interleaved_shard(whole * weights.sum(0), axis)),
         "gradient of summing": torch.equal(full.grad, weights.sum(0)),
     }

@@ -71,7 +71,7 @@ def each(function: Callable, todo: list[tuple]) -> list:
 def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int, int]:
     """seq_to_head, then head_to_seq, forward and backward: errors, and bytes of the first forward and backward."""
     axis = mesh(ulysses=4)["ulysses"]
-    rank, mine = axis.get_local_rank(), heads[axis.get_local_rank()]
+    rank, own_heads = axis.get_local_rank(), heads[axis.get_local_rank()]
     full = random(0, B, sum(sizes), H, D).requires_grad_()
     x = split(full.detach(), sizes, rank).requires_grad_()
     ups = [random(1 + r, B, sum(sizes), len(part), D) for r, part in enumerate(heads)]
@@ -90,7 +90,7 @@ def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int
     padded = [torch.nn.functional.pad(a, (0, 0, p.start, H - p.stop)) for a, p in zip(z, heads, strict=True)]
     total = torch.stack(padded).sum(0)
     actual += errors((back, dz), (split(total, sizes, rank), torch.autograd.grad(total, z, up)[rank]))
-    assert len(mine) == y.shape[2]
+    assert len(own_heads) == y.shape[2]
     return actual, ledger.bytes(kind="all_to_all", phase="forward"), ledger.bytes(kind="all_to_all", phase="backward")
 
 
@@ -160,14 +160,14 @@ def test_all_reduce_and_its_gradient(worlds):
 
 def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
     """Partial attention of four ranks. Row 0 has seen nothing anywhere; each rank has rows that it saw nothing for."""
-    made: list[tuple[Tensor, Tensor]] = []
+    results: list[tuple[Tensor, Tensor]] = []
     for rank in range(4):
         out, lse = random(rank, batch, sum(sizes), H, D), random(50 + rank, batch, sum(sizes), H) * 3 + shift
         blind = random(90 + rank, *lse.shape) > 0.5
         blind[:, 0], blind[:, 1] = True, rank != 2
         out = out.masked_fill(blind.unsqueeze(-1), 0).to(dtype)
-        made.append((out, lse.masked_fill(blind, -torch.inf).to(torch.promote_types(dtype, torch.float32))))
-    return made
+        results.append((out, lse.masked_fill(blind, -torch.inf).to(torch.promote_types(dtype, torch.float32))))
+    return results
 
 
 def merged_here(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,11 @@ def test_nccl_that_binds_itself_gets_the_callers_device(gpus, monkeypatch, how):
 NCCL_KIND = "import sys; from armillary.core import compat; sys.exit(10 + compat.nccl_binds_devices())"
 
 
-@pytest.mark.parametrize(("wanted", "code"), [("0", 10), ("1", 11)])
-def test_the_nccl_implementation_is_recognized(wanted, code):
+@pytest.mark.parametrize(("expected", "code"), [("0", 10), ("1", 11)])
+def test_the_nccl_implementation_is_recognized(expected, code):
     if not hasattr(dist.distributed_c10d, "_create_nccl2_process_group"):
         code = 10
-    environment = {**os.environ, "TORCH_DIST_USE_NCCL2": wanted}
+    environment = {**os.environ, "TORCH_DIST_USE_NCCL2": expected}
     assert subprocess.run([sys.executable, "-c", NCCL_KIND], env=environment, timeout=120).returncode == code
 
 

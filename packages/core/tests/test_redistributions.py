@@ -89,13 +89,13 @@ def differences(case: Case) -> list[str]:
     return wrong + ["value"] * (not close(y.to_local(), local_part(full, case.over, case.after)))
 
 
-def alike(got: DTensor, wanted: DTensor) -> bool:
-    placed = got.placements == wanted.placements and got.shape == wanted.shape
-    return placed and close(got.to_local(), wanted.to_local())
+def alike(got: DTensor, expected: DTensor) -> bool:
+    placed = got.placements == expected.placements and got.shape == expected.shape
+    return placed and close(got.to_local(), expected.to_local())
 
 
-def close(got: Tensor, wanted: Tensor) -> bool:
-    return got.shape == wanted.shape and ((got - wanted).abs() <= EXACT * 10).all().item()
+def close(got: Tensor, expected: Tensor) -> bool:
+    return got.shape == expected.shape and ((got - expected).abs() <= EXACT * 10).all().item()
 
 
 def all_differences(ranks: int, numbers: Sequence[int]) -> list[tuple[str, list[str]]]:
@@ -130,12 +130,12 @@ def sizes_of_their_own() -> list[bool]:
     """Shards that DTensor would cut otherwise: refused as DTensors before anything is sent, taken as local tensors."""
     axis, sizes = mesh(ring=4)["ring"], (3, 3, 2, 2)
     full, actual = random(0, 2, 10, 4, 3), list[bool]()
-    mine = full.split(list(sizes), 1)[axis.get_local_rank()]
+    local = full.split(list(sizes), 1)[axis.get_local_rank()]
     for call, x, expected in (
-        (all_gather, mine, full),
-        (seq_to_head, mine, full[:, :, axis.get_local_rank() :][:, :, :1]),
-        (reduce_scatter, full, 4 * mine),
-        (head_to_seq, full[:, :, axis.get_local_rank() :][:, :, :1], mine),
+        (all_gather, local, full),
+        (seq_to_head, local, full[:, :, axis.get_local_rank() :][:, :, :1]),
+        (reduce_scatter, full, 4 * local),
+        (head_to_seq, full[:, :, axis.get_local_rank() :][:, :, :1], local),
     ):
         actual.append(close(call(x, axis, sizes=sizes), expected))
         before, _ = REDISTRIBUTIONS[call.__name__](1)

@@ -171,9 +171,9 @@ ON_EIGHT: list[Case] = [
 ]
 
 
-def whole_of(length: int, others: tuple[int, ...], dim: int, seed: int = 0) -> Tensor:
+def whole_of(length: int, sizes: tuple[int, ...], dim: int, seed: int = 0) -> Tensor:
     """Not contiguous."""
-    shape = list(others)
+    shape = list(sizes)
     shape.insert(dim, length)
     return random(seed, *reversed(shape)).permute(*reversed(range(len(shape))))
 
@@ -209,10 +209,10 @@ def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length
         "replicated": torch.equal(gather_sequence(y.redistribute(placements=[R] * on.ndim), layout, dim), full),
     }
     part = layout.take(full, shard, dim).requires_grad_()
-    mine = sequence_from_local(part, layout, on, dim)
-    (to_part,) = torch.autograd.grad(mine, part, to_y)
-    checks["from local"] = torch.equal(mine.to_local(), part) and mine.placements == y.placements
-    checks["from local, of the whole"] = mine.shape == y.shape and is_cut_by_dtensor(layout, on)
+    result = sequence_from_local(part, layout, on, dim)
+    (to_part,) = torch.autograd.grad(result, part, to_y)
+    checks["from local"] = torch.equal(result.to_local(), part) and result.placements == y.placements
+    checks["from local, of the whole"] = result.shape == y.shape and is_cut_by_dtensor(layout, on)
     checks["from local, gradient"] = torch.equal(to_part, to_y.to_local())
     ids = torch.arange(full.numel()).view(full.shape)
     checks["integers"] = torch.equal(gather_sequence(distribute_sequence(ids, layout, on, dim), layout, dim), ids)
@@ -269,9 +269,9 @@ def trained() -> list[float]:
     first = torch.autograd.grad(out, (x, sharded), up, retain_graph=True)
     second = torch.autograd.grad(shares, (x, sharded), up / 2)
     return [
-        (result - wanted).abs().max().item()
+        (result - expected_grad).abs().max().item()
         for grads in (first, second)
-        for result, wanted in zip((grads[0], grads[1].full_tensor()), expected, strict=True)
+        for result, expected_grad in zip((grads[0], grads[1].full_tensor()), expected, strict=True)
     ]
 
 

@@ -39,19 +39,19 @@ def test_sets_of_tokens(a):
 @settings(derandomize=True, max_examples=200)
 @given(RANGES, st.integers(0, 2**TOKENS - 1))
 def test_in_tensors(ranges, chosen):
-    held = TokenRanges.union(ranges)
-    expected = some_of(held, chosen)
+    union = TokenRanges.union(ranges)
+    expected = some_of(union, chosen)
     if not expected.runs:
         return
-    packed, x = expected.within(held), torch.arange(TOKENS)[None, :, None].expand(2, -1, 3).clone()
-    mine = held.take(x)
-    assert [mine[0, held.index(token), 0] for token in tokens(held)] == tokens(held)
-    part = packed.take(mine)
+    packed, x = expected.within(union), torch.arange(TOKENS)[None, :, None].expand(2, -1, 3).clone()
+    local = union.take(x)
+    assert [local[0, union.index(token), 0] for token in tokens(union)] == tokens(union)
+    part = packed.take(local)
     assert part[1, :, 2].tolist() == tokens(expected)
-    packed.add(mine, 100 * part.clone())
-    assert mine[1, :, 0].tolist() == [token * (101 if token in tokens(expected) else 1) for token in tokens(held)]
-    packed.put(mine, torch.zeros_like(part))
-    assert mine[0, :, 1].tolist() == [token * (token not in tokens(expected)) for token in tokens(held)]
+    packed.add(local, 100 * part.clone())
+    assert local[1, :, 0].tolist() == [token * (101 if token in tokens(expected) else 1) for token in tokens(union)]
+    packed.put(local, torch.zeros_like(part))
+    assert local[0, :, 1].tolist() == [token * (token not in tokens(expected)) for token in tokens(union)]
 
 
 def test_taken_tokens_are_a_view_where_possible():

@@ -202,14 +202,16 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), COMMANDS, ids=[f"{i} {line}"[:60] for i, (line, _) in enumerate(COMMANDS)])
-def test_a_command_refuses_it_in_one_line(folder, monkeypatch, line, said):
+@pytest.mark.parametrize(
+    ("line", "message"), COMMANDS, ids=[f"{i} {line}"[:60] for i, (line, _) in enumerate(COMMANDS)]
+)
+def test_a_command_refuses_it_in_one_line(folder, monkeypatch, line, message):
     monkeypatch.chdir(folder)
-    assert said in refusal(main, line.split())
+    assert message in refusal(main, line.split())
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["info", ""], ". holds no tokens"),
         (["info", "a\nb"], "a b does not exist"),
@@ -229,9 +231,9 @@ def test_a_command_refuses_it_in_one_line(folder, monkeypatch, line, said):
     ],
     ids=range(15),
 )
-def test_odd_words_are_refused_in_one_line(folder, monkeypatch, argv, said):
+def test_odd_words_are_refused_in_one_line(folder, monkeypatch, argv, message):
     monkeypatch.chdir(folder)
-    assert said in refusal(main, argv)
+    assert message in refusal(main, argv)
 
 
 # -- from Python -------------------------------------------------------------------------------------------------------

@@ -63,16 +63,16 @@ def test_prompts_and_completions_follow_the_template(tmp_path, folder):
     }
     store = stored(tmp_path, [line], tokenizer=str(folder))
     prompt = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwho are you?<|im_end|>\n"
-    asked, end = "<|im_start|>assistant\n", "<|endoftext|>"
+    assistant_start, end = "<|im_start|>assistant\n", "<|endoftext|>"
     assert texts_of(store, folder) == [
         (prompt, -1, False, 0),
-        (asked, 0, False, 0),
+        (assistant_start, 0, False, 0),
         (f"nobody<|im_end|>\n{end}", 1, True, 1),
-        (asked, 0, False, 0),
+        (assistant_start, 0, False, 0),
         ("a tree<|im_end|>\n", 3, True, 0),
-        (f"<|im_start|>user\nand?<|im_end|>\n{asked}", 4, False, 0),
+        (f"<|im_start|>user\nand?<|im_end|>\n{assistant_start}", 4, False, 0),
         (f"that is all<|im_end|>\n{end}", 5, True, 1),
-        (asked, 0, False, 0),
+        (assistant_start, 0, False, 0),
         (f"you<|im_end|>\n{end}", 7, True, 0.25),
     ]
     names = {

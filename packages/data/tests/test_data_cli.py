@@ -271,10 +271,10 @@ def test_packing_statistics_match_the_rows(shards):
     ):
         packed = PackedSequences(documents, layout=layout, shard=0, rows_per_batch=1, packing=packing)
         every = [packed.row(number) for number in range(packed.rows_per_epoch)]
-        held = sum(piece.length for row in every for piece in row.slices)
+        packed_tokens = sum(piece.length for row in every for piece in row.slices)
         assert (actual.packing, actual.waste.rows) == (packing.__name__, len(every))
-        assert actual.waste.padding == pytest.approx(1 - held / (len(every) * length))
-        assert actual.waste.dropped == pytest.approx(1 - held / total)
+        assert actual.waste.padding == pytest.approx(1 - packed_tokens / (len(every) * length))
+        assert actual.waste.dropped == pytest.approx(1 - packed_tokens / total)
         balances = [attention_balance(layout, documents=row.ends) for row in every[:5]]
         assert (actual.zigzag, actual.worst_zigzag) == pytest.approx((sum(balances) / 5, max(balances)))
         assert actual.documents == sum(len(row.ends) - 1 for row in every[:5]) / 5

@@ -112,10 +112,10 @@ def test_a_forked_process_continues_alone():
 
 
 def test_things_are_made_ahead_by_one_thread_in_order():
-    made, started = [], threading.Event()
+    numbers, started = [], threading.Event()
 
     def make(number):
-        made.append((number, threading.current_thread().name))
+        numbers.append((number, threading.current_thread().name))
         if number == 3:
             started.set()
         return -number
@@ -123,16 +123,16 @@ def test_things_are_made_ahead_by_one_thread_in_order():
     prefetch = Prefetch(make)
     assert prefetch.get(0, [1, 2, 3]) == 0
     assert started.wait(10)
-    assert [number for number, _ in made] == [0, 1, 2, 3]
-    assert len({name for _, name in made}) == 1 and made[0][1] != threading.current_thread().name
+    assert [number for number, _ in numbers] == [0, 1, 2, 3]
+    assert len({name for _, name in numbers}) == 1 and numbers[0][1] != threading.current_thread().name
     assert [prefetch.get(number) for number in (1, 2, 3)] == [-1, -2, -3]
 
 
 def test_prefetched_batches_are_made_once_unless_canceled():
-    made, ahead = [], threading.Event()
+    numbers, ahead = [], threading.Event()
 
     def make(number):
-        made.append(number)
+        numbers.append(number)
         if number == 3:
             ahead.set()
 
@@ -140,10 +140,10 @@ def test_prefetched_batches_are_made_once_unless_canceled():
     for number in (0, 1, 2):
         prefetch.get(number, [number + 1])
     assert ahead.wait(10)
-    assert made == [0, 1, 2, 3]
+    assert numbers == [0, 1, 2, 3]
     prefetch.get(7)
     prefetch.get(3)
-    assert made == [0, 1, 2, 3, 7, 3]
+    assert numbers == [0, 1, 2, 3, 7, 3]
 
 
 def test_prefetching_ends_with_its_rows():

@@ -279,9 +279,9 @@ def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invali
     path = write(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
     place = len(lines[0]) + len(lines[1])
-    told = rf"^a\.jsonl:byte {place}: .*--invalid skip"
+    message = rf"^a\.jsonl:byte {place}: .*--invalid skip"
     for _ in range(2):  # what is done is kept, so the second time it is refused at once
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             made(path, **options)
     path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
     with pytest.raises(ValueError, match=r"changed .*--overwrite"):

@@ -275,19 +275,19 @@ def is_running(pid):
 
 def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(lines, reference, tmp_path):
     plan, done = planned(lines, tmp_path / "store"), []
-    others = set(multiprocessing.active_children())  # of tests that ran before
+    earlier_workers = set(multiprocessing.active_children())  # of tests that ran before
 
     def report(now):
         done.append(now.done_bytes)
         if len(done) == 6:
-            workers = [child for child in multiprocessing.active_children() if child not in others]
+            workers = [child for child in multiprocessing.active_children() if child not in earlier_workers]
             os.kill(workers[0].pid, signal.SIGKILL)
             assert all(wait([worker.sentinel]) for worker in workers)  # the pool ends the other one
 
-    told = rf"{plan.output}: .* 2 worker"
-    with pytest.raises(ChildProcessError, match=told):
+    message = rf"{plan.output}: .* 2 worker"
+    with pytest.raises(ChildProcessError, match=message):
         prepare(plan, 2, report)
-    assert set(multiprocessing.active_children()) <= others
+    assert set(multiprocessing.active_children()) <= earlier_workers
     assert counted(plan) == reference[1] - (len(done) - 1)
     assert files_of(plan.output) == reference[0]
 

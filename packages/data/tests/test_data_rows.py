@@ -202,8 +202,8 @@ def test_a_batch_knows_its_rows_and_a_row_where_its_tokens_stand():
         name, places = full.describe(number).split(", tokens ")
         spans = [tuple(map(int, part.split(".."))) for part in places.split(", ")]
         assert name == STORE.name
-        held = [token for first, last in spans for token in STORE.segments[0][first : last + 1].tolist()]
-        assert held == [token for token in full.batch(number).tokens[0].tolist() if token != PADDING]
+        tokens = [token for first, last in spans for token in STORE.segments[0][first : last + 1].tolist()]
+        assert tokens == [token for token in full.batch(number).tokens[0].tolist() if token != PADDING]
 
 
 def test_a_row_of_many_documents_is_described_briefly():

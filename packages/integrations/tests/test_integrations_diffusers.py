@@ -34,27 +34,27 @@ def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
     return {"out": outs[-1].detach()} | {name: x for name, x in of_parts.items() if x is not None}
 
 
-def error(model: nn.Module, wanted: dict[str, Tensor], *calls: Given) -> tuple[float, str]:
+def error(model: nn.Module, expected: dict[str, Tensor], *calls: Given) -> tuple[float, str]:
     """Of a prepared model, whose gradients are averaged. Compiled graphs give zeros where eager gives nothing."""
-    found = graded(model, *calls)
-    for name, gradient in found.items():
+    actual = graded(model, *calls)
+    for name, gradient in actual.items():
         if name != "out":
             dist.all_reduce(gradient)
             gradient /= RANKS
-    assert not any(found[name].any() for name in found.keys() - wanted.keys())
-    return max((relative_error(found[name], wanted[name]), name) for name in wanted)
+    assert not any(actual[name].any() for name in actual.keys() - expected.keys())
+    return max((relative_error(actual[name], expected[name]), name) for name in expected)
 
 
 def errors(name: str, methods: list[str]) -> list[tuple[float, str]]:
     """Every second method with blocks that are run again in backward."""
-    wanted, found = graded(*BUILD[name]()), []
+    expected, results = graded(*BUILD[name]()), []
     for i, kind in enumerate(methods):
-        model, given = BUILD[name]()
+        model, inputs = BUILD[name]()
         if i % 2:
             model.enable_gradient_checkpointing()
         context_parallel(kind).prepare(model)
-        found.append(error(model, wanted, given))
-    return found
+        results.append(error(model, expected, inputs))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def test_ranks_compute_what_one_does_by_other_methods(worlds, name):
 
 def fully_sharded() -> tuple[float, str]:
     """Qwen-Image under FSDP2, its blocks run again in backward."""
-    (model, given), (whole, _) = qwen(), qwen()
+    (model, inputs), (whole, _) = qwen(), qwen()
     model.enable_gradient_checkpointing()
     context_parallel("usp").prepare(model)
     ranks = mesh(**AXES["usp"])["ring", "ulysses"]._flatten("sequence")
     for part in (*model.transformer_blocks, model):
         fully_shard(part, mesh=ranks)
-    wanted, found = graded(whole, given), graded(model, given)
-    for name, x in found.items():
+    expected, actual = graded(whole, inputs), graded(model, inputs)
+    for name, x in actual.items():
         if name in LEARNED:
             dist.all_reduce(x)
             x /= RANKS
         elif name != "out":
-            found[name] = x.full_tensor()
-    return max((relative_error(found[name], wanted[name]), name) for name in wanted)
+            actual[name] = x.full_tensor()
+    return max((relative_error(actual[name], expected[name]), name) for name in expected)
 
 
 def test_under_fsdp2(worlds):
@@ -103,11 +103,11 @@ def test_under_fsdp2(worlds):
 
 def two_lengths() -> tuple[float, str]:
     """A copy of a model runs forward on two videos, and only then backward, in which their blocks are run again."""
-    (model, given), (whole, _) = wan(), wan()
-    longer = {**given, "hidden_states": draw(2, 4, 2, 14, 4)}  # 28 tokens after 27: some ranks have as many of both
+    (model, inputs), (whole, _) = wan(), wan()
+    longer = {**inputs, "hidden_states": draw(2, 4, 2, 14, 4)}  # 28 tokens after 27: some ranks have as many of both
     model.enable_gradient_checkpointing()
     context_parallel().prepare(model)
-    return error(deepcopy(model), graded(whole, given, longer), given, longer)
+    return error(deepcopy(model), graded(whole, inputs, longer), inputs, longer)
 
 
 def test_blocks_run_again_find_the_length_of_their_own_forward(worlds):
@@ -118,61 +118,61 @@ def test_blocks_run_again_find_the_length_of_their_own_forward(worlds):
 
 
 def parallel(build=flux, **options):
-    model, given = build()
+    model, inputs = build()
     context_parallel().prepare(model, compare=False, **options)
-    return model, given
+    return model, inputs
 
 
 def with_ip_adapter():
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
-    model, given = parallel()
+    model, inputs = parallel()
     model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(64, TEXT))
-    return model(**given)
+    return model(**inputs)
 
 
 def with_cache():
     from diffusers import FirstBlockCacheConfig
 
-    model, given = parallel()
+    model, inputs = parallel()
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    return model(**given)
+    return model(**inputs)
 
 
 def with_own_parallelism():
-    model, given = parallel()
+    model, inputs = parallel()
     model._parallel_config = "set by enable_parallelism, which wants an accelerator"
-    return model(**given)
+    return model(**inputs)
 
 
 def with_dropout():
-    model, given = parallel()
+    model, inputs = parallel()
     model.transformer_blocks[0].attn.to_out[1].p = 0.1
-    return model(**given)
+    return model(**inputs)
 
 
 def with_adapter_on_the_output():
-    model, given = parallel()
+    model, inputs = parallel()
     model.proj_out = nn.Sequential(model.proj_out)
-    return model(**given)
+    return model(**inputs)
 
 
 @torch.no_grad()
 def with_another_backend():
-    model, given = parallel()
+    model, inputs = parallel()
     for block in model.transformer_blocks:
         block.attn.processor._attention_backend = "flex"
-    return model(**given)
+    return model(**inputs)
 
 
 def of_a_checkpoint_around_the_model():
-    model, given = parallel(wan)
-    model.blocks[0](draw(2, 7, 64), given["encoder_hidden_states"], draw(2, 6, 64), None)
+    model, inputs = parallel(wan)
+    model.blocks[0](draw(2, 7, 64), inputs["encoder_hidden_states"], draw(2, 6, 64), None)
 
 
 def called(build=flux, **changes):
-    model, given = parallel(build)
-    return model(**{**given, **changes})
+    model, inputs = parallel(build)
+    return model(**{**inputs, **changes})
 
 
 def another_class():
@@ -212,16 +212,16 @@ def test_what_is_refused(worlds):
 
 
 def said_where_ranks_differ(what: str) -> str:
-    model, given = flux()
+    model, inputs = flux()
     if what == "timestep":
-        given["timestep"] = given["timestep"] + dist.get_rank()
+        inputs["timestep"] = inputs["timestep"] + dist.get_rank()
     elif what == "hidden_states":
-        given["hidden_states"] = given["hidden_states"][:, dist.get_rank() :]
+        inputs["hidden_states"] = inputs["hidden_states"][:, dist.get_rank() :]
     else:
         model.get_parameter(what).data += dist.get_rank()
     context_parallel("usp").prepare(model)
     with pytest.raises(ValueError) as error:
-        model(**given)
+        model(**inputs)
     return str(error.value)
 
 
@@ -267,10 +267,10 @@ VARIANTS = {
 
 def error_of_variant(name: str) -> tuple[float, str]:
     build, config, more = VARIANTS[name]
-    (model, given), (whole, _) = build(**config), build(**config)
-    given |= more()
+    (model, inputs), (whole, _) = build(**config), build(**config)
+    inputs |= more()
     context_parallel().prepare(model)
-    return error(model, graded(whole, given), given)
+    return error(model, graded(whole, inputs), inputs)
 
 
 @pytest.mark.long
@@ -281,18 +281,18 @@ def test_what_else_models_are_called_with(worlds, name):
 
 def compiled_error(name: str, whole_model: bool) -> tuple[float, str]:
     """Of Qwen-Image two calls, of the same shapes, but with other padding."""
-    (model, given), (whole, _) = BUILD[name](), BUILD[name]()
+    (model, inputs), (whole, _) = BUILD[name](), BUILD[name]()
     context_parallel().prepare(model)
     if whole_model:
         model.compile(backend="aot_eager")
     else:
         model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    found = error(model, graded(whole, given), given)
+    result = error(model, graded(whole, inputs), inputs)
     if name != "qwen":
-        return found
+        return result
     model.zero_grad(), whole.zero_grad()
-    given["encoder_hidden_states_mask"] = given["encoder_hidden_states_mask"].flip(0)
-    return max(found, error(model, graded(whole, given), given))
+    inputs["encoder_hidden_states_mask"] = inputs["encoder_hidden_states_mask"].flip(0)
+    return max(result, error(model, graded(whole, inputs), inputs))
 
 
 @pytest.mark.long

@@ -152,15 +152,15 @@ def test_a_mask_that_is_said_has_the_window_of_each_layer():
 
 
 @pytest.mark.parametrize(
-    ("mask", "name", "said"),
+    ("mask", "name", "message"),
     [
         (AttentionMask(), "bidirectional", "the model is bidirectional"),
         (AttentionMask(causal=False), "causal", "the model is causal"),
         (AttentionMask(), "chunks", "chunks of 5"),
     ],
 )
-def test_a_mask_that_contradicts_the_model_is_refused(mask, name, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_mask_that_contradicts_the_model_is_refused(mask, name, message):
+    with pytest.raises(ValueError, match=message):
         narrowed(mask, rule_of(FUNCTIONS[name][0]))
 
 

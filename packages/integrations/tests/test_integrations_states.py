@@ -145,11 +145,11 @@ def test_a_hybrid_on_shards_is_that_on_one_rank(worlds, family, method, kind, do
     ranks = worlds(4).run(on_a_shard, family, method, kind, DOCUMENTS[documents], checkpointed)
     for positions, part, _ in ranks:
         assert relative_error(part, logits[:, positions]) < 1e-9
-    for (name, grad), found in zip(grads.items(), ranks[0][2], strict=True):
+    for (name, grad), actual in zip(grads.items(), ranks[0][2], strict=True):
         if grad is None or not grad.any():
-            assert not found.any(), name
+            assert not actual.any(), name
         else:
-            assert relative_error(found, grad) < 1e-8, name
+            assert relative_error(actual, grad) < 1e-8, name
 
 
 def test_documents_restart_states_on_one_rank_too():

@@ -34,8 +34,8 @@ class LongTrainer(ContextParallelTrainer, transformers.Trainer):
 def model(implementation: str, family: str = "MistralForCausalLM", **options):
     torch.manual_seed(0)
     made = getattr(transformers, family)
-    given = {"sliding_window": 9, **options, "attn_implementation": implementation}
-    built = made(made.config_class(**SIZES, **HEADS, **given)).double()
+    settings = {"sliding_window": 9, **options, "attn_implementation": implementation}
+    built = made(made.config_class(**SIZES, **HEADS, **settings)).double()
     with torch.no_grad():
         for parameter in built.parameters():  # biases of keys, whose gradient is 0, would else be relative to 0
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -68,11 +68,11 @@ def packed(batch):
 
 def arguments(folder, **changes):
     """Of a run of 6 steps of two micro-batches; the last of each epoch has but one, of 14 rows."""
-    given = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_steps": 3, "logging_steps": 1}
-    given |= {"eval_strategy": "steps", "save_strategy": "steps", "report_to": [], "disable_tqdm": True}
-    given |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
-    given |= {"include_num_input_tokens_seen": "non_padding", "use_cpu": True, "dataloader_pin_memory": False}
-    return transformers.TrainingArguments(str(folder), **given | changes)
+    settings = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_steps": 3, "logging_steps": 1}
+    settings |= {"eval_strategy": "steps", "save_strategy": "steps", "report_to": [], "disable_tqdm": True}
+    settings |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
+    settings |= {"include_num_input_tokens_seen": "non_padding", "use_cpu": True, "dataloader_pin_memory": False}
+    return transformers.TrainingArguments(str(folder), **settings | changes)
 
 
 def trainer(kind: type, implementation: str, folder, collator=padded, data=None, family=None, **changes):
@@ -89,10 +89,10 @@ def trained(kind: type, implementation: str, folder, resume: int = 0, **changes)
     run = trainer(kind, implementation, folder, **changes)
     run.train(resume_from_checkpoint=str(folder / f"checkpoint-{resume}") if resume else None)
     learned = [getattr(p, "full_tensor", p.clone)().detach() for p in run.model.parameters()]
-    found = run.predict(rows(5, seed=3))
+    predictions = run.predict(rows(5, seed=3))
     run.args.include_num_input_tokens_seen = "no"
     unlabelled = run.predict([{"input_ids": row["input_ids"]} for row in rows(5, seed=3)]).predictions
-    return run.state.log_history, learned, found, unlabelled
+    return run.state.log_history, learned, predictions, unlabelled
 
 
 SHORT = {"max_steps": 2, "eval_steps": 2, "save_strategy": "no"}
@@ -107,12 +107,12 @@ VARIANTS = {
 
 
 def variants(kind: type, implementation: str, folder):
-    found = {}
+    results = {}
     for name, changes in VARIANTS.items():
         run = trainer(kind, implementation, folder / name, **SHORT | changes)
         run.train()
-        found[name] = run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
-    return found
+        results[name] = run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
+    return results
 
 
 def on_ranks(folder):
@@ -120,18 +120,18 @@ def on_ranks(folder):
     usp = Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
     register_transformers(usp)
     register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
-    found = {}
+    results = {}
     with accelerated():
-        found["ddp"] = trained(LongTrainer, "armillary", folder / "ddp")
-        found["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=3)
-        found |= variants(LongTrainer, "armillary", folder)
-        found["refused"] = refused_on_ranks(folder)
+        results["ddp"] = trained(LongTrainer, "armillary", folder / "ddp")
+        results["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=3)
+        results |= variants(LongTrainer, "armillary", folder)
+        results["refused"] = refused_on_ranks(folder)
     with accelerated():
         halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1} | SHORTER
         sharded = {"fsdp": True, "fsdp_config": FSDP2, **halves}
-        found["fsdp2"] = trained(LongTrainer, "in groups", folder / "fsdp2", **sharded)
-        found["fsdp2, resumed"] = trained(LongTrainer, "in groups", folder / "fsdp2", resume=2, **sharded)
-    return found
+        results["fsdp2"] = trained(LongTrainer, "in groups", folder / "fsdp2", **sharded)
+        results["fsdp2, resumed"] = trained(LongTrainer, "in groups", folder / "fsdp2", resume=2, **sharded)
+    return results
 
 
 def refused_on_ranks(folder):
@@ -161,15 +161,15 @@ def runs(worlds, tmp_path_factory):
     return one, ranks
 
 
-def check_logs(found, expected):
-    for mine, whole in zip(found, expected, strict=True):
+def check_logs(actual, expected):
+    for mine, whole in zip(actual, expected, strict=True):
         for name in whole:
             if not any(word in name for word in MEASURED):
                 assert mine[name] == pytest.approx(whole[name], rel=1e-6), name  # losses are logged in float32
 
 
-def check_parameters(found, expected):
-    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-12
+def check_parameters(actual, expected):
+    assert max(relative_error(a, b) for a, b in zip(actual, expected, strict=True)) < 1e-12
 
 
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
@@ -258,12 +258,12 @@ def test_padding_before_and_behind_tokens_is_seen_by_nobody():
     position_ids = positions * seen  # as collators pad them
     batch = ContextParallel(attend).shard(ids, attention_mask=seen, position_ids=position_ids)
     with batch:
-        found = model("armillary")(**batch.inputs, use_cache=False)
+        output = model("armillary")(**batch.inputs, use_cache=False)
     whole = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
     at = seen.bool()
-    assert relative_error(found.logits[at], whole.logits[at]) < 1e-12
+    assert relative_error(output.logits[at], whole.logits[at]) < 1e-12
     assert batch.labelled == 6 + 8
-    assert float(found.loss.detach()) == pytest.approx(loss_without_the_first(whole.logits, ids, seen), rel=1e-6)
+    assert float(output.loss.detach()) == pytest.approx(loss_without_the_first(whole.logits, ids, seen), rel=1e-6)
 
 
 def loss_without_the_first(logits, ids, seen):

@@ -135,11 +135,11 @@ def test_losses_metrics_and_gradients_are_those_of_trl(worlds, folder, tmp_path,
     ranks = 1
     for size in METHODS[name].values():
         ranks *= size
-    found = worlds(ranks).run(on_ranks, folder, name)
+    results = worlds(ranks).run(on_ranks, folder, name)
     for kind in ("grpo", "dpo"):
         loss, metrics, gradients = of_trl(folder, tmp_path / kind, kind)
         metrics = defaultdict(float, metrics)
-        for rank in found:
+        for rank in results:
             own, own_metrics, own_gradients = rank[kind]
             # TRL sums log-probabilities of -60 in float32, and DPO takes their difference.
             assert own.item() == pytest.approx(loss.item(), rel=2e-6, abs=5e-6)
@@ -147,4 +147,4 @@ def test_losses_metrics_and_gradients_are_those_of_trl(worlds, folder, tmp_path,
                 assert value.item() == pytest.approx(metrics[key], rel=2e-6, abs=5e-6), key
             assert max(relative_error(a, b) for a, b in zip(own_gradients, gradients, strict=True)) < 5e-6
     expected = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
-    assert expected <= found[0]["grpo"][1].keys()
+    assert expected <= results[0]["grpo"][1].keys()

@@ -47,9 +47,9 @@ def folder(tmp_path_factory):
             parameter.mul_(8 if parameter.ndim > 1 else 1)
     model.save_pretrained(path)
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.save_pretrained(path)
     return path
 
@@ -128,12 +128,12 @@ def in_groups(folder, output):
         return trained(LongGRPOTrainer, folder, output, "in groups", num_generations=8, rollout=True)
 
 
-def check(found, expected):
-    for mine, whole in zip(found[0], expected[0], strict=True):
+def check(actual, expected):
+    for mine, whole in zip(actual[0], expected[0], strict=True):
         for name in whole:
             if not any(word in name for word in MEASURED):
                 assert mine[name] == pytest.approx(whole[name], rel=2e-6, abs=5e-6), name  # differences of float32 sums
-    assert max(relative_error(a, b) for a, b in zip(found[1], expected[1], strict=True)) < 1e-6
+    assert max(relative_error(a, b) for a, b in zip(actual[1], expected[1], strict=True)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -144,30 +144,30 @@ def test_steps_and_metrics_are_those_of_one_rank(worlds, folder, tmp_path, name)
     ranks = 1
     for size in METHODS[name].values():
         ranks *= size
-    found = worlds(ranks).run(on_ranks, folder, tmp_path, name, cases)
+    results = worlds(ranks).run(on_ranks, folder, tmp_path, name, cases)
     kinds = {LongGRPOTrainer: trl.GRPOTrainer, LongDPOTrainer: trl.DPOTrainer}
     for i, (kind, changes) in enumerate(cases):
         with accelerated():
             expected = trained(kinds[kind], folder, tmp_path / f"one{i}", "sdpa", **changes)
-        for rank in found:
+        for rank in results:
             check(rank[i], expected)
-    assert found[0][0][0][1]["clip_ratio/region_mean"] > 0 and "rewards/margins" in found[0][2][0][0]
+    assert results[0][0][0][1]["clip_ratio/region_mean"] > 0 and "rewards/margins" in results[0][2][0][0]
 
 
 @pytest.mark.long
 def test_completions_of_a_prompt_may_lie_in_several_groups(worlds, folder, tmp_path):
-    found = worlds(4).run(in_groups, folder, tmp_path / "groups")
+    results = worlds(4).run(in_groups, folder, tmp_path / "groups")
     with accelerated():
         options = {"num_generations": 8, "per_device_train_batch_size": 8, "rollout": True}
         expected = trained(trl.GRPOTrainer, folder, tmp_path / "one", "sdpa", **options)
-    for rank in found:
+    for rank in results:
         check(rank, expected)
 
 
 def refused(folder, output):
     over = mesh(ring=2)
     register_transformers(build_attention("ring", over), "refusing")
-    said = []
+    messages = []
     with accelerated():
         for kind, changes in [
             (LongGRPOTrainer, {"log_completions": True}),
@@ -176,8 +176,8 @@ def refused(folder, output):
         ]:
             with pytest.raises(ValueError) as raised:
                 trainer(kind, folder, output, "refusing", **changes)
-            said.append(str(raised.value))
-    return said
+            messages.append(str(raised.value))
+    return messages
 
 
 @pytest.mark.long

@@ -39,9 +39,9 @@ def in_stages(projections, x, grads, frozen=(), dx=True):
 
 def by_autograd(projections, x, grads):
     x = x.detach().requires_grad_()
-    made = projections.q(x, range(H)), *projections.kv(x, range(K))
+    outputs = projections.q(x, range(H)), *projections.kv(x, range(K))
     parameters = [*projections.parameters()]
-    dx, *shares = torch.autograd.grad(made, [x, *parameters], grads)
+    dx, *shares = torch.autograd.grad(outputs, [x, *parameters], grads)
     return dx, dict(zip(map(id, parameters), shares, strict=True))
 
 
@@ -88,9 +88,9 @@ def test_an_adapter_is_differentiated_unchanged():
 
 
 def by_autograd_unused(projections, x, grads):
-    made = projections.q(x, range(H)), *projections.kv(x, range(K))
+    outputs = projections.q(x, range(H)), *projections.kv(x, range(K))
     parameters = [*projections.parameters()]
-    shares = torch.autograd.grad(made, parameters, grads, allow_unused=True)
+    shares = torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
     return None, dict(zip(map(id, parameters), shares, strict=True))
 
 
@@ -100,9 +100,9 @@ def cut_over_ranks():
     x, grads = torch.randn(B, T, E).double(), random_grads(torch.float64)
     _, expected = by_autograd_unused(full, x, grads)
     expected = [expected[id(parameter)] for parameter in (full.query.weight, full.query.bias)]
-    mine = place(full.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
-    totals = GradientSums([mine._parameters["weight"], mine._parameters["bias"]])
-    source = Projected(x, replace(full, query=mine, heads=H // 2), 4, None, totals)
+    local_query = place(full.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
+    totals = GradientSums([local_query._parameters["weight"], local_query._parameters["bias"]])
+    source = Projected(x, replace(full, query=local_query, heads=H // 2), 4, None, totals)
     for heads in ((0, 2), (1,)):
         own = [3 * dist.get_rank() + head for head in heads]
         source.add_q(heads, [grads[0][:, :, own]])

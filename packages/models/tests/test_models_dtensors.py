@@ -101,9 +101,9 @@ def step(model: nn.Module, loss: Tensor, over: DeviceMesh | None = None) -> dict
     return actual
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
+def error_of(actual: Tensor, expected: Tensor) -> float:
     """Relative; absolute where there is nothing but rounding, as of GPT's biases of keys, which change no attention."""
-    return relative_error(found, expected) if expected.norm() > 1e-12 else float(found.norm())
+    return relative_error(actual, expected) if expected.norm() > 1e-12 else float(actual.norm())
 
 
 def compared(name: str) -> dict[str, float]:
@@ -177,9 +177,12 @@ def losses_of_cut_logits() -> list[float]:
     x = x.redistribute(placements=[*x.placements[:-1], Shard(2)]).detach().requires_grad_()
     total, _ = token_loss(x, placed(labels, layout, over), axis=over["tp"])
     total.full_tensor().backward()
-    wanted, _ = token_loss(expected, labels)
-    wanted.backward()
-    return [relative_error(total.full_tensor(), wanted), relative_error(gather_sequence(x.grad, layout), expected.grad)]
+    expected_loss, _ = token_loss(expected, labels)
+    expected_loss.backward()
+    return [
+        relative_error(total.full_tensor(), expected_loss),
+        relative_error(gather_sequence(x.grad, layout), expected.grad),
+    ]
 
 
 def test_the_vocabulary_may_be_cut(worlds):

@@ -161,8 +161,8 @@ def test_the_prompt_is_cached_once():
     decoding = Decoding(build(), max_new_tokens=6, completions=5)
     decoding.prompt(prompt(2, 30))
     decoding.step(torch.zeros(10, dtype=torch.long))
-    held = sum(x.nbytes for layer in decoding.layers for x in (*layer.prompt, *layer.new))
-    assert held == LLAMA.layers * 2 * (2 * 30 + 2 * 5 * 6) * 2 * 8 * 8  # 2 (B T + B n R) K D e a layer
+    cache_bytes = sum(x.nbytes for layer in decoding.layers for x in (*layer.prompt, *layer.new))
+    assert cache_bytes == LLAMA.layers * 2 * (2 * 30 + 2 * 5 * 6) * 2 * 8 * 8  # 2 (B T + B n R) K D e a layer
     with pytest.raises(ValueError, match="completions=0"):
         generate(build(), prompt(), new_tokens=2, completions=0)
 

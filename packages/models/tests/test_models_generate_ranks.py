@@ -178,11 +178,11 @@ def several(world: World) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, 
         for _ in range(8):
             with CommLedger() as ledger:
                 decoding.step(torch.zeros(6, dtype=torch.long))
-        held = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))
+        cache_bytes = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))
         own_prompt = 0 if length < world.ranks else decoding.layers[0].prompt[0].shape[1]
         room = decoding.holdings.room if decoding.layers[0].new is not None else 0
         row = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * 8
-        caches.append((held, (2 * own_prompt + 2 * 3 * room) * row))
+        caches.append((cache_bytes, (2 * own_prompt + 2 * 3 * room) * row))
     return texts, caches, ledger.bytes()
 
 
@@ -353,8 +353,8 @@ def test_every_token_has_one_holder_and_few_runs(prompt):
     for holdings in ranks:
         for _ in range(50):
             holdings.add()
-    held = [position for holdings in ranks for span in spans_of(holdings) for position in span]
-    assert sorted(held) == list(range(ranks[0].length))
+    positions = [position for holdings in ranks for span in spans_of(holdings) for position in span]
+    assert sorted(positions) == list(range(ranks[0].length))
     for shard, holdings in enumerate(ranks):
         assert sum(map(len, spans_of(holdings))) == holdings.sizes[shard]
         assert sum(map(len, holdings.new_spans)) <= holdings.room

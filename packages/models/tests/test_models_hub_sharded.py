@@ -46,9 +46,9 @@ def loaded_and_compared(config: Config, axes: dict[str, int], folder: str) -> tu
         for (name, result), right in zip(model.named_parameters(), expected.parameters(), strict=True)
         if not torch.equal(local(result), local(right))
     ]
-    held = sum(local(parameter).nbytes for parameter in model.parameters())
+    local_bytes = sum(local(parameter).nbytes for parameter in model.parameters())
     assert all(torch.equal(whole(a), b) for a, b in zip(model.parameters(), plain(config).parameters(), strict=True))
-    return len(wrong), sum(piece.nbytes for piece in pieces), held
+    return len(wrong), sum(piece.nbytes for piece in pieces), local_bytes
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -146,8 +146,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_old_files_stay(worlds, tm
     before = contents(tmp_path)
     answers = worlds(4).run(failing, str(tmp_path), rank, name)
     assert answers[rank] == "disk full"
-    told = f"nothing was saved: rank {rank} had OSError: disk full"
-    assert [answer for i, answer in enumerate(answers) if i != rank] == [told] * 3
+    message = f"nothing was saved: rank {rank} had OSError: disk full"
+    assert [answer for i, answer in enumerate(answers) if i != rank] == [message] * 3
     assert contents(tmp_path) == before
 
 

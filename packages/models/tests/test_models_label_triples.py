@@ -41,8 +41,8 @@ def gradients(total, leaves):
     return total.detach(), *torch.autograd.grad(total, leaves, torch.full_like(total, UPSTREAM))
 
 
-def worst(got, wanted):
-    return max(relative_error(g, e) for g, e in zip(got, wanted, strict=True))
+def worst(got, expected):
+    return max(relative_error(g, e) for g, e in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
@@ -99,10 +99,10 @@ def test_chunks_without_labels_are_left_out(monkeypatch):
 def test_half_precision_is_as_exact_as_logits_in_it():
     leaves = inputs()
     half = [x.detach().bfloat16().requires_grad_() for x in leaves]
-    given = triples_of()
+    triples = triples_of()
     wide = [x.detach().double().requires_grad_() for x in half]
-    exact = gradients(expected(wide, *given, 0.0), wide)
-    total, _ = linear_token_loss(*half[:2], LabelTriples(*given, (B, T)), bias=half[2])
+    exact = gradients(expected(wide, *triples, 0.0), wide)
+    total, _ = linear_token_loss(*half[:2], LabelTriples(*triples, (B, T)), bias=half[2])
     assert total.dtype == torch.float32
     assert worst([x.double() for x in gradients(total, half)], exact) < 1e-2
 
@@ -113,13 +113,13 @@ def by_part(tokens, chunk, z_loss):
     leaves = [x.detach() for x in inputs(tokens)]
     rank = axis.get_local_rank()
     cut = [x.chunk(4)[rank] if rank < len(x.chunk(4)) else x[:0] for x in leaves[1:]]
-    mine = [x.clone().requires_grad_() for x in (interleaved_shard(leaves[0], axis), *cut)]
+    local = [x.clone().requires_grad_() for x in (interleaved_shard(leaves[0], axis), *cut)]
     triples = LabelTriples(*triples_of(tokens=tokens), (B, tokens))
-    options = {"bias": mine[2], "chunk": chunk, "z_loss": z_loss, "axis": axis, "vocabulary": V}
-    total, count = linear_token_loss(*mine[:2], triples, **options)
+    options = {"bias": local[2], "chunk": chunk, "z_loss": z_loss, "axis": axis, "vocabulary": V}
+    total, count = linear_token_loss(*local[:2], triples, **options)
     logits = F.linear(leaves[0], *cut).requires_grad_()
     of_logits = token_loss(logits, triples, z_loss=z_loss, axis=axis, vocabulary=V)[0]
-    return *gradients(total, mine), count, of_logits.detach(), torch.autograd.grad(of_logits, logits)[0]
+    return *gradients(total, local), count, of_logits.detach(), torch.autograd.grad(of_logits, logits)[0]
 
 
 def all_parts(cases):
@@ -154,16 +154,16 @@ def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
         hidden = torch.stack(hiddens, 2).flatten(1, 2)[:, :tokens]
         result = totals[0], hidden, torch.cat(weights), torch.cat(biases)
         leaves = inputs(tokens)
-        given = triples_of(tokens=tokens)
-        assert worst(result, gradients(expected(leaves, *given, z_loss), leaves)) < 1e-12, cases[i]
-        assert counts[0].item() == pytest.approx(given[2].sum().item(), rel=1e-12)
+        triples = triples_of(tokens=tokens)
+        assert worst(result, gradients(expected(leaves, *triples, z_loss), leaves)) < 1e-12, cases[i]
+        assert counts[0].item() == pytest.approx(triples[2].sum().item(), rel=1e-12)
         full = F.linear(*leaves).detach().requires_grad_()
-        total, _ = token_loss(full, LabelTriples(*given, (B, tokens)), z_loss=z_loss)
+        total, _ = token_loss(full, LabelTriples(*triples, (B, tokens)), z_loss=z_loss)
         assert worst([others[0], torch.cat(logits, 2)], [total.detach(), *torch.autograd.grad(total, full)]) < 1e-12
     leaves = inputs(8)
-    given = triples_of(tokens=8)
-    exact = expected([leaves[0], leaves[1], None], *given, 0.0).item()
-    wanted = pytest.approx(exact, rel=1e-12), pytest.approx(exact, rel=1e-12), pytest.approx(given[2].sum().item())
+    triples = triples_of(tokens=8)
+    exact = expected([leaves[0], leaves[1], None], *triples, 0.0).item()
+    wanted = pytest.approx(exact, rel=1e-12), pytest.approx(exact, rel=1e-12), pytest.approx(triples[2].sum().item())
     assert all(rank[1] == wanted for rank in results)
 
 
@@ -179,18 +179,18 @@ def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
     ],
 )
 def test_triples_that_are_none_are_refused(change, message):
-    given = {"positions": torch.arange(3), "labels": torch.arange(3), "weights": torch.ones(3), "shape": (B, T)}
+    fields = {"positions": torch.arange(3), "labels": torch.arange(3), "weights": torch.ones(3), "shape": (B, T)}
     with pytest.raises(ValueError, match=message):
-        LabelTriples(**given | change)
+        LabelTriples(**fields | change)
 
 
 def test_triples_of_other_tokens_are_refused():
     hidden, weight, _ = inputs()
-    given = torch.arange(3), torch.tensor([1, 2, V]), torch.ones(3)
+    columns = torch.arange(3), torch.tensor([1, 2, V]), torch.ones(3)
     with pytest.raises(ValueError, match=r"got \(2, 7, 6\), \(11, 6\), \(2, 8\)"):
-        linear_token_loss(hidden, weight, LabelTriples(*given, (B, T + 1)))
+        linear_token_loss(hidden, weight, LabelTriples(*columns, (B, T + 1)))
     with pytest.raises(ValueError, match="label 11 is not in the vocabulary of 11"):
-        linear_token_loss(hidden, weight, LabelTriples(*given, (B, T)))
+        linear_token_loss(hidden, weight, LabelTriples(*columns, (B, T)))
 
 
 @needs_torch

@@ -155,11 +155,11 @@ def test_a_frozen_weight_costs_no_gradient():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_grad_mode_only_the_sum_is_computed(backend):
     hidden, weight, bias, labels = inputs()
-    with torch.no_grad(), Allocations() as made:
+    with torch.no_grad(), Allocations() as allocations:
         total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5, backend=backend)[0]
     assert not total.requires_grad
     assert total.item() == pytest.approx(plain(hidden, weight, bias, labels).item(), rel=1e-12)
-    assert not made.names & {"mm", "addmm_", "scatter_"}
+    assert not allocations.names & {"mm", "addmm_", "scatter_"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,9 +182,9 @@ def test_gradients_add_up_in_the_leaves():
 
 def test_no_tensor_is_as_large_as_the_logits():
     hidden, weight, bias, labels = inputs(torch.bfloat16)
-    with Allocations() as made:
+    with Allocations() as allocations:
         linear_token_loss(hidden, weight, labels, bias=bias, chunk=20)[0].backward()
-    assert max(B * T * E, V * E) < made.largest == 20 * V < B * T * V
+    assert max(B * T * E, V * E) < allocations.largest == 20 * V < B * T * V
 
 
 def test_a_chunk_is_read_and_written_twice_in_float32_at_most():

@@ -26,12 +26,12 @@ LOSSES = ["dpo", "grpo", "policy gradient"]
 
 
 def model(seed: int = 0) -> Llama:
-    made = Llama(LLAMA).double()
-    initialize(made, seed)
+    model = Llama(LLAMA).double()
+    initialize(model, seed)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter.mul_(8 if parameter.ndim > 1 else 1)
-    return made
+    return model
 
 
 def ids() -> torch.Tensor:
@@ -127,12 +127,12 @@ def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, f
     return loss.detach(), metrics, [p.grad for p in policies[0].parameters()]
 
 
-def check(found, exact):
-    assert relative_error(found[0], exact[0]) < 1e-11
-    assert found[1].keys() == exact[1].keys()
-    for name, metric in found[1].items():
+def check(actual, exact):
+    assert relative_error(actual[0], exact[0]) < 1e-11
+    assert actual[1].keys() == exact[1].keys()
+    for name, metric in actual[1].items():
         assert float(metric) == pytest.approx(float(exact[1][name]), rel=1e-9, abs=1e-12), name
-    assert max(relative_error(a, b) for a, b in zip(found[2], exact[2], strict=True)) < 1e-9
+    assert max(relative_error(a, b) for a, b in zip(actual[2], exact[2], strict=True)) < 1e-9
 
 
 @pytest.mark.parametrize("name", LOSSES)

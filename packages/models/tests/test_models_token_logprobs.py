@@ -55,9 +55,9 @@ def computed(hidden, weight, bias, labels, positions, listed_labels, listed, **o
     return [logprobs.detach(), *statistics], torch.autograd.grad(logprobs, leaves, upstream(logprobs))
 
 
-def worst(found, expected):
-    assert torch.equal(found[0][3], expected[0][3])
-    pairs = [*zip(found[0][:3], expected[0][:3], strict=True), *zip(found[1], expected[1], strict=True)]
+def worst(actual, expected):
+    assert torch.equal(actual[0][3], expected[0][3])
+    pairs = [*zip(actual[0][:3], expected[0][:3], strict=True), *zip(actual[1], expected[1], strict=True)]
     return max(relative_error(a, b) for a, b in pairs)
 
 
@@ -139,14 +139,14 @@ def test_bfloat16_is_summed_in_float32():
 def test_no_matrix_of_all_logits_is_made():
     hidden, weight, labels = torch.randn(1, 256, 8), torch.randn(50, 8), torch.randint(50, (1, 256))
     hidden.requires_grad_()
-    with Allocations() as made:
+    with Allocations() as allocations:
         token_logprobs(hidden, weight, labels, chunk=16).sum().backward()
-    assert made.largest == 256 * 8 > 16 * 50
+    assert allocations.largest == 256 * 8 > 16 * 50
     positions = torch.tensor([200, 201, 200])
-    with Allocations() as made:
+    with Allocations() as allocations:
         logprobs = token_logprobs(hidden, weight.requires_grad_(), labels[0, :3], positions, chunk=1)
         torch.autograd.grad(logprobs.sum(), weight)
-    assert "addmm_" in made.names and made.largest == 256 * 8
+    assert "addmm_" in allocations.names and allocations.largest == 256 * 8
 
 
 @pytest.mark.parametrize(

@@ -69,15 +69,15 @@ def labels_of(row: int) -> dict[tuple[int, int], float]:
 
 
 def triples(layout=None, shard=0) -> LabelTriples:
-    held = list(range(N)) if layout is None else layout.positions(shard).tolist()
-    place, tokens = {position: i for i, position in enumerate(held)}, ids()
+    positions = list(range(N)) if layout is None else layout.positions(shard).tolist()
+    place, tokens = {position: i for i, position in enumerate(positions)}, ids()
     actual = [
-        (row * len(held) + place[at], int(tokens[row, label]), weight)
+        (row * len(positions) + place[at], int(tokens[row, label]), weight)
         for row in range(2)
         for (at, label), weight in labels_of(row).items()
         if at in place
     ]
-    return LabelTriples(*(torch.tensor(column) for column in zip(*actual, strict=True)), (2, len(held)))
+    return LabelTriples(*(torch.tensor(column) for column in zip(*actual, strict=True)), (2, len(positions)))
 
 
 def unshared(config: LlamaConfig = LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -121,8 +121,8 @@ def packed(method=None, layout=None, policy="none", config=LLAMA) -> tuple[torch
     return total.detach(), [p.grad for p in made.parameters()]
 
 
-def error(found, exact) -> float:
-    return max(relative_error(a, b) for a, b in zip([found[0], *found[1]], [exact[0], *exact[1]], strict=True))
+def error(actual, exact) -> float:
+    return max(relative_error(a, b) for a, b in zip([actual[0], *actual[1]], [exact[0], *exact[1]], strict=True))
 
 
 def by_methods(config: LlamaConfig, second_layout: str) -> dict[str, float]:

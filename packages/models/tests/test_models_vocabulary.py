@@ -186,12 +186,12 @@ def largest_allocation(case):
     """The most elements of any operation's result."""
     hidden, weight, bias, labels = case.inputs()
     leaves = leaves_of(case, interleaved_shard(hidden, axis_of()).clone(), rows_of(weight), rows_of(bias))
-    with Allocations() as made:
+    with Allocations() as allocations:
         total, _ = linear_token_loss(
             leaves[0], leaves[1], labels, bias=leaves[2], chunk=case.chunk, axis=axis_of(), vocabulary=case.V
         )
         total.backward()
-    return made.largest
+    return allocations.largest
 
 
 def test_neither_all_hidden_states_nor_all_logits_of_a_part_are_made(worlds):
@@ -253,8 +253,8 @@ def row_parallel(tokens):
     total, _ = linear_token_loss(x @ layer, weight, labels)
     part = rows_of(layer.detach()).requires_grad_()
     hidden = reduce_scatter_interleaved(rows_of(x, 2) @ part, axis)
-    mine, _ = linear_token_loss(hidden, rows_of(weight), labels, axis=axis, vocabulary=9)
-    result, expected = torch.autograd.grad(mine, part)[0], torch.autograd.grad(total, layer)[0]
+    local_loss, _ = linear_token_loss(hidden, rows_of(weight), labels, axis=axis, vocabulary=9)
+    result, expected = torch.autograd.grad(local_loss, part)[0], torch.autograd.grad(total, layer)[0]
     return relative_error(result, rows_of(expected))
 
 
@@ -293,11 +293,11 @@ def logits_by_parts(cases):
     for case in cases:
         *tensors, labels = case.inputs()
         part = rows_of(F.linear(*tensors), 2).to(case.dtype).requires_grad_("h" in case.wanted)
-        with CommLedger() as ledger, Allocations() as made:
+        with CommLedger() as ledger, Allocations() as allocations:
             total, count = token_loss(part, labels, z_loss=case.z_loss, axis=axis_of(), vocabulary=case.V)
         result = gradients(total, [part], retain=True)[0] if part.requires_grad else None
         assert result is None or torch.equal(result, gradients(total, [part])[0])
-        results.append((total.detach(), count.item(), result, dict(ledger.entries), made.largest))
+        results.append((total.detach(), count.item(), result, dict(ledger.entries), allocations.largest))
     return results
 
 

@@ -288,8 +288,8 @@ def test_one_node_trains_8m_tokens_and_two_16m():
 
 
 def test_fitted_policies_store_as_many_checkpoints_as_fit():
-    def memory(given: Checkpointing) -> Estimate:
-        keeps = given.kept_by_blocks(8)
+    def memory(policy: Checkpointing) -> Estimate:
+        keeps = policy.kept_by_blocks(8)
         sizes = [sum(k.x + k.attention_output for k in keeps if k.host == host) for host in (False, True)]
         return Estimate(10 + sizes[0], {}, sizes[1], {}, "", {})
 
@@ -353,10 +353,10 @@ def test_candidates_use_all_ranks():
 
 
 def test_candidates_over_tensor_parallelism_and_replicas():
-    found = list(candidates(heads=8, ranks=16, rows=4, tensor_parallel=(1, 2, 4), replicate=(1, 2)))
-    assert len(set(found)) == len(found)
-    assert {(c.mesh.tp, c.mesh.replicate) for c in found} == {(tp, n) for tp in (1, 2, 4) for n in (1, 2)}
-    for each in found:
+    actual = list(candidates(heads=8, ranks=16, rows=4, tensor_parallel=(1, 2, 4), replicate=(1, 2)))
+    assert len(set(actual)) == len(actual)
+    assert {(c.mesh.tp, c.mesh.replicate) for c in actual} == {(tp, n) for tp in (1, 2, 4) for n in (1, 2)}
+    for each in actual:
         assert math.prod(each.mesh.axes.values()) == 16 and 4 % each.mesh.replicas == 0
         assert each.mesh.ulysses * each.mesh.tp <= 8
 
@@ -385,11 +385,11 @@ def test_tensor_parallel_ranks_interleave():
 
 def test_a_larger_batch_prefers_data_parallelism_and_says_why():
     """USP (arXiv 2405.07719), figure 5 and tip 2: LLaMA2-7B, a global batch of 8 on 8 A800."""
-    found = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp")))
-    best = found.fitting[0]
+    result = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp")))
+    best = result.fitting[0]
     assert best.candidate.mesh.shard == 8
-    split = next(each for each in found.fitting if each.candidate.mesh.shard == 4)
-    assert "slower: " in found.reason(split)
+    split = next(each for each in result.fitting if each.candidate.mesh.shard == 4)
+    assert "slower: " in result.reason(split)
     one = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="32Ki", attention=("ring", "ulysses", "usp")))
     assert one.fitting[0].candidate.mesh.shard == 1
 

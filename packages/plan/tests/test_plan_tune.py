@@ -63,13 +63,13 @@ def tune_and_print(plan: TunePlan, *args: Any) -> tuple[TunerState, str]:
 
 
 def test_the_fastest_measurement_is_chosen(worlds, tmp_path):
-    asked = replace(tune_plan(tmp_path), attention=("ring", "ulysses"))
-    results = worlds(4).run(tune_and_print, asked)
+    plan = replace(tune_plan(tmp_path), attention=("ring", "ulysses"))
+    results = worlds(4).run(tune_and_print, plan)
     tuned = results[0][0]
     assert all(actual == tuned for actual, _ in results)
     assert load(tmp_path / "tuned.json", tuned.settings) == tuned
     assert tuned.complete and tuned.remaining == 0 and not tuned.attempts and not tuned.excluded
-    assert {each.candidate for each in tuned.measurements} == set(all_candidates(asked, 4))
+    assert {each.candidate for each in tuned.measurements} == set(all_candidates(plan, 4))
     assert all(each.seconds is not None and 0 < each.fastest_pass <= each.seconds for each in tuned.measurements)
     last = [each for each in tuned.measurements if each.paired_seconds is not None]
     best = (
@@ -88,12 +88,17 @@ def test_the_fastest_measurement_is_chosen(worlds, tmp_path):
 
 
 def built(config: Config, candidate: Candidate) -> tuple[int, tuple[int, ...], int, str]:
-    made = bench.Bench.of(config, candidate, torch.device("cpu"))
-    made.step()
-    blocks = [module for module in made.model.modules() if isinstance(module, Block)]
-    gradients = [parameter.grad for parameter in made.model.parameters()]
+    measured = bench.Bench.of(config, candidate, torch.device("cpu"))
+    measured.step()
+    blocks = [module for module in measured.model.modules() if isinstance(module, Block)]
+    gradients = [parameter.grad for parameter in measured.model.parameters()]
     assert all(gradient is None for gradient in gradients)
-    return len(blocks), tuple(made.tokens.shape), made.layout.length, str(next(made.model.parameters()).dtype)
+    return (
+        len(blocks),
+        tuple(measured.tokens.shape),
+        measured.layout.length,
+        str(next(measured.model.parameters()).dtype),
+    )
 
 
 def test_the_measured_block_is_the_trainers(worlds):
@@ -136,16 +141,16 @@ def by_ring(candidate: Candidate) -> float:
 
 def kill_and_resume(plan: TunePlan, kills: list[int]) -> tuple[list[list[Candidate]], TunerState]:
     """Whom each run was asked for; the last one is not killed."""
-    asked = []
+    measured = []
     for count in kills:
         stand = FakeBench(by_ring, until=count)
         with pytest.raises(Killed), redirect_stdout(io.StringIO()):
             tuner.tune(plan, stand)
-        asked.append(stand.asked)
+        measured.append(stand.asked)
     last = FakeBench(by_ring)
     with redirect_stdout(io.StringIO()):
         tuned = tuner.tune(plan, last)
-    return [*asked, last.asked], tuned
+    return [*measured, last.asked], tuned
 
 
 def test_a_killed_run_resumes_without_repeating_measurements(worlds, tmp_path):
@@ -289,23 +294,23 @@ BIG = replace(
 
 
 def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
-    asked = TunePlan(run=BIG, cluster="8xh100", slower=1.05)
-    every = all_candidates(asked, 8)
-    expected, left_out = pruned(asked, 8, torch.bfloat16, every)
+    plan = TunePlan(run=BIG, cluster="8xh100", slower=1.05)
+    every = all_candidates(plan, 8)
+    expected, left_out = pruned(plan, 8, torch.bfloat16, every)
     assert 0 < len(expected) < len(every)
     assert {*expected, *(each.candidate for each in left_out)} == set(every)
     assert all("times as long as the fastest" in (each.reason or "") for each in left_out)
-    predict = predictor(asked, 8, torch.bfloat16)
+    predict = predictor(plan, 8, torch.bfloat16)
     times = [predict(candidate).seconds for candidate in expected]
     assert times == sorted(times) and times[-1] <= 1.05 * times[0]
-    assert len(pruned(replace(asked, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
+    assert len(pruned(replace(plan, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
     longer = replace(BIG, data=DataConfig(sequence_length=3_000_000, global_batch_size=1))
-    expected, left_out = pruned(replace(asked, run=longer, slower=9), 8, torch.bfloat16, every)
+    expected, left_out = pruned(replace(plan, run=longer, slower=9), 8, torch.bfloat16, every)
     reasons = {str(each.candidate): each.reason or "" for each in left_out}
     assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")
     assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, expected))  # stages take little
     with pytest.raises(ValueError, match=r"--cluster 8xh100 .*8.*4"):
-        pruned(asked, 4, torch.bfloat16, all_candidates(asked, 4))
+        pruned(plan, 4, torch.bfloat16, all_candidates(plan, 4))
 
 
 @pytest.mark.parametrize(
@@ -332,9 +337,9 @@ CHOSEN = Candidate(Mesh(1, 2, 2), AttentionChoice("upipe+ring", 2))
 
 def chosen(folder: Path, config: Config = SMALL, recipe: str | None = None) -> Path:
     """The file of a choice."""
-    asked = replace(tune_plan(folder, config), recipe=recipe)
-    tuner.write_files(asked, TunerState(cache_key(config, 4, torch.float32), complete=True, choice=CHOSEN))
-    return asked.out
+    plan = replace(tune_plan(folder, config), recipe=recipe)
+    tuner.write_files(plan, TunerState(cache_key(config, 4, torch.float32), complete=True, choice=CHOSEN))
+    return plan.out
 
 
 def trained(config: Config, folder: Path) -> tuple[list[float], dict[str, int]]:

@@ -299,14 +299,14 @@ TABLES = {
 ROWS = [(main, name, *row) for name, (main, rows) in TABLES.items() for row in rows]
 
 
-@pytest.mark.parametrize(("main", "name", "line", "said"), ROWS, ids=[f"{row[1]} {row[2]}"[:60] for row in ROWS])
-def test_a_command_refuses_it_in_one_line(here, main, name, line, said):
+@pytest.mark.parametrize(("main", "name", "line", "message"), ROWS, ids=[f"{row[1]} {row[2]}"[:60] for row in ROWS])
+def test_a_command_refuses_it_in_one_line(here, main, name, line, message):
     actual = refusal(main, line.split())
-    assert actual.startswith(f"armillary-{name}: ") and said in actual
+    assert actual.startswith(f"armillary-{name}: ") and message in actual
 
 
 @pytest.mark.parametrize(
-    ("main", "argv", "said"),
+    ("main", "argv", "message"),
     [
         (trainer.main, ["--recipe", ""], "--recipe : known are debug"),
         (trainer.main, ["--recipe", "a\nb"], "--recipe a b: known are debug"),
@@ -320,8 +320,8 @@ def test_a_command_refuses_it_in_one_line(here, main, name, line, said):
     ],
     ids=range(9),
 )
-def test_odd_words_are_refused_in_one_line(here, main, argv, said):
-    assert said in refusal(main, argv)
+def test_odd_words_are_refused_in_one_line(here, main, argv, message):
+    assert message in refusal(main, argv)
 
 
 # -- what is found out when ranks have met -----------------------------------------------------------------------------

@@ -229,8 +229,8 @@ def killed_while_saving(config: Config) -> None:
 def test_a_run_killed_during_a_save_resumes_from_the_previous_checkpoint(worlds, reference, tmp_path):
     with pytest.raises(RankFailed):
         worlds(4).run(killed_while_saving, at(SMALL, tmp_path))
-    (held,) = (tmp_path / "lock").glob("*.held")
-    run = json.loads(held.read_text())["run"]
+    (lock_file,) = (tmp_path / "lock").glob("*.held")
+    run = json.loads(lock_file.read_text())["run"]
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", f"step-4.partial-{run}"]
     for before, after in zip(reference[0], worlds(4).run(trained, at(SMALL, tmp_path), 1), strict=True):
         assert after[0].first_step == 3 and after[0].losses == before[0].losses[2:]
@@ -308,8 +308,8 @@ def test_changed_settings_are_printed_once(worlds, tmp_path):
         "  optimizer.lr     0.003 -> 0.001",
     ]
     step = next(i for i, line in enumerate(output.splitlines()) if line.startswith("step: 2 "))
-    told = [line.partition(":")[0] for line in output.splitlines()[6:step]]  # the default warm-up would not end
-    assert told == ["warm-up", "learning rate of step 2"] and output.count("optimizer.lr ") == 1
+    labels = [line.partition(":")[0] for line in output.splitlines()[6:step]]  # the default warm-up would not end
+    assert labels == ["warm-up", "learning rate of step 2"] and output.count("optimizer.lr ") == 1
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ UNREADABLE = "cannot be read (Permission denied), though it may be whole; make i
 
 
 @pytest.mark.parametrize(
-    ("call", "name", "error", "ranks", "said"),
+    ("call", "name", "error", "ranks", "message"),
     [
         ("open", "step-1/rank-1.safetensors", errno.EACCES, (1,), f"step-1/rank-1.safetensors {UNREADABLE}"),
         ("open", "step-1/rank-0.safetensors", errno.EACCES, (0,), f"step-1/rank-0.safetensors {UNREADABLE}"),
@@ -381,13 +381,13 @@ UNREADABLE = "cannot be read (Permission denied), though it may be whole; make i
         ("mkdir", "/fresh/checkpoint", errno.EROFS, (0,), "Read-only file system"),
     ],
 )
-def test_files_without_permission_are_refused_and_unchanged(worlds, once_trained, call, name, error, ranks, said):
+def test_files_without_permission_are_refused_and_unchanged(worlds, once_trained, call, name, error, ranks, message):
     config, output = once_trained, once_trained.train.output
     before = {path: path.stat().st_mtime_ns for path in (output / "checkpoint").rglob("*")}
     if "fresh" in name:
         config = at(config, output / "fresh")
     for actual in worlds(2).run(refused_by_the_system, config, call, name, error, ranks):
-        assert said in actual and str(output) in actual and "\n" not in actual
+        assert message in actual and str(output) in actual and "\n" not in actual
     assert {path: path.stat().st_mtime_ns for path in (output / "checkpoint").rglob("*")} == before
 
 

@@ -85,8 +85,8 @@ def test_a_dry_run_names_the_attention_kernel_and_why_better_ones_are_not_used(c
     assert hopper[1:] == ("cudnn", {"flash_attn_3": "flash_attn_interface is not installed"})
     assert blackwell[1:] == ("cudnn", {"flash_attn_4": "flash_attn.cute.interface is not installed"})
     assert kernels("--train.device", "cpu") == [("cpu", "cpu_flash", {})]
-    ((_, name, others),) = kernels("--data.documents", capability=(9, 0))
-    assert name == "cuda_flash" and set(others) == {"flash_attn_3", "flash_attn_2"}
+    ((_, name, refused_kernels),) = kernels("--data.documents", capability=(9, 0))
+    assert name == "cuda_flash" and set(refused_kernels) == {"flash_attn_3", "flash_attn_2"}
     assert [name for _, name, _ in kernels("--train.precision", "float32")] == ["efficient"] * 3
     named = kernels("--parallel.kernel", "cudnn")
     assert [name for _, name, _ in named] == [None, "cudnn", "cudnn"] and "not 8.0" in named[0][2]["cudnn"]

@@ -55,8 +55,8 @@ def folder(tmp_path_factory):
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=None, bos_token_id=None)).double().eval()
     model.save_pretrained(path)
     rows = [torch.tensor([[int(word) for word in prompt.split()]]) for prompt in PROMPTS]
-    asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    actual = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in rows]  # 0 is no padding
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    actual = [model.generate(row, attention_mask=torch.ones_like(row), **options) for row in rows]  # 0 is no padding
     return path, [ids[0, row.shape[1] :].tolist() for ids, row in zip(actual, rows, strict=True)]
 
 
@@ -64,10 +64,10 @@ def asked_of(source: Path) -> Generate:
     return Generate(source, prompt=PROMPTS, tokens=NEW, ids=True, device="cpu", precision="float64")
 
 
-def all_asked(asked: list[Generate]) -> list[tuple[list[list[int]], str]]:
+def all_asked(orders: list[Generate]) -> list[tuple[list[list[int]], str]]:
     """Tokens of each prompt, and what was printed, for each order."""
     actual = []
-    for each in asked:
+    for each in orders:
         output = io.StringIO()
         with redirect_stdout(output):
             tokens = [one.ids for one in continue_prompts(each)]
@@ -79,15 +79,15 @@ def test_generation_matches_transformers_on_any_mesh(worlds, folder):
     path, expected = folder
     lines = "".join(f"{p}{''.join(f' {i}' for i in ids)}\n" for p, ids in zip(PROMPTS, expected, strict=True))
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
-    asked = [replace(asked_of(path), parallel=parallel) for parallel in MESHES]
+    orders = [replace(asked_of(path), parallel=parallel) for parallel in MESHES]
     for ranks in (1, 4):
-        for rank, actual in enumerate(worlds(ranks).run(all_asked, asked if ranks > 1 else asked[:1])):
+        for rank, actual in enumerate(worlds(ranks).run(all_asked, orders if ranks > 1 else orders[:1])):
             for tokens, output in actual:
                 assert tokens == expected and output == ("" if rank else lines)
 
 
-def drawn(asked: Generate) -> tuple[list[list[int]], str]:
-    return all_asked([replace(asked, temperature=2.0, top_p=0.9, seed=3, json=True)])[0]
+def drawn(order: Generate) -> tuple[list[list[int]], str]:
+    return all_asked([replace(order, temperature=2.0, top_p=0.9, seed=3, json=True)])[0]
 
 
 def test_samples_are_equal_on_all_ranks_and_printed_as_json(worlds, folder):
@@ -129,9 +129,9 @@ def plainly(checkpoint: Path, prompt: str) -> list[int]:
 
 def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
     texts = ("def main(", "é")
-    asked = Generate(run_folder, texts, tokens=NEW, stop=False, device="cpu", precision="float64")
-    older = replace(asked, step=1), replace(asked, source=run_folder / "checkpoint" / "step-1")
-    actual = worlds(4).run(all_asked, [asked, *older])[0]
+    order = Generate(run_folder, texts, tokens=NEW, stop=False, device="cpu", precision="float64")
+    older = replace(order, step=1), replace(order, source=run_folder / "checkpoint" / "step-1")
+    actual = worlds(4).run(all_asked, [order, *older])[0]
     for step, (tokens, output) in zip((2, 1, 1), actual, strict=True):
         assert tokens == [plainly(run_folder / "checkpoint" / f"step-{step}", text) for text in texts]
         assert output.startswith("def main(") and "\né" in output
@@ -178,9 +178,9 @@ def test_invalid_requests_are_one_line(line, message, run_folder, folder, tmp_pa
 
 def refusals(orders: list[Generate]) -> list[str]:
     actual = []
-    for asked in orders:
+    for order in orders:
         with pytest.raises(ValueError) as refused, redirect_stdout(io.StringIO()):
-            continue_prompts(asked)
+            continue_prompts(order)
         actual.append(str(refused.value))
         dist.barrier()
     return actual
@@ -200,7 +200,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
     broken = shutil.copytree(run_folder, tmp_path / "broken")
     for manifest in broken.glob("checkpoint/*/manifest.json"):
         manifest.write_text("{}")
-    asked = [
+    orders = [
         replace(hub, prompt=("1 99",)),
         replace(hub, prompt=("one",)),
         replace(hub, prompt=(), prompt_file=Path("none.txt")),
@@ -211,7 +211,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
         replace(hub, device="cuda"),
         asked_of(broken),
     ]
-    for actual in worlds(2).run(refusals, asked):
+    for actual in worlds(2).run(refusals, orders):
         for message, expected in zip(
             actual,
             [
@@ -234,5 +234,5 @@ def test_prompts_come_from_files_too(tmp_path):
     from armillary.train.generate.command import prompts_of
 
     (tmp_path / "prompt.txt").write_text("two\nlines\n")
-    asked = read_generate(["run", "--prompt", "one", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens", "1Ki"])
-    assert prompts_of(asked) == ["one", "two\nlines"] and asked.tokens == 1024
+    order = read_generate(["run", "--prompt", "one", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens", "1Ki"])
+    assert prompts_of(order) == ["one", "two\nlines"] and order.tokens == 1024

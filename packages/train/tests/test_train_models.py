@@ -96,12 +96,12 @@ def test_sizes_make_a_llama_or_a_gpt():
 
 
 def test_rope_scaling_matches_the_published_models():
-    asked = ModelConfig(rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
-    assert model_config(asked, 11, 96).rope_scaling == LlamaConfig.llama31_8b().rope_scaling
-    assert isinstance(model_config(asked, 11, 96).rope_scaling, Llama3Scaling)
-    yarn = model_config(replace(asked, rope_scaling="yarn"), 11, 96).rope_scaling
+    config = ModelConfig(rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
+    assert model_config(config, 11, 96).rope_scaling == LlamaConfig.llama31_8b().rope_scaling
+    assert isinstance(model_config(config, 11, 96).rope_scaling, Llama3Scaling)
+    yarn = model_config(replace(config, rope_scaling="yarn"), 11, 96).rope_scaling
     assert yarn == YarnScaling(factor=8.0, original_max_position_embeddings=8192)
-    assert model_config(replace(asked, rope_scaling="linear"), 11, 96).rope_scaling == LinearScaling(factor=8.0)
+    assert model_config(replace(config, rope_scaling="linear"), 11, 96).rope_scaling == LinearScaling(factor=8.0)
     assert model_config(ModelConfig(), 11, 96).rope_scaling is None
 
 

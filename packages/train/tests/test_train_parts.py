@@ -66,7 +66,7 @@ def test_a_bad_command_line_is_one_line_with_the_accepted_values(argv, message):
             "--model.dim 100 is not a multiple of --model.heads 8; make it one, or set --model.head-dim",
         ),
         ("--model.layers 0", "--model.layers 0: must be at least 1"),
-        ("--model.head-dim 5", "head_dim=5 is odd"),
+        ("--model.head-dim 5", "head_dim=5 is odd; RoPE rotates pairs, so it must be even"),
         ("--model.kv-heads 3", "heads=8 is not a multiple of kv_heads=3"),
         ("--model.rope-theta 0", "--model.rope-theta 0.0: must be above 0"),
         ("--model.rope-factor nan", "--model.rope-factor nan: must be above 0"),
@@ -128,7 +128,7 @@ def test_help_exits_with_success(capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "world", "expected"),
+    ("axes", "world", "expected"),
     [
         ({}, 1, (1, 1, 1, 1, 1)),
         ({}, 2, (1, 1, 2, 1, 1)),
@@ -143,12 +143,12 @@ def test_help_exits_with_success(capsys):
         ({"tp": 2}, 8, (1, 1, 2, 2, 2)),
     ],
 )
-def test_open_axes_take_the_remaining_ranks(given, world, expected):
-    assert tuple(choose_axes(Config(parallel=ParallelConfig(**given)), world).values()) == expected
+def test_open_axes_take_the_remaining_ranks(axes, world, expected):
+    assert tuple(choose_axes(Config(parallel=ParallelConfig(**axes)), world).values()) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "node", "expected"),
+    ("flags", "node", "expected"),
     [
         ({"cp": 8}, None, (2, 4)),  # 8 heads and 4 key heads
         ({"cp": 8}, 2, (4, 2)),
@@ -158,12 +158,12 @@ def test_open_axes_take_the_remaining_ranks(given, world, expected):
         ({"cp": 8}, 6, (4, 2)),  # teams of 4 would lie on two nodes
     ],
 )
-def test_a_context_parallel_degree_is_split_by_heads_and_nodes(monkeypatch, given, node, expected):
+def test_a_context_parallel_degree_is_split_by_heads_and_nodes(monkeypatch, flags, node, expected):
     if node is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
-    config = Config(parallel=ParallelConfig(**given))
-    axes = choose_axes(config, prod(given.values()))
-    assert (axes["ring"], axes["ulysses"]) == expected and prod(axes.values()) == prod(given.values())
+    config = Config(parallel=ParallelConfig(**flags))
+    axes = choose_axes(config, prod(flags.values()))
+    assert (axes["ring"], axes["ulysses"]) == expected and prod(axes.values()) == prod(flags.values())
 
 
 @pytest.fixture

@@ -79,8 +79,8 @@ def losses_of(configs: list[Config]) -> list[list[float]]:
     return [[step(run, i + 1).loss for i in range(run.config.train.steps)] for run in runs]
 
 
-def furthest(losses: list[float], others: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+def furthest(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[fl
     run, messages = built(config), list[str]()
     poison(run, ord("Z"))
     bad, kept, rates = BadSteps(run, messages.append), list[tuple[bool, bool]](), list[float]()
-    held = [i for i in range(8 * config.train.steps) if has_z(run, i)]
+    steps = [i for i in range(8 * config.train.steps) if has_z(run, i)]
     for number in range(1, config.train.steps + 1):
         before = bits(run)
         batches = [next(run.training) for _ in range(config.train.accumulation)]
@@ -232,7 +232,7 @@ def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[fl
         bad.count(number, result, batches)
         kept.append((result.good, all(map(torch.equal, before, bits(run)))))
         rates.append(run.optimizer.param_groups[0]["lr"])
-    return kept, messages, rates, held
+    return kept, messages, rates, steps
 
 
 def has_z(run: Run, number: int) -> bool:

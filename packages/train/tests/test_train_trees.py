@@ -112,8 +112,8 @@ def meshed(config: Config, layout: str = "zigzag", parts: int = 1, **axes: int) 
     return replace(config, data=data, train=train, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
 
 
-def error(found, expected) -> float:
-    (loss, grads), (exact, wanted) = found, expected
+def error(actual, expected) -> float:
+    (loss, grads), (exact, wanted) = actual, expected
     assert grads.keys() == wanted.keys()
     return max(relative_error(loss, exact), *(relative_error(grads[name], wanted[name]) for name in wanted))
 
