@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="folder, config.json, model type of transformers, or module:function of your own")
     parser.add_argument("--ring", type=int, default=1, help="ranks on the sequence axis")
     parser.add_argument("--ulysses", type=int, default=1, help="ranks on the head axis")
-    parser.add_argument("--method", help="default: ring, ulysses, or usp for both")
+    parser.add_argument("--method", help="attention method; default: ring, ulysses, or usp for both axes")
     parser.add_argument("--ranks", type=int, help="number of ranks of module:function (default 4)")
     parser.add_argument("--tokens", type=int, default=64, help="length of the sequence (default %(default)s)")
     parser.add_argument("--documents", action="store_true", help="also check packed documents")

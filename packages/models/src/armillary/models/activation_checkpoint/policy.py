@@ -53,10 +53,10 @@ class Checkpointing:
 
     Args:
         policy: the tensors that each block keeps for backward.
-        offload: True keeps them in the host's memory.
-        prefetch: True copies them back during backward of the block above. False starts the copies after that block:
-            the peak is one tensor [B, T, E] lower, but the copies overlap with less computation.
-        tiled: True runs the token-wise part in chunks that backward recomputes, even under policy "none".
+        offload: keep them in the host's memory.
+        prefetch: copy them back during backward of the block above. Without it, copies start after that block: the peak
+            is one tensor [B, T, E] lower, but the copies overlap with less computation.
+        tiled: run the token-wise part in chunks that backward recomputes, even under policy "none".
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
             `armillary.attention.call.token_chunks`.
         inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the block

@@ -56,7 +56,7 @@ class MemoryPlan:
     shard: Count = 1
     """Data-parallel ranks (FSDP2 without context parallelism)."""
     ring: CountOrNone = None
-    """Ranks on the sequence axis; by default all that shard and ulysses leave."""
+    """Ranks on the sequence axis; by default all ranks besides shard and ulysses."""
     ulysses: CountOrNone = None
     """Ranks on the head axis; by default all, or with a ring the most in a node that divide the key/value heads."""
     rows: Count = 1

@@ -38,10 +38,12 @@ class SearchPlan:
     """Finds the fastest way to train a model on a cluster, by formulas: nothing is run, and no GPU is needed.
 
     Three ways to start:
-      # all meshes and methods on 16 GPUs armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens
-      256Ki # the best as a file for armillary-train --config armillary-plan search --cluster 8xh100 --tokens 128Ki
-      --out planned.toml # only two methods, with a plot armillary-plan search --tokens 1M --attention usp upipe --plot
-      best.png
+      # all meshes and methods on 16 GPUs
+      armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens 256Ki
+      # the best as a file for armillary-train --config
+      armillary-plan search --cluster 8xh100 --tokens 128Ki --out planned.toml
+      # only two methods, with a plot
+      armillary-plan search --tokens 1M --attention usp upipe --plot best.png
 
     Exit code 1: nothing fits.
     """

@@ -29,8 +29,10 @@ class Export:
     """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer of the run.
 
     Two ways to start:
-      # in the saved dtype armillary-export outputs/checkpoint/step-80 exported # in half the bytes, with the tokenizer
-      of a folder armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
+      # in the saved dtype
+      armillary-export outputs/checkpoint/step-80 exported
+      # in half the bytes, with the tokenizer of a folder
+      armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
 
     Needs memory for the weights in `dtype`, and for one file.
     """
@@ -42,8 +44,7 @@ class Export:
     dtype: Literal["as saved", "float64", "float32", "bfloat16", "float16"] = "as saved"
     """Data type of the written weights."""
     pretrained: Path | None = None
-    """Hugging Face folder that the run started from, for its tokenizer and the ids of special tokens; by default the
-    folder that the run's config.json names."""
+    """Hugging Face folder with the tokenizer and the ids of special tokens; by default the one in the run's config."""
 
 
 def export(options: Export) -> None:

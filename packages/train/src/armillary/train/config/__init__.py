@@ -61,13 +61,13 @@ class ParallelConfig:
     shard: Count = 1
     """Data-parallel ranks among which parameters are sharded (FSDP)."""
     ring: CountOrNone = None
-    """Context-parallel ranks on the sequence axis; by default all ranks that the other axes leave."""
+    """Context-parallel ranks on the sequence axis; by default all remaining ranks."""
     ulysses: CountOrNone = None
     """Context-parallel ranks on the head axis; by default at most ring: of 8 ranks, ring 4 x ulysses 2."""
     cp: CountOrNone = None
-    """Context-parallel degree, split for usp: ulysses as far as key heads and a node allow, ring for the rest."""
+    """Context-parallel degree, split for usp: ulysses as large as key heads and a node allow, and ring."""
     tp: Count = 1
-    """Tensor-parallel ranks for heads, MLP and vocabulary; divides heads and kv_heads."""
+    """Tensor-parallel ranks for heads, MLP and vocabulary; must divide heads and kv_heads."""
     attention: str = "usp"
     """local, ring, token_ring, wallfacer, all_gather, ring+ring, ring+token_ring, ulysses, usp, upipe, upipe+ring..."""
     heads_per_stage: CountOrNone = None
@@ -99,21 +99,21 @@ class DataConfig:
     global_batch_size: Count = 4
     """Sequences of a step, over all ranks and --train.accumulation; a multiple of replicate x shard."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
-    """Documents are concatenated and cut; cut only where longer than a sequence; or one per sequence (truncated)."""
+    """greedy concatenates and cuts documents; best_fit cuts only those above a sequence; one_per_row truncates."""
     documents: bool = False
     """Attend within documents only (varlen attention by cu_seqlens); rows of trees always attend along their paths."""
     reset_positions: bool = False
     """Position ids restart at each document."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
-    """Which positions each ring rank holds; balanced is chosen for each batch by its documents."""
+    """Distribution of positions over ring ranks; balanced is computed for each batch from its documents."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of documents that are kept for validation."""
+    """Fraction of documents for validation."""
     task: Literal["recall", "needle", "copy"] | None = None
     """Train on a synthetic long-context task instead of text; recall's answers always lie on another rank."""
     pairs: Count = 8
-    """recall: key-value pairs of a sequence, at most symbols."""
+    """recall: number of key-value pairs in a sequence, at most symbols."""
     symbols: Count = 16
-    """Tasks: different keys, values and fillers, or tokens to copy; fewer where the vocabulary is smaller."""
+    """Tasks: number of different keys, values and fillers, or of tokens to copy; less in a small vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear decay to min-lr; lr until the last decay-steps (wsd); or lr to the end."""
     warmup_steps: Annotated[int, Field(ge=0, le=LARGEST)] = 10
-    """Linear warm-up; of a run that has no more steps, half. A resumed run's schedule spans its new --train.steps."""
+    """Steps of linear warm-up; half of the run if it has no more steps. A resumed run uses its new --train.steps."""
     decay_steps: CountOrNone = None
     """wsd: steps of the linear decay to min-lr at the end; by default a tenth of all steps."""
     weight_decay: NotNegative = 0.1
-    """Of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = True
     """Weight decay of embedding tables too; OLMo 2 has none, so that rare tokens' rows don't shrink."""
     beta1: Momentum = 0.9
@@ -151,11 +151,11 @@ class CudaConfig:
     """Settings of CUDA and NCCL; unused on the CPU."""
 
     expandable_segments: bool = True
-    """The allocator's segments grow instead of leaving gaps; PYTORCH_ALLOC_CONF comes first."""
+    """Let the allocator's segments grow instead of leaving gaps; PYTORCH_ALLOC_CONF overrides it."""
     bind_device: bool = True
-    """NCCL knows the rank's GPU, connects at once, and splits communicators; from torch 2.15 on it does in any case."""
+    """Bind NCCL to the rank's GPU: it connects at once and splits communicators. torch 2.15 always binds it."""
     high_priority: bool = True
-    """Exchanges of ring and ulysses run on streams of high priority, with communicators of their own."""
+    """Run exchanges of ring and ulysses on streams of high priority, with communicators of their own."""
     max_ctas: CountOrNone = None
     """Maximum number of multiprocessors of an NCCL kernel of those exchanges; by default NCCL decides."""
     sm_margin: Annotated[int | None, Field(ge=0, le=1024)] = None
@@ -225,7 +225,7 @@ class TrainConfig:
     accumulation: Count = 1
     """Gradient accumulation: number of micro-batches in a step; must divide data.global_batch_size."""
     seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
-    """Seed of the first weights, of the order of documents, and of random numbers."""
+    """Seed of the initial weights, of the order of documents, and of random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU for this rank, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
