@@ -115,13 +115,13 @@ def test_masks_are_kept_as_plain_numbers(documents, stored):
 # -- constructors -----------------------------------------------------------------------------------------------------
 
 MADE: list[tuple[Callable[[], object], str]] = [
-    (lambda: Ring(None), "NoneType is no mesh axis: a 1-D DeviceMesh is needed"),
-    (lambda: Ring("ring"), "str is no mesh axis"),
-    (lambda: TokenRing(4), "int is no mesh axis"),
-    (lambda: WallFacer(["ring"], team=1), "list is no mesh axis"),
-    (lambda: AllGatherKV(object()), "object is no mesh axis"),
-    (lambda: Ulysses(None), "NoneType is no mesh axis"),
-    (lambda: UPipe({}), "dict is no mesh axis"),
+    (lambda: Ring(None), "NoneType is not a mesh axis: a 1-D DeviceMesh is needed"),
+    (lambda: Ring("ring"), "str is not a mesh axis"),
+    (lambda: TokenRing(4), "int is not a mesh axis"),
+    (lambda: WallFacer(["ring"], team=1), "list is not a mesh axis"),
+    (lambda: AllGatherKV(object()), "object is not a mesh axis"),
+    (lambda: Ulysses(None), "NoneType is not a mesh axis"),
+    (lambda: UPipe({}), "dict is not a mesh axis"),
     (lambda: Ulysses(ALONE, inner=Ring), "inner=Ring is not a method; pass an instance"),
     (lambda: Ulysses(ALONE, inner="ring"), "inner=str is not a method"),
     (lambda: UPipe(ALONE, inner=ALONE), "inner=Axis is not a method"),
@@ -363,7 +363,7 @@ def one_axis_twice() -> dict[str, str]:
 def test_a_composition_is_of_axes_that_span_a_grid(worlds):
     messages = worlds(4).run(one_axis_twice)
     words = {"across": "run across each other", "turned on some ranks": "run across each other"}
-    words |= {"two axes": "one mesh axis is needed, got 2", "a group": "DeviceMesh.from_group makes one of it"}
+    words |= {"two axes": "one mesh axis is needed, got 2", "a group": "DeviceMesh.from_group"}
     words |= {"no such axes": "no ring and ulysses; make it by build_mesh"}
     right = {"usp", "the other way", "of groups", "of two meshes", "of one rank"}
     for rank, actual in enumerate(messages):

@@ -136,9 +136,9 @@ PRIMITIVES = [
     (lambda axis: seq_to_head(HEADS, axis, heads=[[0], [1]]), "one range for each of the 2 ranks"),
     (lambda axis: head_to_seq(HEADS, axis, sizes=["2", 2]), "sizes='2': an integer"),
     (lambda axis: merge_scatter(HEADS, HEADS[..., 0], axis, sizes=[2.0, 2]), "sizes=2.0: an integer"),
-    (lambda axis: all_gather(HEADS, "ring"), "str is no mesh axis: a 1-D DeviceMesh is needed"),
-    (lambda axis: all_gather(HEADS, axis.group), "ProcessGroup is no mesh axis: .* DeviceMesh.from_group makes one"),
-    (lambda axis: Axis.of(None), "NoneType is no mesh axis"),
+    (lambda axis: all_gather(HEADS, "ring"), "str is not a mesh axis: a 1-D DeviceMesh is needed"),
+    (lambda axis: all_gather(HEADS, axis.group), "ProcessGroup is not a mesh axis: .* DeviceMesh.from_group"),
+    (lambda axis: Axis.of(None), "NoneType is not a mesh axis"),
 ]
 
 

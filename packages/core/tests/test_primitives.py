@@ -387,7 +387,7 @@ def test_mismatched_arguments_are_refused_with_the_numbers(worlds):
         "from 0 on, in order and without gaps",
         "from 0 on, in order and without gaps",
         "end at 5; there are 6 heads",
-        "3 tokens are not divided by the 2 ranks of axis 'ulysses'; pass sizes=",
+        "3 tokens are not divisible by the 2 ranks of axis 'ulysses'; pass sizes=",
         "has 6 heads; rank",
         "x (2, 4, 6, 4) has no dim 4; its dims are 0..3",
         "must have 5 tokens on dim 1: sizes are (2, 3)",
