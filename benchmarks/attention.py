@@ -226,7 +226,7 @@ def main() -> None:
         f"batch 1, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag, forward and backward; one thread a rank",
         f"zigzag balance, slowest rank over mean by tile area, worst step: {worst:.3f}",
     ]
-    notes.append("under this mask what goes round goes no further than it is seen: three quarters of all, with zigzag")
+    notes.append("under this mask a token travels no further than to the last rank that sees it: with zigzag, three quarters of all")
     print(report.write("attention", "Attention methods against torch's context-parallel ring", rows, notes))
 
 

@@ -164,7 +164,7 @@ def loading(folder: Path, repeat: int) -> str:
     notes = [
         f"rows of {ROW:,} tokens, {ROWS} of them, tokens and labels as int64; the rank has one shard of them",
         "packed and balanced also give each row's document boundaries; the loader none, and labels across documents",
-        "the file is in the page cache, so this is what loading costs the host; bytes are those of tokens read, a row",
+        "the file is in the page cache, so times are the host's cost of loading; bytes are those of tokens read, a row",
     ]
     return write("data-loading", "From a token store to a rank's batches", rows, notes)
 

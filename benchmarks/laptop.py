@@ -54,7 +54,7 @@ PARTS = {
         "equality.png",
     ),
     "recall": Part(
-        "What another rank holds is found",
+        "Recall across ranks",
         "benchmarks/equality.py --only recall --meshes ring --steps 300",
         "Rows of 16 tokens lie on 4 ranks: pairs of key and value, then a key, whose value was on another rank. "
         "A model whose attention ends with its own shard cannot do better than chance.",

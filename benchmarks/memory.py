@@ -209,7 +209,7 @@ def main() -> None:
         ),
         "policies": ("Checkpoint policies, LLaMA-3-8B, 1M tokens on 8 H100", policies, []),
         "planned": (
-            "What the planner chooses for LLaMA-3-8B, simulated",
+            "The planner's choices for LLaMA-3-8B, simulated",
             lambda: planned(console),
             ["step and MFU are predicted, with cuDNN's published speed; nothing has been run on a GPU"],
         ),

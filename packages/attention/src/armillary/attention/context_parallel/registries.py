@@ -17,7 +17,7 @@ class Registries(NamedTuple):
     @staticmethod
     def imported() -> Registries | None:
         """Returns the registries of transformers if this process has imported it, else None."""
-        # Looked up and not imported: whoever uses torch alone must not wait for transformers.
+        # Looked up, not imported: users of plain torch must not wait for the import of transformers.
         models, masks = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils"))
         attention_functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
         mask_functions = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
