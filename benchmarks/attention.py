@@ -226,7 +226,9 @@ def main() -> None:
         f"batch 1, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag, forward and backward; one thread a rank",
         f"zigzag balance, slowest rank over mean by tile area, worst step: {worst:.3f}",
     ]
-    notes.append("under this mask a token travels no further than to the last rank that sees it: with zigzag, three quarters of all")
+    notes.append(
+        "under this mask a token travels no further than the last rank that sees it: with zigzag, three quarters"
+    )
     print(report.write("attention", "Attention methods against torch's context-parallel ring", rows, notes))
 
 

@@ -271,7 +271,7 @@ def refusals() -> list[str]:
 
 
 REFUSED = [
-    "Ring is no method",
+    "Ring is not a method",
     "layout",
     "mask is a str; an AttentionMask is needed",
     "works on axes ('ring', 'ulysses'); parallelize_module was given a mesh with axes ('ring',)",

@@ -160,5 +160,5 @@ class KeyCounts:
 
 
 def count_pairs(slices: Slices) -> int:
-    """Returns the number of visible pairs."""
+    """Returns the number of visible (query, key) pairs, without enumerating them."""
     return int(KeyCounts.of(slices).before(slices[:, 1].max(initial=0, keepdims=True))[0])

@@ -115,7 +115,7 @@ def steps(argv: Sequence[str]) -> None:
 
 
 def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
-    """Prints JSON, or tables."""
+    """Prints the result of a command as JSON, or as tables by its `show`."""
     if as_json:
         print(json.dumps(as_dict(), indent=2))
     else:

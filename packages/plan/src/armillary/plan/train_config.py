@@ -14,7 +14,7 @@ from armillary.train.config.overlay import flag, flat, overlaid
 
 
 def recipe_config(name: str) -> Config:
-    """The configuration of a recipe."""
+    """Returns the configuration of a recipe: a built-in name, or "my.module:function"."""
     config = find_recipe(name)()
     assert isinstance(config, Config)
     return config

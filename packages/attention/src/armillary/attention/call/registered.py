@@ -25,7 +25,7 @@ def register(value: object) -> int:
 
 
 def object_of(number: int) -> Any:
-    """Returns the object with that number."""
+    """Returns a registered object. Raises KeyError if it no longer exists, as the registry keeps none alive."""
     return _objects[number]
 
 

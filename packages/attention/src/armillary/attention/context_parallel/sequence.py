@@ -70,10 +70,10 @@ def layout_over_ranks(layout: SequenceLayout, method: Method) -> SequenceLayout:
 
 
 def check_method(method: Method) -> None:
-    """Raises ValueError if `method` is no method."""
+    """Raises ValueError unless `method` is an instance of a method; a class is a usual mistake."""
     if isinstance(method, type) or not callable(method) or not hasattr(method, "sequence_shards"):
         name = method.__name__ if isinstance(method, type) else type(method).__name__
-        raise ValueError(f"{name} is no method; give an instance, such as Ring(mesh['ring'])")
+        raise ValueError(f"{name} is not a method; give an instance, such as Ring(mesh['ring'])")
 
 
 def check_tokens(shard: int, tokens: int, layout: SequenceLayout) -> None:

@@ -96,7 +96,7 @@ class StagedSteps:
             yield from (Step((move,)) for move in returns(stage))
 
     def return_out(self, stage: Stage) -> list[Move]:
-        """out of a stage."""
+        """Returns the all-to-all that sends a stage's out from heads back to tokens."""
         work, moves = self.moves.work, self.moves
         return [moves.to_tokens(moves.sizes, stage.query_ranges, "out", work.batch * work.value_dim * work.e)]
 

@@ -21,7 +21,7 @@ class Clock(Protocol[Instant]):
 
 
 class HostClock:
-    """Instants of the host."""
+    """Instants as nanoseconds of the host's performance counter."""
 
     def __init__(self) -> None:
         self.origin = self.now()

@@ -114,7 +114,7 @@ def _total(counts: Counter[Key], query: tuple[str | None, str | None, str | None
 
 
 def current_phase() -> str:
-    """Returns the phase of this thread."""
+    """Returns "forward" or "backward", by the innermost `phase` block of this thread."""
     return _phase.get()
 
 

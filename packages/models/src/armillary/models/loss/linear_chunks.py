@@ -113,7 +113,6 @@ class Gradients:
 
     @property
     def any_needed(self) -> bool:
-        """True if any gradient is needed."""
         return not (self.hidden is self.weight is self.bias is None)
 
     def add(self, tokens: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> None:

@@ -110,7 +110,7 @@ def figures(choice: Choice, first: Choice) -> list[str]:
 
 
 def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
-    """A table row for each choice."""
+    """Yields the table row of each choice; the first choice, the best, has no reason."""
     for choice in best:
         names = str(choice.candidate.attention), str(choice.candidate.mesh)
         reason = "" if choice is best[0] else result.reason(choice)

@@ -74,7 +74,7 @@ def check_parallel(config: Config) -> None:
 
 
 def check_tasks(config: Config) -> None:
-    """Checks the synthetic tasks."""
+    """Raises ValueError for a task in addition to text, or more pairs than symbols."""
     data = config.data
     if data.task is not None and data.path:
         raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
@@ -83,7 +83,7 @@ def check_tasks(config: Config) -> None:
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
-    """Checks that the schedule fits into the run."""
+    """Raises ValueError if the decay does not fit into the run, or has no effect under the schedule."""
     decay, length = optimizer.decay_steps, steps - warmup_of(steps, optimizer)
     if decay is not None and optimizer.schedule != "wsd":
         raise ValueError(f"--optimizer.decay-steps {decay}: of --optimizer.schedule wsd, not {optimizer.schedule}")

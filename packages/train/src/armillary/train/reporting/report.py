@@ -54,33 +54,33 @@ class Reporter:
             sink.close(CLOSING)
 
     def resumed(self, step: int) -> None:
-        """Training starts after `step`: 0, or the checkpoint's. Before that, only `say` prints."""
+        """Tells all sinks that training starts after `step`: 0, or the checkpoint's. Before that, only `say` prints."""
         self.last_step, self._begun = step, True
         self._submit_to_all(lambda sink: sink.resumed(step))
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Sends the metrics of a step to all sinks, and an event if the step was skipped."""
         self.last_step = metrics.step
         self._submit_to_all(lambda sink: sink.step(metrics))
         if not (isfinite(metrics.loss) and isfinite(metrics.grad_norm)):
             self.event("skipped", metrics.step)
 
     def validated(self, step: int, values: dict[str, float]) -> None:
-        """The model of this step was validated."""
+        """Sends the results of a validation after this step to all sinks."""
         self._submit_to_all(lambda sink: sink.validated(step, values))
 
     def event(self, kind: str, step: int, text: str = "") -> None:
-        """Something else happened, to be logged with the steps but not printed."""
+        """Sends another event to the sinks, which log it with the steps and do not print it."""
         self._submit_to_all(lambda sink: sink.event(kind, step, text))
 
     def say(self, line: str) -> None:
-        """Prints a line, before this returns if the screen does not block."""
+        """Prints a line; it is printed when this returns, unless the screen blocks."""
         for screen in self._shown:
             screen.submit(lambda: self._screen.print(line))
             screen.flush(SAYING)
 
     def finished(self, step: int) -> Path | None:
-        """The run ends after `step`, the last one or not; returns the path of its picture, if one was drawn."""
+        """Tells all sinks that the run ends after `step`. Returns the path of its picture, if one was drawn."""
         self.event("finished" if step >= self.config.train.steps else "stopped", step)
         if not (self._sinks and self.config.log.plot):
             return None

@@ -153,6 +153,5 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def label_name() -> str | None:
-    """Name of the current label."""
     label = current_label()
     return None if label is None else label.name

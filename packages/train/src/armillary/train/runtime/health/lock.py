@@ -101,7 +101,7 @@ class Claim:
             os.utime(self.path)
 
     def release(self) -> None:
-        """Releases the lock."""
+        """Marks the lock as released, unless another run has taken it."""
         with suppress(OSError, LockLost):  # the next run sees that this process has ended
             self.check()
             self.path.rename(self.path.with_suffix(".released"))
