@@ -41,8 +41,8 @@ class Collective(Generic[R]):
 class PartsInFlight(NamedTuple):
     """An all-to-all of parts in flight: the sent tensor, the flat receive buffer in rank order, and the works."""
 
-    sent: Tensor
-    buffer: Tensor
+    send_buffer: Tensor
+    receive_buffer: Tensor
     works: tuple[dist.Work, ...]
 
 

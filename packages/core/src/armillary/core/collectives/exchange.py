@@ -169,8 +169,8 @@ class Exchange(NamedTuple):
     """Messages in flight. It keeps their buffers alive, so hold it until `wait` has returned."""
 
     axis: Axis
-    sent: FlatBuffers
-    received: FlatBuffers
+    send_buffers: FlatBuffers
+    receive_buffers: FlatBuffers
     works: tuple[dist.Work, ...]
 
     def wait(self) -> None:
@@ -185,7 +185,7 @@ class Exchange(NamedTuple):
     def _pending(self) -> str:
         """Describes the messages by global ranks."""
         ranks = self.axis.ranks()
-        sources, targets = ([ranks[peer] for peer in peers] for peers in (self.received, self.sent))
+        sources, targets = ([ranks[peer] for peer in peers] for peers in (self.receive_buffers, self.send_buffers))
         return f"to receive from {sources} and send to {targets}"
 
 

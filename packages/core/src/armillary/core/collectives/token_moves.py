@@ -129,7 +129,7 @@ def _start(
 ) -> Collective[Tensor]:
     elements = prod(values.shape[1:])
     exchange = start_parts(axis, values, [n * elements for n in send], [n * elements for n in receive], "all_to_all")
-    return Collective(axis, (exchange.sent,), exchange.works, lambda: assemble(exchange.buffer))
+    return Collective(axis, (exchange.send_buffer,), exchange.works, lambda: assemble(exchange.receive_buffer))
 
 
 def _uses(

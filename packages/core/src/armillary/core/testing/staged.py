@@ -25,19 +25,19 @@ DEVICES = ("cpu", "cuda")
 class StagedWork(cast(Any, dist)._Work):
     """A work of gloo on host copies. `wait` also copies received values to the targets, on the current stream."""
 
-    def __init__(self, sent: dist.Work, arriving: list[tuple[Tensor, Tensor]], longest: timedelta) -> None:
+    def __init__(self, work: dist.Work, arriving: list[tuple[Tensor, Tensor]], longest: timedelta) -> None:
         super().__init__()
-        self.sent, self.arriving, self.longest = sent, arriving, longest
+        self.work, self.arriving, self.longest = work, arriving, longest
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.sent.wait(timeout or self.longest)  # gloo ignores the group's time-out in sends and receives
+        self.work.wait(timeout or self.longest)  # gloo ignores the group's time-out in sends and receives
         for target, host in self.arriving:
             target.copy_(host)
         self.arriving = []
         return True
 
     def is_completed(self) -> bool:
-        return self.sent.is_completed() and not self.arriving
+        return self.work.is_completed() and not self.arriving
 
 
 def staged(name: str, arrives: bool = True) -> Callable[..., StagedWork]:

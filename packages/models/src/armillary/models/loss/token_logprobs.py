@@ -341,8 +341,8 @@ def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: Logpro
     values = [lse, chosen - lse[labels.tokens]]
     if spec.statistics:
         expecteds, sums, tops = described
-        share = (lses - lse).exp()
-        entropy = lse - (expecteds * share).sum(0)
+        rank_mass = (lses - lse).exp()
+        entropy = lse - (expecteds * rank_mass).sum(0)
         mean_logit, top = sums.sum(0) / spec.vocabulary.total_rows, tops.amax(0)
         is_top = (chosen >= top[labels.tokens]).to(lse.dtype)
         values += [entropy[labels.tokens], mean_logit[labels.tokens], is_top]

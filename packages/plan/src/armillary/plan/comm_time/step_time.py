@@ -148,7 +148,7 @@ def recomputed_blocks(step: StepSizes, dense: float, forward: Span) -> tuple[flo
     - With a block's input, all its products are recomputed; with attention's output, all but attention.
     - Without its input, the part after attention of the block below is recomputed once more.
     """
-    layers, after_attention = step.model.layers, step.model.rest / step.model.block * dense
+    layers, after_attention = step.model.layers, step.model.after_attention / step.model.block * dense
     if step.checkpointing.policy == "none":
         projections = dense - after_attention if step.projects_in_stages else 0.0
         return layers * (projections + (after_attention if step.checkpointing.tiled else 0.0)), Span()

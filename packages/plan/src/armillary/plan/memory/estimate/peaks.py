@@ -195,9 +195,11 @@ class Peaks:
             return memory + CategoryBytes(mlp=mlp)
         if step.checkpointing.policy == "none":
             memory += CategoryBytes(gradients=step.x)
-        chunk = max(self.mlp_chunk() + last_matrix, step.e * model.rest)
+        chunk = max(self.mlp_chunk() + last_matrix, step.e * model.after_attention)
         return (
-            memory + self.recomputed_output(i) + CategoryBytes(attention=step.out, mlp=step.total * model.rest + chunk)
+            memory
+            + self.recomputed_output(i)
+            + CategoryBytes(attention=step.out, mlp=step.total * model.after_attention + chunk)
         )
 
     def mlp_chunk(self) -> float:
@@ -224,7 +226,7 @@ class Peaks:
         if step.checkpointing.policy == "none":
             return self.backward_saved_attention(i)
         memory = self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i)
-        accumulated = step.total * step.model.rest
+        accumulated = step.total * step.model.after_attention
         attention = step.out + self.projection_gradients() + step.attention_backward() + 2 * step.gathered
         return memory + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
 
@@ -241,7 +243,7 @@ class Peaks:
         memory = self.in_backward(i) + self.stored(range(i)) + self.saved_to_attention()
         projections = step.x + self.projection_gradients() if step.projects_in_stages else 0
         attention = step.out + (projections + step.attention_backward())
-        return memory + CategoryBytes(gradients=step.x + step.e * model.rest, attention=attention)
+        return memory + CategoryBytes(gradients=step.x + step.e * model.after_attention, attention=attention)
 
     def backward_gradients(self, i: int) -> CategoryBytes:
         """End of block i's backward: accumulated gradients of its parameters, and a copy in the compute dtype."""

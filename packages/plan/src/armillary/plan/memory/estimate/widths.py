@@ -15,7 +15,7 @@ class Widths:
         inner: width inside the MLP.
         gated: the MLP has a gate (SwiGLU), and positions are rotations (RoPE).
         head_norms: queries and keys have norms.
-        block: parameters of a block; `rest` of them are used after attention.
+        block: parameters of a block, `after_attention` of them in the part after attention.
         table, head: parameters of embedding and head, if they are units; 0 if they are tied.
         root: parameters that stay gathered until the end of backward: norms, and a tied table with positions.
     """
@@ -30,7 +30,7 @@ class Widths:
     gated: bool
     head_norms: bool
     block: int
-    rest: int
+    after_attention: int
     table: int
     head: int
     root: int
@@ -59,7 +59,7 @@ class Widths:
             gated=llama,
             head_norms=llama and model.qk_norm,
             block=block,
-            rest=after_attention,
+            after_attention=after_attention,
             table=unit,
             head=unit,
             root=outside_blocks - 2 * unit,
@@ -84,7 +84,7 @@ class Widths:
             inner=self.inner // ranks,
             vocabulary=-(-self.vocabulary // ranks),
             block=part(self.block, unsharded_in_block),
-            rest=part(self.rest, unsharded_after),
+            after_attention=part(self.after_attention, unsharded_after),
             table=self.table // ranks,
             head=self.head // ranks,
             root=part(self.root, unsharded_root),
