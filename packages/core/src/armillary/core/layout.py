@@ -285,7 +285,7 @@ def attention_traffic(
     Args:
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
     """
-    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_of(layout.length, causal, window, documents, mask)
     segments = PositionRuns.of_spans(layout.spans(shard) for shard in range(layout.shards))

@@ -1,4 +1,4 @@
-"""From the arguments of a call to its `AttentionSpec`. Raises ValueError on every rank alike, before communication."""
+"""Checks the arguments of a call and builds its `AttentionSpec`. ValueErrors are raised before any communication."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _check_tensors_and_layout(
 
 
 def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
-    """Everything that checks and the choice of a kernel depend on: torch's settings, shapes, dtypes and devices."""
+    """Returns the properties that checks and the choice of a kernel depend on: settings, shapes, dtypes and devices."""
     return is_deterministic(), *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
 
 
@@ -116,7 +116,7 @@ def check_options(options: AttentionOptions) -> AttentionOptions:
     usual_types = type(mask) is AttentionMask and type(layout) in (SequenceLayout, type(None)) and key_layout is None
     if usual_types and scale is softcap is None and type(return_lse) is bool:
         return options
-    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(
             f"mask is {_describe(mask)}; an AttentionMask is needed: AttentionMask(causal=False) for all keys, "
             f"AttentionMask(documents=...) for packed sequences. It is in global positions; dense masks are not taken"
@@ -145,7 +145,7 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
 
     Args:
         layout: layout over all ranks of the method, or only over its sequence axis; None for one shard.
-        tokens: that this rank passed.
+        tokens: number of tokens that this rank passed.
 
     Raises:
         ValueError: no layout for several shards, a layout over another number of ranks, or a shard of another size.
@@ -177,7 +177,7 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
 
 
 def are_plain_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Tells if all are dense tensors of torch's own class; raises ValueError for anything that is no dense tensor."""
+    """Returns True if all are dense tensors of torch's class. Raises ValueError for other values."""
     plain = sinks is None and type(q) is type(k) is type(v) is Tensor
     if plain and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested):
         return True
@@ -210,7 +210,7 @@ def check_sinks(sinks: Tensor | None, heads: int, device: torch.device) -> None:
         return
     if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
         raise ValueError(f"sinks {tuple(sinks.shape)} must be [H] or [S, H] for {heads} query heads")
-    # Queries are on the meta device where projections are checked by their shapes.
+    # Projections are checked by their shapes, on the meta device.
     elsewhere = sinks.device != device and "meta" not in (sinks.device.type, device.type)
     if not sinks.is_floating_point() or elsewhere:
         raise ValueError(f"sinks are {sinks.dtype} on {sinks.device}; floating-point numbers on {device} are needed")
@@ -240,7 +240,7 @@ def check_transforms(*tensors: Tensor | None) -> None:
 
 
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v as autocast passes them to scaled_dot_product_attention: in its dtype, float64 excepted."""
+    """Returns q, k and v as autocast casts them for scaled_dot_product_attention, unless one is float64."""
     if not autocast_enabled(q) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -248,10 +248,10 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """Tells if autocast is on for the device of x; torch raises where asked about the meta device."""
+    """Returns True if autocast is on for the device of x; False for the meta device, for which torch would raise."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _describe(value: Any) -> str:
-    """A value for a message; its type where its repr may be long."""
+    """Describes a value in a message: by its repr, or by its type if the repr may be long."""
     return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"

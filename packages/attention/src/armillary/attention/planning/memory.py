@@ -1,15 +1,15 @@
-"""Memory that an attention call allocates on a rank: the terms that the formulas of all methods are made of.
+"""Terms of the formulas for the memory that an attention call allocates on a rank.
 
 A formula gives the peak in bytes beyond the inputs, outputs included. Inputs are q, k and v of the rank's own tokens
-and heads; in backward also out, lse and dout. Letters are those of the papers; w = a / e is the factor by which
-accumulation in float32 multiplies bytes: 2 for bfloat16.
+and heads; in backward also out, lse and dout. Letters are those of the papers. w = a / e is the ratio of accumulated
+bytes to bytes: 2 for bfloat16, which is accumulated in float32.
 
 Formulas hold for a causal mask and zigzag layouts, on rank 0. There a rank's own block is a causal square, and every
 other block is half visible: all queries against half of the keys, or half of the queries against all keys.
 
-With documents, zigzag and contiguous layouts take no more, to 3%. Striped layouts may: visible tokens are many ranges,
-which are packed. On 8 simulated ranks, Ring then takes up to 1.26 times as much in forward and 1.53 in backward,
-TokenRing 1.60 and 1.45, all-gather 3.2 and 2.5.
+With documents, zigzag and contiguous layouts take at most 3% more. Striped layouts may take much more, because visible
+tokens are many ranges, which are packed. On 8 simulated ranks, Ring then takes up to 1.26 times as much in forward and
+1.53 in backward, TokenRing 1.60 and 1.45, all-gather 3.2 and 2.5.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Sizes:
 
 
 class HeadStages(NamedTuple):
-    """Stages in which the first rank of the head axis gets its heads.
+    """Stages of UPipe, as the first rank of the head axis runs them.
 
     Args:
         ranks: U.
-        queries, keys: heads of a stage.
-        turns: stages of a round, which share keys.
+        queries, keys: number of query heads and of key heads in a stage.
+        turns: number of stages in a round, which share key heads.
         several: True for more than one stage.
         rounds: True for more than one round.
     """
@@ -66,12 +66,12 @@ class HeadStages(NamedTuple):
 
 
 def kernel_forward(x: Sizes, queries: float = 1) -> float:
-    """out and lse of a share of the queries."""
+    """Bytes of out and lse for a fraction of the queries."""
     return queries * (x.q + x.lse)
 
 
 def kernel_backward(x: Sizes, queries: float = 1, keys: float = 1) -> float:
-    """dq, dk and dv of shares of queries and keys, and FlashAttention-2's workspace (`SimulatedFlash`).
+    """Bytes of dq, dk and dv for fractions of queries and keys, and FlashAttention-2's workspace (`SimulatedFlash`).
 
     The workspace is dq in float32 and two numbers for each row; also dk and dv of every query head if heads share keys.
     """
@@ -84,8 +84,7 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     """Peak of a ring of R ranks in which keys rotate and partial results are merged in float32.
 
     Args:
-        onward: share of the own keys that is sent on, as a copy. All are there at the first step only; received keys
-            are sent on without a copy.
+        onward: fraction of the local keys that is copied to be sent. Received keys are sent on without a copy.
     """
     if ranks == 1:
         return kernel_forward(x)
@@ -102,10 +101,10 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
 def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     """Peak of a ring of R ranks in which keys rotate, followed by the sums of dk and dv in float32. dq stays.
 
-    The third step has it all: k and v current, received and sent; dk and dv of own keys, received sums and sent sums;
-    dq, and a kernel on half of the queries.
+    The third step has the most buffers: k and v current, received and sent; dk and dv of own keys, received sums and
+    sent sums; dq, and a kernel on half of the queries.
     """
-    # In order of time: the own block, the first received block, and from the third step on all buffers.
+    # In order of time: the local block, the first received block, and from the third step on all buffers.
     own_grads = 2 * x.w * x.k
     if ranks == 1:
         return max(kernel_backward(x), (1 + x.w) * x.q + 2 * x.k + own_grads)

@@ -79,8 +79,8 @@ class NamedMethod:
     """The entries of a name, with options.
 
     Args:
-        head: divides the heads; None: they are not divided.
-        sequence: divides the sequence; `LOCAL`: it is not divided.
+        head: entry of the method that divides heads, or None.
+        sequence: entry of the method that divides the sequence; `LOCAL` if none does.
     """
 
     name: str
@@ -118,7 +118,7 @@ class NamedMethod:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.check_used(sizes)
         ring, ulysses = prod(sizes[axis] for axis in self.sequence.axes), sizes["ulysses"]
-        # A sequence axis of one rank needs no rotation and no second communicator.
+        # A sequence axis of one rank needs no rotation or second communicator.
         sequence = self.sequence if ring > 1 else LOCAL
         inner = sequence.method(*[mesh[axis] for axis in sequence.axes], **sequence.arguments(self.options, ring))
         if self.head is None:
@@ -128,7 +128,7 @@ class NamedMethod:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def missing(self, *functions: str) -> tuple[str, ...]:
-        """Returns those of some functions of a plan, such as "comm_plan", that the method's plans do not define."""
+        """Returns the given functions of a plan, such as "comm_plan", that the method's plans do not define."""
         plans: list[tuple[type[MethodPlan], type[MethodPlan]]] = [(self.sequence.plan, SequencePlan)]
         if self.head is not None:
             plans.append((self.head.plan, HeadPlan))
@@ -184,7 +184,7 @@ def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMe
     Raises:
         ValueError: an unknown name, or an option of another method.
     """
-    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{name!r} is no name of an attention method; known: {', '.join(names())}")
     head, _, sequence = ALIASES.get(name, name).partition("+")
     if head not in HEAD_METHODS:
@@ -239,7 +239,7 @@ def _check_options(method: NamedMethod) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh, sequence_axes: Sequence[str]) -> None:
-    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed, such as build_mesh makes")
     axes = mesh.mesh_dim_names or ()
     if absent := [axis for axis in (*sequence_axes, "ulysses") if axis not in axes]:

@@ -29,7 +29,7 @@ from armillary.train.runtime.health.watchdog import caused_by_peers
 from armillary.train.runtime.random_state import seed_all
 
 NOTICEABLE = 1.0
-"""Seconds of waiting from which on a line is printed."""
+"""Minimum seconds of waiting that are reported in a line."""
 
 GRACE = 2.0
 """Seconds that a save in flight may take to end once a rank is missing."""
@@ -74,7 +74,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saving is not None:
-            # After an error of this rank the save in flight is still valid. It cannot end if a rank is missing.
+            # After an error on this rank, the save in flight is still valid, but it cannot end if a rank is missing.
             peers_failed = isinstance(error, Exception) and caused_by_peers(error)
             self._saving.join(GRACE if peers_failed else self.timeout.total_seconds())
         if error is None:  # after an error, other ranks may still use the group
@@ -126,7 +126,7 @@ class Checkpoints:
         """Saves the state after `step` unless it is saved, and exports the last step if configured; returns its path.
 
         Args:
-            prune: older checkpoints may be removed for it.
+            prune: True removes older checkpoints that retention does not keep.
 
         Raises:
             OSError: it cannot be saved or exported; on every rank.

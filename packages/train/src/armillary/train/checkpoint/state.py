@@ -1,7 +1,7 @@
 """The state dict of a run: saving and loading.
 
-Learning rates are left out, because they follow from the step; so are the optimizer's other settings, which the resumed
-run's configuration sets.
+Learning rates are not saved, because they follow from the step. The optimizer's other settings are those of the resumed
+run's configuration.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
 
 
 def saved_random_state(run: Run, place: Path, manifest: Manifest, rank: int) -> State:
-    """Returns empty tensors for the saved states of those generators that this process has too."""
+    """Returns empty tensors for the saved states of generators that this process has, too."""
     shapes = saved_shapes(place, manifest.files, f"random.rank-{rank}.")
     current = random_state(run.device)
     return {name: x for name, x in current.items() if shapes.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
@@ -82,7 +82,7 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
     """Returns the model's config in the manifest of a checkpoint, after comparing it with the saved tensors' shapes.
 
     Raises:
-        Damaged, ValueError: the manifest describes no model, or another one than was saved.
+        Damaged, ValueError: the manifest describes no model, or another model than the saved tensors.
     """
     try:
         config = parse(manifest.model)
@@ -118,7 +118,7 @@ def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
 
 
 def differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
-    """Describes how `saved` differs from `current`, by the first `limit` names; "" if they are equal."""
+    """Describes the first `limit` differences between saved and current values; "" if they are equal."""
     names = [
         n
         for n in {**saved_values, **current}

@@ -26,19 +26,19 @@ COMMUNICATION = (
 """Files whose functions communicate."""
 
 CALLED_BY_COMMUNICATION = re.compile("/torch/|/armillary/core/|/armillary/train/runtime/")
-"""An op of torch is several functions below a wait, and `compat` or a backend written in Python below an exchange."""
+"""Matches files of functions that a wait or an exchange may call: torch's ops, `compat`, backends written in Python."""
 
 BLOCKING_READS = frozenset(
     ("item", "tolist", "cpu", "numpy", "synchronize", "_cuda_synchronize", "_accelerator_synchronizeDevice")
 )
-"""Functions of torch in which the host waits for the device, and so for the collectives that the device waits in."""
+"""Functions of torch in which the host waits for the device, and so for collectives on the device."""
 
 
 def current_stack() -> StackSummary:
     """Returns the stack of the thread that the main thread depends on, outermost line first.
 
-    That is the main thread itself unless it joins another thread, as when a checkpoint is saved, or waits for
-    autograd's thread of the device, in which CUDA's backward pass runs.
+    It is the main thread, unless this joins another thread, for example while a checkpoint is saved, or waits for
+    autograd's device thread, which runs the backward pass on CUDA.
     """
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.pop(threading.main_thread().ident or 0)
