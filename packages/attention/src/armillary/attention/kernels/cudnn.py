@@ -121,7 +121,7 @@ class Cudnn(PackingKernel, TopLeft):
 
 
 def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
-    """Does `flip_tokens` to each of the packed sequences."""
+    """Reverses the tokens of each packed sequence for a reversed band, as `flip_tokens` does for one."""
     if not is_reversed(band):
         return list(packed)
     return [torch.cat([sequence.flip(0) for sequence in x.split_with_sizes(lengths)]) for x in packed]

@@ -17,7 +17,7 @@ from armillary.attention.mask import Window
 from armillary.core.validation import number
 
 ALIGNMENT = 8
-"""Elements of 16 bits in 16 bytes, which GPU kernels load at once: a row must start at a multiple."""
+"""Number of 16-bit elements in 16 bytes, the unit of a GPU load: rows must start at multiples of it."""
 
 
 class Scores(NamedTuple):
@@ -82,7 +82,7 @@ class PackingKernel(Kernel):
 
     @abstractmethod
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
-        """Returns a value that is equal for pieces that one call may compute together; None: alone."""
+        """Returns a key that is equal for pieces that one call may compute together; None if a piece needs its own call."""
 
     @abstractmethod
     def forward_packed(

@@ -35,7 +35,7 @@ class Tree(RowPattern):
     def _check_parents(self) -> None:
         if len(self.parents) != len(self.ends) - 1:
             raise ValueError(f"{len(self.parents)} parents for {len(self.ends) - 1} segments; each needs one, or -1")
-        path = list[int]()
+        path = list[int]()  # from the root to the previous segment, on which the next parent must be
         for segment, parent in enumerate(self.parents):
             before = list(path[-4:])
             while path and path[-1] != parent:
@@ -104,7 +104,7 @@ class Tree(RowPattern):
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
                 low = shifts[segment] - shifts[parent] - tokens  # the smallest visible j - i
-                # No key of this ancestor is in the window of the first query, nor are those further up.
+                # The window of the first query has no key of this ancestor, so it reaches no ancestor further up.
                 if k1 - 1 - start < low:
                     break
                 yield start, stop, k0, k1, low, FAR

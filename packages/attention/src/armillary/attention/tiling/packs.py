@@ -82,11 +82,12 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         if key is None:
             ordered.append([index])
             continue
-        # Rows one after another; calls of a block are on all rows each, or on one.
+        # Token indices over all rows: a call of a block is either on all rows or on one.
         queries = _shifted(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
         keys = _shifted(keys, 0 if len(rows) > 1 else rows.start * shards.keys)
         heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
         packs = open_packs.setdefault((key, heads), [])
+        # First fit: the first open pack that shares no tokens with this piece.
         for pack in packs:
             at, key_at = _gap(pack.queries, queries), _gap(pack.keys, keys)
             if at is not None and key_at is not None:

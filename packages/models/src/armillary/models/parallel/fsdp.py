@@ -25,10 +25,9 @@ SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 def shard_parameters(
     model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False, zero_stage: ZeroStage = 3
 ) -> None:
-    """Applies FSDP2 in place: parameters sharded over shard x ring x ulysses flattened, replicated over replicate
-    (HSDP).
+    """Applies FSDP2 in place: parameters are sharded over shard x ring x ulysses, and replicated over replicate (HSDP).
 
-    Each block is a unit that is gathered when it runs; so are embedding table and head, if they are not tied. Gradients
+    Each block is a unit, which is gathered when it runs; so are embedding table and head, if they are not tied. Gradients
     are summed over all ranks, not averaged: divide the loss by the global number of labels.
 
     Args:
@@ -52,7 +51,7 @@ def shard_parameters(
             offload_policy=place,
             reshard_after_forward=zero_stage == 3 and not keep,
         )
-    sum_gradients(model)
+    sum_gradients(model)  # FSDP2 would average them
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -66,11 +66,12 @@ def parallelize(
     check(model, mesh, attention, precision, compiler)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if checkpointing is not None:
-        checkpointing.kept_by_blocks(len(blocks))
+        checkpointing.kept_by_blocks(len(blocks))  # raises for counts that do not fit, before anything changes
     for block in blocks:
         block.attention = block.attention if attention is None else attention
     if checkpointing is not None:
         checkpointing.apply(model)
+    # In this order only: graphs contain the modules of tensor parallelism, and FSDP's hooks stay outside of graphs.
     if "tp" in (mesh.mesh_dim_names or ()):
         tensor_parallel(model, mesh["tp"])
     if compiler is not None:
