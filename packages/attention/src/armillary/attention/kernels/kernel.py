@@ -82,7 +82,7 @@ class PackingKernel(Kernel):
 
     @abstractmethod
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
-        """Returns a key that is equal for pieces that one call may compute together; None if a piece needs its own call."""
+        """Returns a key, equal for pieces that one call may compute together; None for a piece with its own call."""
 
     @abstractmethod
     def forward_packed(

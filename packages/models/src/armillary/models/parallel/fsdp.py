@@ -25,10 +25,10 @@ SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 def shard_parameters(
     model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False, zero_stage: ZeroStage = 3
 ) -> None:
-    """Applies FSDP2 in place: parameters are sharded over shard x ring x ulysses, and replicated over replicate (HSDP).
+    """Applies FSDP2 in place: shards parameters over shard x ring x ulysses, and replicates over replicate (HSDP).
 
-    Each block is a unit, which is gathered when it runs; so are embedding table and head, if they are not tied. Gradients
-    are summed over all ranks, not averaged: divide the loss by the global number of labels.
+    Each block is a unit, which is gathered when it runs; so are embedding table and head, if they are not tied.
+    Gradients are summed over all ranks, not averaged: divide the loss by the global number of labels.
 
     Args:
         mesh: a mesh with some of these axes, and possibly others, such as `build_mesh` returns.
