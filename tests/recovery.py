@@ -21,10 +21,10 @@ SMALL = (
 
 def folder(parent: Path, name: str) -> Path:
     """Creates a folder with a text to train on."""
-    made = parent / name
-    made.mkdir()
-    (made / "text.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(2000)))
-    return made
+    path = parent / name
+    path.mkdir()
+    (path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(2000)))
+    return path
 
 
 def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER) -> Callable[[], None]:

@@ -128,8 +128,10 @@ MAINS = {"plan": plan.main, "train": train.main, "data": data.main, "conformance
 
 
 def by_formulas(job: Job, _: Progress) -> StepMemory:
-    said = estimate(job)
-    return StepMemory(said.device, said.device_breakdown, said.host, said.host_breakdown, "mlp", 0.0, 0)
+    prediction = estimate(job)
+    return StepMemory(
+        prediction.device, prediction.device_breakdown, prediction.host, prediction.host_breakdown, "mlp", 0.0, 0
+    )
 
 
 def said(command: str, capsys: pytest.CaptureFixture[str]) -> str:

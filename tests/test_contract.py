@@ -184,13 +184,13 @@ def test_who_sees_whom(causal):
     """i - left <= j <= i + right, j <= i if causal, and both in one document: read from weights on one-hot values."""
     mask = AttentionMask(causal, window=(2, 1), documents=[0, 4, 7])
     q, k = torch.zeros(1, 7, 1, 2), torch.zeros(1, 7, 1, 2)
-    seen = Local()(q, k, torch.eye(7).reshape(1, 7, 1, 7), mask=mask)[0, :, 0] > 0
+    visible = Local()(q, k, torch.eye(7).reshape(1, 7, 1, 7), mask=mask)[0, :, 0] > 0
     document = [0, 0, 0, 0, 1, 1, 1]
     expected = [
         [i - 2 <= j <= i + 1 and (j <= i or not causal) and document[i] == document[j] for j in range(7)]
         for i in range(7)
     ]
-    assert seen.tolist() == expected
+    assert visible.tolist() == expected
 
 
 def test_an_empty_ledger():
@@ -430,9 +430,9 @@ def test_models(tmp_path, make):
     assert_close(model(ids, positions=torch.arange(6), mask=AttentionMask(causal=True)), logits)
     model.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} >= {".json", ".safetensors"}
-    again = type(model).from_pretrained(tmp_path)
-    assert torch.equal(again(ids), logits)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    reloaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(reloaded(ids), logits)
+    assert all(torch.equal(a, b) for a, b in zip(reloaded.parameters(), model.parameters(), strict=True))
     with pytest.raises(ValueError):
         model(ids[0])
 

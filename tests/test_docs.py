@@ -46,11 +46,11 @@ def side(diff: str, signs: str) -> str:
 def scripts(page: str, signs: str = " +") -> dict[str, str]:
     """Returns the files of a page, with one side of its first diff."""
     files: dict[str, str] = {}
-    seen: set[str] = set()
+    titles: set[str] = set()
     for language, title, code in blocks(page):
-        if title and not (language == "diff" and title in seen):
+        if title and not (language == "diff" and title in titles):
             files[title] = files.get(title, "") + (side(code, signs) if language == "diff" else code)
-        seen |= {title} if language == "diff" else set()
+        titles |= {title} if language == "diff" else set()
     return files
 
 

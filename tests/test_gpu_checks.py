@@ -32,10 +32,10 @@ def test_every_check_can_be_rehearsed_without_a_gpu(name, tmp_path, capsys):
 
 
 def test_all_checks_have_a_place_in_the_order_and_fit_into_a_session():
-    known = command.checks()
+    checks = command.checks()
     every = [check for module in command.MODULES for check in import_module(f"gpu.{module}").CHECKS]
-    assert sorted(check.name for check in every) == sorted(command.ORDER) == sorted(known)
-    assert list(known) == list(command.ORDER) and all(check.holds for check in known.values())
+    assert sorted(check.name for check in every) == sorted(command.ORDER) == sorted(checks)
+    assert list(checks) == list(command.ORDER) and all(check.holds for check in checks.values())
     assert sum(check.seconds * (2 if check.nccl else 1) for check in every) <= 60 * command.SESSION
 
 

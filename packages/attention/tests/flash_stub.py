@@ -57,8 +57,8 @@ def attend(q, k, v, ends_q, ends_k, most_q, most_k, window, scale, softcap, vers
     outs, lses = [], []
     for a, b in _sequences(q, k, ends_q, ends_k):
         one = [x[part] if full else x[part][None] for x, part in ((q, a), (k, b), (v, b))]
-        seen = band(window, one[0].shape[1], one[1].shape[1], most_q, most_k, version)
-        out, lse = Dense().forward(*one, seen, Scores(scale, softcap or None))
+        visible_band = band(window, one[0].shape[1], one[1].shape[1], most_q, most_k, version)
+        out, lse = Dense().forward(*one, visible_band, Scores(scale, softcap or None))
         outs.append(out if full else out[0])
         lses.append(lse.mT if full else lse[0].mT)
     return (outs[0], lses[0].contiguous()) if full else (torch.cat(outs), torch.cat(lses, 1))
@@ -75,8 +75,8 @@ def attend_backward(tensors, into, ends_q, ends_k, most_q, most_k, window, scale
     for a, b in _sequences(q, k, ends_q, ends_k):
         parts = ((dout, a), (q, a), (k, b), (v, b), (out, a), (lse.mT, a))
         one = [x[part] if full else x[part][None] for x, part in parts]
-        seen = band(window, one[1].shape[1], one[2].shape[1], most_q, most_k, version)
-        grads = Dense().backward(*one, seen, Scores(scale, softcap or None))
+        visible_band = band(window, one[1].shape[1], one[2].shape[1], most_q, most_k, version)
+        grads = Dense().backward(*one, visible_band, Scores(scale, softcap or None))
         for x, part, grad in zip(into, (a, b, b), grads, strict=True):
             x[part] = grad if full else grad[0]
 

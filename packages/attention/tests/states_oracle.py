@@ -216,7 +216,7 @@ def worst_errors(seeds: list[int]) -> dict[int, tuple[float, str]]:
     for seed in seeds:
         case = random_case(seed, get_world_size())
         with patch.object(TorchChunks, "max_chunk", case.chunk):  # several chunks of a run in short sequences
-            found = errors(case)
-        name = max(found, key=lambda name: found[name])
-        results[seed] = found[name], name
+            case_errors = errors(case)
+        name = max(case_errors, key=lambda name: case_errors[name])
+        results[seed] = case_errors[name], name
     return results

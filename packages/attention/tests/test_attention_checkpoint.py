@@ -68,8 +68,8 @@ def test_results_are_in_memory_of_their_own(worlds):
 
 
 def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = op is torch.ops.armillary.attention.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_attention = op is torch.ops.armillary.attention.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def build(name: str) -> Method:
@@ -81,15 +81,15 @@ def block(attend: Method, x: Tensor) -> Tensor:
     return attend(q, k, v, mask=AttentionMask(), layout=attend.layout(2 * TOKENS)).flatten(2).cos()
 
 
-def step(name: str, how: str) -> tuple[Tensor, int, int]:
+def step(name: str, policy: str) -> tuple[Tensor, int, int]:
     """dx, and bytes sent in each phase. All of backward is booked as such but what a recomputation sends."""
     attend = build(name)
     x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(attend.shard)).requires_grad_()
     contexts = (
-        {} if how == "recompute" else {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
+        {} if policy == "recompute" else {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
     )
     with CommLedger() as ledger:
-        if how == "plain":
+        if policy == "plain":
             out = block(attend, x)
         else:
             out = checkpoint(partial(block, attend), x, use_reentrant=False, **contexts)

@@ -122,8 +122,8 @@ def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
     ranks, e, a = 4, 2, 4
     work = work_of(key_heads, torch.bfloat16, heads=heads, shards=1, length=length)
     tokens = work.layout.refine(ranks).sizes
-    held = split_heads(work.key_heads, ranks).queries
-    h, k = [len(mine) for mine in held], [len({work.key_heads[q] for q in mine}) for mine in held]
+    query_heads = split_heads(work.key_heads, ranks).queries
+    h, k = [len(mine) for mine in query_heads], [len({work.key_heads[q] for q in mine}) for mine in query_heads]
     c = a if sum(k) > key_heads else e
     for u, actual in enumerate(sent(build_comm_plan("ulysses", work, 1, ranks), ranks)):
         others = [w for w in range(ranks) if w != u]
@@ -154,13 +154,13 @@ def test_upipe_sends_as_much_as_ulysses_and_in_backward_the_recomputed_tensors_t
     work = work_of(key_heads, dtype, shards=1, length=P * T)
     queries, keys = (n * (P - 1) * B * T * D // P for n in (H, 2 * max(key_heads, P)))
     forward = (2 * queries + keys) * e
-    again = (3 * queries + keys) * e  # q, out and dout, k and v come in
+    received_bytes = (3 * queries + keys) * e  # q, out and dout, k and v come in
     home = queries * e + keys * (a if key_heads < P else e)
     plan = build_comm_plan("upipe", work, 1, P, heads_per_stage)
-    assert sent(plan) == [(forward, again + home)] * P
+    assert sent(plan) == [(forward, received_bytes + home)] * P
     lse = (P - 1) * B * T * H // P * a
     finished = build_comm_plan("upipe", replace(work, projected=False), 1, P, heads_per_stage)
-    assert sent(finished) == [(forward + lse, again + home + lse)] * P
+    assert sent(finished) == [(forward + lse, received_bytes + home + lse)] * P
 
 
 @pytest.mark.parametrize("key_heads", [2, 8])
@@ -432,8 +432,8 @@ def test_methods_are_refused_options_that_they_have_not(worlds, name, options):
 
 
 def refused(name: str, options: dict) -> None:
-    ((option, told),) = options.items()
-    with pytest.raises(ValueError, match=f"{name} takes no {option}={told!r}"):
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} takes no {option}={value!r}"):
         build_attention(name, mesh(), **options)
 
 

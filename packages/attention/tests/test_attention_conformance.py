@@ -298,14 +298,14 @@ class Summed(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout, saved: Saved, spec: AttentionSpec):
-        dq, mine = Sum.like(saved.q), []
+        dq, own_grads = Sum.like(saved.q), []
         for shard, (k, v) in enumerate(self._gather(saved.k, saved.v, spec)):
             dk, dv = Sum.like(k), Sum.like(v)
             spec.block(self.shard, shard).backward(dout, *saved._replace(k=k, v=v), dq, dk, dv)
             for share in (dk.value().contiguous(), dv.value().contiguous()):
                 dist.all_reduce(share, group=self.axis.group)
-                mine += [share] * (shard == self.shard)
-        return dq.value(), *mine
+                own_grads += [share] * (shard == self.shard)
+        return dq.value(), *own_grads
 
     def _gather(self, k, v, spec: AttentionSpec):
         for shard, tokens in enumerate(spec.key_layout.sizes):

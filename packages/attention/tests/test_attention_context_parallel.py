@@ -214,8 +214,8 @@ def sdpa_on_dtensors() -> float:
         out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     grads = torch.autograd.grad(out, leaves, dout)
     plain = [x.transpose(1, 2).requires_grad_() for x in full[:3]]
-    wanted = reference_attention(*plain, mask=AttentionMask())
-    expected = [wanted.detach(), *torch.autograd.grad(wanted, plain, full[3].transpose(1, 2))]
+    reference = reference_attention(*plain, mask=AttentionMask())
+    expected = [reference.detach(), *torch.autograd.grad(reference, plain, full[3].transpose(1, 2))]
     assert all(x.placements == (Shard(2), Shard(1)) for x in (out, *grads))
     return max(
         relative_error(a.full_tensor().detach().transpose(1, 2), b[:, order])

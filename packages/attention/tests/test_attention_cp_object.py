@@ -267,11 +267,11 @@ def test_wrong_use_is_refused_on_every_rank(worlds):
 def recompute_with_another_forward() -> str:
     """Two forwards, and a model that keeps the attention of the last batch, which then recomputes both."""
     cp, model = ContextParallel("ring", mesh(ring=RANKS)), new_model()
-    model.recompute, losses, kept = True, [], {}
+    model.recompute, losses, batches = True, [], {}
     for documents in ([0, 20], [0, 7, 20]):
         batch = cp.shard(torch.arange(20)[None], documents=documents)
-        kept["attend"] = batch.attend
-        logits = model(batch.ids, batch.position_ids, lambda q, k, v: kept["attend"](q, k, v))
+        batches["attend"] = batch.attend
+        logits = model(batch.ids, batch.position_ids, lambda q, k, v: batches["attend"](q, k, v))
         losses.append(cp.loss(logits, batch))
     with pytest.raises(CheckpointError) as raised:
         sum(losses).backward()

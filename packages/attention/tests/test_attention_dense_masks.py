@@ -57,10 +57,10 @@ def test_few_slices_are_enough():
 @pytest.mark.parametrize("seed", range(20))
 def test_random_tensors_are_read_exactly(seed):
     generator = torch.Generator().manual_seed(seed)
-    seen = torch.rand(LENGTH, LENGTH, generator=generator) < torch.rand((), generator=generator)
-    seen[torch.rand(LENGTH, generator=generator) < 0.2] = False
-    seen = seen.roll(int(seed), 1) | (dense(MASKS["window"]) if seed % 2 else torch.zeros_like(seen))
-    assert torch.equal(dense(mask_of_tensor(seen, 1, LENGTH)), seen)
+    visible = torch.rand(LENGTH, LENGTH, generator=generator) < torch.rand((), generator=generator)
+    visible[torch.rand(LENGTH, generator=generator) < 0.2] = False
+    visible = visible.roll(int(seed), 1) | (dense(MASKS["window"]) if seed % 2 else torch.zeros_like(visible))
+    assert torch.equal(dense(mask_of_tensor(visible, 1, LENGTH)), visible)
 
 
 def test_shapes_dtypes_and_rows():

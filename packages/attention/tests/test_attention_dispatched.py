@@ -20,10 +20,10 @@ def counted(composition: Composition) -> tuple[dict, dict]:
     layout = attend.layout(N)
     q, k, v = (torch.randn(B, layout.sizes[attend.shard], n, D, requires_grad=True) for n in (H, K, K))
     sinks = torch.randn(H, requires_grad=True)
-    with Dispatched() as seen, CommLedger() as ledger:
+    with Dispatched() as dispatched, CommLedger() as ledger:
         attend(q, k, v, mask=MASKS[1], layout=layout).sum().backward()
         attend(q, k, v, mask=MASKS[0], layout=layout, sinks=sinks, return_lse=True)[0].sum().backward()
-    return seen.sent, Dispatched.of(ledger)
+    return dispatched.sent, Dispatched.of(ledger)
 
 
 def counted_all(chosen: list[Composition]) -> list[tuple[dict, dict]]:
@@ -35,8 +35,8 @@ def test_every_method():
     named = {composition.method for composition in FOUR}
     assert named == {*METHODS} - {"local", "wallfacer-4-keys", "wallfacer-4-queries"}
     for rank in on_fake_ranks(4, counted_all, FOUR):
-        for composition, (seen, booked) in zip(FOUR, rank, strict=True):
-            assert seen == booked, composition
+        for composition, (dispatched, booked) in zip(FOUR, rank, strict=True):
+            assert dispatched == booked, composition
             assert booked, composition
 
 
@@ -64,9 +64,9 @@ def projected(name: str) -> tuple[dict, dict]:
     attend = Composition.of(name, ring=2, ulysses=2).build()
     layout = attend.layout(N)
     x = torch.randn(B, layout.sizes[attend.shard], 4, requires_grad=True)
-    with Dispatched() as seen, CommLedger() as ledger:
+    with Dispatched() as dispatched, CommLedger() as ledger:
         attend.projected(x, Columns(), mask=MASKS[0], layout=layout).sum().backward()
-    return seen.sent, Dispatched.of(ledger)
+    return dispatched.sent, Dispatched.of(ledger)
 
 
 def both_projected() -> list[tuple[dict, dict]]:
@@ -75,5 +75,5 @@ def both_projected() -> list[tuple[dict, dict]]:
 
 def test_from_hidden_states(worlds):
     for rank in worlds(4).run(both_projected):
-        for seen, booked in rank:
-            assert seen == booked != {}
+        for dispatched, booked in rank:
+            assert dispatched == booked != {}

@@ -57,18 +57,18 @@ def test_cells_count_the_visible_pairs(mask):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["zigzag", "striped", "stripes"])
 def test_ranks_compute_the_blocks_of_the_communication_plan(method, layout):
     for mask in (MASKS["plain"], MASKS["tree"], AttentionMask(causal=False)):
-        shares = shares_of(mask, layout, method)
+        work_shares = shares_of(mask, layout, method)
         work = AttentionShape.of(layout, mask, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32)
         plan = build_comm_plan(method, work, ring=4)
         planned = [step.pairs for step in plan.forward if step.pairs]
-        assert planned == [tuple(2 * pairs for pairs in step) for step in zip(*shares.by_step, strict=True)]
-        assert sum(shares.by_rank) == shares.pairs == mask.pairs(N)
-        assert shares.evenness == max(shares.by_rank) * 4 / shares.pairs
+        assert planned == [tuple(2 * pairs for pairs in step) for step in zip(*work_shares.by_step, strict=True)]
+        assert sum(work_shares.by_rank) == work_shares.pairs == mask.pairs(N)
+        assert work_shares.evenness == max(work_shares.by_rank) * 4 / work_shares.pairs
         who = ComputedCells.of(blocks_of(layout, mask, method), mask, cell_edges(N, N), 4)
         assert np.array_equal(who.by_rank.sum(axis=0), dense(mask))
-        assert tuple(who.by_rank.sum(axis=(1, 2))) == shares.by_rank
+        assert tuple(who.by_rank.sum(axis=(1, 2))) == work_shares.by_rank
         by_step = [int(who.by_rank[rank][who.step == 0].sum()) for rank in range(4)]
-        assert by_step == [its[0] for its in shares.by_step]
+        assert by_step == [its[0] for its in work_shares.by_step]
 
 
 def test_numbers_stand_where_their_step_is_computed():
@@ -84,16 +84,16 @@ def test_numbers_stand_where_their_step_is_computed():
 def test_each_kind_is_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
     assert draw_mask(MASKS[name], N, tmp_path / "mask.png") is None
-    shares = draw_mask(MASKS[name], N, tmp_path / "layout.png", LAYOUTS[0])
-    assert shares == shares_of(MASKS[name], LAYOUTS[0])
+    work_shares = draw_mask(MASKS[name], N, tmp_path / "layout.png", LAYOUTS[0])
+    assert work_shares == shares_of(MASKS[name], LAYOUTS[0])
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("mask", "layout"))
 
 
 def test_a_million_tokens_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     mask, length = AttentionMask(documents=range(0, 1_000_001, 1000)), 1_000_000
-    shares = draw_mask(mask, length, tmp_path / "mask.svg", SequenceLayout.zigzag(length, 8))
-    assert shares is not None and sum(shares.by_rank) == mask.pairs(length)
+    work_shares = draw_mask(mask, length, tmp_path / "mask.svg", SequenceLayout.zigzag(length, 8))
+    assert work_shares is not None and sum(work_shares.by_rank) == mask.pairs(length)
     assert (tmp_path / "mask.svg").read_text().startswith("<?xml")
 
 
@@ -125,10 +125,10 @@ COMMANDS = {
 def test_the_command_draws_each_kind_and_prints_its_numbers(kind, tmp_path, capsys):
     line, mask = COMMANDS[kind]
     assert main([*line.split(), "--layout", "striped", "--ranks", "4", "--json", str(tmp_path / "x.json")]) == 0
-    actual, shares = json.loads((tmp_path / "x.json").read_text()), shares_of(mask, LAYOUTS[1])
+    actual, work_shares = json.loads((tmp_path / "x.json").read_text()), shares_of(mask, LAYOUTS[1])
     assert (actual["length"], actual["pairs"]) == (N, mask.pairs(N))
-    assert (actual["by_rank"], actual["evenness"]) == (list(shares.by_rank), shares.evenness)
-    assert f"{shares.evenness:.3f}" in capsys.readouterr().out
+    assert (actual["by_rank"], actual["evenness"]) == (list(work_shares.by_rank), work_shares.evenness)
+    assert f"{work_shares.evenness:.3f}" in capsys.readouterr().out
     assert set(COMMANDS) == set(KINDS)
 
 

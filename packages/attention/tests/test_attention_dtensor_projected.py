@@ -122,8 +122,8 @@ def errors(form: Form) -> dict[str, float]:
     return {name: relative_error(actual[name].full_tensor(), its) for name, its in expected(form.length).items()}
 
 
-def share_of(grad: Tensor, over: DeviceMesh, shares: list[Placement]) -> DTensor:
-    return DTensor.from_local(grad.to_local() if isinstance(grad, DTensor) else grad, over, shares)
+def share_of(grad: Tensor, over: DeviceMesh, placements: list[Placement]) -> DTensor:
+    return DTensor.from_local(grad.to_local() if isinstance(grad, DTensor) else grad, over, placements)
 
 
 def cuts(form: Form) -> list[Placement]:

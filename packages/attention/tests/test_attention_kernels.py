@@ -134,7 +134,7 @@ def test_the_emulated_rule_drops_a_right_bound_and_top_rows_where_queries_outnum
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def softmax_parts(q, k, v, seen, more, scores, dout):
+def softmax_parts(q, k, v, visible, more, scores, dout):
     """(out, lse) over the keys seen, and over more keys too: out, lse, and the gradients by the first keys' scores."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
@@ -143,7 +143,7 @@ def softmax_parts(q, k, v, seen, more, scores, dout):
         values = torch.einsum("bthd,bshd->bhts", queries, keys.repeat_interleave(groups, 2)) * scores.scale
         return values if scores.softcap is None else scores.softcap * (values / scores.softcap).tanh()
 
-    own = score(q, k).masked_fill(~seen, -torch.inf)
+    own = score(q, k).masked_fill(~visible, -torch.inf)
     every = torch.cat([own, score(q.detach(), more[0])], -1)
     values = torch.cat([v, more[1]], 1).repeat_interleave(groups, 2)
     out = torch.einsum("bhts,bshd->bthd", every.softmax(-1), values)
@@ -185,9 +185,9 @@ def test_a_tile_that_is_part_of_the_keys_of_its_rows(kernel, tile, kv_heads, val
     shapes = [(tile.q1, 4, 8), (tile.k1, kv_heads, 8), (tile.k1, kv_heads, values), (tile.q1, 4, values)]
     q, k, v, dout = (torch.randn(2, *shape).to(dtype) for shape in shapes)
     more = [torch.randn(2, 3, kv_heads, dim, dtype=torch.float64) for dim in (8, values)]
-    seen = torch.zeros(tile.q1, tile.k1, dtype=torch.bool)
-    seen[tuple(torch.tensor(pairs(tile)).T)] = True
-    exact = softmax_parts(*(x.double() for x in (q, k, v)), seen, more, scores, dout.double())
+    visible = torch.zeros(tile.q1, tile.k1, dtype=torch.bool)
+    visible[tuple(torch.tensor(pairs(tile)).T)] = True
+    exact = softmax_parts(*(x.double() for x in (q, k, v)), visible, more, scores, dout.double())
     out, lse = exact[1][0].to(dtype), exact[1][1].to(torch.promote_types(dtype, torch.float32)).contiguous()
     actual = run_kernel(kernel, tile, q, k, v, dout, out, lse, scores)
     for name, got, reference in zip(("out", "lse", "dq", "dk", "dv"), actual, (*exact[0], *exact[2]), strict=True):
@@ -342,8 +342,8 @@ def packed(kernel, sides: list[tuple[range, range]], band=(None, 0)) -> list[int
     """The number of pieces of each call of a block with these queries and keys."""
     calls = [(tokens_of(q), tokens_of(k), band) for q, k in sides]
     shards = Shards(1, max(q.stop for q, _ in sides), max(k.stop for _, k in sides))
-    found = pack_calls(calls, kernel, shards)
-    return [1 if isinstance(call, SingleCall) else len(call.sequences.queries) for call in found]
+    packed_calls = pack_calls(calls, kernel, shards)
+    return [1 if isinstance(call, SingleCall) else len(call.sequences.queries) for call in packed_calls]
 
 
 def runs(*sizes: int) -> list[range]:
@@ -627,9 +627,9 @@ def test_the_fastest_kernel_that_is_there_and_accepts_the_inputs_is_chosen(monke
 
 def test_figures_are_of_kernels_that_are_there_and_run_on_such_accelerators(monkeypatch):
     flash_stub.install(monkeypatch, *ALL)
-    known = {kernel.name: kernel for kernel in KERNELS}
+    kernels_by_name = {kernel.name: kernel for kernel in KERNELS}
     for (name, major), figures in EFFICIENCY.items():
-        assert known[name].refuses(on_cuda(capability=(major, 0))) is None and "arXiv" in figures.source
+        assert kernels_by_name[name].refuses(on_cuda(capability=(major, 0))) is None and "arXiv" in figures.source
         assert 0 < figures.causal <= figures.full < 1 and 0 < figures.backward < 1
         assert figures.forward(2**10) == pytest.approx(figures.causal)
         assert figures.forward(2**10) <= figures.forward(2**15) <= figures.forward(2**30) <= figures.full + 1e-9
@@ -676,9 +676,9 @@ def test_every_release_is_called_as_it_wants_to_be(monkeypatch, tmp_path, wheels
         place = tmp_path / wheel if apart else tmp_path
         flash_stub.unpack(place, wheel)
         monkeypatch.syspath_prepend(place)
-    known = [kernel.name for kernel in KERNELS if kernel.refuses(on_cuda()) is None]
-    assert ("flash_attn_2" in known) == ("2" in wheels)
-    assert ("flash_attn_4" in known) == ("4" in wheels) or (apart and {"2", "4"} <= {*wheels})
+    kernel_names = [kernel.name for kernel in KERNELS if kernel.refuses(on_cuda()) is None]
+    assert ("flash_attn_2" in kernel_names) == ("2" in wheels)
+    assert ("flash_attn_4" in kernel_names) == ("4" in wheels) or (apart and {"2", "4"} <= {*wheels})
     kernel = choose_kernel(on_cuda(), name)
     for mask in (AttentionMask(window=(20, 0)), AttentionMask(documents=[0, 5, 8, 30, 64])):
         for got, exact in zip(run_block(kernel, mask), run_block(CpuFlash(), mask), strict=True):
@@ -716,8 +716,8 @@ def test_lengths_of_packed_pieces_are_sent_once_and_fake_ones_stay_in_their_mode
         counts = tuple(size for size in sizes for _ in range(2))
         return Sequences(counts, counts, (None, None)).lengths(torch.zeros(()).device)
 
-    first, again, other = lengths(3, 5), lengths(3, 5), lengths(5, 3)
-    assert first.queries is first.keys is again.queries and other.queries is not first.queries
+    first, equal, other = lengths(3, 5), lengths(3, 5), lengths(5, 3)
+    assert first.queries is first.keys is equal.queries and other.queries is not first.queries
     assert first.queries.tolist() == [0, 3, 6, 11, 16] and first.queries.dtype == torch.int32
     for _ in range(2):
         with FakeTensorMode(), torch.device("cuda"):

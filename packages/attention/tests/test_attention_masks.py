@@ -133,14 +133,14 @@ def test_positions_are_depths_in_trees_and_offsets_in_documents_elsewhere(kind):
 
 
 def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_length():
-    known = [
+    masks_of_all_kinds = [
         AttentionMask.tree((0, 2, 5), (-1, 0)),
         AttentionMask.prefix((0, 5), (2,)),
         AttentionMask(documents=(0, 5)),
     ]
-    known += [AttentionMask.blocks([[True]], 8, 5), AttentionMask.chunked(2, (0, 3, 5))]
-    known += [AttentionMask.rows([mask]) for mask in known]
-    for mask in known:
+    masks_of_all_kinds += [AttentionMask.blocks([[True]], 8, 5), AttentionMask.chunked(2, (0, 3, 5))]
+    masks_of_all_kinds += [AttentionMask.rows([mask]) for mask in masks_of_all_kinds]
+    for mask in masks_of_all_kinds:
         for method in (mask.slices, mask.pairs, mask.positions):
             method(5)
             with pytest.raises(ValueError, match="5"):
@@ -266,8 +266,8 @@ def sized(count: int) -> dict[str, AttentionMask]:
 def test_rebuilding_looks_into_nothing_that_may_be_long():
     few, many = sized(2), sized(10_000)
     for name, mask in many.items():
-        for how in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrowed(4)):
-            assert steps_of(lambda: how(mask)) <= steps_of(lambda: how(few[name])) + 20, name  # noqa: B023
+        for change in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrowed(4)):
+            assert steps_of(lambda: change(mask)) <= steps_of(lambda: change(few[name])) + 20, name  # noqa: B023
         assert rebuilt(mask) == mask and hash(rebuilt(mask)) == hash(mask)
 
 

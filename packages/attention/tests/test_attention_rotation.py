@@ -114,8 +114,8 @@ def last_seen(spec: AttentionSpec, topology: RingTopology, origin: int) -> list[
     for step in range(len(topology.ranks)):
         stays = layouts[0].positions(topology.stationary_shards[(origin + step) % len(topology.ranks)])
         pair = (stays, own) if topology.rotating_side == "keys" else (own, stays)
-        seen = visible_pairs(spec.mask, *pair, batch=2).any(0).any(0 if topology.rotating_side == "keys" else 1)
-        last = [step if sees else before for sees, before in zip(seen, last or [0] * len(own), strict=True)]
+        visible = visible_pairs(spec.mask, *pair, batch=2).any(0).any(0 if topology.rotating_side == "keys" else 1)
+        last = [step if sees else before for sees, before in zip(visible, last or [0] * len(own), strict=True)]
     return last
 
 
@@ -127,23 +127,26 @@ def tokens(ranges: TokenRanges) -> list[int]:
 @given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
 def test_every_token_travels_to_the_last_rank_that_sees_it(data, mask, ranks, moving):
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
-    given = RingTopology.of_all(ranks, moving)
-    hops = [sum(sum(last_seen(spec, way, origin)) for origin in range(ranks)) for way in (given, given.opposite)]
-    topology = given.cheaper_direction(spec.grid)
-    assert topology == (given.opposite if hops[1] < hops[0] else given)
+    ring_topology = RingTopology.of_all(ranks, moving)
+    hops = [
+        sum(sum(last_seen(spec, way, origin)) for origin in range(ranks))
+        for way in (ring_topology, ring_topology.opposite)
+    ]
+    topology = ring_topology.cheaper_direction(spec.grid)
+    assert topology == (ring_topology.opposite if hops[1] < hops[0] else ring_topology)
     assert topology.tokens_sent(spec.grid) == min(hops)
-    assert [way.tokens_sent(spec.grid) for way in (given, given.opposite)] == hops
+    assert [way.tokens_sent(spec.grid) for way in (ring_topology, ring_topology.opposite)] == hops
     last = [last_seen(spec, topology, origin) for origin in range(ranks)]
     for place in range(ranks):
         rotation = ring(place, moving, spec, ranks, topology)
         for step in rotation.steps:
-            held = last[rotation.origin(step.step)]
-            assert tokens(step.token_ranges) == [token for token, steps in enumerate(held) if steps >= step.step]
+            last_steps = last[rotation.origin(step.step)]
+            assert tokens(step.token_ranges) == [token for token, steps in enumerate(last_steps) if steps >= step.step]
             leaving, ending = (
                 [tokens(step.token_ranges)[i] for i in tokens(some)] for some in (step.next_tokens, step.final_tokens)
             )
-            assert leaving == [token for token, steps in enumerate(held) if steps > step.step]
-            assert ending == [token for token, steps in enumerate(held) if steps == step.step]
+            assert leaving == [token for token, steps in enumerate(last_steps) if steps > step.step]
+            assert ending == [token for token, steps in enumerate(last_steps) if steps == step.step]
             assert step.received_count == sum(steps > step.step for steps in last[rotation.origin(step.step + 1)])
             assert tokens(step.returned_tokens) == [i for i, steps in enumerate(last[place]) if steps == step.step]
 
@@ -202,5 +205,5 @@ def test_tokens_between_visible_ones_are_not_sent():
     last = ring(0, "keys", spec).steps[3]
     assert (last.token_ranges.runs, last.next_tokens.runs, last.final_tokens.runs) == (ends, (), (range(8),))
     assert last.token_ranges.index(13) == 5
-    seen = ring(0, "queries", spec).direct_steps[3]
-    assert (seen.visible_tokens.runs, seen.packed_tokens.runs) == (ends, (range(8),))
+    direct_step = ring(0, "queries", spec).direct_steps[3]
+    assert (direct_step.visible_tokens.runs, direct_step.packed_tokens.runs) == (ends, (range(8),))

@@ -116,8 +116,8 @@ TREE = AttentionMask.tree((0, 9, 20, 30, LENGTH), (-1, 0, 0, 2))
 
 def of_the_whole_sequence(wrong: str = "") -> torch.Tensor:
     """A tree's pairs [N, N], or what one rank has instead."""
-    seen = TREE.visible(torch.arange(LENGTH), torch.arange(LENGTH))
-    return {"another": seen.tril(-1), "a bias": seen.double()}.get(wrong, seen)
+    visible = TREE.visible(torch.arange(LENGTH), torch.arange(LENGTH))
+    return {"another": visible.tril(-1), "a bias": visible.double()}.get(wrong, visible)
 
 
 def with_tensors():
@@ -209,8 +209,8 @@ def test_the_innermost_sequence_applies():
         split = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         with sequence():
             full = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        again = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert relative_error(full, alone) < 1e-12 and torch.equal(split, again)
+        routed = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert relative_error(full, alone) < 1e-12 and torch.equal(split, routed)
     assert relative_error(split[:, :, 3:], alone[:, :, 3:]) > 0.01
 
 
@@ -260,14 +260,14 @@ class Attends(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("call", "message"),
     [("softmax", "without a call of"), ("flex", "flex_attention ran"), ("op", "flash_attention_for_cpu attends")],
 )
-def test_a_block_with_attention_that_is_not_routed_is_refused(how, message):
+def test_a_block_with_attention_that_is_not_routed_is_refused(call, message):
     q, parallel = torch.randn(1, 2, 6, 8), sdpa_parallel(Local())
-    model, routed = Attends(how), how != "softmax"
+    model, routed = Attends(call), call != "softmax"
     compiled = torch.compile(model, backend="eager")
-    for run in (model, compiled, compiled) if how != "op" else (model,):
+    for run in (model, compiled, compiled) if call != "op" else (model,):
         with pytest.raises(ValueError, match=message), parallel:
             run(q)
             if routed:  # beside a call that is

@@ -34,10 +34,10 @@ def check_cover(
     check_pairs(tiles(queries.spans(i), keys.spans(j), mask, row), queries.positions(i), keys.positions(j), mask, row)
 
 
-def check_pairs(found: tuple, rows: torch.Tensor, columns: torch.Tensor, mask: AttentionMask, row: int) -> None:
+def check_pairs(parts: tuple, rows: torch.Tensor, columns: torch.Tensor, mask: AttentionMask, row: int) -> None:
     """Each pair that the oracle sees is in one tile, no other is in any; and tiles are canonical."""
     count = torch.zeros(len(rows), len(columns), dtype=torch.long)
-    for tile in found:
+    for tile in parts:
         assert 0 <= tile.q0 < tile.q1 <= len(rows) and 0 <= tile.k0 < tile.k1 <= len(columns), tile
         pairs = covered(tile, len(rows), len(columns))
         assert tile.area == pairs.sum(), tile
@@ -46,7 +46,7 @@ def check_pairs(found: tuple, rows: torch.Tensor, columns: torch.Tensor, mask: A
         count += pairs
     visible = visible_pairs(mask, rows, columns, batch=2)
     expected = visible[min(row, len(visible) - 1)].long()
-    assert torch.equal(count, expected), f"covered {count.tolist()}, visible {expected.tolist()}: {found}"
+    assert torch.equal(count, expected), f"covered {count.tolist()}, visible {expected.tolist()}: {parts}"
 
 
 # -- any layout, any mask -------------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ def test_visible_tokens_cover_all_batch_rows(data):
     mask = data.draw(masks(length))
     pairs = visible_pairs(mask, queries.positions(i), keys.positions(j), batch=2).expand(2, -1, -1)
     grid, visible = Grid(queries, keys, mask), pairs.any(0)
-    found = grid.visible(i, j)
+    visible_tokens = grid.visible(i, j)
     assert grid.pairs(i, j, batch=2) == pairs.sum()
-    for runs, seen in ((found.queries, visible.any(1)), (found.keys, visible.any(0))):
-        assert [token for run in runs for token in run] == seen.nonzero().flatten().tolist()
+    for runs, is_visible in ((visible_tokens.queries, visible.any(1)), (visible_tokens.keys, visible.any(0))):
+        assert [token for run in runs for token in run] == is_visible.nonzero().flatten().tolist()
         assert all(runs) and all(a.stop < b.start for a, b in pairwise(runs))
 
 

@@ -200,19 +200,19 @@ def test_gradients_under_fsdp_are_those_without(worlds):
 
 
 def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = op.namespace == "armillary"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_ours = op.namespace == "armillary"
+    return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(composition: Composition, how: str) -> tuple[list[Tensor], int, int]:
+def checkpointed(composition: Composition, policy: str) -> tuple[list[Tensor], int, int]:
     """Gradients, and bytes sent in each phase. All of backward is booked as such but what a recomputation sends."""
     attend = composition.build(2)
     layout = attend.layout(EVEN.length)
     block = Block(attend, layout, ("norm", "rope"), seed=1)
     x = layout.take(inputs(EVEN)[0], attend.shard).requires_grad_()
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if how == "keep" else {}
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_attention)} if policy == "keep" else {}
     with CommLedger() as ledger:
-        out = block(x) if how == "plain" else checkpoint(block, x, use_reentrant=False, **contexts)
+        out = block(x) if policy == "plain" else checkpoint(block, x, use_reentrant=False, **contexts)
         gradients = torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
     return list(gradients), ledger.bytes(phase="forward"), ledger.bytes(phase="backward")
 
@@ -281,10 +281,10 @@ def storages() -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in actual}
 
 
-def eventually_new(known: set[int]) -> dict[int, int]:
+def eventually_new(known_storages: set[int]) -> dict[int, int]:
     """The memory that is still there, beside what is known, when gloo's threads have let go of what they sent."""
     for _ in range(20):
-        new = {at: n for at, n in storages().items() if at not in known}
+        new = {at: n for at, n in storages().items() if at not in known_storages}
         if not any(new.values()):
             break
         time.sleep(0.05)

@@ -92,10 +92,10 @@ def failures(shape: tuple[int, ...], dtype: torch.dtype, layout: str, poison: bo
     fused_merge_(*views)
     yield from (name for name in ("out", "lse") if differs(getattr(expected, name), getattr(views, name)))
     for name, view, full, old in zip(Merged._fields, views, wholes, before, strict=True):
-        kept = torch.ones_like(full, dtype=torch.bool)
+        is_untouched = torch.ones_like(full, dtype=torch.bool)
         if name in ("out", "lse"):
-            kept.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
-        if not torch.equal(full[kept].nan_to_num(7.0), old[kept].nan_to_num(7.0)):
+            is_untouched.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
+        if not torch.equal(full[is_untouched].nan_to_num(7.0), old[is_untouched].nan_to_num(7.0)):
             yield f"memory of {name}, or beside it, was written to"
 
 

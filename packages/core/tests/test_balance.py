@@ -30,11 +30,11 @@ def brute(length: int, causal=True, window=None, documents=None, of_keys: bool =
     left, right = window or (None, None)
     document = torch.bucketize(torch.arange(length), torch.tensor((documents or (0, length))[1:-1]), right=True)
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    seen = document[:, None] == document
-    seen &= (j <= i) if causal else True
-    seen &= (j >= i - left) if left is not None else True
-    seen &= (j <= i + right) if right is not None else True
-    return seen.sum(0 if of_keys else 1).tolist()
+    visible = document[:, None] == document
+    visible &= (j <= i) if causal else True
+    visible &= (j >= i - left) if left is not None else True
+    visible &= (j <= i + right) if right is not None else True
+    return visible.sum(0 if of_keys else 1).tolist()
 
 
 @st.composite
@@ -57,8 +57,8 @@ def test_pairs_are_counted_exactly(case, data):
     positions = [position for span in part.spans(0, part.size) for position in span]
     assert len(positions) == part.size
     for side, of_keys in enumerate((False, True)):
-        seen = [brute(length, **mask, of_keys=of_keys)[position] for position in positions]
-        expected = [sum(seen[a:b]) for a, b in pairwise(ends)]
+        counts = [brute(length, **mask, of_keys=of_keys)[position] for position in positions]
+        expected = [sum(counts[a:b]) for a, b in pairwise(ends)]
         assert part.pairs(np.array(ends), work)[side].tolist() == expected
     assert [p for a, b in pairwise(ends) for span in part.spans(a, b) for p in span] == positions[ends[0] : ends[-1]]
 
@@ -69,8 +69,8 @@ def test_balance_is_the_most_loaded_shard_over_the_mean(case, shards, kind, of_k
     shards = min(shards, length)
     make = SequenceLayout.balanced if kind == "balanced" else getattr(SequenceLayout, kind)
     layout = make(length, shards, **mask) if kind == "balanced" else make(length, shards)
-    seen = torch.tensor(brute(length, **mask, of_keys=of_keys))
-    loads = [int(seen[layout.positions(shard)].sum()) for shard in range(shards)]
+    counts = torch.tensor(brute(length, **mask, of_keys=of_keys))
+    loads = [int(counts[layout.positions(shard)].sum()) for shard in range(shards)]
     assert attention_balance(layout, **mask, of_keys=of_keys) == pytest.approx(max(loads) * shards / sum(loads))
 
 
@@ -190,8 +190,8 @@ def test_any_slices_leave_each_position_in_one_shard(length, shards, data):
     for queries, keys in rows:
         pairs[slice(*queries), slice(*keys)] += 1
     for side, of_keys in ((1, False), (0, True)):
-        seen = pairs.sum(side)
-        loads = [seen[layout.positions(shard).numpy()].sum() for shard in range(shards)]
+        counts = pairs.sum(side)
+        loads = [counts[layout.positions(shard).numpy()].sum() for shard in range(shards)]
         expected = max(loads) * shards / sum(loads) if rows else 1
         assert attention_balance(layout, mask=mask, of_keys=of_keys) == pytest.approx(expected)
 

@@ -63,10 +63,10 @@ def test_a_primitive_takes_one_axis(worlds):
 
 def duplicates() -> tuple[bool, bool, list[int]]:
     axis = Axis.of(mesh(ring=4)["ring"])
-    again = Axis.of(mesh(ring=4)["ring"])
+    same_axis = Axis.of(mesh(ring=4)["ring"])
     pair = axis.part([0, 1] if axis.rank < 2 else [2, 3])
     groups = (axis.group, axis.duplicate().group, axis.part(range(4)).group)
-    return axis.duplicate().group is again.duplicate().group, len(set(groups)) == 3, pair.ranks()
+    return axis.duplicate().group is same_axis.duplicate().group, len(set(groups)) == 3, pair.ranks()
 
 
 def test_merge_of_rows_without_visible_keys_on_one_or_both_sides():
@@ -161,7 +161,7 @@ def go_round() -> tuple[list[float], int]:
     """Two tensors of unequal sizes go once round the ring."""
     axis = Axis.of(mesh(ring=4)["ring"])
     current = FlatBuffer.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
-    seen: list[float] = []
+    values: list[float] = []
     with CommLedger() as ledger:
         for step in range(4):
             owner = (axis.rank - step - 1) % 4
@@ -170,8 +170,8 @@ def go_round() -> tuple[list[float], int]:
             start_exchange(axis, {(axis.rank + 1) % 4: current}, {(axis.rank - 1) % 4: coming}).wait()
             current = coming
             assert torch.equal(current.tensors[0], torch.full((2, 3 + owner), float(owner)))
-            seen.append(current.tensors[1].item())
-    return seen, ledger.bytes(axis="ring", kind="p2p", phase="forward")
+            values.append(current.tensors[1].item())
+    return values, ledger.bytes(axis="ring", kind="p2p", phase="forward")
 
 
 def test_exchange_brings_each_shard_round_and_counts_its_bytes(worlds):

@@ -103,15 +103,15 @@ def each_counted() -> list[tuple[dict, dict]]:
 
 def counted(work: Callable[[], None]) -> tuple[dict, dict]:
     axis().duplicate()  # made once, which connects it
-    with Dispatched() as seen, CommLedger() as ledger:
+    with Dispatched() as dispatched, CommLedger() as ledger:
         work()
-    return seen.sent, Dispatched.of(ledger)
+    return dispatched.sent, Dispatched.of(ledger)
 
 
 def test_the_dispatcher_and_the_ledger_count_the_same_bytes(worlds):
     for rank in worlds(P).run(each_counted):
-        for work, (seen, booked) in zip(EVERY, rank, strict=True):
-            assert seen == booked != {}, work.__name__
+        for work, (dispatched, booked) in zip(EVERY, rank, strict=True):
+            assert dispatched == booked != {}, work.__name__
 
 
 def all_reduced() -> None:

@@ -39,15 +39,15 @@ def each_on_ranks() -> list[list[float]]:
     return [on_ranks(*way) for way in WAYS]
 
 
-def on_ranks(how: str, summed: bool) -> list[float]:
+def on_ranks(wrapper: str, summed: bool) -> list[float]:
     """By how much each gradient differs from one rank's, divided by it: its norm, and the whole of it."""
     built, expected = model(), gradients(model(), tokens())
     local_tokens = tokens().chunk(RANKS)[dist.get_rank()]
-    if how == "DDP":
+    if wrapper == "DDP":
         built = DistributedDataParallel(built)
     else:
         hybrid = {"mesh_shape": (2, 2), "mesh_dim_names": ("replicate", "shard")}
-        ranks = init_device_mesh("cpu", **(hybrid if how == "HSDP" else {"mesh_shape": (RANKS,)}))
+        ranks = init_device_mesh("cpu", **(hybrid if wrapper == "HSDP" else {"mesh_shape": (RANKS,)}))
         for part in (built[0], built):
             fully_shard(part, mesh=ranks)
     if summed:

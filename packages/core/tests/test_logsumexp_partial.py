@@ -218,10 +218,10 @@ def merged(target: Placement, tokens: int, dtype: torch.dtype) -> tuple[float, b
     on = mesh(ring=4)["ring"]
     parts = [partial(rank, tokens, dtype) for rank in range(4)]
     x = of([L], on, pack_partial(*parts[on.get_local_rank()]))
-    with Dispatched() as seen, CommLedger() as ledger:
+    with Dispatched() as dispatched, CommLedger() as ledger:
         y = x.redistribute(placements=[target])
     assert y.placements == (target,) and y.shape == x.shape and y.dtype == x.dtype
-    sent = ledger.bytes() == bytes_of(x, y) and seen.sent == Dispatched.of(ledger)
+    sent = ledger.bytes() == bytes_of(x, y) and dispatched.sent == Dispatched.of(ledger)
     return error(y.to_local(), local_part(oracle(parts), on, [target])), sent
 
 
@@ -270,9 +270,9 @@ def merged_over(
     full = pack_partial(*parts[mine])
     x = DTensor.from_local(local_part(full, on, source), on, source, shape=full.shape, stride=full.stride())
     y = x.redistribute(placements=target)
-    known = oracle([part for at, part in parts.items() if at[:left] == mine[:left]])
+    expected = oracle([part for at, part in parts.items() if at[:left] == mine[:left]])
     assert y.placements == tuple(target) and y.shape == full.shape
-    return error(y.to_local(), local_part(known, on, target)), f"{on} {tokens} {source} to {target}"
+    return error(y.to_local(), local_part(expected, on, target)), f"{on} {tokens} {source} to {target}"
 
 
 def test_any_placements_become_any_others(worlds):

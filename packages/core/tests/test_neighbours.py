@@ -54,11 +54,11 @@ def layouts(shards: int) -> dict[str, SequenceLayout]:
 
 def paths(rows: str) -> list[list[list[int]]]:
     """For each row and position, the positions on the path from the root to it, itself last."""
-    given = ROWS[rows]
-    if "mask" in given:
-        segments = given["mask"].rows
+    options = ROWS[rows]
+    if "mask" in options:
+        segments = options["mask"].rows
     else:
-        ends = given.get("documents", [0, N])
+        ends = options.get("documents", [0, N])
         segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
     actual = []
     for row in segments * (1 if len(segments) == 2 else 2):
@@ -133,9 +133,9 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
     x = torch.arange(1.0, 2 * N + 1).reshape(2, N)
     actual = halo(layout.take(x, axis.rank), layout, ring, left, right, **ROWS[rows])
     shifted = [whole_shift(x, rows, offset, 0) for offset in (*range(left, 0, -1), *range(0, -right - 1, -1))]
-    given = ROWS[rows].get("mask")
-    if given is not None:
-        segments = given.rows
+    mask = ROWS[rows].get("mask")
+    if mask is not None:
+        segments = mask.rows
     else:
         ends = ROWS[rows].get("documents", [0, N])
         segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]

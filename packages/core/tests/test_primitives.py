@@ -173,10 +173,10 @@ def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: floa
 def merged_here(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The merge by softmax over the ranks: no log-sum-exp of two, no pivot of ours."""
     outs, lses = torch.stack([out for out, _ in parts]).double(), torch.stack([lse for _, lse in parts]).double()
-    seen = (lses > -torch.inf).any(0)
-    safe = torch.where(seen, lses, 0)
-    weights = torch.where(seen, safe.softmax(0), 0)
-    return (weights.unsqueeze(-1) * outs).sum(0), torch.where(seen, safe.logsumexp(0), -torch.inf)
+    visible = (lses > -torch.inf).any(0)
+    safe = torch.where(visible, lses, 0)
+    weights = torch.where(visible, safe.softmax(0), 0)
+    return (weights.unsqueeze(-1) * outs).sum(0), torch.where(visible, safe.logsumexp(0), -torch.inf)
 
 
 def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float) -> tuple[list[float], int, int]:
@@ -192,14 +192,14 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
 
     leaves = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in parts]
     whole_out, whole_lse = merged_here(leaves)
-    seen = whole_lse > -torch.inf
+    visible = whole_lse > -torch.inf
     expected = torch.autograd.grad(
-        (whole_out, torch.where(seen, whole_lse, 0)), leaves[rank], [up.double() for up in ups]
+        (whole_out, torch.where(visible, whole_lse, 0)), leaves[rank], [up.double() for up in ups]
     )
-    assert torch.equal(lse == -torch.inf, ~split(seen, sizes, rank))
+    assert torch.equal(lse == -torch.inf, ~split(visible, sizes, rank))
     actual = errors(
         (out, lse.masked_fill(lse == -torch.inf, 0), *grads),
-        (split(whole_out, sizes, rank), split(torch.where(seen, whole_lse, 0), sizes, rank), *expected),
+        (split(whole_out, sizes, rank), split(torch.where(visible, whole_lse, 0), sizes, rank), *expected),
     )
     return actual, ledger.bytes("ring", "reduce_scatter", "forward"), ledger.bytes("ring", "all_gather", "backward")
 

@@ -69,14 +69,14 @@ def test_only_a_group_with_nccl_alone_is_bound_to_the_device(gpus, monkeypatch):
     assert started[0][1]["timeout"] == timedelta(seconds=5)
 
 
-@pytest.mark.parametrize("how", [{"bind": False}, {"host_too": True}])
-def test_nccl_that_binds_itself_gets_the_callers_device(gpus, monkeypatch, how):
+@pytest.mark.parametrize("call", [{"bind": False}, {"host_too": True}])
+def test_nccl_that_binds_itself_gets_the_callers_device(gpus, monkeypatch, call):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(options["device_id"]))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: True)
     gpus(8, 3, chosen=5)
-    start_process_group("cuda", **how)
+    start_process_group("cuda", **call)
     assert started == [torch.device("cuda", 5)]
 
 
@@ -120,10 +120,10 @@ def nccl(monkeypatch):
 @pytest.fixture
 def mesh_options(nccl, monkeypatch):
     """What `init_device_mesh` is asked for besides sizes, on 8 ranks, where no mesh is made."""
-    asked = []
+    requests = []
 
     def made(device, sizes, mesh_dim_names, **options):
-        asked.append(options)
+        requests.append(options)
         return {name: SimpleNamespace(get_group=lambda: None) for name in mesh_dim_names}
 
     monkeypatch.setattr(core_mesh, "init_device_mesh", made)
@@ -131,7 +131,7 @@ def mesh_options(nccl, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: None)
     monkeypatch.setattr(compat, "has_several_backends", lambda: False)
-    return asked
+    return requests
 
 
 def test_axes_of_high_priority_have_groups_of_their_own_that_are(mesh_options):
@@ -179,15 +179,15 @@ def test_a_limit_of_thread_blocks_is_one_of_torchs_own_options():
 
 @pytest.mark.parametrize("above", [True, False])
 def test_copies_of_an_axis_have_its_priority(nccl, monkeypatch, above):
-    made = []
+    new_groups = []
     backend = SimpleNamespace(options=Options(above))
     group = SimpleNamespace(group_name="ring", _get_backend=lambda device: backend)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(compat, "new_group", lambda *asked: made.append(asked) or group)
+    monkeypatch.setattr(compat, "new_group", lambda *asked: new_groups.append(asked) or group)
     Axis("ring", 0, 2, Weakable(group), None, "cuda").duplicate()  # type: ignore[arg-type] - nothing is sent
-    assert [asked[3] for asked in made] == [backend.options if above else None]
+    assert [asked[3] for asked in new_groups] == [backend.options if above else None]
 
 
 def configured_timeouts() -> dict[str, timedelta | None]:
@@ -213,16 +213,16 @@ def test_groups_made_from_an_axis_have_its_timeout():
 @pytest.mark.parametrize("method", ["duplicate", "part"])
 def test_groups_on_cuda_have_the_timeout_of_their_axis(nccl, monkeypatch, method):
     """On CUDA the axis has no time-out of the host's: that of its group's NCCL options is taken."""
-    made, options = [], Options()
+    groups, options = [], Options()
     options._timeout = timedelta(minutes=46)
     group = SimpleNamespace(group_name="ring", _get_backend=lambda device: SimpleNamespace(options=options))
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(compat, "new_group", lambda *arguments: made.append(arguments) or group)
+    monkeypatch.setattr(compat, "new_group", lambda *arguments: groups.append(arguments) or group)
     axis = Axis("ring", 0, 2, Weakable(group), None, "cuda")  # type: ignore[arg-type] - nothing is sent
     axis.duplicate() if method == "duplicate" else axis.part([0, 1])
-    assert [timeout for _, _, timeout, _ in made] == [timedelta(minutes=46)]
+    assert [timeout for _, _, timeout, _ in groups] == [timedelta(minutes=46)]
 
 
 @pytest.mark.parametrize("configured", [timedelta(minutes=46), None])

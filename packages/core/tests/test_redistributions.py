@@ -46,8 +46,8 @@ class Case(NamedTuple):
     after: tuple[Placement, ...]
 
     def call(self, x: DTensor) -> DTensor:
-        how = {} if self.name.endswith(("head", "seq")) else {"dim": self.dim}
-        return CALLS[self.name](x, self.over[self.axis], **how)
+        options = {} if self.name.endswith(("head", "seq")) else {"dim": self.dim}
+        return CALLS[self.name](x, self.over[self.axis], **options)
 
     def fits(self) -> bool:
         """Whether axes within this one leave the dims whole that it cuts or joins."""
@@ -80,8 +80,10 @@ def differences(case: Case) -> list[str]:
     expected = same.redistribute(placements=case.after)
     ups = [place(up, case.over, case.after)]
     if case.name == "all_gather":  # a gradient that is still to be summed
-        shares = [Partial() if n == case.axis else p for n, p in zip(case.over.mesh_dim_names, case.after, strict=True)]
-        ups.append(place(up, case.over, shares))
+        placements = [
+            Partial() if n == case.axis else p for n, p in zip(case.over.mesh_dim_names, case.after, strict=True)
+        ]
+        ups.append(place(up, case.over, placements))
     made = ((x, y), (same, expected))
     pairs = [(y, expected)]
     pairs += [tuple(torch.autograd.grad(b, a, grad, retain_graph=True)[0] for a, b in made) for grad in ups]

@@ -95,11 +95,11 @@ def test_which_axes_shard_the_sequence(fake_mesh):
     sixteen, two = torch.zeros(1, 16), SequenceLayout.zigzag(16, 2)
     four, eight = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(16, 8)
     ranks = fake_mesh(shard=2, ring=2, ulysses=2, tp=2)
-    mine = ("shard", "ring", "ulysses", "tp")
+    axis_names = ("shard", "ring", "ulysses", "tp")
     for names, layout, axes, expected in (
-        (mine, four, None, [R, S1, S1, R]),
-        (mine, two, None, [R, S1, S1, R]),  # one shard for each rank of the ring, cut again over ulysses
-        (mine, two, ["shard"], [S1, R, R, R]),
+        (axis_names, four, None, [R, S1, S1, R]),
+        (axis_names, two, None, [R, S1, S1, R]),  # one shard for each rank of the ring, cut again over ulysses
+        (axis_names, two, ["shard"], [S1, R, R, R]),
         (("ring", "tp"), two, None, [S1, R]),
         (("ulysses",), SequenceLayout.contiguous(16, 1), None, [S1]),
         (("ring", "ulysses"), four, None, [S1, S1]),
@@ -261,13 +261,13 @@ def trained() -> list[float]:
     layout = SequenceLayout.zigzag(12, 2)
     x, weight, up = random(0, 2, 12).requires_grad_(), random(1, 6).requires_grad_(), random(2, 2, 12, 6)
     expected = torch.autograd.grad((x.unsqueeze(-1) * weight).tanh(), (x, weight), up)
-    mine = weight.detach().split(3)[on.get_local_rank("tp")].requires_grad_()
-    sharded = DTensor.from_local(mine, on, [R, R, S0])
+    local_weight = weight.detach().split(3)[on.get_local_rank("tp")].requires_grad_()
+    sharded = DTensor.from_local(local_weight, on, [R, R, S0])
     y = (distribute_sequence(x, layout, on).unsqueeze(-1) * sharded).tanh()
     out = gather_sequence(y, layout)
-    shares = gather_sequence(y, layout, grad_placements=[R, R, Partial()])
+    gathered = gather_sequence(y, layout, grad_placements=[R, R, Partial()])
     first = torch.autograd.grad(out, (x, sharded), up, retain_graph=True)
-    second = torch.autograd.grad(shares, (x, sharded), up / 2)
+    second = torch.autograd.grad(gathered, (x, sharded), up / 2)
     return [
         (result - expected_grad).abs().max().item()
         for grads in (first, second)

@@ -40,9 +40,9 @@ def exchanged() -> Tensor:
     return received.tensors[0]
 
 
-def collected(how: str) -> Tensor:
+def collected(kind: str) -> Tensor:
     x, into = mine(4, 6), empty(16, 6)
-    match how:
+    match kind:
         case "all_reduce":
             dist.all_reduce(view := x.mT)  # of which gloo would have nothing
             return view
@@ -102,8 +102,8 @@ def test_results_match_gloo(staged, worlds):
 class Recording:
     """In place of gloo: where the tensors lie that it is given."""
 
-    def __init__(self, host: Any, seen: list[int]) -> None:
-        self.host, self.seen = host, seen
+    def __init__(self, host: Any, sizes: list[int]) -> None:
+        self.host, self.seen = host, sizes
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -34,10 +34,10 @@ def dense(length: int, rows) -> torch.Tensor:
 def brute_hops(layout: SequenceLayout, visible: torch.Tensor) -> int:
     """Hops of each key to the last rank that sees it, in the cheaper direction."""
     shards, totals = layout.shards, [0, 0]
-    seen = [visible[layout.positions(rank)].any(0) for rank in range(shards)]
+    visible_keys = [visible[layout.positions(rank)].any(0) for rank in range(shards)]
     for owner in range(shards):
         for key in layout.positions(owner).tolist():
-            ranks = [rank for rank in range(shards) if seen[rank][key]]
+            ranks = [rank for rank in range(shards) if visible_keys[rank][key]]
             totals[0] += max([(rank - owner) % shards for rank in ranks], default=0)
             totals[1] += max([(owner - rank) % shards for rank in ranks], default=0)
     return min(totals)

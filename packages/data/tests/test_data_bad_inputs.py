@@ -241,8 +241,8 @@ def test_odd_words_are_refused_in_one_line(folder, monkeypatch, argv, message):
 
 def store_of(*lengths, **vocabulary):
     ends = np.cumsum([0, *lengths])
-    known = Vocabulary("numbers", **vocabulary)
-    return TokenStore("numbered", [np.arange(ends[-1])], ends[:-1], ends[1:], known, "content")
+    numbers = Vocabulary("numbers", **vocabulary)
+    return TokenStore("numbered", [np.arange(ends[-1])], ends[:-1], ends[1:], numbers, "content")
 
 
 def rows(store=None, **changed):

@@ -27,14 +27,14 @@ ASK = [message("system", "be brief"), message("user", "who are you?")]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tokenizer with special tokens and a template, as a Hugging Face folder has them."""
-    made = tmp_path_factory.mktemp("tokenizer")
+    folder = tmp_path_factory.mktemp("tokenizer")
     settings = json.loads(train_bpe(iter(["who are you? be brief, system user assistant"] * 3), 300).definition)
     first = max(settings["model"]["vocab"].values()) + 1
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     settings["added_tokens"] += [{"id": first + i, "content": name} | flags for i, name in enumerate(SPECIAL[1:])]
-    (made / "tokenizer.json").write_text(json.dumps(settings))
-    write_template(made, CHATML)
-    return made
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    write_template(folder, CHATML)
+    return folder
 
 
 def write_template(folder, template):

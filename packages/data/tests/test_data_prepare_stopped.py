@@ -137,10 +137,10 @@ def test_going_on_with_something_else_is_refused_and_overwrite_starts_over(lines
         jsonl(lines, [*TEXTS, "one more"])
     else:
         options |= {"vocab_size": 270} if change == "settings" else {"tokenizer": "bytes"}
-    kept = files_of(tmp_path / "store.partial")
+    files = files_of(tmp_path / "store.partial")
     with pytest.raises(ValueError, match=r"store\.partial .*--overwrite"):
         prepare(planned(lines, output, **options), 1)
-    assert files_of(tmp_path / "store.partial") == kept
+    assert files_of(tmp_path / "store.partial") == files
     prepare(planned(lines, output, **options, overwrite=True), 1)
     prepare(planned(lines, tmp_path / "whole", **options), 1)
     assert files_of(output) == files_of(tmp_path / "whole")

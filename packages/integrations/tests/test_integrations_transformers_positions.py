@@ -80,12 +80,12 @@ def tokens(padded: bool):
     return ids.masked_fill(mask == 0, PADDING), mask, dout * mask[..., None]
 
 
-def on_a_shard(family: str, how: str):
+def on_a_shard(family: str, padding: str):
     """Returns this rank's logits, with those of padding 0, its share of the gradients, and where its tokens are."""
     attend = usp()
     register_transformers(attend)
-    built, (ids, mask, dout) = model(family, "armillary"), tokens(how == "padded")
-    given = {"documents": DOCUMENTS} if how == "packed" else {"attention_mask": mask} if how == "padded" else {}
+    built, (ids, mask, dout) = model(family, "armillary"), tokens(padding == "padded")
+    given = {"documents": DOCUMENTS} if padding == "packed" else {"attention_mask": mask} if padding == "padded" else {}
     cp = ContextParallel(attend)
     cp.padding_idx = padding_idx_of(built)
     batch = cp.shard(ids, **given)
@@ -97,13 +97,13 @@ def on_a_shard(family: str, how: str):
     return logits.detach() * seen, [p.grad for p in built.parameters()], batch.layout.positions(attend.shard)
 
 
-def on_one_rank(family: str, how: str):
+def on_one_rank(family: str, padding: str):
     """By the model's own position ids, one document at a time."""
-    built, (ids, mask, dout) = model(family, "eager"), tokens(how == "padded")
+    built, (ids, mask, dout) = model(family, "eager"), tokens(padding == "padded")
     logits = []
     with InFloat64():
         for row in range(2):
-            for low, high in pairwise(DOCUMENTS[row] if how == "packed" else (0, LENGTH)):
+            for low, high in pairwise(DOCUMENTS[row] if padding == "packed" else (0, LENGTH)):
                 part = slice(row, row + 1), slice(low, high)
                 logits.append(built(ids[part], attention_mask=mask[part]).logits)
     whole = torch.cat(logits, 1).view(2, LENGTH, VOCABULARY)
@@ -162,12 +162,12 @@ def test_a_batch_counts_from_padding_idx():
     assert int(documents.position_ids.min()) == PADDING + 1
 
 
-@pytest.mark.parametrize(("padding_idx", "said"), [(PADDING, f"padding_idx={PADDING}"), (-1, "padding_idx=-1")])
-def test_padding_that_is_visible_and_negative_indices_are_refused(padding_idx, said):
+@pytest.mark.parametrize(("padding_idx", "message"), [(PADDING, f"padding_idx={PADDING}"), (-1, "padding_idx=-1")])
+def test_padding_that_is_visible_and_negative_indices_are_refused(padding_idx, message):
     ids, _, _ = tokens(padded=True)
     cp = ContextParallel(Local())
     cp.padding_idx = padding_idx
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         cp.shard(ids)
 
 

@@ -36,11 +36,11 @@ def tokenizer():
 def rows(count: int, seed: int):
     """Tokenized rows of 11 to 37 tokens, of which the first ones have no labels."""
     draw = torch.Generator().manual_seed(seed)
-    made = []
+    conversations = []
     for _ in range(count):
         ids = torch.randint(2, VOCABULARY, (int(torch.randint(11, 38, (), generator=draw)),), generator=draw)
-        made.append({"input_ids": ids.tolist(), "labels": [-100] * 4 + ids[4:].tolist()})
-    return datasets.Dataset.from_list(made)
+        conversations.append({"input_ids": ids.tolist(), "labels": [-100] * 4 + ids[4:].tolist()})
+    return datasets.Dataset.from_list(conversations)
 
 
 def model(implementation: str, family: str = "Mistral", **options):
@@ -52,11 +52,11 @@ def model(implementation: str, family: str = "Mistral", **options):
 
 
 def trainer(kind: type, implementation: str, folder, built=None, **changes):
-    given = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_steps": 3, "logging_steps": 1}
-    given |= {"eval_strategy": "steps", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    given |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
-    given |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_length": None}
-    args = trl.SFTConfig(str(folder), **given | changes)
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_steps": 3, "logging_steps": 1}
+    settings |= {"eval_strategy": "steps", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    settings |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
+    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_length": None}
+    args = trl.SFTConfig(str(folder), **settings | changes)
     data = {"train_dataset": rows(22, 1), "eval_dataset": rows(5, 2), "processing_class": tokenizer()}
     return kind(built or model(implementation), args, **data)
 

@@ -13,10 +13,10 @@ class DenseAttention:
         self.positions = positions
 
     def __call__(self, q, k, v, *, mask, layout):
-        seen = mask.visible(self.positions, self.positions)
-        return torch.stack([self.head(q, k, v, h, seen) for h in range(q.shape[2])], dim=2)
+        visible = mask.visible(self.positions, self.positions)
+        return torch.stack([self.head(q, k, v, h, visible) for h in range(q.shape[2])], dim=2)
 
-    def head(self, q, k, v, h, seen):
+    def head(self, q, k, v, h, visible):
         group = h // (q.shape[2] // k.shape[2])
         scores = q[:, :, h] @ k[:, :, group].mT / sqrt(q.shape[3])
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, :, group]
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v[:, :, group]

@@ -28,8 +28,8 @@ def build(config: LlamaConfig = SMALL, dtype: torch.dtype = torch.float32) -> Ll
 def edit_config(folder: Path, **changes: object) -> None:
     fields = json.loads((folder / "config.json").read_text())
     fields |= changes
-    kept = {name: value for name, value in fields.items() if value != "absent"}
-    (folder / "config.json").write_text(json.dumps(kept))
+    present = {name: value for name, value in fields.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(present))
 
 
 def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:

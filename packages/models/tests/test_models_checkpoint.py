@@ -139,8 +139,8 @@ def test_a_graph_that_is_kept_can_be_differentiated_again(offload):
     model = build(Checkpointing("layer", offload=offload), torch.float64)
     loss = loss_of(model)
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    again = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(map(torch.equal, first, again))
+    repeated = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, first, repeated))
 
 
 def test_a_parameter_that_changes_between_forward_and_backward_is_noticed():
@@ -176,24 +176,24 @@ def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
     return model.model.layers[0], x, Context(x.shape[1], rotation, AttentionMask(), None)
 
 
-def through_views(policy: str, how: str) -> list[Tensor]:
+def through_views(policy: str, view: str) -> list[Tensor]:
     """Gradients, where the block's own comes in as a view of a tensor that somebody else has."""
     block, x, context = block_and_input(policy)
     y, other, given = block(x, context), torch.ones_like(x, requires_grad=True), torch.ones(16, 32, dtype=torch.float64)
-    if how == "given":
+    if view == "given":
         y.flatten(0, 1).backward(given)
         return [x.grad, given]
-    if how == "asked for":
+    if view == "asked for":
         flat = y.flatten(0, 1)
         return list(torch.autograd.grad((flat * flat.sin()).sum(), [flat, x]))
     ((y.flatten(0, 1) + other.tanh().flatten(0, 1)) ** 2).sum().backward()
     return [x.grad, other.grad]
 
 
-@pytest.mark.parametrize("how", ["given", "asked for", "shared"])
+@pytest.mark.parametrize("view", ["given", "asked for", "shared"])
 @pytest.mark.parametrize("policy", ["layer", "attention_output"])
-def test_gradients_that_are_views_of_somebody_elses_are_not_overwritten(policy, how):
-    pairs = zip(through_views(policy, how), through_views("none", how), strict=True)
+def test_gradients_that_are_views_of_somebody_elses_are_not_overwritten(policy, view):
+    pairs = zip(through_views(policy, view), through_views("none", view), strict=True)
     assert max(itertools.starmap(relative_error, pairs)) < 1e-12
 
 

@@ -41,8 +41,8 @@ def by_autograd(projections, x, grads):
     x = x.detach().requires_grad_()
     outputs = projections.q(x, range(H)), *projections.kv(x, range(K))
     parameters = [*projections.parameters()]
-    dx, *shares = torch.autograd.grad(outputs, [x, *parameters], grads)
-    return dx, dict(zip(map(id, parameters), shares, strict=True))
+    dx, *gradients = torch.autograd.grad(outputs, [x, *parameters], grads)
+    return dx, dict(zip(map(id, parameters), gradients, strict=True))
 
 
 def random_grads(dtype):
@@ -90,8 +90,8 @@ def test_an_adapter_is_differentiated_unchanged():
 def by_autograd_unused(projections, x, grads):
     outputs = projections.q(x, range(H)), *projections.kv(x, range(K))
     parameters = [*projections.parameters()]
-    shares = torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
-    return None, dict(zip(map(id, parameters), shares, strict=True))
+    gradients = torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
+    return None, dict(zip(map(id, parameters), gradients, strict=True))
 
 
 def cut_over_ranks():

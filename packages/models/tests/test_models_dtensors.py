@@ -94,8 +94,8 @@ def step(model: nn.Module, loss: Tensor, over: DeviceMesh | None = None) -> dict
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         if over is not None:
-            mine = grad.to_local() if isinstance(grad, DTensor) else grad
-            dist.all_reduce(mine, group=over.get_group())
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            dist.all_reduce(local, group=over.get_group())
         actual[name] = whole(grad)
     model.zero_grad()
     return actual
@@ -158,8 +158,8 @@ def ways_of_saying_it() -> list[float]:
     own = partial(linear_token_loss, labels=layout.take(labels, attend.shard))
     actual = model(x, layout=layout, head=own)
     errors += [relative_error(*pair) for pair in zip(map(whole, actual), token_loss(expected, labels), strict=True)]
-    asked = partial(linear_argmax, labels=placed(labels, layout, over))
-    chosen = gather_sequence(model(x, layout=layout, head=asked), layout)
+    head = partial(linear_argmax, labels=placed(labels, layout, over))
+    chosen = gather_sequence(model(x, layout=layout, head=head), layout)
     return [*errors, float((chosen != expected.argmax(2).where(labels != -100, -100)).sum())]
 
 
@@ -232,9 +232,9 @@ def refusals() -> list[str]:
     ]
     messages: list[str] = []
     for call in calls:
-        with Dispatched() as seen, pytest.raises(ValueError) as refused:
+        with Dispatched() as dispatched, pytest.raises(ValueError) as refused:
             call()
-        assert not seen.sent
+        assert not dispatched.sent
         messages.append(str(refused.value))
     return messages
 

@@ -269,10 +269,12 @@ def test_the_model_is_as_it_was_after_an_error_too(after):
 
 
 def test_layers_are_not_in_training_and_nothing_is_differentiated():
-    model, seen = build(), []
-    model.model.layers[0].mlp.register_forward_hook(lambda m, args, out: seen.append((m.training, out.requires_grad)))
+    model, lengths = build(), []
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda m, args, out: lengths.append((m.training, out.requires_grad))
+    )
     generate(model, prompt(), new_tokens=3)
-    assert set(seen) == {(False, False)}
+    assert set(lengths) == {(False, False)}
 
 
 def test_room_is_made_once_and_logits_of_the_prompt_are_not():
@@ -288,9 +290,9 @@ def test_room_is_made_once_and_logits_of_the_prompt_are_not():
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            largest.extend(x.numel() for x in made if x.untyped_storage().data_ptr() not in known)
+            storages = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            largest.extend(x.numel() for x in results if x.untyped_storage().data_ptr() not in storages)
             return out
 
     with Sizes():

@@ -86,9 +86,9 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     assert relative_error(result, expected) < 1e-5
 
     theirs.save_pretrained(tmp_path / "theirs")
-    again = type(model).from_pretrained(tmp_path / "theirs")
-    assert again.config == config
-    assert torch.equal(again(IDS), result)
+    reloaded = type(model).from_pretrained(tmp_path / "theirs")
+    assert reloaded.config == config
+    assert torch.equal(reloaded(IDS), result)
 
 
 def test_every_option_changes_the_logits():

@@ -140,8 +140,8 @@ def test_tokenizer_and_special_tokens_are_copied(tmp_path, source):
     assert names(tmp_path / "new") == {"config.json", "model.safetensors", *TOKENIZER}
     assert all((tmp_path / "new" / name).read_text() == text for name, text in TOKENIZER.items())
     fields = described(tmp_path / "new")
-    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-    assert [fields[name] for name in kept] == [1, [2, 3], 0, 0.01]
+    field_names = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+    assert [fields[name] for name in field_names] == [1, [2, 3], 0, 0.01]
     assert fields["rope_theta"] == 9.0
 
 

@@ -47,14 +47,14 @@ def worst(got, expected):
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
 def test_labels_of_one_position_add_up(z_loss):
-    given = triples_of()
+    label_triples = triples_of()
     leaves = inputs()
-    exact = gradients(expected(leaves, *given, z_loss), leaves)
-    triples = LabelTriples(*given, (B, T))
+    exact = gradients(expected(leaves, *label_triples, z_loss), leaves)
+    triples = LabelTriples(*label_triples, (B, T))
     for chunk in (None, 1, 3, 100):
         total, count = linear_token_loss(*leaves[:2], triples, bias=leaves[2], chunk=chunk, z_loss=z_loss)
         assert worst(gradients(total, leaves), exact) < 1e-12, chunk
-        assert count.item() == pytest.approx(given[2].sum().item(), rel=1e-12)
+        assert count.item() == pytest.approx(label_triples[2].sum().item(), rel=1e-12)
     logits = F.linear(*leaves)
     total, count = token_loss(logits, triples, z_loss=z_loss)
     assert worst(gradients(total, leaves), exact) < 1e-12 and count.dtype == torch.float64
@@ -131,10 +131,10 @@ def as_dtensors():
     over = mesh(shard=2, ring=2)["shard", "ring"]
     hidden, weight, _ = [x.detach() for x in inputs(8)]
     row, part = over.get_coordinate()
-    given = triples_of(tokens=8)
-    tokens = given[0]
+    label_triples = triples_of(tokens=8)
+    tokens = label_triples[0]
     inside = (tokens // 8 == row) & (tokens % 8 // 4 == part)
-    triples = LabelTriples((tokens % 4)[inside], given[1][inside], given[2][inside], (1, 4))
+    triples = LabelTriples((tokens % 4)[inside], label_triples[1][inside], label_triples[2][inside], (1, 4))
     local = hidden[row : row + 1, 4 * part : 4 * part + 4].clone().requires_grad_()
     placed = DTensor.from_local(local, over, [Shard(0), Shard(1)], run_check=False)
     total, count = linear_token_loss(placed, weight, triples)
@@ -163,8 +163,12 @@ def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
     leaves = inputs(8)
     triples = triples_of(tokens=8)
     exact = expected([leaves[0], leaves[1], None], *triples, 0.0).item()
-    wanted = pytest.approx(exact, rel=1e-12), pytest.approx(exact, rel=1e-12), pytest.approx(triples[2].sum().item())
-    assert all(rank[1] == wanted for rank in results)
+    approximate = (
+        pytest.approx(exact, rel=1e-12),
+        pytest.approx(exact, rel=1e-12),
+        pytest.approx(triples[2].sum().item()),
+    )
+    assert all(rank[1] == approximate for rank in results)
 
 
 @pytest.mark.parametrize(

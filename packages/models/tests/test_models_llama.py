@@ -72,17 +72,17 @@ def test_logits_match_the_textbook(heads, kv_heads):
 
 def test_each_query_head_reads_the_key_head_of_its_group():
     """With one key/value head's values silenced, exactly the query heads of its group fall silent."""
-    seen = []
+    masks = []
 
     def spy(q, k, v, *, mask, layout):
-        seen.append(DenseAttention(torch.arange(N))(q, k, v, mask=mask, layout=layout))
-        return seen[-1]
+        masks.append(DenseAttention(torch.arange(N))(q, k, v, mask=mask, layout=layout))
+        return masks[-1]
 
     model = build(replace(SMALL, heads=6, kv_heads=3, head_dim=8), attention=spy)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight[8:16] = 0
     model(ids())
-    silent = [h for h in range(6) if not seen[0][:, :, h].any()]
+    silent = [h for h in range(6) if not masks[0][:, :, h].any()]
     assert silent == [2, 3]
 
 

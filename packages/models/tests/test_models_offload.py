@@ -92,10 +92,10 @@ def test_deleted_transfers_are_waited_for(side):
     del loss
     gc.collect()
     assert side.idle
-    kept = [OffloadedTensors([torch.rand(3)]) for _ in range(2)]
-    kept[0].fetch()
+    offloaded = [OffloadedTensors([torch.rand(3)]) for _ in range(2)]
+    offloaded[0].fetch()
     assert not side.idle
-    kept.clear()
+    offloaded.clear()
     gc.collect()
     assert side.idle
 

@@ -173,19 +173,19 @@ def test_blocks_keep_the_selected_tensors():
 
 def test_recomputed_tensors_are_released_at_once(monkeypatch):
     """Not when the graph goes, which has the whole step's."""
-    held = list[ref[Tensor]]()
+    references = list[ref[Tensor]]()
 
     class Noted(OnDevice):
         def __init__(self, tensors):
             super().__init__(tensors)
-            held.extend(map(ref, tensors))
+            references.extend(map(ref, tensors))
 
     monkeypatch.setattr(checkpoint, "OnDevice", Noted)
     model, alive = build(replace(LAYER, inputs=2)), list[int]()
-    model.model.layers[0].register_full_backward_hook(lambda *_: alive.append(sum(x() is not None for x in held)))
+    model.model.layers[0].register_full_backward_hook(lambda *_: alive.append(sum(x() is not None for x in references)))
     loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
     loss.backward()
-    assert len(held) == 3 * (LAYERS - 2) - 2 and alive[-1] == 0
+    assert len(references) == 3 * (LAYERS - 2) - 2 and alive[-1] == 0
 
 
 def test_recomputed_tensors_are_only_on_the_host_before_a_block_is_differentiated(monkeypatch):
@@ -211,8 +211,8 @@ def test_a_graph_that_is_kept_can_be_differentiated_again():
     model = build(replace(OUTPUT, inputs=2, outputs=3, offload=True, on_device=1))
     loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    again = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(map(torch.equal, first, again))
+    repeated = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, first, repeated))
 
 
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.3", "self_attn", "layers"])

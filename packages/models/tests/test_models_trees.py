@@ -41,12 +41,12 @@ HYBRID = LlamaConfig(
 
 
 def model(config: LlamaConfig = LLAMA) -> Llama:
-    made = Llama(config).double()
-    initialize(made, 0)
+    llama = Llama(config).double()
+    initialize(llama, 0)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in llama.parameters():
             parameter.mul_(8 if parameter.ndim == 2 else 1)
-    return made
+    return llama
 
 
 def ids() -> torch.Tensor:
@@ -82,34 +82,34 @@ def triples(layout=None, shard=0) -> LabelTriples:
 
 def unshared(config: LlamaConfig = LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Each segment's labels at the end of its own path, run by itself."""
-    made, tokens, total = model(config), ids(), torch.zeros((), dtype=torch.float64)
+    llama, tokens, total = model(config), ids(), torch.zeros((), dtype=torch.float64)
     for row, (ends, parents) in enumerate(ROWS):
         for s in range(len(parents)):
             path, at = [], s
             while at >= 0:
                 path = [*range(ends[at], ends[at + 1]), *path]
                 at = parents[at]
-            logits = made(tokens[row, path][None])[0]
+            logits = llama(tokens[row, path][None])[0]
             first = len(path) - (ends[s + 1] - ends[s])  # of this segment's tokens
             kept = range(max(first, 1), len(path))
             losses = F.cross_entropy(logits[[i - 1 for i in kept]], tokens[row, path][list(kept)], reduction="sum")
             total = total + WEIGHTS[row][s] * losses
     total.backward()
-    return total.detach(), [p.grad for p in made.parameters()]
+    return total.detach(), [p.grad for p in llama.parameters()]
 
 
 def packed(method=None, layout=None, policy="none", config=LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    made = model(config)
+    llama = model(config)
     if method is not None:
-        for block in made.model.layers:
+        for block in llama.model.layers:
             block.attention = method
-    Checkpointing(policy).apply(made)
+    Checkpointing(policy).apply(llama)
     shard = 0 if method is None else method.shard
     actual, tokens = triples(layout, shard), ids()
     positions = torch.stack([mask().positions(N, row) for row in range(2)])
     if layout is not None:
         tokens, positions = (layout.take(x, shard, 1) for x in (tokens, positions))
-    total, count = made(
+    total, count = llama(
         tokens,
         positions=positions,
         mask=mask(),
@@ -118,7 +118,7 @@ def packed(method=None, layout=None, policy="none", config=LLAMA) -> tuple[torch
     )
     total.backward()
     assert count > 0
-    return total.detach(), [p.grad for p in made.parameters()]
+    return total.detach(), [p.grad for p in llama.parameters()]
 
 
 def error(actual, exact) -> float:

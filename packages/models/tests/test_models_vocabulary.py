@@ -102,8 +102,8 @@ def by_part(case):
             vocabulary=case.V,
         )
         result = gradients(total, leaves, retain=True) if total.requires_grad else [None] * 3
-        again = gradients(total, leaves) if total.requires_grad else [None] * 3
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(result, again, strict=True))
+        repeated = gradients(total, leaves) if total.requires_grad else [None] * 3
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(result, repeated, strict=True))
     return total.detach(), count.item(), *result, dict(ledger.entries)
 
 

@@ -24,22 +24,22 @@ def build(config=SMALL, attention=None) -> Llama:
 
 
 def masks_seen(config: LlamaConfig, mask: AttentionMask) -> list[AttentionMask]:
-    seen = []
+    masks = []
     dense = DenseAttention(torch.arange(N))
 
     def spy(q, k, v, *, mask, layout):
-        seen.append(mask)
+        masks.append(mask)
         return dense(q, k, v, mask=mask, layout=layout)
 
     build(config, spy)(IDS, mask=mask)
-    return seen
+    return masks
 
 
 def test_each_layer_uses_the_smaller_of_its_window_and_the_masks():
     mask = AttentionMask(documents=[0, 5, N])
     wide, narrow = (AttentionMask(window=(left, None), documents=[0, 5, N]) for left in (3, 2))
-    seen = masks_seen(SMALL, mask)
-    assert seen == [mask, wide, wide] and seen[1] is seen[2]
+    masks = masks_seen(SMALL, mask)
+    assert masks == [mask, wide, wide] and masks[1] is masks[2]
     assert masks_seen(SMALL, narrow) == [narrow] * 3
     assert masks_seen(replace(SMALL, window=None, window_from=0), mask) == [mask] * 3
     assert masks_seen(replace(SMALL, window_from=0), mask) == [wide] * 3

@@ -191,10 +191,12 @@ def test_fewer_heads_per_stage_need_less(model):
 
 def test_offloading_moves_checkpoints_to_the_host():
     model = LlamaConfig.llama3_8b()
-    kept = 32 * 2**20 // 8 * 4096 * 2
+    checkpoint_bytes = 32 * 2**20 // 8 * 4096 * 2
     here, there = (estimate(job(model, length=2**20, checkpointing=replace(LAYER, offload=x))) for x in (False, True))
-    assert there.host_breakdown["checkpoints"] == kept
-    assert here.device - there.device == pytest.approx(kept * 30 / 32)  # this block's and, ahead, the next one's
+    assert there.host_breakdown["checkpoints"] == checkpoint_bytes
+    assert here.device - there.device == pytest.approx(
+        checkpoint_bytes * 30 / 32
+    )  # this block's and, ahead, the next one's
 
 
 def test_the_host_has_four_numbers_per_parameter():

@@ -106,14 +106,14 @@ def test_the_innermost_label_and_the_hosts_account(tensors):
         with label("attention"):
             first = torch.zeros(20)
             with label("checkpoints", host=True):
-                kept = torch.zeros(30)
+                tensor = torch.zeros(30)
             with label("mlp"):
                 second = first + 1
         live.pin("gradients", [plain])
     assert live.device.breakdown() == {"attention": 80, "mlp": 80, "gradients": 40}
     assert live.host.breakdown() == {"checkpoints": 120}
     assert live.device.label_at_peak == "mlp"
-    live.pin("checkpoints", [kept])
+    live.pin("checkpoints", [tensor])
     assert (live.host.total, live.device.total) == (0, 320)
     del plain, second
 

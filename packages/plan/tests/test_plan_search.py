@@ -54,9 +54,9 @@ def usp_forward(cluster: Cluster, length: int, split: int) -> float:
         )
         return UlyssesPlan().comm_plan(work, split, RingPlan().comm_plan).forward
 
-    sent, seen = steps(causal=False), steps(causal=True)
+    full_steps, causal_steps = steps(causal=False), steps(causal=True)
     device = cluster.accelerator
-    both = [Step(all_.moves, some.pairs) for all_, some in zip(sent, seen, strict=True)]
+    both = [Step(all_.moves, some.pairs) for all_, some in zip(full_steps, causal_steps, strict=True)]
     return plan_seconds(both, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0])).seconds
 
 
@@ -84,8 +84,8 @@ def wallfacer_step(cluster: Cluster, team: int) -> float:
     """Seconds of a step of the WallFacer paper's 3B GPT, 64k tokens on 32 ranks."""
     choice = AttentionChoice("wallfacer", team=team) if team > 1 else AttentionChoice("ring")
     candidate, model = Candidate(Mesh(1, 32, 1), choice), model_of("gpt-3b", 65536)
-    kept = Checkpointing("attention_output")
-    job = Job(model=model, axes=candidate.mesh.axes, attention=choice, length=65536, checkpointing=kept)
+    checkpointing = Checkpointing("attention_output")
+    job = Job(model=model, axes=candidate.mesh.axes, attention=choice, length=65536, checkpointing=checkpointing)
     return step_time(job, passes_of(candidate, model, cluster, 65536, 1), cluster).seconds
 
 
@@ -237,8 +237,8 @@ def test_recomputation_by_policy():
     attention = times(Checkpointing("attention_output"))
     assert none.recomputed == 0 and attention.recomputed == pytest.approx(none.dense / 3)
     forward, backward = Cluster.named("8xh100").accelerator.attention_shares(131_072)
-    again = none.attention * (4 / forward) / (4 / forward + 10 / backward)
-    assert layer.recomputed == pytest.approx(none.dense / 3 + again, rel=1e-6)
+    recomputed = none.attention * (4 / forward) / (4 / forward + 10 / backward)
+    assert layer.recomputed == pytest.approx(none.dense / 3 + recomputed, rel=1e-6)
     assert layer.exchange > none.exchange == attention.exchange
     for part in ("dense", "attention", "head", "optimizer"):
         assert len({getattr(time, part) for time in (none, layer, attention)}) == 1
@@ -256,8 +256,10 @@ def test_cost_of_blocks_without_stored_input():
     rest = 1 - (model.heads + 2 * model.kv_heads) * model.head_dim * model.dim / block_parameters(model)
     assert fewer.recomputed - kept.recomputed == pytest.approx(10 * rest * kept.dense / 3 / 32, rel=1e-3)
     assert fewer.attention == kept.attention and fewer.parameters >= kept.parameters
-    again = len([size for size in segment_sizes(32, 22, 0) if size > 1])  # x fetched once more; out and lse come and go
-    assert fewer.offload - kept.offload > again * x / device.host_bandwidth
+    recomputed_segments = len(
+        [size for size in segment_sizes(32, 22, 0) if size > 1]
+    )  # x fetched once more; out and lse come and go
+    assert fewer.offload - kept.offload > recomputed_segments * x / device.host_bandwidth
 
 
 def block_parameters(model) -> int:
@@ -282,8 +284,13 @@ def test_one_node_trains_8m_tokens_and_two_16m():
     """The host's 2 TB are full with an input of every block: at 8M tokens these alone are 2.1 TB."""
     for cluster, tokens in (("8xh100", "8M"), ("16xh100", "16M")):
         best = search(SearchPlan(cluster=cluster, tokens=tokens, attention=("upipe+ring",), best=1)).fitting[0]
-        kept = best.job.checkpointing
-        assert kept.policy == "attention_output" and kept.offload and kept.inputs < 32 and kept.outputs >= 20
+        checkpointing = best.job.checkpointing
+        assert (
+            checkpointing.policy == "attention_output"
+            and checkpointing.offload
+            and checkpointing.inputs < 32
+            and checkpointing.outputs >= 20
+        )
         assert best.mfu > 0.38  # of 0.41, were nothing attended twice
 
 

@@ -110,9 +110,9 @@ def test_the_measured_block_is_the_trainers(worlds):
 
 def test_replicate_tp_and_kernel_are_kept(tmp_path):
     flags = ["--parallel.tp", "2", "--parallel.replicate", "2", "--parallel.ring", "7", "--parallel.attention", "ring"]
-    kept = read_plan([*flags, "--parallel.kernel", "dense"]).measured_run.parallel
-    assert kept == ParallelConfig(tp=2, replicate=2, kernel="dense")
-    config = replace(SMALL, parallel=kept)
+    parallel = read_plan([*flags, "--parallel.kernel", "dense"]).measured_run.parallel
+    assert parallel == ParallelConfig(tp=2, replicate=2, kernel="dense")
+    config = replace(SMALL, parallel=parallel)
     assert all_candidates(replace(tune_plan(tmp_path, config), attention=()), 16) == list(
         candidates(heads=2, ranks=4, rows=2)
     )

@@ -91,11 +91,11 @@ def test_each_file_is_verified_by_one_part(folder, parts):
     files = {name: FileRecord(**record) for name, record in about(folder, 1)["files"].items()}
     for name in files:
         path = folder.place(1) / name
-        kept = path.read_bytes()
-        path.write_bytes(kept[:-1] + b"x")
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b"x")
         actual = [file_fault(files, folder.place(1), part, parts) for part in range(parts)]
         assert list(filter(None, actual)) == [f"file {name} has other bytes than were written"]
-        path.write_bytes(kept)
+        path.write_bytes(content)
 
 
 def test_changed_fields_are_damaged_and_copies_are_kept(folder):

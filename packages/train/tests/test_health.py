@@ -220,13 +220,13 @@ def test_a_join_is_shown_by_the_line_of_the_joined_thread():
 def waits_for_a_save() -> bool:
     """Whether rank 0 waits for peers while its main thread joins a thread in a collective."""
     group = dist.new_group(timeout=timedelta(seconds=30))
-    seen = threading.Event()
+    noticed = threading.Event()
 
     def observe() -> None:
         ident = threading.main_thread().ident
         while joined_thread(sys._current_frames()[ident]) is None or not waits(current_stack()):
             time.sleep(0.01)
-        seen.set()
+        noticed.set()
 
     if dist.get_rank() == 0:
         observing = threading.Thread(target=observe)
@@ -238,7 +238,7 @@ def waits_for_a_save() -> bool:
     else:
         time.sleep(1)
         dist.barrier(group)
-    return seen.is_set()
+    return noticed.is_set()
 
 
 def test_a_rank_that_joins_a_thread_in_a_collective_waits_for_peers(worlds):

@@ -19,11 +19,11 @@ def drawn() -> list[float]:
 def test_equal_states_give_equal_numbers():
     seed_all(7, 3)
     drawn()
-    kept = random_state(CPU)
+    saved_state = random_state(CPU)
     expected = drawn()
     seed_all(7, 4)
     assert drawn() != expected
-    set_random_state(kept, CPU)
+    set_random_state(saved_state, CPU)
     assert drawn() == expected
 
 

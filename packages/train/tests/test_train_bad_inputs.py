@@ -384,11 +384,11 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("said", CONFIGS)
-def test_a_configuration_is_refused_by_its_flag(said):
+@pytest.mark.parametrize("message", CONFIGS)
+def test_a_configuration_is_refused_by_its_flag(message):
     with pytest.raises(ValueError) as error:
-        check(CONFIGS[said])
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+        check(CONFIGS[message])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_a_configuration_of_lists_and_whole_numbers_will_do():

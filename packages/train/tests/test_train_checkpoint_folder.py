@@ -165,10 +165,10 @@ def test_a_file_that_may_not_be_read_is_not_damaged(folder, monkeypatch, name, e
 
 def test_a_copy_under_the_name_of_another_step_is_kept(folder):
     save(folder, 8)
-    for step, kept in {40: "step-40.copy", 41: "step-41.copy"}.items():
+    for step, name in {40: "step-40.copy", 41: "step-41.copy"}.items():
         shutil.copytree(folder.place(8), folder.place(step))
         assert checkpoint_fault(folder, step) == "manifest.json is that of step 8"
-        assert folder.set_aside(step, is_copy(folder, step)).name == kept
+        assert folder.set_aside(step, is_copy(folder, step)).name == name
     shutil.copytree(folder.place(8), folder.place(40))
     assert folder.set_aside(40, is_copy(folder, 40)).name == "step-40.copy-1"
     save(folder, 40)

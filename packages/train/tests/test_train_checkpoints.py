@@ -158,10 +158,10 @@ def test_another_mesh_resumes_with_the_same_losses(worlds, reference, tmp_path, 
 
 def test_a_complete_run_is_not_trained_again(worlds, reference):
     results, folder = reference
-    again = worlds(4).run(trained, at(SMALL, folder), 1)
-    assert again[0][0].losses == [] and again[0][0].checkpoint == folder / "checkpoint" / "step-6"
-    assert f"nothing left to train: {folder}/checkpoint/step-6" in again[0][1]
-    for before, after in zip(results, again, strict=True):
+    resumed = worlds(4).run(trained, at(SMALL, folder), 1)
+    assert resumed[0][0].losses == [] and resumed[0][0].checkpoint == folder / "checkpoint" / "step-6"
+    assert f"nothing left to train: {folder}/checkpoint/step-6" in resumed[0][1]
+    for before, after in zip(results, resumed, strict=True):
         assert all(torch.equal(after[2][name], before[2][name]) for name in before[2])
 
 

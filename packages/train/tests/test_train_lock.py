@@ -158,13 +158,13 @@ def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
 def test_a_late_claim_gives_way(tmp_path, monkeypatch, there):
     """It has seen number 1 released; before it makes number 2, another has had that one, or has it or a higher one."""
     taken(tmp_path).release()
-    real, seen = locks.newest, []
+    real, numbers = locks.newest, []
 
     def late(path: Path):
-        seen.append(real(path))
-        if len(seen) == 1:
+        numbers.append(real(path))
+        if len(numbers) == 1:
             taken(path).path.rename(path / there)
-        return seen[-1]
+        return numbers[-1]
 
     monkeypatch.setattr(locks, "newest", late)
     if there == "2.released":

@@ -97,8 +97,8 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name, embeddings):
     model = Llama(LLAMA) if name == "llama" else GPT(LEARNED)
     config = OptimizerConfig(weight_decay=0.3, decay_embeddings=embeddings, eps=1e-6, beta1=0.8, beta2=0.7)
     optimizer = build_optimizer(model, config)
-    kept = {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
-    names = {".".join(n.split(".")[-2:]) for n, p in model.named_parameters() if id(p) in kept}
+    undecayed = {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    names = {".".join(n.split(".")[-2:]) for n, p in model.named_parameters() if id(p) in undecayed}
     assert names == NOT_DECAYED[name] | (set() if embeddings else TABLES[name])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))

@@ -28,9 +28,9 @@ def write_run(folder, steps=40, bad=None):
 
 def test_curves_are_read_from_a_file_with_restarts_bad_steps_and_half_a_line(tmp_path):
     folder = write_run(tmp_path / "run", bad=7)
-    again = journal.Journal(folder / "metrics.jsonl")
-    again.resumed(35)
-    again.close()
+    reopened = journal.Journal(folder / "metrics.jsonl")
+    reopened.resumed(35)
+    reopened.close()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('no record\n{"step": 36, "los')
     curves = read_curves(folder)

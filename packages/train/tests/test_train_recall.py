@@ -60,6 +60,6 @@ def right_answers(config: Config, broken: bool) -> float:
 @pytest.mark.parametrize("broken", [False, True])
 def test_values_on_other_ranks_are_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
     config = replace(RECALL, train=replace(RECALL.train, output=tmp_path))
-    shares = worlds(2).run(right_answers, config, broken)
-    assert shares[0] == shares[1]
-    assert shares[0] < 2 / 8 if broken else shares[0] > 0.95  # who guesses is right once in 8 times
+    right_shares = worlds(2).run(right_answers, config, broken)
+    assert right_shares[0] == right_shares[1]
+    assert right_shares[0] < 2 / 8 if broken else right_shares[0] > 0.95  # who guesses is right once in 8 times

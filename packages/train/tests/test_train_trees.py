@@ -113,9 +113,9 @@ def meshed(config: Config, layout: str = "zigzag", parts: int = 1, **axes: int) 
 
 
 def error(actual, expected) -> float:
-    (loss, grads), (exact, wanted) = actual, expected
-    assert grads.keys() == wanted.keys()
-    return max(relative_error(loss, exact), *(relative_error(grads[name], wanted[name]) for name in wanted))
+    (loss, grads), (exact, exact_grads) = actual, expected
+    assert grads.keys() == exact_grads.keys()
+    return max(relative_error(loss, exact), *(relative_error(grads[name], exact_grads[name]) for name in exact_grads))
 
 
 def test_a_batch_of_trees_is_its_sequences_by_themselves(worlds, config):
