@@ -120,6 +120,29 @@ def test_long_documents_among_short_ones_send_a_third_at_most():
     assert np.median(ratios) <= 1 / 3
 
 
+@pytest.mark.parametrize("kind", ["uniform", "lognormal"])
+@pytest.mark.parametrize("by", ["keys", "both"])
+def test_ranks_are_even_by_the_side_that_stays(kind, by):
+    rng = random.Random(kind)
+    for shards in (2, 4, 8):
+        ends = drawn(kind, rng, shards)
+        layout = SequenceLayout.balanced(N, shards, documents=ends, balanced_by=by)
+        even = SequenceLayout.balanced(N, shards, documents=ends, traffic=0)
+        assert attention_balance(layout, documents=ends, of_keys=True) <= EVEN
+        assert by == "keys" or attention_balance(layout, documents=ends) <= EVEN
+        assert max(layout.sizes) * shards <= EVEN * N
+        hops, even_hops = (attention_traffic(each, documents=ends, of_queries=True) for each in (layout, even))
+        assert hops <= even_hops
+    with pytest.raises(ValueError, match=r"balanced_by.*'values'"):
+        SequenceLayout.balanced(8, 2, balanced_by="values")
+
+
+def test_queries_travel_to_the_last_rank_with_a_key_that_they_see():
+    layout, rows = SequenceLayout.zigzag(24, 4), mask_slices(24, True, (5, 0), [0, 7, 20, 24])
+    visible = dense(24, rows)
+    assert attention_traffic(layout, mask=Mask(*rows), of_queries=True) == brute_hops(layout, visible.T)
+
+
 def test_documents_that_fit_stay_on_one_shard():
     ends = list(range(0, N + 1, N // 64))
     layout = SequenceLayout.balanced(N, 8, documents=ends)

@@ -52,11 +52,15 @@ class Division:
         return unevenness < self.unevenness - (GAIN if unevenness > GOAL else 0)
 
 
-def balanced_spans(length: int, shards: int, rows: Sequence[Slices], traffic: float) -> list[list[range]]:
+def balanced_spans(
+    length: int, shards: int, rows: Sequence[Slices], traffic: float, sides: tuple[int, ...] = (0,)
+) -> list[list[range]]:
     """Returns the spans of each shard, in rising order.
 
     Args:
         traffic: pairs that take as long as sending one token over one hop; 0 ignores traffic.
+
+        sides: pairs to even out if traffic counts, as in `RingShares`; otherwise both.
 
     Raises:
         ValueError: the number of pairs overflows 64 bits.
@@ -64,7 +68,7 @@ def balanced_spans(length: int, shards: int, rows: Sequence[Slices], traffic: fl
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
     work = Work.of(rows)
-    spans = spread_spans(length, shards, rows, work, traffic) if traffic and shards > 1 else None
+    spans = spread_spans(length, shards, rows, work, traffic, sides) if traffic and shards > 1 else None
     return spans or evenest_spans(length, shards, work)
 
 

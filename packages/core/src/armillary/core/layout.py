@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import inf
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.spread import TRAFFIC
 from armillary.core.traffic import PositionRuns, token_hops
-from armillary.core.validation import flag, integer
+from armillary.core.validation import check_choice, flag, integer
+
+Side = Literal["queries", "keys", "both"]
+SIDES: dict[str, tuple[int, ...]] = {"queries": (0,), "keys": (1,), "both": (0, 1)}
 
 
 class SequenceLayout:
@@ -111,11 +115,12 @@ class SequenceLayout:
         *,
         mask: Sliced | None = None,
         traffic: float | None = None,
+        balanced_by: Side = "queries",
     ) -> SequenceLayout:
         """Returns a layout with balanced attention work under a mask, which also sends few bytes around a ring.
 
         Documents that fit on a shard are not cut; longer ones lie on as few consecutive shards as they need. Shards
-        have up to 1.10 times the mean number of tokens and of pairs, counted by queries, and send no more than
+        have up to 1.10 times the mean number of tokens and of pairs, counted `balanced_by`, and send no more than
         zigzag, contiguous or uncut documents would, if one of these is as even. If no such layout is found, or with
         `traffic=0`, shards are as even as possible, by queries and by keys, in few spans; their sizes then differ by
         at most one.
@@ -127,10 +132,12 @@ class SequenceLayout:
             mask: any other mask, instead of these three.
             traffic: number of (query, key) pairs that take as long as sending one token to the next rank, 1000 by
                 default; 0 ignores traffic.
+            balanced_by: "queries" counts the pairs of a shard's queries, its work when keys rotate; "keys" those of its
+                keys, its work when queries rotate; "both" evens out both. The other side is what travels.
 
         Raises:
             ValueError: documents that do not rise from 0 to `length`, a negative window, a mask beside another one, a
-                negative `traffic`.
+                negative `traffic`, an unknown `balanced_by`.
         """
         length, shards = _sizes_of(length, shards)
         if traffic is None:
@@ -138,7 +145,8 @@ class SequenceLayout:
         is_number = isinstance(traffic, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         if not (is_number and 0 <= traffic < inf):
             raise ValueError(f"traffic={traffic!r}: a number of pairs that is at least 0, or None")
-        return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask), traffic))
+        sides = SIDES[check_choice("balanced_by", balanced_by, tuple(SIDES))]
+        return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask), traffic, sides))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
@@ -276,6 +284,7 @@ def attention_traffic(
     documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
     mask: Sliced | None = None,
+    of_queries: bool = False,
 ) -> int:
     """Returns the token-hops of one pass of keys around a ring: tokens that all ranks send, in the cheaper direction.
 
@@ -284,11 +293,13 @@ def attention_traffic(
 
     Args:
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
+        of_queries: of a pass of queries instead, which stop at the last rank with a key that they see.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_of(layout.length, causal, window, documents, mask)
     segments = PositionRuns.of_spans(layout.spans(shard) for shard in range(layout.shards))
+    rows = [mirrored(row) for row in rows] if flag("of_queries", of_queries) else rows
     return token_hops(segments, layout.shards, rows)
 
 

@@ -6,7 +6,10 @@ A document is a run of positions that sees nothing outside of it: a packed docum
 2. A longer document is cut into pieces on consecutive ranks of the ring, so that its keys travel few hops; each rank
    gets as much of it as it has room for.
 3. Short documents then fill the least loaded ranks.
-4. If ranks are still uneven, steps 1 to 3 are repeated with each document on more ranks.
+4. Each long document is taken out and laid again between all others, if ranks become more even. Early pieces of a
+   document have fewer pairs per token than late ones, so ranks are even where pieces of several documents complement
+   each other.
+5. If ranks are still uneven, steps 1 to 4 are repeated with each document on more ranks.
 
 Zigzag, contiguous and whole documents assigned by pairs are candidates too, so that the layout never sends more than
 one of these that is even enough.
@@ -16,13 +19,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.slices import Integers, Slices
+from armillary.core.slices import Integers, Slices, mirrored
 from armillary.core.traffic import PositionRuns, token_hops, uncut_ends
 from armillary.core.work_density import Work, equal_ends
 
@@ -33,7 +36,7 @@ EVEN = 1.10
 TRAFFIC = 1000.0
 """Pairs that take as long as sending one token over one hop, for 32 query heads and 8 key heads on GPUs with a network
 of 400 Gb/s. Within a node the number is a tenth of that."""
-STRETCHES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0)
+STRETCHES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 8.0)
 """Factors on the number of ranks that a document needs, tried in this order until ranks are even."""
 PIECES = 16
 """Maximum number of pieces of cut documents per rank."""
@@ -45,6 +48,29 @@ FULL_CIRCLE = 0.7
 """A document that needs at least this fraction of all ranks may be cut in zigzag over all ranks."""
 MINIMUM_ROOM = 0.02
 """Minimum room of a rank, in shares, so that a full rank still gets a piece of positive size."""
+TURNS = 3
+"""Number of times that every cut document is laid: once, and then again between all others."""
+ENOUGH = 1.02
+"""Load of the most loaded rank, in shares, at which no document is laid again."""
+WEIGHTS = (1.0, 0.5, 0.0)
+"""A document is cut by the room for pairs, by the mean of both rooms, or by the room for tokens."""
+GRID = 512
+"""Positions of a document whose pairs are counted; between them, pairs are interpolated to compare cuts."""
+
+
+@dataclass(frozen=True)
+class DocumentPieces:
+    """The pieces of a cut document.
+
+    Args:
+        ends: boundaries, positions: [n + 1].
+        owners: the rank of each piece: [n].
+        sizes: tokens and pairs of each piece, in shares: [1 + sides, n].
+    """
+
+    ends: Integers
+    owners: Integers
+    sizes: Floats
 
 
 @dataclass(frozen=True)
@@ -63,17 +89,26 @@ class SpreadCandidate:
 
     @cached_property
     def hops(self) -> int:
-        return token_hops(self.segments, self.ring.shards, self.ring.rows)
+        """Token-hops of keys if ranks are even by queries, of queries if by keys, or of both."""
+        by_side = self.ring.rows, [mirrored(row) for row in self.ring.rows]
+        return sum(token_hops(self.segments, self.ring.shards, by_side[side]) for side in self.ring.sides)
 
 
 @dataclass(frozen=True)
 class RingShares:
-    """A sequence to distribute over a ring. A share is the mean number of tokens, or of pairs, per rank."""
+    """A sequence to distribute over a ring. A share is the mean number of tokens, or of pairs, per rank.
+
+    Args:
+        sides: pairs to even out: 0 for those of a rank's queries, 1 for those of its keys.
+        profiles: cache of `profile`.
+    """
 
     length: int
     shards: int
     rows: Sequence[Slices]
     work: Work
+    sides: tuple[int, ...] = (0,)
+    profiles: dict[int, tuple[Integers, Floats]] = field(default_factory=dict[int, tuple[Integers, Floats]])
 
     @cached_property
     def ends(self) -> Integers:
@@ -86,13 +121,27 @@ class RingShares:
         return np.array([self.length, max(1, self.work.total)]) / self.shards
 
     def before(self, positions: Integers) -> Floats:
-        """Returns tokens and pairs before each position, in shares: [2, ...]."""
-        pairs = self.work.before(positions.ravel())[0].reshape(positions.shape)
-        return np.stack((positions / self.shares[0], pairs / self.shares[1]))
+        """Returns tokens and pairs by each side before each position [n], in shares: [1 + sides, n]."""
+        return np.vstack((positions / self.shares[0], self.work.before(positions)[list(self.sides)] / self.shares[1]))
+
+    @cached_property
+    def measures(self) -> Floats:
+        """`before` the boundaries of documents."""
+        return self.before(self.ends)
+
+    def profile(self, document: int) -> tuple[Integers, Floats]:
+        """Returns positions from start to end of a document, and the tokens and pairs of the document before each."""
+        if document not in self.profiles:
+            start, stop = self.ends[document : document + 2].tolist()
+            grid = start + equal_ends(stop - start, min(stop - start, GRID))
+            measures = self.before(grid)
+            self.profiles[document] = grid, measures - measures[:, :1]
+        return self.profiles[document]
 
     def candidate(self, segments: PositionRuns) -> SpreadCandidate:
-        pairs = np.zeros(self.shards, np.int64)
-        np.add.at(pairs, segments.owners, np.diff(self.work.before(segments.ends)[0]))
+        pairs = np.zeros((len(self.sides), self.shards), np.int64)
+        for side, before in zip(pairs, self.work.before(segments.ends)[list(self.sides)], strict=True):
+            np.add.at(side, segments.owners, np.diff(before))
         tokens = np.bincount(segments.owners, np.diff(segments.ends), self.shards)
         # Every shard needs a token.
         worst = max(tokens.max() / self.shares[0], pairs.max() / self.shares[1]) if tokens.all() else np.inf
@@ -100,28 +149,28 @@ class RingShares:
 
 
 def spread_spans(
-    length: int, shards: int, rows: Sequence[Slices], work: Work, traffic: float
+    length: int, shards: int, rows: Sequence[Slices], work: Work, traffic: float, sides: tuple[int, ...] = (0,)
 ) -> list[list[range]] | None:
     """Returns the spans of the cheapest candidate with even ranks, or None if no candidate is even.
 
     Args:
         traffic: pairs that take as long as sending one token over one hop.
+        sides: as in `RingShares`.
     """
-    ring = RingShares(length, shards, rows, work)
+    ring = RingShares(length, shards, rows, work, sides)
     uncut_dealer = Dealer(ring, 1.0, leave_room=False)
     if (uncut_dealer.ranks == 1).all():
         candidate = ring.candidate(uncut_dealer.deal(full_circle=False))
         if candidate.unevenness <= EVEN:
             return candidate.segments.spans(shards)  # no document is cut: nothing is sent
     # Traffic of the best even reference layout is the limit for candidates of `Dealer`.
-    references = [_contiguous(ring), _zigzag(ring), _whole_documents(ring)]
+    references = [_contiguous(ring), _zigzag(ring), _uncut_documents(ring)]
     candidates = [reference for reference in references if reference.unevenness <= EVEN]
     limit = min((reference.hops for reference in candidates), default=None)
     for leave_room in (False, True):
         for full_circle in (False, True):
             spread = _first_even(ring, leave_room, full_circle)
-            if spread and (limit is None or spread.hops <= limit):
-                candidates.append(spread)
+            candidates += [spread] if spread else []
     candidates = [candidate for candidate in candidates if limit is None or candidate.hops <= limit]
     best = min(candidates, key=lambda candidate: candidate.pairs + traffic * candidate.hops / shards, default=None)
     return best and best.segments.spans(shards)
@@ -129,18 +178,22 @@ def spread_spans(
 
 def _first_even(ring: RingShares, leave_room: bool, full_circle: bool) -> SpreadCandidate | None:
     """Returns the first even candidate, with each document on as few ranks as possible: more ranks send more."""
-    ranks = np.zeros(0)
+    ranks, last_stretch = np.zeros(0), STRETCHES[0]
     for stretch in STRETCHES:
         dealer = Dealer(ring, stretch, leave_room)
-        cut_ranks = dealer.ranks[dealer.ranks > 1]
-        if cut_ranks.sum() > PIECES * ring.shards:
+        if dealer.ranks[dealer.ranks > 1].sum() > PIECES * ring.shards:
             break
         if np.array_equal(dealer.ranks, ranks) or (full_circle and not dealer.in_full_circle.any()):
             continue  # the same layout as for the previous stretch, or as without a full circle
-        ranks = dealer.ranks
         candidate = ring.candidate(dealer.deal(full_circle))
         if candidate.unevenness <= EVEN:
+            # Halfway from the last stretch, with which ranks were uneven.
+            halfway = Dealer(ring, (last_stretch + stretch) / 2, leave_room)
+            if len(ranks) and not any(np.array_equal(halfway.ranks, each) for each in (ranks, dealer.ranks)):
+                finer = ring.candidate(halfway.deal(full_circle))
+                return finer if finer.unevenness <= EVEN else candidate
             return candidate
+        ranks, last_stretch = dealer.ranks, stretch
     return None
 
 
@@ -154,24 +207,23 @@ class Dealer:
     """
 
     def __init__(self, ring: RingShares, stretch: float, leave_room: bool) -> None:
-        self.ring, before = ring, ring.before(ring.ends)
-        need = np.diff(before).max(0)
-        self.density = 0.0  # pairs per token of the short documents, both in shares
+        self.ring, sizes = ring, np.diff(ring.measures)
+        need = sizes.max(0)
+        # Pairs per token of the short documents, both in shares; 0 for the tokens themselves.
+        self.density = np.zeros((len(sizes), 1))
         if leave_room and (need < SHORT).any():
-            tokens, pairs = np.diff(before)[:, need < SHORT].sum(1)
-            self.density = pairs / tokens
-        self.measures = self._measure(ring.ends)
+            tokens, *pairs = sizes[:, need < SHORT].sum(1)
+            self.density[1:, 0] = np.array(pairs) / tokens
+        self.measures = self._charged(ring.measures)
         self.need = np.diff(self.measures).max(0)
         self.ranks = np.clip(np.ceil(stretch * self.need - 0.05), 1, ring.shards).astype(np.int64)
         self.in_full_circle = (self.ranks > 1) & (self.ranks >= FULL_CIRCLE * ring.shards)
-        self.loads = np.zeros((2, ring.shards))
-        self.loads[1] = self.density
-        self.pieces = list[tuple[Integers, Integers]]()  # starts and owners
+        self.loads = np.zeros((len(sizes), ring.shards)) + self.density
+        self.pieces = dict[int, DocumentPieces]()
 
-    def _measure(self, positions: Integers) -> Floats:
-        measures = self.ring.before(positions)
-        measures[1] -= self.density * measures[0]
-        return measures
+    def _charged(self, measures: Floats) -> Floats:
+        """Returns tokens and pairs without the pairs that ranks are charged with in advance."""
+        return measures - self.density * measures[0]
 
     def deal(self, full_circle: bool) -> PositionRuns:
         """Returns the layout.
@@ -180,57 +232,89 @@ class Dealer:
             full_circle: True cuts documents that need almost all ranks in zigzag over all ranks.
         """
         cut_documents = np.flatnonzero(self.ranks > 1)
-        for document in cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist():
-            start, stop = self.ring.ends[document : document + 2].tolist()
-            ranks = int(self.ranks[document])
-            if full_circle and self.in_full_circle[document]:
-                self._zigzag(start, stop)
-            else:
-                self._along_the_ring(start, stop, ranks)
-        self._fill(self.ranks == 1)
-        starts, owners = (np.concatenate(arrays) for arrays in zip(*self.pieces, strict=True))
-        order = np.argsort(starts, kind="stable")
-        return PositionRuns.of(np.append(starts[order], self.ring.length), owners[order])
+        order = cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist()
+        for document in order:
+            in_zigzag = full_circle and self.in_full_circle[document]
+            self._assign(document, self._zigzag(document) if in_zigzag else self._along_the_ring(document))
+        laid_again = [document for document in order if not (full_circle and self.in_full_circle[document])]
+        for _ in range(TURNS - 1):
+            # Not a generator inside of `any`, which would stop at the first document that moves.
+            moved = [self._lay_again(document) for document in laid_again if (self.loads > ENOUGH).any()]
+            if not any(moved):
+                break
+        bundle_starts, bundle_owners = self._fill(self.ranks == 1)
+        starts = np.concatenate([*(pieces.ends[:-1] for pieces in self.pieces.values()), bundle_starts])
+        owners = np.concatenate([*(pieces.owners for pieces in self.pieces.values()), bundle_owners])
+        by_start = np.argsort(starts, kind="stable")
+        return PositionRuns.of(np.append(starts[by_start], self.ring.length), owners[by_start])
 
-    def _zigzag(self, start: int, stop: int) -> None:
-        ends, ranks = start + equal_ends(stop - start, 2 * self.ring.shards), np.arange(self.ring.shards)
-        self._assign(ends, np.concatenate((ranks, ranks[::-1])))
+    def _zigzag(self, document: int) -> DocumentPieces:
+        start, stop = self.ring.ends[document : document + 2].tolist()
+        ranks = np.arange(self.ring.shards)
+        ends, owners = start + equal_ends(stop - start, 2 * self.ring.shards), np.concatenate((ranks, ranks[::-1]))
+        return self._pieces(ends, owners)
 
-    def _assign(self, ends: Integers, owners: Integers) -> None:
+    def _pieces(self, ends: Integers, owners: Integers) -> DocumentPieces:
         nonempty = np.diff(ends) > 0
-        for row, pieces in zip(self.loads, np.diff(self._measure(ends)), strict=True):
-            np.add.at(row, owners, pieces)
-        self.pieces.append((ends[:-1][nonempty], owners[nonempty]))
+        ends, owners = np.append(ends[:-1][nonempty], ends[-1]), owners[nonempty]
+        return DocumentPieces(ends, owners, np.diff(self._charged(self.ring.before(ends))))
 
-    def _along_the_ring(self, start: int, stop: int, ranks: int) -> None:
-        """Cuts a document over `ranks` consecutive ranks, starting at the rank that leaves the loads most even."""
-        size = stop - start
-        grid = start + equal_ends(size, min(size, 64 * ranks))
-        tokens, pairs = self.ring.before(grid) - self.ring.before(grid[:1])
-        owners = (np.arange(self.ring.shards)[:, None] + np.arange(ranks)) % self.ring.shards  # by first rank
+    def _assign(self, document: int, pieces: DocumentPieces) -> None:
+        self.pieces[document] = pieces
+        self._load(pieces, 1)
+
+    def _load(self, pieces: DocumentPieces, sign: int) -> None:
+        for row, sizes in zip(self.loads, pieces.sizes, strict=True):
+            np.add.at(row, pieces.owners, sign * sizes)
+
+    def _lay_again(self, document: int) -> bool:
+        """Takes a document out and lays it again. Returns False if that is not more even, and changes nothing."""
+        previous = self.pieces[document]
+        self._load(previous, -1)
+        pieces = self._along_the_ring(document)
+        gain = self._penalty_of(previous) - self._penalty_of(pieces)
+        # Rounding errors must not decide.
+        self._assign(document, pieces if gain > 1e-6 else previous)
+        return gain > 1e-6
+
+    def _penalty_of(self, pieces: DocumentPieces) -> float:
+        loads = self.loads[:, pieces.owners]
+        return float(_penalty(loads + pieces.sizes, loads))
+
+    def _along_the_ring(self, document: int) -> DocumentPieces:
+        """Cuts a document over consecutive ranks, starting at the rank that leaves the loads most even."""
+        ranks, shards = int(self.ranks[document]), self.ring.shards
+        grid, measures = self.ring.profile(document)
+        tokens, pairs = measures[0], measures[1:].mean(0)
+        owners = (np.arange(shards)[:, None] + np.arange(ranks)) % shards  # by first rank
         loads = self.loads[:, owners]
         room = np.maximum(1 - loads, MINIMUM_ROOM)
-        best = None
-        for weight in (1.0, 0.5, 0.0):  # cut by pairs, by both, by tokens
-            measure, target = (1 - weight) * tokens + weight * pairs, (1 - weight) * room[0] + weight * room[1]
-            # Piece i ends where the document's cumulative work reaches the cumulative room of the first i ranks.
-            room_before = np.concatenate((np.zeros((len(owners), 1)), target.cumsum(1)), axis=1)
-            work_before = room_before / room_before[:, -1:] * measure[-1]
-            ends = np.rint(np.interp(work_before, measure, grid)).astype(np.int64)
-            ends[:, 0], ends[:, -1] = start, stop
-            new_loads = loads + np.diff(self._measure(ends))
-            # The fourth power penalizes the most loaded ranks. Rounded, so that every machine finds the same minimum.
-            square, square_before = new_loads * new_loads, loads * loads
-            penalty = (square * square - square_before * square_before).sum((0, 2))
-            first = int(np.rint(penalty * 2**32).argmin())
-            if best is None or np.rint(penalty[first] * 2**32) < best[0]:
-                best = np.rint(penalty[first] * 2**32), ends[first], owners[first]
-        assert best is not None
-        self._assign(best[1], best[2])
+        weights = np.array(WEIGHTS)[:, None, None]
+        target = (1 - weights) * room[0] + weights * room[1:].mean(0)
+        # Piece i ends where the document's cumulative work reaches the cumulative room of the first i ranks.
+        room_before = target.cumsum(2)
+        room_before /= room_before[:, :, -1:]
+        ends = np.empty((len(WEIGHTS), shards, ranks + 1))
+        ends[:, :, 0], ends[:, :, -1] = grid[0], grid[-1]
+        for weight, of_weight, target_share in zip(WEIGHTS, ends, room_before, strict=True):
+            measure = (1 - weight) * tokens + weight * pairs
+            of_weight[:, 1:-1] = np.interp(target_share[:, :-1] * measure[-1], measure, grid)
+        ends = np.rint(ends)
+        sizes = np.stack([np.diff(np.interp(ends, grid, measure)) for measure in measures])
+        sizes -= self.density[:, :, None, None] * sizes[0]
+        # Rounded, so that every machine finds the same minimum.
+        penalty = _penalty(loads[:, None] + sizes, loads[:, None]).reshape(-1)
+        first = int(np.rint(penalty * 2**32).argmin())
+        best_ends = ends.reshape(-1, ranks + 1)[first].astype(np.int64)
+        return self._pieces(best_ends, owners[first % shards])
 
-    def _fill(self, uncut: NDArray[np.bool_]) -> None:
-        """Assigns uncut documents, adjacent short ones in bundles: the largest first, each to the least loaded rank."""
-        bundle_numbers = np.floor(self.ring.before(self.ring.ends)[:, :-1] / BUNDLE)
+    def _fill(self, uncut: NDArray[np.bool_]) -> tuple[Integers, Integers]:
+        """Assigns uncut documents, adjacent short ones in bundles: the largest first, each to the least loaded rank.
+
+        Returns:
+            The starts and the owners of the bundles.
+        """
+        bundle_numbers = np.floor(self.ring.measures[:, :-1] / BUNDLE)
         starts_bundle = np.append(True, (np.diff(bundle_numbers) > 0).any(0))
         starts_bundle |= ~uncut
         starts_bundle[1:] |= ~uncut[:-1]
@@ -239,7 +323,13 @@ class Dealer:
         bundles = np.flatnonzero(uncut[bundles])
         starts = self.ring.ends[bounds[bundles]]
         sizes = self.measures[:, bounds[bundles + 1]] - self.measures[:, bounds[bundles]]
-        self.pieces.append((starts, least_loaded(sizes, self.loads)))
+        return starts, least_loaded(sizes, self.loads)
+
+
+def _penalty(loads: Floats, previous_loads: Floats) -> Floats:
+    """Returns the increase of the sum of fourth powers, which penalizes the most loaded ranks, over ranks and kinds."""
+    square, square_before = loads * loads, previous_loads * previous_loads
+    return (square * square - square_before * square_before).sum((0, -1))
 
 
 def least_loaded(sizes: Floats, loads: Floats) -> Integers:
@@ -271,6 +361,14 @@ def _zigzag(ring: RingShares) -> SpreadCandidate:
     return ring.candidate(PositionRuns.of(ends, np.concatenate((ranks, ranks[::-1]))))
 
 
-def _whole_documents(ring: RingShares) -> SpreadCandidate:
-    pairs = np.diff(ring.before(ring.ends))[1:]
-    return ring.candidate(PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((1, ring.shards)))))
+def uncut_spans(length: int, shards: int, rows: Sequence[Slices]) -> list[list[range]]:
+    """Returns the spans of each shard if no document is cut, each to the shard with the fewest pairs so far.
+
+    Shards are empty if there are fewer documents than shards.
+    """
+    return _uncut_documents(RingShares(length, shards, rows, Work.of(rows))).segments.spans(shards)
+
+
+def _uncut_documents(ring: RingShares) -> SpreadCandidate:
+    pairs = np.diff(ring.measures)[1:]
+    return ring.candidate(PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((len(ring.sides), ring.shards)))))

@@ -37,13 +37,15 @@ class PositionRuns:
     @classmethod
     def of_spans(cls, shards: Iterable[Sequence[range]]) -> PositionRuns:
         """Returns the segments of a layout's spans. A span with a step becomes one segment per position."""
-        rows = list[tuple[int, int, int]]()
+        starts, owners, length = list[Integers](), list[int](), 0
         for shard, spans in enumerate(shards):
             for span in spans:
-                pieces = [span] if span.step == 1 else [range(position, position + 1) for position in span]
-                rows += [(piece.start, piece.stop, shard) for piece in pieces]
-        starts, stops, owners = np.array(sorted(rows), dtype=np.int64).T
-        return cls.of(np.append(starts, stops[-1:]), owners)
+                starts.append(np.array([span.start]) if span.step == 1 else np.arange(span.start, span.stop, span.step))
+                owners.append(shard)
+                length += len(span)
+        first, owner = np.concatenate(starts), np.repeat(owners, [len(each) for each in starts])
+        order = np.argsort(first, kind="stable")
+        return cls.of(np.append(first[order], length), owner[order])
 
     def spans(self, shards: int) -> list[list[range]]:
         """Returns the spans of each shard, in rising order."""
