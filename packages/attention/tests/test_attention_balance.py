@@ -4,15 +4,20 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.methods.teams import Teams, fitting_teams
+from armillary.attention.planning.comm_plan import AttentionShape
+from armillary.attention.planning.token_ring import TokenRingPlan
+from armillary.attention.registry import MethodOptions, NamedMethod, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
+from armillary.core.testing import mesh
 
 N = 2**16
 
@@ -95,7 +100,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_shards_are_even_by_queries_and_by_keys(name, shards):
     mask = MASKS[name]
-    layout = layout_of("balanced", N, shards, mask, traffic=0)
+    layout = layout_of("balanced", N, shards, mask, balanced_by=None)
     assert attention_balance(layout, mask=mask) < 1.05
     assert attention_balance(layout, mask=mask, of_keys=True) < 1.05
     assert max(len(layout.spans(shard)) for shard in range(shards)) <= 20
@@ -168,3 +173,38 @@ def test_layouts_that_send_least_are_even_by_queries(name):
     layout = layout_of("balanced", N, 8, MASKS[name])
     assert attention_balance(layout, mask=MASKS[name]) <= 1.10
     assert max(layout.sizes) * 8 <= 1.10 * N
+
+
+@pytest.mark.parametrize("shards", [4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(shards, seed):
+    mask, plan = AttentionMask(documents=web(seed)), TokenRingPlan()
+    layout = plan.layout(N, shards, "balanced", mask)
+    assert attention_balance(layout, mask=mask, of_keys=True) <= 1.10
+    assert max(layout.sizes) * shards <= 1.10 * N
+    sent = dict[str, int]()
+    for name, each in (("balanced", layout), ("even", layout_of("balanced", N, shards, mask, balanced_by=None))):
+        options = {"heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
+        comm_plan = plan.comm_plan(AttentionShape.of(each, mask, **options))
+        sent[name] = sum(comm_plan.bytes(rank) for rank in range(shards))
+    assert sent["balanced"] < sent["even"] / 2
+
+
+def layouts_of(method: NamedMethod) -> tuple[str, str]:
+    mask = AttentionMask(documents=[0, 100, 500, 520, 700, 1024])
+    attend = method.build(mesh(**method.mesh_axes({"ring": 4, "ulysses": 1})))
+    return attend.layout(1024, "balanced", mask).text, method.layout(1024, 4, "balanced", mask).text
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *map(named_method, ("ring", "token_ring", "wallfacer", "all_gather")),
+        named_method("ring", MethodOptions(backward="queries")),
+        named_method("ring+token_ring", MethodOptions(nodes=2)),
+    ],
+    ids=str,
+)
+def test_plans_have_the_layouts_of_their_methods(worlds, method):
+    for of_method, of_plan in worlds(4).run(layouts_of, method):
+        assert of_method == of_plan

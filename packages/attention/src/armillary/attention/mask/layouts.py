@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from armillary.attention.mask.attention_mask import AttentionMask
 from armillary.core import SequenceLayout
+from armillary.core.layout import Side
 
 
 def layout_of(
-    kind: str, length: int, shards: int, mask: AttentionMask | None = None, traffic: float | None = None
+    kind: str, length: int, shards: int, mask: AttentionMask | None = None, balanced_by: Side | None = "queries"
 ) -> SequenceLayout:
     """Returns a layout of kind "zigzag", "contiguous", "striped" or "balanced".
 
     Args:
         mask: the mask under which a balanced layout has even work; causal by default.
-        traffic: cost of sending in a balanced layout, as in `SequenceLayout.balanced`.
+        balanced_by: of a balanced layout, as in `SequenceLayout.balanced`; None ignores traffic (`traffic=0`).
 
     Raises:
         ValueError: another kind, or a mask of another type.
@@ -28,6 +29,9 @@ def layout_of(
         case "striped":
             return SequenceLayout.striped(length, shards)
         case "balanced":
-            return SequenceLayout.balanced(length, shards, mask=mask or AttentionMask(), traffic=traffic)
+            mask = mask or AttentionMask()
+            if balanced_by is None:
+                return SequenceLayout.balanced(length, shards, mask=mask, traffic=0)
+            return SequenceLayout.balanced(length, shards, mask=mask, balanced_by=balanced_by)
         case _:
             raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

@@ -26,6 +26,7 @@ from armillary.attention.kernels import Kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.core import SequenceLayout, compat
+from armillary.core.layout import Side
 from armillary.core.validation import Window
 
 
@@ -44,12 +45,12 @@ class Method(AttentionMethod):
             kind: "zigzag", "contiguous", "striped" or "balanced".
             mask: that a balanced layout is balanced for; causal by default.
         """
-        return layout_of(kind, length, self.sequence_shards, mask, self.layout_traffic)
+        return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by)
 
     @property
-    def layout_traffic(self) -> float | None:
-        """The `traffic` of balanced layouts. 0 if queries rotate: ranks must then be even by keys too."""
-        return None
+    def balanced_by(self) -> Side | None:
+        """The side by which balanced layouts are even: of the tokens that stay. None ignores traffic."""
+        return "queries"
 
     def plan_ahead(self, mask: AttentionMask, layout: SequenceLayout, rows: int = 1) -> None:
         """Prepares the next calls with this mask and layout, on the host, so that the first one starts at once.

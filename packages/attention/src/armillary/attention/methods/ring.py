@@ -36,6 +36,7 @@ from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
+from armillary.core.layout import Side
 from armillary.core.token_ranges import TokenRanges
 from armillary.core.validation import check_choice
 
@@ -114,8 +115,10 @@ class Ring(Method):
         return dq.value(), dk, dv
 
     @property
-    def layout_traffic(self) -> float | None:
-        return 0 if self.backward_side == "queries" or self.inner else None
+    def balanced_by(self) -> Side | None:
+        if self.inner is not None:
+            return None
+        return "both" if self.backward_side == "queries" else "queries"
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         for side in get_args(RotatingSide) if self.inner is None else ():

@@ -117,8 +117,8 @@ class Teams:
             ValueError: an unknown kind, or fewer tokens than ranks.
         """
         if kind == "balanced":
-            # traffic=0: balanced by keys as well as by queries, since either may rotate.
-            teams = self.deal(layout_of(kind, length, self.ring_size, mask, traffic=0))
+            # Teams gather all of their queries and keys, so keeping documents uncut would save almost no bytes.
+            teams = self.deal(layout_of(kind, length, self.ring_size, mask, balanced_by=None))
         else:
             teams = layout_of(kind, length, self.ranks // self.team, mask)
         return self.in_rank_order(teams.refine(self.team))

@@ -25,6 +25,7 @@ from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
+from armillary.core.layout import Side
 from armillary.core.token_ranges import TokenRanges
 
 
@@ -52,8 +53,8 @@ class TokenRing(Method):
         self.shard = self.axis.rank
 
     @property
-    def layout_traffic(self) -> float | None:
-        return 0
+    def balanced_by(self) -> Side:
+        return "keys"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, accumulator = self.rotation(spec), Merge.of(q, v)

@@ -10,6 +10,7 @@ from armillary.attention.mask.layouts import layout_of
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.core import SequenceLayout
+from armillary.core.layout import Side
 
 InnerPlan = Callable[[AttentionShape], CommPlan]
 """Returns the communication plan of a method on the sequence axis."""
@@ -42,7 +43,12 @@ class SequencePlan(MethodPlan):
         self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
     ) -> SequenceLayout:
         """Returns the layout of the method over `ranks` ranks, as `Method.layout`."""
-        return layout_of(kind, length, ranks, mask)
+        return layout_of(kind, length, ranks, mask, self.balanced_by)
+
+    @property
+    def balanced_by(self) -> Side | None:
+        """As `Method.balanced_by`."""
+        return "queries"
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         """Returns the communication plan over the shards of `work`."""

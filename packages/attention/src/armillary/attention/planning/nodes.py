@@ -61,6 +61,10 @@ class NodeRingPlan(SequencePlan):
             raise ValueError(f"nodes={self.nodes} must divide the {ranks} ranks of the sequence axis")
         return ranks // self.nodes
 
+    @property
+    def balanced_by(self) -> None:
+        return None
+
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         devices = self.devices(work.layout.shards)
         forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), self.inner.comm_plan)

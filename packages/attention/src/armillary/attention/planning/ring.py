@@ -17,6 +17,7 @@ from armillary.attention.planning.memory import (
 from armillary.attention.planning.rotation import ring_reduce_tokens, rotation_steps
 from armillary.attention.planning.token_ring import pass_queries_backward_steps
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.core.layout import Side
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class RingPlan(SequencePlan):
 
     def __post_init__(self) -> None:
         check_backward(self.backward)
+
+    @property
+    def balanced_by(self) -> Side:
+        return "both" if self.backward == "queries" else "queries"
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         def rings(side: RotatingSide) -> list[RingTopology]:
@@ -67,7 +72,10 @@ def ring_backward_steps(
 
 
 def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:
-    """Peak of `Ring.backward`, of the side that `cheaper_side` chooses. `onward` as in `rotate_keys_backward`."""
+    """Peak of `Ring.backward`. The layout is as even by keys as by queries, as zigzag is under a causal mask.
+
+    `onward` as in `rotate_keys_backward`.
+    """
     if rotates_queries(x, backward):
         return rotate_queries_backward(x, ranks, direct=False)
     return rotate_keys_backward(x, ranks, onward)

@@ -10,11 +10,16 @@ from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Ste
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.planning.rotation import ReturnedTokens, direct_reduce_tokens, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
+from armillary.core.layout import Side
 
 
 @dataclass(frozen=True)
 class TokenRingPlan(SequencePlan):
     """Plan of `TokenRing`."""
+
+    @property
+    def balanced_by(self) -> Side:
+        return "keys"
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         rings = [RingTopology.of_all(work.layout.shards, "queries")]
