@@ -164,7 +164,7 @@ def planning(words: list[str]) -> object:
     return read_plan(rest, command) if command == "run" else parse(rest, kinds[command], command)
 
 
-DATA_COMMANDS = ("prepare", "info", "pack")
+DATA_COMMANDS = ("prepare", "info", "pack", "inspect")
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-train": read_command,
     "armillary-tune": read_tune_plan,

@@ -199,6 +199,13 @@ COMMANDS = [
     ("pack store --length 16 --shards 17", "a sequence of 16 tokens is shorter than its 17 shards"),
     ("pack store --length 16 --rows 0", "rows must be at least 1; got 0"),
     ("pack nowhere --length 16", "nowhere does not exist"),
+    ("inspect store", "--length INT"),
+    ("inspect store --length 16 --shards 17", "a sequence of 16 tokens is shorter than its 17 shards"),
+    ("inspect store --length 64k", "rows of 64,000 tokens: store have 54"),
+    ("inspect store --length 16 --rows 0", "rows must be at least 1; got 0"),
+    ("inspect store --length 16 --kv-heads 0", "kv_heads must be at least 1; got 0"),
+    ("inspect store --length 16 --packing none", "--packing"),
+    ("inspect store --length 16 --plot picture.txt", "--plot picture.txt"),
 ]
 
 

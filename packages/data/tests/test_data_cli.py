@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.core import SequenceLayout, attention_balance
+from armillary.core import SequenceLayout, attention_balance, attention_traffic
 from armillary.data import Document, PackedSequences, TokenStore, best_fit, greedy, one_per_row, open_store
 from armillary.data.cli import main
+from armillary.data.inspection.layouts import LAYOUTS, measure_layouts, packed_rows
 from armillary.data.inspection.statistics import Bin, describe, histogram, measure_packings
 from armillary.data.text.byte_tokenizer import ByteTokenizer
 
@@ -289,6 +290,37 @@ def test_statistics_show_the_purpose_of_each_packing():
         2 / 10
     )  # those longer than a row
     assert by_name["one_per_row"].rows == 10 and by_name["one_per_row"].padding > by_name["best_fit"].padding
+
+
+def test_inspection_has_the_bytes_and_the_balance_of_each_layout(store, capsys, tmp_path):
+    arguments = ["--length", "64", "--shards", "4", "--rows", "3", "--kv-heads", "2", "--head-dim", "16"]
+    main(["inspect", str(store), *arguments, "--json", "--plot", str(tmp_path / "layouts.png")])
+    actual = json.loads(capsys.readouterr().out)
+    assert (tmp_path / "layouts.png").read_bytes().startswith(b"\x89PNG")
+    sample = packed_rows(open_store(store), 64, best_fit, 3)
+    assert (actual["rows"], actual["packing"]) == (len(sample), "best_fit")
+    by_name = {each["layout"]: each for each in actual["layouts"]}
+    assert {"zigzag", "contiguous", "striped", "balanced"} <= set(by_name) <= set(LAYOUTS)
+    for name in ("zigzag", "contiguous", "striped"):
+        layout, each = getattr(SequenceLayout, name)(64, 4), by_name[name]
+        balances = [attention_balance(layout, documents=row.ends) for row in sample]
+        assert (each["pairs"], each["worst_pairs"]) == pytest.approx((sum(balances) / len(balances), max(balances)))
+        assert each["tokens"] == each["worst_tokens"] == 1
+        hops = sum(attention_traffic(layout, documents=row.ends) for row in sample) / len(sample)
+        assert each["hops"] == pytest.approx(hops / 64)
+        # k and v in bfloat16, forward and backward, and their gradients in float32.
+        assert each["sent_bytes"] == pytest.approx(hops / 4 * 2 * 2 * 16 * (2 + 2 + 4))
+    main(["inspect", str(store), *arguments])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in by_name)
+
+
+def test_uncut_documents_send_nothing_and_need_as_many_documents_as_shards():
+    sample = packed_rows(store_of([15] * 8), 64, best_fit, 2)
+    every = {each.layout: each for each in measure_layouts(sample, 4, 1)}
+    assert every["uncut documents"].hops == every["balanced"].hops == 0
+    assert every["uncut documents"].pairs == every["uncut documents"].tokens == 1
+    assert "uncut documents" not in {each.layout for each in measure_layouts(sample, 8, 1)}
 
 
 def test_no_rows_cannot_be_measured():

@@ -1,4 +1,4 @@
-"""The command line: `armillary-data prepare`, `info` and `pack`."""
+"""The command line: `armillary-data prepare`, `info`, `pack` and `inspect`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
@@ -17,9 +18,12 @@ from armillary.data.console.picture import check_picture
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
-from armillary.data.inspection.plot import plot_lengths
+from armillary.data.inspection.layouts import bytes_per_token_hop, inspect_layouts
+from armillary.data.inspection.plot import plot_layouts, plot_lengths
 from armillary.data.inspection.statistics import describe, histogram, measure_packings
-from armillary.data.inspection.tables import print_info, print_omissions, print_packings
+from armillary.data.inspection.tables import print_info, print_layouts, print_omissions, print_packings
+from armillary.data.loader.batches import check_minimum
+from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.parsing import parse
 from armillary.data.prepare import Preparation, Progress, prepare
 from armillary.data.progress import Bar
@@ -138,6 +142,57 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class Inspect:
+    """Shows the bytes sent and the balance of each sequence layout on the rows of a store.
+
+    Two ways to start:
+      # rows of 65,536 tokens, each sharded over 8 ranks
+      armillary-data inspect store --length 64Ki --shards 8
+      # for a model with 4 key heads; and a picture of one row in each layout
+      armillary-data inspect store --length 64Ki --kv-heads 4 --plot layouts.png
+
+    Args:
+        store: a token store.
+        length: tokens in a row.
+        shards: ranks that share a row.
+        rows: number of rows to measure.
+        packing: how documents are packed into rows.
+        kv_heads: key/value heads of the model.
+        head_dim: size of a head.
+        plot: write a picture of the first row to this PNG.
+        json: print JSON.
+    """
+
+    store: Positional[Path]
+    length: int
+    shards: int = 8
+    rows: int = 16
+    packing: Literal["greedy", "best_fit", "one_per_row"] = "best_fit"
+    kv_heads: int = 8
+    head_dim: int = 128
+    plot: Path | None = None
+    json: bool = False
+
+    def run(self) -> None:
+        if self.plot is not None:
+            check_picture(self.plot, "--plot")
+        check_minimum(1, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        store, token_bytes = open_store(self.store), bytes_per_token_hop(self.kv_heads, self.head_dim)
+        packing = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}[self.packing]
+        with Bar("measuring rows", quiet=self.json) as bar:
+            show = partial(bar.show, "measuring rows")
+            rows, layouts = inspect_layouts(store, self.length, self.shards, self.rows, packing, token_bytes, show)
+        documents = sum(len(row.ends) - 1 for row in rows) / len(rows)
+        if self.plot is not None:
+            plot_layouts(rows[0], self.shards, token_bytes, self.plot)
+        if self.json:
+            figures = {"length": self.length, "shards": self.shards, "rows": len(rows), "documents": documents}
+            print_json(figures | {"packing": self.packing, "layouts": list(map(asdict, layouts))})
+        else:
+            print_layouts(layouts, self.length, self.shards, len(rows), documents)
+
+
+@dataclass(frozen=True)
 class DataCommand:
     """usage: armillary-data COMMAND [options]
 
@@ -147,16 +202,19 @@ class DataCommand:
       armillary-data info store
       # cost of each packing in rows of 65,536 tokens
       armillary-data pack store --length 64Ki
+      # bytes sent and balance of each sequence layout
+      armillary-data inspect store --length 64Ki
 
     commands:
       prepare  makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files
       info     shows the number of documents and tokens of a store, and the lengths of documents
       pack     shows the cost of each packing, and how evenly the attention of its rows is spread over shards
+      inspect  shows the bytes sent and the balance of each sequence layout on the rows of a store
 
     armillary-data COMMAND --help lists the options.
     """
 
-    command: OmitArgPrefixes[OmitSubcommandPrefixes[Prepare | Info | Pack]]
+    command: OmitArgPrefixes[OmitSubcommandPrefixes[Prepare | Info | Pack | Inspect]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,12 +1,19 @@
-"""A plot of the lengths of documents; needs matplotlib."""
+"""Plots of the lengths of documents, and of a row in each layout; need matplotlib."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from armillary.data.console.picture import picture
+from armillary.data.inspection.layouts import LAYOUTS, layout_for, measure_layouts
 from armillary.data.inspection.statistics import histogram
+from armillary.data.loader.epochs import PackedRow
 from armillary.data.store import TokenStore
+
+PICTURE_COLUMNS = 2000
+"""Columns of pixels of a row in a picture."""
 
 
 def plot_lengths(store: TokenStore, path: Path) -> None:
@@ -31,3 +38,53 @@ def plot_lengths(store: TokenStore, path: Path) -> None:
         axes.yaxis.set_major_formatter("{x:g}%")
         axes.set_title(f"{Path(store.name).name}: {len(store):,} documents, {store.tokens:,} tokens")
         axes.legend()
+
+
+def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> None:
+    """Draws a row in each layout: a bar of its positions, colored by shard, beside the bytes sent and the balance.
+
+    Args:
+        token_bytes: sent for one token and hop, forward and backward.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    measured = {each.layout: each for each in measure_layouts([row], shards, token_bytes)}
+    names, length = [name for name in LAYOUTS if name in measured], row.ends[-1]
+    columns = min(length, PICTURE_COLUMNS)
+    owners = np.zeros((len(names), columns))
+    for i, name in enumerate(names):
+        layout = layout_for(name, row, shards)
+        assert layout is not None
+        owner = np.empty(length)
+        for shard in range(shards):
+            owner[layout.positions(shard).numpy()] = shard
+        owners[i] = owner[np.arange(columns) * length // columns]
+    with picture(path, (11, 1.2 + 0.75 * len(names)), "armillary-data") as figure:
+        axes, bars, balances = figure.subplots(1, 3, width_ratios=[5, 1, 1], sharey=True)
+        for i in range(len(names)):
+            axes.imshow(
+                owners[i : i + 1],
+                cmap="turbo",
+                vmin=0,
+                vmax=max(shards - 1, 1),
+                aspect="auto",
+                interpolation="nearest",
+                extent=(0, length, i + 0.35, i - 0.35),
+            )
+        axes.vlines(row.ends, -0.5, len(names) - 0.5, color="black", linewidth=0.6)
+        axes.set_xlim(0, length)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlabel(f"position; lines end documents; a color for each of {shards} shards")
+        sent = [measured[name].sent_bytes / 2**20 for name in names]
+        pairs = [measured[name].pairs for name in names]
+        for panel, values, label, text in (
+            (bars, sent, "sent by a rank\n(MiB)", "{:.0f}"),
+            (balances, pairs, "pairs, fullest shard\nover the mean", "{:.2f}"),
+        ):
+            panel.bar_label(panel.barh(range(len(names)), values, 0.7, color="tab:gray"), map(text.format, values))
+            panel.set_xlabel(label)
+            panel.margins(x=0.35)
+            panel.spines[["top", "right"]].set_visible(False)

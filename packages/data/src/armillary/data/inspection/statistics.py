@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from armillary.core import SequenceLayout, attention_balance, attention_traffic
+from armillary.core import SequenceLayout
+from armillary.data.inspection.layouts import measure_layouts
 from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.epochs import Waste
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
-from armillary.data.loader.tree_rows import TreeRow
 from armillary.data.packing import best_fit, greedy, one_per_row
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
@@ -106,26 +106,21 @@ def measure_packings(
     """
     check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
-    zigzag, contiguous = SequenceLayout.zigzag(length, shards), SequenceLayout.contiguous(length, shards)
+    SequenceLayout.zigzag(length, shards)  # refuses more shards than tokens
     packings = (greedy, best_fit, one_per_row) if store.trees is None else (best_fit, one_per_row)
     statistics: list[PackingStatistics] = []
     for i, packing in enumerate(packings):
-        sequences = PackedSequences(store, layout=zigzag, shard=0, rows_per_batch=1, packing=packing)
-        packed_rows = [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
-        zigzags, balances, spans = list[float](), list[float](), 0
-        hops = [0, 0, 0]
-        for j, row in enumerate(packed_rows):
-            progress(i * rows + j, len(packings) * rows)
-            mask: dict[str, Any] = {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
-            balanced_layout = SequenceLayout.balanced(length, shards, **mask)
-            zigzags.append(attention_balance(zigzag, **mask))
-            balances.append(attention_balance(balanced_layout, **mask))
-            for k, layout in enumerate((zigzag, contiguous, balanced_layout)):
-                hops[k] += attention_traffic(layout, **mask)
-            spans = max(spans, *(len(balanced_layout.spans(shard)) for shard in range(shards)))
-        documents = mean(len(row.ends) - 1 for row in packed_rows)
-        balance = (mean(zigzags), max(zigzags), mean(balances), max(balances))
-        mean_hops = [total / (length * len(packed_rows)) for total in hops]
+        layout = SequenceLayout.contiguous(length, 1)
+        sequences = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, packing=packing)
+        sample = [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
+
+        def show(done: int, total: int, i: int = i) -> None:
+            progress(i * total + done, len(packings) * total)
+
+        zigzag, contiguous, balanced = measure_layouts(sample, shards, 0, ("zigzag", "contiguous", "balanced"), show)
+        documents = mean(len(row.ends) - 1 for row in sample)
+        balance = (zigzag.pairs, zigzag.worst_pairs, balanced.pairs, balanced.worst_pairs)
+        hops = (zigzag.hops, contiguous.hops, balanced.hops)
         waste = sequences.waste()[0]
-        statistics.append(PackingStatistics(packing.__name__, waste, documents, *balance, spans, *mean_hops))
+        statistics.append(PackingStatistics(packing.__name__, waste, documents, *balance, balanced.spans, *hops))
     return statistics

@@ -1,4 +1,4 @@
-"""Printed tables of `armillary-data info`, `pack` and `prepare`."""
+"""Printed tables of `armillary-data info`, `pack`, `inspect` and `prepare`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from armillary.data.console.table import Column, print_table
 from armillary.data.formats.folder import Header
+from armillary.data.inspection.layouts import LayoutStatistics
 from armillary.data.inspection.statistics import PackingStatistics, describe, histogram
 from armillary.data.store import TokenStore
 
@@ -75,3 +76,27 @@ def print_packings(packings: Sequence[PackingStatistics], length: int, shards: i
     print("hops are around a ring of the shards: bytes sent are in proportion\n")
     heads = [Column("packing", text=True), *(Column(p.packing) for p in packings)]
     print_table(heads, [[name, *values] for name, values in rows.items()])
+
+
+def print_layouts(layouts: Sequence[LayoutStatistics], length: int, shards: int, rows: int, documents: float) -> None:
+    """Prints the cost of layouts, a row for each.
+
+    Args:
+        documents: mean number of pieces of documents in a row.
+    """
+    print(f"{rows} rows of {length:,} tokens with {documents:.1f} pieces of documents each, {shards} shards;")
+    print("MiB that a rank sends in a layer, forward and backward, around a ring;")
+    print("pairs and tokens of the fullest shard over the mean, and of the worst row\n")
+    names = ("sent (MiB)", "hops", "pairs", "worst", "tokens", "worst", "spans")
+    heads = [Column("layout", text=True), *map(Column, names)]
+    lines = [
+        [
+            each.layout if each.rows == rows else f"{each.layout} ({each.rows} rows)",
+            f"{each.sent_bytes / 2**20:,.1f}",
+            f"{each.hops:.3f}",
+            *(f"{x:.3f}" for x in (each.pairs, each.worst_pairs, each.tokens, each.worst_tokens)),
+            f"{each.spans}",
+        ]
+        for each in layouts
+    ]
+    print_table(heads, lines)

@@ -1,0 +1,139 @@
+"""Cost of each sequence layout on the rows of a store: bytes sent around a ring, and balance of pairs and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from armillary.core import SequenceLayout, attention_balance, attention_traffic
+from armillary.core.slices import mask_slices
+from armillary.core.spread import uncut_spans
+from armillary.data.loader.batches import check_minimum
+from armillary.data.loader.epochs import PackedRow
+from armillary.data.loader.packed_sequences import PackedSequences, check_length
+from armillary.data.loader.tree_rows import TreeRow
+from armillary.data.packing import Packing
+from armillary.data.store import TokenStore
+
+LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "uncut documents")
+ELEMENT, GRADIENT = 2, 4
+"""Bytes of an element of k and v, and of an element of a gradient sum: bfloat16 and float32."""
+
+
+@dataclass(frozen=True)
+class LayoutStatistics:
+    """Cost of one layout, on average over rows.
+
+    Args:
+        rows: number of rows that have such a layout; "uncut documents" needs as many documents as shards.
+        hops: ranks that a token travels to in one pass of keys around a ring, per token.
+        sent_bytes: that a rank sends in one layer, forward and backward.
+        pairs, worst_pairs: (query, key) pairs of the slowest shard over the mean; on average and in the worst row.
+        tokens, worst_tokens: the same of tokens.
+        spans: largest number of spans of a shard.
+    """
+
+    layout: str
+    rows: int
+    hops: float
+    sent_bytes: float
+    pairs: float
+    worst_pairs: float
+    tokens: float
+    worst_tokens: float
+    spans: int
+
+
+def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> list[PackedRow]:
+    """Returns the first rows of a packed store.
+
+    Raises:
+        ValueError: any argument that `PackedSequences` refuses.
+    """
+    layout = SequenceLayout.contiguous(length, 1)
+    sequences = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, packing=packing)
+    return [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
+
+
+def mask_of(row: PackedRow) -> dict[str, Any]:
+    """Returns the mask of a row, as an argument of a balanced layout."""
+    return {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
+
+
+def layout_for(name: str, row: PackedRow, shards: int) -> SequenceLayout | None:
+    """Returns the layout of this name for a row; None if documents cannot stay uncut."""
+    length = row.ends[-1]
+    if name == "balanced":
+        return SequenceLayout.balanced(length, shards, **mask_of(row))
+    if name == "uncut documents":
+        slices = row.mask.slices(length) if isinstance(row, TreeRow) else mask_slices(length, True, None, row.ends)
+        spans = uncut_spans(length, shards, slices)
+        return SequenceLayout(spans) if all(spans) else None
+    return getattr(SequenceLayout, name)(length, shards)
+
+
+def measure_layouts(
+    rows: Sequence[PackedRow],
+    shards: int,
+    token_bytes: int,
+    names: Sequence[str] = LAYOUTS,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[LayoutStatistics]:
+    """Measures layouts on rows.
+
+    Args:
+        token_bytes: sent for one token and hop, forward and backward.
+        progress: called with the number of measured rows, and of all.
+
+    Raises:
+        ValueError: no rows, or more shards than tokens.
+    """
+    check_minimum(1, rows=len(rows), shards=shards)
+    statistics: list[LayoutStatistics] = []
+    for i, name in enumerate(names):
+        hops, pairs, tokens, spans = list[float](), list[float](), list[float](), 0
+        for j, row in enumerate(rows):
+            progress(i * len(rows) + j, len(names) * len(rows))
+            layout = layout_for(name, row, shards)
+            if layout is None:
+                continue
+            hops.append(attention_traffic(layout, **mask_of(row)) / layout.length)
+            pairs.append(attention_balance(layout, **mask_of(row)))
+            tokens.append(max(layout.sizes) * shards / layout.length)
+            spans = max(spans, *(len(layout.spans(shard)) for shard in range(shards)))
+        if hops:
+            sent_bytes = mean(hops) * rows[0].ends[-1] / shards * token_bytes
+            balance = mean(pairs), max(pairs), mean(tokens), max(tokens)
+            statistics.append(LayoutStatistics(name, len(hops), mean(hops), sent_bytes, *balance, spans))
+    return statistics
+
+
+def inspect_layouts(
+    store: TokenStore,
+    length: int,
+    shards: int,
+    rows: int,
+    packing: Packing,
+    token_bytes: int,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> tuple[list[PackedRow], list[LayoutStatistics]]:
+    """Returns the first rows of a packed store, and the cost of each layout on them.
+
+    Args:
+        rows: number of rows to measure.
+
+    Raises:
+        ValueError: no rows, or any argument that `PackedSequences` or a layout refuses.
+    """
+    check_minimum(1, rows=rows, length=length, shards=shards)
+    check_length([store], length)
+    SequenceLayout.contiguous(length, shards)  # refuses more shards than tokens
+    sample = packed_rows(store, length, packing, rows)
+    return sample, measure_layouts(sample, shards, token_bytes, LAYOUTS, progress)
+
+
+def bytes_per_token_hop(kv_heads: int, head_dim: int) -> int:
+    """Returns the bytes sent for one token and hop: k and v in forward, again with dk and dv in backward."""
+    return 2 * kv_heads * head_dim * (2 * ELEMENT + GRADIENT)
