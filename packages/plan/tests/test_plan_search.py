@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.core.testing.examples import commands_in
 from armillary.data.parsing import parse
+from armillary.data.prepare import Preparation
+from armillary.data.prepare import prepare as prepare_store
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.segments import segment_sizes
 from armillary.plan import Cluster
@@ -32,7 +35,7 @@ from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, trainer_config, write_choice
 from armillary.plan.search.fit_policy import fitted, largest
-from armillary.plan.search.report import draw
+from armillary.plan.search.report import as_dict, draw
 from armillary.plan.search.search import SearchPlan, passes_of, search
 from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.command import read_plan as read_tune_plan
@@ -94,6 +97,41 @@ def test_the_best_team_depends_on_the_size_of_a_node(machine, best):
     """WallFacer (arXiv 2407.00611), figure 7: C = 2 on nodes of 16 A100s, C = 4 on nodes of 8; Ring is behind both."""
     seconds = {team: wallfacer_step(Cluster.named(machine), team) for team in (1, 2, 4)}
     assert min(seconds, key=seconds.__getitem__) == best
+
+
+# -- layouts of packed documents --------------------------------------------------------------------------------------
+
+
+def test_layouts_are_weighed_on_packed_documents():
+    plan = SearchPlan(cluster="16xh100-ethernet", tokens="128Ki", document_tokens="4Ki", attention=("ring",))
+    result = search(plan)
+    by_layout = {each.candidate.layout: each for each in result.choices if each.candidate.mesh.ring == 16}
+    assert set(by_layout) == {"zigzag", "contiguous", "balanced"}
+    assert by_layout["balanced"].time.exchange < by_layout["zigzag"].time.exchange
+    assert by_layout["balanced"].time.attention < by_layout["contiguous"].time.attention
+    best = result.fitting[0]
+    assert best.candidate.layout == "balanced" and "balanced" in str(best.candidate)
+    data = trainer_config(result, best).data
+    assert (data.documents, data.layout, data.packing) == (True, "balanced", "best_fit")
+    assert {each["layout"] for each in as_dict(result)["choices"]} == {"zigzag", "contiguous", "balanced"}
+    # Fewer pairs are visible within documents than in the whole sequence.
+    causal = search(replace(plan, document_tokens=None))
+    assert all(each.candidate.layout == "zigzag" for each in causal.choices)
+    assert best.time.attention < min(each.time.attention for each in causal.choices)
+
+
+def test_documents_come_from_a_store(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text("word " * 100)
+    prepare_store(Preparation((tmp_path / "text",), tmp_path / "store"))
+    plan = SearchPlan(tokens="4Ki", rows=2, documents=tmp_path / "store", attention=("ring",))
+    result = search(plan)
+    assert result.documents is not None and [row[-1] for row in result.documents] == [4096, 4096]
+    assert {size for row in result.documents for size in np.diff(row).tolist()[:-1]} == {501}
+    assert str(tmp_path / "store") in command_line(result, result.choices[0])
+    with pytest.raises(ValueError, match=r"--documents .* --document-tokens 1Ki"):
+        search(replace(plan, document_tokens="1Ki"))
 
 
 # -- time, part by part -----------------------------------------------------------------------------------------------

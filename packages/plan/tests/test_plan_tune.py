@@ -264,6 +264,24 @@ def test_ranks_agree_on_seconds_in_turns(worlds):
     assert actual[0] == actual[1] and len(actual[0]) == 2 and min(actual[0]) > 0
 
 
+def documents_measured(config: Config) -> tuple[list[str], list[float]]:
+    every = [Candidate(Mesh(1, 2, 1), AttentionChoice("ring"), layout) for layout in ("zigzag", "balanced")]
+    layouts = [bench.Bench.of(config, each, torch.device("cpu")).layout.text for each in every]
+    return layouts, bench.compare(config, every, torch.device("cpu"), 2)
+
+
+def test_layouts_of_packed_documents_are_timed(worlds, tmp_path):
+    config = replace(SMALL, data=replace(SMALL.data, documents=True))
+    plan = replace(tune_plan(tmp_path), run=config)
+    layouts = {each.layout for each in all_candidates(plan, 4) if each.mesh.ring > 1}
+    assert layouts == {"zigzag", "contiguous", "balanced"}
+    assert {each.layout for each in all_candidates(tune_plan(tmp_path), 4)} == {"zigzag"}
+    actual = worlds(2).run(documents_measured, config)
+    assert actual[0] == actual[1]
+    (zigzag, balanced), seconds = actual[0]
+    assert zigzag != balanced and min(seconds) > 0
+
+
 # -- the planner --------------------------------------------------------------------------------------------------
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from armillary.attention.registry import ALIASES, variants
 from armillary.plan.memory.estimate import AttentionChoice
+from armillary.train.config import Config
+
+Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
+LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")
+"""Layouts to weigh for packed documents. Striped ones send most."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,20 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and an attention method on it."""
+    """A mesh, an attention method on it, and the layout of sequences over the ring."""
 
     mesh: Mesh
     attention: AttentionChoice
+    layout: Layout = "zigzag"
 
     def __str__(self) -> str:
-        return f"{self.attention} on {self.mesh}"
+        layout = "" if self.layout == "zigzag" else f", {self.layout}"
+        return f"{self.attention} on {self.mesh}{layout}"
+
+    def applied_to(self, config: Config) -> Config:
+        """Returns the trainer's configuration with this mesh, method and layout."""
+        parallel = replace(config.parallel, **self.parallel)
+        return replace(config, parallel=parallel, data=replace(config.data, layout=self.layout))
 
     @property
     def parallel(self) -> dict[str, Any]:
@@ -62,6 +74,7 @@ def candidates(
     names: Sequence[str] = (),
     tensor_parallel: Sequence[int] = (1,),
     replicate: Sequence[int] = (1,),
+    layouts: Sequence[Layout] = ("zigzag",),
 ) -> Iterator[Candidate]:
     """All meshes over all ranks, with all methods that use them.
 
@@ -69,6 +82,7 @@ def candidates(
         heads: query heads.
         rows: sequences per step, which replicate x shard must divide.
         names: only these methods; "usp" is ulysses+ring.
+        layouts: of meshes with a ring; others have the first one.
         tensor_parallel, replicate: sizes of these axes to try; those that do not divide the ranks are left out.
     """
     allowed = [ALIASES.get(name, name) for name in names]
@@ -81,7 +95,8 @@ def candidates(
                 continue
             for method in variants(mesh.ring, mesh.ulysses, heads // tp):
                 if not allowed or method.name in allowed:
-                    yield Candidate(mesh, AttentionChoice.of(method))
+                    for layout in layouts if mesh.ring > 1 else layouts[:1]:
+                        yield Candidate(mesh, AttentionChoice.of(method), layout)
 
 
 def divisors(n: int) -> list[int]:

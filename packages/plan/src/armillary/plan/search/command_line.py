@@ -43,10 +43,18 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
             kernel=result.plan.kernel,
         ),
         checkpointing=choice.job.checkpointing,
-        data=DataConfig(sequence_length=result.length, global_batch_size=result.plan.rows),
+        data=data_config(result, choice),
         optimizer=replace(recipe.optimizer, cpu_offload=choice.job.on_host),
         train=replace(recipe.train, accumulation=1),
     )
+
+
+def data_config(result: SearchResult, choice: Choice) -> DataConfig:
+    """The trainer's data section."""
+    data = DataConfig(sequence_length=result.length, global_batch_size=result.plan.rows)
+    if result.documents is None:
+        return data
+    return replace(data, documents=True, packing="best_fit", layout=choice.candidate.layout)
 
 
 def model_flags(model: Model) -> ModelConfig:
@@ -80,7 +88,7 @@ def command_line(result: SearchResult, choice: Choice, config: Path | None = Non
     Args:
         config: file with the choice; by default the command has all of its flags.
     """
-    cluster = result.cluster
+    cluster, data = result.cluster, result.plan.documents or data
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
     launcher = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
     launcher += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]

@@ -44,6 +44,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
             {
                 "axes": choice.candidate.mesh.axes,
                 "attention": asdict(choice.candidate.attention),
+                "layout": choice.candidate.layout,
                 "checkpointing": asdict(choice.job.checkpointing),
                 "zero_stage": choice.job.zero_stage,
                 "on_host": choice.job.on_host,
@@ -112,7 +113,8 @@ def figures(choice: Choice, first: Choice) -> list[str]:
 def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
     """Yields the table row of each choice; the first choice, the best, has no reason."""
     for choice in best:
-        names = str(choice.candidate.attention), str(choice.candidate.mesh)
+        layout = "" if result.documents is None or choice.candidate.mesh.ring == 1 else f", {choice.candidate.layout}"
+        names = f"{choice.candidate.attention}{layout}", str(choice.candidate.mesh)
         reason = "" if choice is best[0] else result.reason(choice)
         yield [*names, *figures(choice, best[0]), stored_text(choice), reason]
 

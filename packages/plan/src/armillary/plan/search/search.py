@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from armillary.attention import AttentionMask
 from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.planning.comm_plan import AttentionShape
@@ -23,7 +22,8 @@ from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
-from armillary.plan.search.candidates import Candidate, candidates, divisors
+from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors
+from armillary.plan.search.documents import Rows, drawn_rows, mask_of, rows_of_store
 from armillary.plan.search.fit_policy import POLICIES, fitted
 from armillary.train.config.limits import Count, check_limits
 
@@ -37,11 +37,13 @@ TIE = 1e-3
 class SearchPlan:
     """Finds the fastest way to train a model on a cluster, by formulas: nothing is run, and no GPU is needed.
 
-    Three ways to start:
+    Four ways to start:
       # all meshes and methods on 16 GPUs
       armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens 256Ki
       # the best as a file for armillary-train --config
       armillary-plan search --cluster 8xh100 --tokens 128Ki --out planned.toml
+      # rows of packed documents: the layout too
+      armillary-plan search --tokens 128Ki --document-tokens 2Ki
       # only two methods, with a plot
       armillary-plan search --tokens 1M --attention usp upipe --plot best.png
 
@@ -58,6 +60,10 @@ class SearchPlan:
     """Sequences per step, over all ranks."""
     attention: tuple[str, ...] = ()
     """Methods to search, named as for --parallel.attention; by default all."""
+    documents: Path | None = None
+    """Token store: attention within its documents, packed into rows. Layouts are weighed too."""
+    document_tokens: Quantity | None = None
+    """Mean length of packed documents, drawn from a lognormal distribution, in place of a store."""
     kernel: str | None = None
     """Attention kernel, named as for --parallel.kernel; by default the fastest that torch ships."""
     best: Count = 10
@@ -97,6 +103,7 @@ class SearchResult:
     Args:
         choices: the best choice of each candidate. Choices that fit come first, by step time, then the others, by
             memory.
+        documents: boundaries of documents in each row of a step.
         policies: the first choice's candidate under every checkpoint policy, in the same order.
     """
 
@@ -105,6 +112,7 @@ class SearchResult:
     cluster: Cluster
     room: Room
     length: int
+    documents: Rows | None = None
     choices: list[Choice] = field(default_factory=list[Choice])
     policies: list[Choice] = field(default_factory=list[Choice])
 
@@ -146,7 +154,11 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
     replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica holds whole nodes
-    all_candidates = list(candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate))
+    documents = documents_of(plan, length)
+    layouts = LAYOUTS[:1] if documents is None else LAYOUTS
+    all_candidates = list(
+        candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate, layouts)
+    )
     if not plan.attention:
         all_candidates = [candidate for candidate in all_candidates if not candidate.attention.method.missing(*NEEDED)]
     if not all_candidates:
@@ -157,9 +169,9 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     choices = list[list[Choice]]()
     for i, candidate in enumerate(all_candidates):
         progress(i, len(all_candidates))
-        passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel)
+        passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel, documents=documents)
         # Attention's time does not depend on the checkpoint policy, so it is computed once per candidate.
-        choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes))
+        choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes, documents))
 
     def order(choice: Choice) -> tuple[bool, float]:
         return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
@@ -167,9 +179,24 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     choices.sort(key=lambda per_policy: order(best_of(per_policy, room)))
     best = [best_of(per_policy, room) for per_policy in choices]
     first = best[0].candidate
-    passes = passes_of(first, model, cluster, length, plan.rows, plan.kernel)
-    policies = choices_of(first, model, cluster, length, plan.rows, room, passes, all_policies=True)
-    return SearchResult(plan, model, cluster, room, length, best, sorted(policies, key=order))
+    passes = passes_of(first, model, cluster, length, plan.rows, plan.kernel, documents=documents)
+    policies = choices_of(first, model, cluster, length, plan.rows, room, passes, documents, all_policies=True)
+    return SearchResult(plan, model, cluster, room, length, documents, best, sorted(policies, key=order))
+
+
+def documents_of(plan: SearchPlan, length: int) -> Rows | None:
+    """Boundaries of packed documents in each row of a step, or None.
+
+    Raises:
+        ValueError: a store and a mean length, or one of them that is refused.
+    """
+    if plan.documents is not None and plan.document_tokens is not None:
+        raise ValueError(f"--documents {plan.documents} and --document-tokens {plan.document_tokens}: give one of them")
+    if plan.documents is not None:
+        return rows_of_store(plan.documents, length, plan.rows)
+    if plan.document_tokens is not None:
+        return drawn_rows(amount(plan, "document_tokens"), length, plan.rows)
+    return None
 
 
 def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
@@ -186,17 +213,20 @@ def passes_of(
     rows: int,
     kernel: str | None = None,
     margin: int | None = None,
+    documents: Rows | None = None,
 ) -> Passes:
-    """Time of a block's attention, on causal sequences with a zigzag layout.
+    """Time of a block's attention, on causal sequences in the candidate's layout.
 
     Args:
         kernel: name of the kernel; by default the fastest that torch ships.
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
+        documents: boundaries of documents in each row of a step.
     """
     mesh, attention, tp = candidate.mesh, candidate.attention, candidate.mesh.tp
+    mask = mask_of(documents, rows // mesh.replicas)
     shape = AttentionShape.of(
-        attention.layout(length, mesh.ring),
-        AttentionMask(),
+        attention.layout(length, mesh.ring, candidate.layout, mask),
+        mask,
         heads=model.heads // tp,
         kv_heads=model.kv_heads // tp,
         head_dim=model.head_dim,
@@ -218,6 +248,7 @@ def choices_of(
     rows: int,
     room: Room,
     passes: Passes,
+    documents: Rows | None = None,
     all_policies: bool = False,
 ) -> list[Choice]:
     """Evaluates a candidate under all checkpoint policies and ZeRO stages, with the optimizer on device or host.
@@ -226,7 +257,7 @@ def choices_of(
         all_policies: True also evaluates policies that cannot be the best, as they are slower than one that fits.
     """
     mesh, choices, fastest = candidate.mesh, list[Choice](), inf
-    flops = rows * length * model.flops_per_token(length)
+    flops = rows * length * model.flops_per_token(length, mask_of(documents, rows))
     stages: tuple[ZeroStage, ...] = (2, 3) if mesh.shard * mesh.ring * mesh.ulysses > 1 else (3,)
     minimum_seconds = dict[tuple[Checkpointing, bool, int], float]()
     for policy, on_host, zero_stage in product(POLICIES, (False, True), stages):

@@ -26,6 +26,8 @@ from armillary.train.config.check import check
 from armillary.train.kernels import kernel_with_margin
 from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
+from armillary.train.rows import load_rows, open_stores
+from armillary.train.run import batch_mask
 
 VOCABULARY = 256
 """Vocabulary of the measured model. Embedding and loss cost all candidates the same, so they are small."""
@@ -40,6 +42,7 @@ class Bench:
     labels: Tensor
     positions: Tensor
     layout: SequenceLayout
+    mask: AttentionMask
 
     @classmethod
     def of(cls, config: Config, candidate: Candidate, device: torch.device) -> Bench:
@@ -48,7 +51,7 @@ class Bench:
         Raises:
             ValueError: the candidate does not match the model, the rows or the length; on every rank.
         """
-        config = replace(config, parallel=replace(config.parallel, **candidate.parallel))
+        config = candidate.applied_to(config)
         check(config)
         axes, dtype = choose_axes(config, world_size()), precision(config, device)
         mesh = mesh_of(config, device, axes)
@@ -56,18 +59,24 @@ class Bench:
         block = replace(block, vocab_size=VOCABULARY)
         model, attention = shard_model(block, config, mesh, dtype)
         attention.kernel = kernel_with_margin(config, block, dtype, device, axes["ring"])
-        layout = attention.layout(config.data.sequence_length, config.data.layout)
+        layout, mask = attention.layout(config.data.sequence_length, config.data.layout), AttentionMask()
+        if config.data.documents:
+            # The documents of the run's first batch, in their layout.
+            replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
+            stores = open_stores(config.data, config.model.pretrained)
+            batch = load_rows(config, stores, attention, replica)[0].batch(0)
+            layout, mask = batch.layout, batch_mask(batch.documents, batch.parents, config.data.documents)
         model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
         initialize(model, config.train.seed)
         positions = layout.positions(attention.shard).to(device)
         # Labels are other random tokens, which cost as much as the right ones.
         tokens = torch.randint(VOCABULARY, (config.rows_per_batch, len(positions)), device=device)
-        return cls(model, tokens, tokens.roll(1, dims=1), positions, layout)
+        return cls(model, tokens, tokens.roll(1, dims=1), positions, layout, mask)
 
     def step(self) -> None:
         """Runs forward and backward."""
         head = partial(linear_token_loss, labels=self.labels)
-        mask = AttentionMask()
+        mask = self.mask
         total, count = self.model(self.tokens, positions=self.positions, mask=mask, layout=self.layout, head=head)
         (total / count).backward()
         self.model.zero_grad()

@@ -33,7 +33,9 @@ class TunePlan(Source):
       torchrun --nproc-per-node 8 -m armillary.train --config tuned.toml
 
     It takes as many ranks as the run will have, and the run's own flags. All meshes of shard x ring x ulysses are
-    tried, whatever the flags say of these; replicate and tp are kept. The same command resumes an interrupted one.
+    tried, whatever the flags say of these; replicate and tp are kept. With --data.documents the layouts zigzag,
+    contiguous and balanced are tried too, on the documents of the first batch. The same command resumes an interrupted
+    one.
     """
 
     out: Path = Path("tuned.toml")

@@ -41,6 +41,7 @@ def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
         "data.sequence_length": config.data.sequence_length,
         "data.global_batch_size": config.data.global_batch_size,
         "data.layout": config.data.layout,
+        **({"data.documents": True, "data.path": list(map(str, config.data.path))} if config.data.documents else {}),
         "optimizer.cpu_offload": config.optimizer.cpu_offload,
         "train.accumulation": config.train.accumulation,
         "train.precision": str(precision).removeprefix("torch."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +11,7 @@ from armillary.plan.dry_run import job_of, time_of
 from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of
-from armillary.plan.search.candidates import Candidate, candidates
+from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates
 from armillary.plan.tune.bench import VOCABULARY
 from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.measurements import Measurement
@@ -42,7 +42,9 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
         )
     heads = model_config(config.model, VOCABULARY, config.data.sequence_length).heads // parallel.tp
     rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
-    every = list(candidates(heads, ranks // other_ranks, rows, plan.attention))
+    # The run's own layout, and with packed documents the others that may send less or be more even.
+    layouts = tuple(dict.fromkeys((config.data.layout, *LAYOUTS))) if config.data.documents else (config.data.layout,)
+    every = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts))
     if not every:
         raise ValueError(f"--attention {' '.join(plan.attention)}: nothing to measure on {ranks} ranks; name others")
     return every
@@ -94,7 +96,7 @@ def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[C
     model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
 
     def predict(candidate: Candidate) -> CandidatePrediction:
-        run = replace(config, parallel=replace(config.parallel, **candidate.parallel))
+        run = candidate.applied_to(config)
         job = job_of(run, candidate.mesh.axes, model, precision)
         memory = estimate(job)
         missing_text = room.comparison(memory) if room.share(memory) > 1 else None

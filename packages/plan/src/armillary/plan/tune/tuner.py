@@ -208,7 +208,7 @@ def write_files(plan: TunePlan, state: TunerState) -> None:
     """
     save(plan.measurements, state)
     if state.choice is not None:
-        run = replace(plan.run, parallel=replace(plan.run.parallel, **state.choice.parallel))
+        run = state.choice.applied_to(plan.run)
         comment = f"{state.choice}, measured by armillary-tune to be fastest on {state.settings['ranks']} ranks"
         write_toml(plan.out, plan.recipe or "debug", run, comment)
 

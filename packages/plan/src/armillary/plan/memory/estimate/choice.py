@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import Method
+from armillary.attention import AttentionMask, Method
 from armillary.attention.methods.teams import Placement
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.registry import MethodOptions, NamedMethod, named_method
@@ -54,9 +54,11 @@ class AttentionChoice:
         """Sizes of the axes of the mesh that the method is built on: `ring` may be split."""
         return self.method.mesh_axes(axes)
 
-    def layout(self, length: int, ranks: int) -> SequenceLayout:
-        """Zigzag layout over `ranks` sequence ranks, as of `Method.layout` but not refined for a head axis."""
-        return self.method.layout(length, ranks)
+    def layout(
+        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
+    ) -> SequenceLayout:
+        """Layout over `ranks` sequence ranks, as of `Method.layout` but not refined for a head axis."""
+        return self.method.layout(length, ranks, kind, mask)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """Communication plan on a mesh of ring x ulysses ranks."""

@@ -1,0 +1,49 @@
+"""Packed documents of a step, from a token store or drawn: the rows that layouts are weighed on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from armillary.attention import AttentionMask
+from armillary.data import best_fit, open_store
+from armillary.data.inspection.layouts import packed_rows
+
+Rows = tuple[tuple[int, ...], ...]
+"""Boundaries of the documents of each row."""
+
+SIGMA = 1.0
+"""Of the lognormal distribution that lengths are drawn from; text on the web has about 1."""
+
+
+def rows_of_store(path: Path, length: int, rows: int) -> Rows:
+    """Returns the first rows of a store, packed by best fit; repeated if there are fewer.
+
+    Raises:
+        ValueError: a folder that is no store, or trees, which have no documents side by side.
+    """
+    store = open_store(path)
+    if store.trees is not None:
+        raise ValueError(f"--documents {path}: holds trees; give a store of documents")
+    ends = [row.ends for row in packed_rows(store, length, best_fit, rows)]
+    return tuple(ends[i % len(ends)] for i in range(rows))
+
+
+def drawn_rows(mean: int, length: int, rows: int) -> Rows:
+    """Returns rows of documents with lognormal lengths of that mean; the last one of a row is cut."""
+    rng, drawn = np.random.default_rng(0), list[tuple[int, ...]]()
+    for _ in range(rows):
+        ends = [0]
+        while ends[-1] < length:
+            size = max(1, round(rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA)))
+            ends.append(min(length, ends[-1] + size))
+        drawn.append(tuple(ends))
+    return tuple(drawn)
+
+
+def mask_of(documents: Rows | None, batch: int) -> AttentionMask:
+    """Returns the mask of a replica's rows: causal, and within documents if there are any."""
+    if documents is None:
+        return AttentionMask()
+    return AttentionMask(documents=documents[0] if batch == 1 else documents[:batch])
