@@ -208,7 +208,7 @@ def test_blocks_without_a_title_run_alone(tmp_path, page):
 
 def test_the_page_of_masks_has_the_pictures_that_are_drawn_for_it():
     shown = re.findall(r"\]\((pictures/\w+\.png)\)", (DOCS / "masks.md").read_text())
-    generated = {"pictures/methods.svg", "pictures/steps"}  # of the page of steps
+    generated = {"pictures/methods.svg", "pictures/steps", "pictures/layouts.png"}  # of the pages of steps and layouts
     pictures = {str(path.relative_to(DOCS)) for path in DOCS.glob("pictures/*")}
     assert sorted(shown) == sorted(pictures - generated)
 
