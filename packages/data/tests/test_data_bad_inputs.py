@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
 # -- command lines: arguments, and words of the line that they end with ------------------------------------------------
 
 COMMANDS = [
-    ("", "{prepare, info, pack}"),
+    ("", "{prepare, info, pack, inspect}"),
     ("nothing", "nothing"),
     ("--verbose", "--verbose"),
     ("prepare", "--output PATH"),

@@ -103,7 +103,7 @@ def test_the_best_team_depends_on_the_size_of_a_node(machine, best):
 
 
 def test_layouts_are_weighed_on_packed_documents():
-    plan = SearchPlan(cluster="16xh100-ethernet", tokens="128Ki", document_tokens="4Ki", attention=("ring",))
+    plan = SearchPlan(cluster="16xh100-ethernet", tokens="128Ki", document_tokens="1Ki", attention=("ring",))
     result = search(plan)
     by_layout = {each.candidate.layout: each for each in result.choices if each.candidate.mesh.ring == 16}
     assert set(by_layout) == {"zigzag", "contiguous", "balanced"}

@@ -271,7 +271,10 @@ def documents_measured(config: Config) -> tuple[list[str], list[float]]:
 
 
 def test_layouts_of_packed_documents_are_timed(worlds, tmp_path):
-    config = replace(SMALL, data=replace(SMALL.data, documents=True))
+    (tmp_path / "text").mkdir()
+    for i in range(60):
+        (tmp_path / "text" / f"{i:02}.txt").write_text("tick " * (1 + i % 5))
+    config = replace(SMALL, data=replace(SMALL.data, documents=True, path=(tmp_path / "text",)))
     plan = replace(tune_plan(tmp_path), run=config)
     layouts = {each.layout for each in all_candidates(plan, 4) if each.mesh.ring > 1}
     assert layouts == {"zigzag", "contiguous", "balanced"}
