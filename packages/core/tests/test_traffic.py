@@ -109,6 +109,21 @@ def test_no_simpler_layout_that_is_even_sends_less(kind, draws):
         assert np.median(of_zigzag) <= 0.05
 
 
+def test_no_simpler_layout_that_is_even_sends_less_if_traffic_is_cheap():
+    rng = random.Random(0)
+    for shards in (2, 3) * 6:
+        ends = drawn("lognormal", rng, shards)
+        layout = SequenceLayout.balanced(N, shards, documents=ends, traffic=1)
+        for simpler in (SequenceLayout.zigzag(N, shards), SequenceLayout.contiguous(N, shards)):
+            if unevenness(simpler, ends) <= EVEN:
+                assert attention_traffic(layout, documents=ends) <= attention_traffic(simpler, documents=ends)
+
+
+def test_fewer_documents_than_shards_leave_no_shard_empty():
+    # A document on each of 15 shards would be as even as required.
+    assert min(SequenceLayout.balanced(15 * 64, 16, documents=range(0, 15 * 64 + 1, 64)).sizes) > 0
+
+
 def test_long_documents_among_short_ones_send_a_third_at_most():
     rng, ratios = random.Random(0), list[float]()
     for _ in range(12):
