@@ -300,24 +300,3 @@ def refusals() -> None:
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
     worlds(2).run(refusals)
-
-
-def compiled_and_eager() -> None:
-    ring = mesh(ring=2)["ring"]
-    layout, rank = SequenceLayout.zigzag(24, 2), Axis.of(ring).rank
-    own = {name: x.requires_grad_() for name, x in own_inputs(inputs_of("delta", 24), layout, rank).items()}
-    mask = AttentionMask(documents=[0, 10, 24])
-
-    def block(q, k, v, g, beta) -> torch.Tensor:
-        out, final = gated_delta_rule(q, k, 2 * v, g, beta.sigmoid(), layout=layout, axis=ring, mask=mask)
-        return (out * out).sum() + final.sum()
-
-    results = []
-    for function in (block, torch.compile(block, backend="aot_eager")):
-        loss = function(*(own[name] for name in ("q", "k", "v", "g", "beta")))
-        results.append((loss, *torch.autograd.grad(loss, list(own.values()))))
-    assert all(relative_error(a, b) < 1e-12 for a, b in zip(*results, strict=True))
-
-
-def test_compiled_callers_have_a_graph_break_and_the_same_results(worlds):
-    worlds(2).run(compiled_and_eager)

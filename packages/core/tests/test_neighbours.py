@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Shard
 
 from armillary.core import Axis, CommLedger, SequenceLayout
-from armillary.core.neighbours import halo, relayout, runs_of, shift, short_convolution
+from armillary.core.neighbour_tables import runs_of
+from armillary.core.neighbours import halo, relayout, shift, short_convolution
 from armillary.core.segments import Segments
 from armillary.core.testing import mesh
 
@@ -228,6 +229,10 @@ def dtensors() -> None:
     assert shift(own, layout, ring, 1).placements == (Shard(1),)
     with pytest.raises(ValueError, match="Shard"):
         shift(DTensor.from_local(x, ring, [Shard(2)]), layout, ring, 1)
+    with pytest.raises(ValueError, match="to_local"):
+        halo(own, layout, ring, 1)
+    compiled = torch.compile(lambda x: shift(2 * x, layout, ring, 1) + 1, backend="aot_eager")  # with a graph break
+    assert torch.equal(compiled(own).to_local(), (shift(2 * own, layout, ring, 1) + 1).to_local())
     odd = SequenceLayout([[range(20)], [range(20, 32)]])
     with pytest.raises(ValueError, match="20"):
         relayout(own, layout, odd, ring)

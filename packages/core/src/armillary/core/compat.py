@@ -411,6 +411,18 @@ def outside_graphs(function: F) -> F:
     return cast(F, call)
 
 
+def dtensors_outside_graphs(function: F) -> F:
+    """Marks a function whose calls on a DTensor, the first argument, torch.compile leaves out of its graphs."""
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        leaves_graph = torch.compiler.is_compiling() and is_dtensor(x)
+        return (disabled if leaves_graph else function)(x, *args, **kwargs)
+
+    return cast(F, call)
+
+
 def assert_later(condition: Tensor, message: str) -> None:
     """Raises a RuntimeError unless `condition` is true, without a host sync on CUDA, and inside graphs too."""
     cast(Any, torch)._assert_async(condition, message)

@@ -14,27 +14,26 @@ order, and so must their backward passes. If no rank needs a token of another, n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
-from armillary.core import compat
+from armillary.core import compat, compiled_neighbours
 from armillary.core.collectives.autograd import linear
+from armillary.core.collectives.compiled import traced_axis
 from armillary.core.collectives.token_moves import MoveTable, start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.segments import Segmented, Segments, segments_of
-from armillary.core.slices import Integers
+from armillary.core.neighbour_tables import check_layout, halo_table, relayout_table, shift_table, tokens_dim
+from armillary.core.segments import Segmented, check_left, segments_of
+from armillary.core.short_convolutions import convolve_runs
 from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
 
 
+@compat.dtensors_outside_graphs
 def relayout(
     x: Tensor, source: SequenceLayout, target: SequenceLayout, axis: DeviceMesh | Axis, dim: int = 1
 ) -> Tensor:
@@ -53,17 +52,20 @@ def relayout(
     Raises:
         ValueError: layouts, axis and x that do not match. Raised before any communication.
     """
-    mesh_axis = Axis.of(axis)
     if source.length != target.length:
         raise ValueError(f"source has {source.length} tokens and target {target.length}; both need the same length")
+    if torch.compiler.is_compiling():
+        return compiled_neighbours.relayout(x, source, target, traced_axis(axis), dim)
+    mesh_axis = Axis.of(axis)
     for layout in (source, target):
-        _check_layout(layout, mesh_axis)
+        check_layout(layout, mesh_axis)
     if source == target:
         return x
-    table = _relayout_table(source, target, mesh_axis.rank)
+    table = relayout_table(source, target, mesh_axis.rank)
     return _on_local(x, lambda local: _move(local, dim, mesh_axis, table), mesh_axis, dim, (source, target))
 
 
+@compat.dtensors_outside_graphs
 def shift(
     x: Tensor,
     layout: SequenceLayout,
@@ -89,11 +91,13 @@ def shift(
         ValueError: a negative offset in a tree, where a token may have several successors; arguments that do not
             match. Raised before any communication.
     """
+    integer("offset", offset)
+    if torch.compiler.is_compiling():
+        return compiled_neighbours.shift(x, layout, traced_axis(axis), offset, documents, fill, dim, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    _check_layout(layout, mesh_axis)
-    if integer("offset", offset) < 0 and any(row.branching for row in rows):
-        raise ValueError(f"offset={offset} in a tree: a token may have several successors; at least 0 is accepted")
-    table = _shift_table(layout, rows, offset, mesh_axis.rank)
+    check_layout(layout, mesh_axis)
+    check_left("offset", offset, rows)
+    table = shift_table(layout, rows, offset, mesh_axis.rank)
     return _on_local(x, lambda local: _move(local, dim, mesh_axis, table, len(rows), fill), mesh_axis, dim, (layout,))
 
 
@@ -125,14 +129,23 @@ def halo(
         ValueError: a negative side, tokens to the right in a tree, arguments that do not match. Raised before any
         communication.
     """
+    integer("left", left, 0)
+    integer("right", right, 0)
+    if compat.is_dtensor(x):
+        raise ValueError("x is a DTensor; runs with their halos are no shards of one: pass x.to_local()")
+    if torch.compiler.is_compiling():
+        return compiled_neighbours.halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    table, lengths = _halo_of(layout, mesh_axis, rows, left, right)
+    check_layout(layout, mesh_axis)
+    check_left("right", -right, rows)
+    table, lengths = halo_table(layout, rows, left, right, mesh_axis.rank)
     runs = _move(x, dim, mesh_axis, table, len(rows), rows_apart=False)
     if len(rows) > 1:
         return tuple(run.unsqueeze(0) for run in runs.split(lengths))
     return runs.split(lengths, dim)
 
 
+@compat.dtensors_outside_graphs
 def short_convolution(
     x: Tensor,
     weight: Tensor,
@@ -157,24 +170,20 @@ def short_convolution(
     Raises:
         ValueError: shapes that do not match. Raised before any communication.
     """
-    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_tensor("x", x)
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: [B, T, C] and [C, W] are needed")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}: one number for each of the {weight.shape[0]} channels is needed")
-    kernel_left = weight.shape[1] - 1
-    table, lengths = _halo_of(layout, mesh_axis, rows, kernel_left, 0)
+    if torch.compiler.is_compiling():
+        return compiled_neighbours.short_convolution(x, weight, layout, traced_axis(axis), bias, documents, mask)
+    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
+    check_layout(layout, mesh_axis)
+    table, lengths = halo_table(layout, rows, weight.shape[1] - 1, 0, mesh_axis.rank)
 
     def convolve(local: Tensor) -> Tensor:
-        # One convolution over all runs, each preceded by its W - 1 halo tokens. Outputs at halo tokens mix two runs,
-        # and are dropped below.
-        packed_runs = _move(local, 1, mesh_axis, table, len(rows), rows_apart=False)
-        runs = packed_runs.movedim(1, 2) if len(rows) == 1 else packed_runs.t().unsqueeze(0)
-        convolved = F.conv1d(runs, weight.unsqueeze(1), bias, groups=weight.shape[0]).movedim(2, 1)
-        starts = accumulate(lengths, initial=0)
-        outputs = torch.cat([torch.arange(a, a + n - kernel_left) for a, n in zip(starts, lengths, strict=False)])
-        return convolved.index_select(1, outputs.to(convolved.device)).reshape(local.shape)
+        runs = _move(local, 1, mesh_axis, table, len(rows), rows_apart=False)
+        return convolve_runs(runs if len(rows) == 1 else runs.unsqueeze(0), weight, bias, lengths).view(local.shape)
 
     return _on_local(x, convolve, mesh_axis, 1, (layout,))
 
@@ -202,12 +211,9 @@ def _move(
     Args:
         rows_apart: returns [B, T', ...] for several rows; False returns them flattened.
     """
-    check_tensor("x", x)
-    if not -x.ndim <= integer("dim", dim) < x.ndim:
-        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
-    if rows > 1 and (dim % x.ndim != 1 or x.shape[0] != rows):
+    if rows > 1 and (tokens_dim(x, dim) != 1 or x.shape[0] != rows):
         raise ValueError(f"x {tuple(x.shape)}: segments of {rows} rows need {rows} rows on dim 0, and tokens on dim 1")
-    tokens = x.movedim(dim, 0) if rows == 1 else x.flatten(0, 1)
+    tokens = x.movedim(tokens_dim(x, dim), 0) if rows == 1 else x.flatten(0, 1)
     if len(tokens) != table.tokens:
         raise ValueError(
             f"x {tuple(x.shape)} has {x.shape[dim]} tokens on dim {dim}; the shard has {table.tokens // rows}"
@@ -216,63 +222,3 @@ def _move(
     if rows == 1:
         return result.movedim(0, dim)
     return result.unflatten(0, (rows, -1)) if rows_apart else result
-
-
-def _check_layout(layout: SequenceLayout, axis: Axis) -> None:
-    if layout.shards != axis.size:
-        raise ValueError(f"the layout has {layout.shards} shards; axis {axis.name!r} has {axis.size} ranks")
-
-
-def _halo_of(
-    layout: SequenceLayout, axis: Axis, rows: tuple[Segments, ...], left: int, right: int
-) -> tuple[MoveTable, list[int]]:
-    """Returns the table for all runs with their halos, and the length of each run with its halo on this rank."""
-    _check_layout(layout, axis)
-    for name, side in (("left", left), ("right", right)):
-        integer(name, side, 0)
-    if right and any(row.branching for row in rows):
-        raise ValueError(f"right={right} in a tree: a token may have several successors; 0 is accepted")
-    return _halo_table(layout, rows, left, right, axis.rank)
-
-
-def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[range]:
-    """Returns the runs of a shard in local order: its spans, cut at the boundaries of segments and at steps."""
-    return [run for span in layout.spans(shard) for run in segments.cut(span)]
-
-
-# Every layer and step looks up a table, for few distinct layouts and documents.
-@lru_cache(maxsize=32)
-def _relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -> MoveTable:
-    return MoveTable.build(source, rank, [[target.positions(shard).numpy()] for shard in range(target.shards)])
-
-
-@lru_cache(maxsize=32)
-def _shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
-    positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
-    return MoveTable.build(
-        layout, rank, [[row.ancestors(shard_positions, offset) for row in rows] for shard_positions in positions]
-    )
-
-
-@lru_cache(maxsize=32)
-def _halo_table(
-    layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
-) -> tuple[MoveTable, list[int]]:
-    runs = [[runs_of(layout, shard, row) for row in rows] for shard in range(layout.shards)]
-    needed_positions = [
-        [
-            np.concatenate([_surroundings(row, run, left, right) for run in row_runs])
-            for row, row_runs in zip(rows, by_row, strict=True)
-        ]
-        for by_row in runs
-    ]
-    lengths = [left + len(run) + right for row_runs in runs[rank] for run in row_runs]
-    return MoveTable.build(layout, rank, needed_positions), lengths
-
-
-def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:
-    """Returns the positions of a run with its halo; -1 for tokens that do not exist."""
-    tokens = np.arange(run.start, run.stop, run.step)
-    before = [segments.ancestors(tokens[:1], distance) for distance in range(left, 0, -1)]
-    after = [segments.ancestors(tokens[-1:], -distance) for distance in range(1, right + 1)]
-    return np.concatenate([*before, tokens, *after])

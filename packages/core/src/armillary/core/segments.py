@@ -86,6 +86,18 @@ class Segmented(Protocol):
         ...
 
 
+def check_left(name: str, distance: int, rows: Sequence[Segments]) -> None:
+    """Raises ValueError for tokens that lie ahead (a negative distance) in a tree.
+
+    Args:
+        name: of the argument, for the error.
+    """
+    if distance < 0 and any(row.branching for row in rows):
+        raise ValueError(
+            f"{name} asks for {-distance} tokens ahead in a tree, where a token may have several successors"
+        )
+
+
 def segments_of(length: int, documents: object = None, mask: Segmented | None = None) -> tuple[Segments, ...]:
     """Returns the segments of each row, or one entry for all rows alike.
 

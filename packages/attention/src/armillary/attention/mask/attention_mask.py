@@ -62,6 +62,8 @@ class AttentionMask:
         pattern: InitVar[Pattern | None] = None
         content: InitVar[Content | None] = None
 
+    reference: ClassVar[str] = "armillary.attention.mask.attention_mask:AttentionMask"
+    """The class, by which a compiled graph makes a mask again."""
     numbers: ClassVar[Tensor | None] = None
     """Documents and pattern as int64 [n] on the CPU; None without either.
 

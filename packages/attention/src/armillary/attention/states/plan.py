@@ -23,7 +23,7 @@ from torch import Tensor
 
 from armillary.core.collectives.token_moves import Owners
 from armillary.core.layout import SequenceLayout
-from armillary.core.neighbours import runs_of
+from armillary.core.neighbour_tables import runs_of
 from armillary.core.segments import NONE, Segments
 from armillary.core.slices import Integers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,16 +23,53 @@ Gather = Callable[[Tensor, Sequence[int]], Tensor]
 """Gathers the elements [n] of all ranks, of which each rank has as many as the sizes say."""
 
 
-def scan(
-    make_operands: MakeOperands, kernel: StateKernel, plan: ScanPlan, axis: Axis | None, *inputs: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]), differentiable.
+class ScanCall(NamedTuple):
+    """A checked call.
 
     Args:
         make_operands: called with the inputs, in forward and again in backward.
         axis: of the ranks; None for one rank.
     """
-    return cast("tuple[Tensor, Tensor]", _Scan.apply(make_operands, kernel, plan, axis, *inputs))
+
+    make_operands: MakeOperands
+    kernel: StateKernel
+    plan: ScanPlan
+    axis: Axis | None
+
+    def forward(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv], gathered elements)."""
+        gathered: Tensor | None = None
+
+        def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
+            nonlocal gathered
+            assert self.axis is not None
+            gathered = start_all_gather(x, self.axis, sizes, 0).wait()
+            return gathered
+
+        with outside_autocast(_device_type(inputs)):
+            out, final = _run(self.make_operands(*inputs), self.kernel, self.plan, gather)
+        return out, final, gathered
+
+    def backward(
+        self, grads: Sequence[Tensor], inputs: Sequence[Tensor | None], gathered: Tensor | None
+    ) -> list[Tensor | None]:
+        """Returns the gradients of the inputs from those of outputs and states. Recomputes the chunks."""
+        # All leaves need a gradient, whichever the caller asked for: the states depend on some of them on every rank.
+        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+
+        def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
+            return cast(Tensor, _Regathered.apply(x, gathered, self.axis, sizes))
+
+        with torch.enable_grad(), outside_autocast(_device_type(inputs)), phase("backward"):
+            results = _run(self.make_operands(*leaves), self.kernel, self.plan, gather)
+            tensors = [x for x in leaves if x is not None]
+            leaf_grads = iter(torch.autograd.grad(results, tensors, grads, allow_unused=True))
+        return [None if x is None else next(leaf_grads) for x in leaves]
+
+
+def scan(call: ScanCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]), differentiable."""
+    return cast("tuple[Tensor, Tensor]", _Scan.apply(call, *inputs))
 
 
 class _Scan(torch.autograd.Function):
@@ -42,45 +79,17 @@ class _Scan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        make_operands: MakeOperands,
-        kernel: StateKernel,
-        plan: ScanPlan,
-        axis: Axis | None,
-        *inputs: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        gathered = list[Tensor]()
-
-        def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
-            assert axis is not None
-            gathered.append(start_all_gather(x, axis, sizes, 0).wait())
-            return gathered[0]
-
-        with outside_autocast(_device_type(inputs)):
-            results = _run(make_operands(*inputs), kernel, plan, gather)
-        ctx.call = make_operands, kernel, plan, axis
-        ctx.save_for_backward(*inputs, *gathered)
-        return results
+    def forward(ctx: Any, call: ScanCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, final, gathered = call.forward(inputs)
+        ctx.call = call
+        ctx.save_for_backward(gathered, *inputs)
+        return out, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        make_operands, kernel, plan, axis = ctx.call
-        count = len(ctx.needs_input_grad) - len(ctx.call)
-        saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
-        inputs, gathered = saved[:count], saved[count:]
-        # All leaves need a gradient, whichever the caller asked for: the states depend on some of them on every rank.
-        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-
-        def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
-            return cast(Tensor, _Regathered.apply(x, gathered[0], axis, sizes))
-
-        with torch.enable_grad(), outside_autocast(_device_type(inputs)), phase("backward"):
-            results = _run(make_operands(*leaves), kernel, plan, gather)
-            tensors = [x for x in leaves if x is not None]
-            leaf_grads = iter(torch.autograd.grad(results, tensors, grads, allow_unused=True))
-        return *[None] * len(ctx.call), *(None if x is None else next(leaf_grads) for x in leaves)
+        gathered, *inputs = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
+        return None, *ctx.call.backward(grads, inputs, gathered)
 
 
 class _Regathered(torch.autograd.Function):

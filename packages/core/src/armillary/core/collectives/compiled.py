@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
 from armillary.core.collectives.all_gather import start_all_gather
@@ -81,6 +82,29 @@ _all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _gather
 _reduce_scatter = compat.define_op(
     f"reduce_scatter({CALL}) -> Tensor", _scatter, _scatter_like, _scatter_differentiably
 )
+
+
+class TracedAxis(NamedTuple):
+    """An axis while a graph is traced: its process group by name."""
+
+    name: str
+    rank: int
+    size: int
+    group: str
+
+
+def traced_axis(axis: DeviceMesh | Axis) -> TracedAxis:
+    """Returns the axis of a 1-D mesh while a graph is traced, where `Axis.of` cannot read the mesh."""
+    if isinstance(axis, Axis):
+        return TracedAxis(axis.name, axis.rank, axis.size, axis.group.group_name)
+    name, rank, size, group = _axis_text(axis).split("|", 3)
+    return TracedAxis(name, int(rank), int(size), group)
+
+
+@compat.constant_when_traced
+def _axis_text(mesh: DeviceMesh) -> str:
+    axis = Axis.of(compat.traced_object(mesh))
+    return f"{axis.name}|{axis.rank}|{axis.size}|{axis.group.group_name}"
 
 
 def axis_of(name: str, group: str, x: Tensor) -> Axis:

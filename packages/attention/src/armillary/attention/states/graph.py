@@ -1,0 +1,191 @@
+"""Layers with a state inside `torch.compile` without a graph break: an op, and the op of its backward pass.
+
+Ops take tensors, numbers and strings, from which each of them rebuilds and checks the call when the graph runs. One
+graph serves all documents and trees: they are a tensor. How many elements the ranks gather depends on the mask, so this
+size stays unknown until the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from armillary.attention.call.graph_key import UNBOUNDED, read_layout, read_mask
+from armillary.attention.mask import AttentionMask
+from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dtype
+from armillary.attention.states.scan import ScanCall
+from armillary.core import compat
+from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
+
+KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] mask"
+
+
+class ScanKey(NamedTuple):
+    """A call without its tensors: `KEY_SCHEMA`.
+
+    Args:
+        axis, group: names of the axis and of its group; "" without an axis.
+        layout, kernel: "" for None.
+        mask: causal and the two sides of the window; documents and trees are in a tensor.
+    """
+
+    layer: str
+    axis: str
+    group: str
+    layout: str
+    kernel: str
+    scale: float
+    mask: Sequence[int]
+
+    def call(self, inputs: Sequence[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None) -> ScanCall:
+        """Returns the checked call on these tensors."""
+        causal, *window = self.mask
+        before, after = (None if side == UNBOUNDED else int(side) for side in window)
+        numbers = None if mask_numbers is None else mask_numbers.numpy().tobytes()
+        options = StateOptions(
+            read_layout(self.layout),
+            axis_of(self.axis, self.group, inputs[0]) if self.group else None,
+            read_mask(bool(causal), None if before is after is None else (before, after), numbers),
+            self.kernel or None,
+            self.scale,
+        )
+        return RECURRENCES[self.layer].checked_call(options, *inputs, initial_state=initial_state)
+
+    def results_like(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns empty tensors shaped like the outputs and the final states."""
+        recurrence, dtype = RECURRENCES[self.layer], state_dtype(inputs)
+        values, keys = inputs[recurrence.values], inputs[recurrence.keys]
+        batch, _, heads, width = values.shape
+        return [
+            values.new_empty(values.shape, dtype=dtype),
+            values.new_empty((batch, heads, keys.shape[3], width), dtype=dtype),
+        ]
+
+
+def trace_scan(
+    layer: str, options: StateOptions, inputs: list[Tensor], initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Runs a call while a graph is traced. Returns (outputs [B, T, H, Dv], states [B, H, Dk, Dv])."""
+    mask, kernel = AttentionMask() if options.mask is None else options.mask, options.kernel
+    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+        raise ValueError(f"mask is a {type(mask).__name__}; an attention mask of documents or a tree is accepted")
+    if kernel is not None and not isinstance(kernel, str):
+        raise ValueError(f"torch.compile takes the name of a kernel; got {kernel}")
+    axis = None if options.axis is None else traced_axis(options.axis)
+    channels = inputs[RECURRENCES[layer].keys].shape[3]
+    before, after = mask.window or (None, None)
+    key = ScanKey(
+        layer,
+        "" if axis is None else axis.name,
+        "" if axis is None else axis.group,
+        "" if options.layout is None else options.layout.text,
+        kernel or "",
+        channels**-0.5 if options.scale is None else float(options.scale),
+        [int(mask.causal), UNBOUNDED if before is None else before, UNBOUNDED if after is None else after],
+    )
+    out, final, _ = _scan(inputs, initial_state, mask.numbers, *key)
+    return out, final
+
+
+def _run_forward(
+    inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
+) -> list[Tensor]:
+    out, final, gathered = ScanKey(*key).call(inputs, initial_state, mask_numbers).forward([*inputs, initial_state])
+    return [*map(own_memory, (out, final)), final.new_empty(0) if gathered is None else own_memory(gathered)]
+
+
+def _forward_like(
+    inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
+) -> list[Tensor]:
+    scan_key = ScanKey(*key)
+    out, final = scan_key.results_like(inputs)
+    layout = read_layout(scan_key.layout)
+    is_local = layout is None or layout.shards == 1
+    return [out, final, final.new_empty(0 if is_local else torch.library.get_ctx().new_dynamic_size())]
+
+
+def _run_backward(
+    grads: list[Tensor],
+    inputs: list[Tensor],
+    initial_state: Tensor | None,
+    gathered: Tensor,
+    mask_numbers: Tensor | None,
+    *key: Any,
+) -> list[Tensor]:
+    """Returns the gradients of the inputs, and of the initial state if there is one."""
+    call = ScanKey(*key).call(inputs, initial_state, mask_numbers)
+    tensors = [*inputs, initial_state]
+    with compat.above_autograd():
+        tensor_grads = call.backward(grads, tensors, gathered)
+    return [
+        own_memory(torch.zeros_like(x) if grad is None else grad)
+        for x, grad in zip(tensors, tensor_grads, strict=True)
+        if x is not None
+    ]
+
+
+def _backward_like(
+    grads: list[Tensor],
+    inputs: list[Tensor],
+    initial_state: Tensor | None,
+    gathered: Tensor,
+    mask_numbers: Tensor | None,
+    *key: Any,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*inputs, initial_state) if x is not None]
+
+
+def _scan_with_autograd(
+    inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
+) -> list[Tensor]:
+    if not any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
+        with compat.below_autograd():
+            return _scan(inputs, initial_state, mask_numbers, *key)
+    return list(cast(Any, _TracedScan).apply(ScanKey(*key), mask_numbers, initial_state, *inputs))
+
+
+_scan = compat.define_op(
+    f"state_scan(Tensor[] inputs, Tensor? initial_state, Tensor? mask_numbers, {KEY_SCHEMA}) -> Tensor[]",
+    _run_forward,
+    _forward_like,
+    _scan_with_autograd,
+)
+_scan_backward = compat.define_op(
+    "state_scan_backward(Tensor[] grads, Tensor[] inputs, Tensor? initial_state, Tensor gathered, "
+    f"Tensor? mask_numbers, {KEY_SCHEMA}) -> Tensor[]",
+    _run_backward,
+    _backward_like,
+)
+
+
+class _TracedScan(torch.autograd.Function):
+    """The op's autograd kernel: `_Scan` of a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: ScanKey, mask_numbers: Tensor | None, initial_state: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        with compat.below_autograd():
+            out, final, gathered = _scan(list(inputs), initial_state, mask_numbers, *key)
+        ctx.key = key
+        ctx.save_for_backward(mask_numbers, initial_state, gathered, *inputs)
+        ctx.mark_non_differentiable(gathered)
+        ctx.set_materialize_grads(False)  # zeros of the gathered elements would need their size
+        return out, final, gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        mask_numbers, initial_state, gathered, *inputs = ctx.saved_tensors
+        results = ctx.key.results_like(inputs)
+        grads = [
+            torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grad_outputs[:2], strict=True)
+        ]
+        input_grads = _scan_backward(grads, inputs, initial_state, gathered, mask_numbers, *ctx.key)
+        if initial_state is None:
+            return None, None, None, *input_grads
+        return None, None, input_grads[-1], *input_grads[:-1]

@@ -1,0 +1,225 @@
+"""Layers with a state inside compiled graphs, and on DTensors: results and gradients of local eager calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_states import inputs_of, layer_of, own_inputs
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from armillary.attention import AttentionMask, gated_delta_rule, ssd
+from armillary.core import Axis, CommLedger, SequenceLayout
+from armillary.core.neighbours import halo, shift, short_convolution
+from armillary.core.testing import mesh, relative_error
+
+LENGTH = 24
+MASKS = {
+    "none": None,
+    "documents": AttentionMask(documents=[0, 10, LENGTH]),
+    "rows": AttentionMask(documents=[[0, 5, LENGTH], [0, 14, 20, LENGTH]]),
+    "tree": AttentionMask.tree([0, 7, 12, 15, LENGTH], [-1, 0, 0, 2]),
+}
+KINDS = ["delta", "channels", "ssd"]
+TOKENS = (Shard(1), Shard(2))
+
+
+def state_of(kind: str) -> torch.Tensor:
+    shape = (2, 4, 5, 6) if kind == "ssd" else (2, 4, 6, 5)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def compiled_and_eager(kind: str, backend: str) -> dict[str, bool]:
+    torch._dynamo.reset()
+    ring, layer = mesh(ring=2)["ring"], layer_of(kind)
+    rank = Axis.of(ring).rank
+    same = {}
+    for name, mask in MASKS.items():
+        for layout in (SequenceLayout.zigzag(LENGTH, 2), SequenceLayout([[range(5), range(20, 24)], [range(5, 20)]])):
+            own = {name: x.requires_grad_() for name, x in own_inputs(inputs_of(kind, LENGTH), layout, rank).items()}
+            initial = state_of(kind).requires_grad_()
+
+            def block(initial, own, layout=layout, mask=mask) -> torch.Tensor:
+                doubled = {name: 2 * x for name, x in own.items()}
+                out, final = layer(**doubled, layout=layout, axis=ring, mask=mask, initial_state=initial)
+                return (out * out).sum() + final.sin().sum()
+
+            results = []
+            for function in (block, torch.compile(block, backend=backend, fullgraph=True)):
+                with CommLedger() as ledger:
+                    loss = function(initial, own)
+                    grads = torch.autograd.grad(loss, [*own.values(), initial])
+                results.append(([loss, *grads], dict(ledger.entries)))
+            (eager, sent), (compiled, compiled_sent) = results
+            errors = [relative_error(a, b) for a, b in zip(compiled, eager, strict=True)]
+            same[f"{name} {layout}"] = max(errors) < 1e-12 and sent == compiled_sent and bool(sent)
+    return same
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_in_the_graph(worlds, kind):
+    for same in worlds(2).run(compiled_and_eager, kind, "aot_eager", timeout=300):
+        assert all(same.values()), same
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_in_the_graph_of_the_default_compiler(worlds, kind):
+    for same in worlds(2).run(compiled_and_eager, kind, "inductor", timeout=600):
+        assert all(same.values()), same
+
+
+def test_layers_of_one_rank_are_in_the_graph_of_any_documents():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    inputs = {name: x.requires_grad_() for name, x in inputs_of("delta", LENGTH).items()}
+
+    def block(inputs, mask) -> torch.Tensor:
+        return gated_delta_rule(**inputs, mask=mask)[0].sin()
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for first in range(1, 5):
+        mask = AttentionMask(documents=[0, first, LENGTH])
+        results = []
+        for function in (block, compiled):
+            out = function(inputs, mask)
+            results.append([out, *torch.autograd.grad(out.sum(), list(inputs.values()))])
+        assert all(relative_error(a, b) < 1e-12 for a, b in zip(*results, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(compiled({name: x.detach() for name, x in inputs.items()}, mask), out)  # without gradients
+
+
+def test_wrong_arguments_are_refused_when_the_graph_runs():
+    inputs = inputs_of("ssd", LENGTH)
+    compiled = torch.compile(ssd, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"documents.* 20"):
+        compiled(**inputs, mask=AttentionMask(documents=[0, 20]))
+    with pytest.raises(ValueError, match="dt "):
+        compiled(**inputs | {"dt": inputs["dt"][:, :5]})
+
+
+def distributed(kind: str) -> dict[str, float]:
+    """A layer on DTensors over ring x tp against local calls with the heads of the tp rank."""
+    both = mesh(ring=2, tp=2)["ring", "tp"]
+    ring, tp = both["ring"], both["tp"]
+    layout, rank = SequenceLayout.zigzag(LENGTH, 2), Axis.of(ring).rank
+    inputs, initial, layer = inputs_of(kind, LENGTH), state_of(kind), layer_of(kind)
+    mask = MASKS["documents"]
+    heads = {name: x.chunk(2, 0 if name == "A" else 2)[tp.get_local_rank()] for name, x in inputs.items()}
+    own = {name: x.clone().requires_grad_() for name, x in own_inputs(heads, layout, rank).items()}
+    own_state = initial.chunk(2, 1)[tp.get_local_rank()].clone().requires_grad_()
+
+    def loss_of(out, final, share) -> torch.Tensor:
+        return (out * out).sum() + (final * final).sum() * share
+
+    out, final = layer(**own, layout=layout, axis=ring, mask=mask, initial_state=own_state)
+    # The final state is in the loss once, not once for each rank.
+    grads = torch.autograd.grad(loss_of(out, final, rank == 0), [*own.values(), own_state])
+    local = dict(zip((*own, "initial_state"), grads, strict=True))
+
+    placements = {"A": (Replicate(), Shard(0)), "initial_state": (Replicate(), Shard(1))}
+    shapes = {name: x.shape for name, x in inputs.items()} | {"initial_state": initial.shape}
+    leaves = {
+        name: DTensor.from_local(
+            x.detach(), both, placements.get(name, TOKENS), shape=shapes[name], stride=stride_of(shapes[name])
+        ).requires_grad_()
+        for name, x in (own | {"initial_state": own_state}).items()
+    }
+    d_out, d_final = layer(**leaves, layout=layout, axis=ring, mask=mask)
+    assert d_out.placements == (Shard(1), Shard(2)) and d_final.placements == (Replicate(), Shard(1))
+    assert d_out.shape == (2, LENGTH, 4, 5) and d_final.shape == initial.shape
+    d_grads = torch.autograd.grad(loss_of(d_out, d_final, 1), list(leaves.values()))
+    errors = {"out": relative_error(d_out.to_local(), out), "final": relative_error(d_final.to_local(), final)}
+    for name, grad in zip(leaves, d_grads, strict=True):
+        expected = (Partial(), *placements[name][1:]) if name in placements else (Shard(1), Shard(2))
+        assert grad.placements == expected, (name, grad)
+        errors[name] = relative_error(grad.to_local(), local[name])
+    return errors
+
+
+def stride_of(shape) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtensors_of_tokens_and_heads(worlds, kind):
+    for errors in worlds(4).run(distributed, kind):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def refusals_of_dtensors() -> None:
+    both = mesh(ring=2, tp=2)["ring", "tp"]
+    ring, layout = both["ring"], SequenceLayout.contiguous(LENGTH, 2)
+    inputs = inputs_of("delta", LENGTH)
+
+    def tokens(*placements, **replaced):
+        locals_ = own_inputs(inputs, layout, Axis.of(ring).rank)
+        return {name: replaced.get(name, DTensor.from_local(x, both, placements)) for name, x in locals_.items()}
+
+    good = tokens(Shard(1), Replicate())
+    uneven = SequenceLayout([[range(10)], [range(10, LENGTH)]])
+    cases = {
+        r"k local.*to_local": lambda: gated_delta_rule(**good | {"k": good["k"].to_local()}, layout=layout, axis=ring),
+        "placed alike": lambda: gated_delta_rule(
+            **good | {"k": tokens(Shard(1), Shard(2))["k"]}, layout=layout, axis=ring
+        ),
+        r"Shard\(dim=1\)": lambda: gated_delta_rule(**tokens(Replicate(), Replicate()), layout=layout, axis=ring),
+        "redistribute": lambda: gated_delta_rule(**tokens(Shard(1), Partial()), layout=layout, axis=ring),
+        r"\(10, 14\)": lambda: gated_delta_rule(**good, layout=uneven, axis=ring),
+        "initial_state": lambda: gated_delta_rule(
+            **good,
+            layout=layout,
+            axis=ring,
+            initial_state=DTensor.from_local(state_of("delta"), both, [Shard(1), Replicate()]),
+        ),
+        "not one of them": lambda: gated_delta_rule(
+            **{name: x.redistribute(placements=[Shard(1), Replicate()]) for name, x in good.items()},
+            layout=layout,
+            axis=mesh(ring=2, tp=2)["ulysses"],
+        ),
+    }
+    for words, call in cases.items():
+        with CommLedger() as ledger, pytest.raises(ValueError, match=words):
+            call()
+        assert not ledger.messages()
+
+
+def test_dtensors_that_do_not_fit_are_refused(worlds):
+    worlds(4).run(refusals_of_dtensors)
+
+
+def convolutions_and_shifts() -> dict[str, bool]:
+    """Functions of core that take a mask: compiled for trees and rows, one graph for all documents."""
+    ring = mesh(ring=2)["ring"]
+    layout, rank = SequenceLayout.zigzag(LENGTH, 2), Axis.of(ring).rank
+    generator = torch.Generator().manual_seed(0)
+    own = layout.take(torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
+    weight = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
+
+    def both(x, weight, mask) -> torch.Tensor:
+        return short_convolution(x, weight, layout, ring, mask=mask) * shift(x, layout, ring, 1, mask=mask).sin()
+
+    def halos(x, weight, mask) -> torch.Tensor:
+        return torch.cat([run.flatten(0, 1).sin() for run in halo(x, layout, ring, 3, mask=mask)])
+
+    same = {}
+    for function in (both, halos):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        documents = {str(end): AttentionMask(documents=[0, end, LENGTH]) for end in (3, 12, 20)}
+        for name, mask in (documents | MASKS).items():
+            results = []
+            for call in (function, compiled):
+                out = call(own, weight, mask)
+                results.append([out, *torch.autograd.grad(out.sum(), [own, weight], allow_unused=True)])
+            tensors = zip(*results, strict=True)
+            close = all(a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in tensors)
+            same[f"{function.__name__} {name}"] = close
+            if name == "20" and function is both:
+                same["one graph"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    return same
+
+
+def test_convolutions_and_shifts_of_masks_are_in_the_graph(worlds):
+    for same in worlds(2).run(convolutions_and_shifts, timeout=300):
+        assert all(same.values()), same

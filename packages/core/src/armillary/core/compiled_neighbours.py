@@ -1,0 +1,290 @@
+"""`armillary.core.neighbours` inside `torch.compile` without a graph break: opaque ops, each with its gradient's op.
+
+Ops take tensors, numbers and strings, from which they look up the tables when the graph runs. One graph serves all
+masks: their documents and segments are a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import index
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
+
+from armillary.core import compat
+from armillary.core.collectives.compiled import TracedAxis, own_memory
+from armillary.core.collectives.token_moves import start_move, start_return
+from armillary.core.layout import SequenceLayout
+from armillary.core.move_key import KEY_SCHEMA, MoveKey, documents_segments, read_layout
+from armillary.core.neighbour_tables import check_layout, halo_table, tokens_dim
+from armillary.core.observe.ledger import phase
+from armillary.core.segments import Segmented, Segments, check_left
+from armillary.core.short_convolutions import convolve_runs
+
+FLAT = -1
+"""The dim of tokens of several rows that are flattened into dim 0: row by row."""
+
+
+# -- functions of `armillary.core.neighbours` on local tensors, while a graph is traced --------------------------------
+
+
+def relayout(x: Tensor, source: SequenceLayout, target: SequenceLayout, axis: TracedAxis, dim: int) -> Tensor:
+    for layout in (source, target):
+        check_layout(layout, axis)
+    if source.text == target.text:
+        return x
+    key = MoveKey.of("relayout", axis, source, None, None, target=target)
+    return _move(x, tokens_dim(x, dim), target.sizes[axis.rank], False, *key)
+
+
+def shift(
+    x: Tensor,
+    layout: SequenceLayout,
+    axis: TracedAxis,
+    offset: int,
+    documents: object,
+    fill: float,
+    dim: int,
+    mask: Segmented | None,
+) -> Tensor:
+    check_layout(layout, axis)
+    key = MoveKey.of("shift", axis, layout, documents, mask, (offset,), fill=fill)
+    return _move(x, tokens_dim(x, dim), layout.sizes[axis.rank], False, *key)
+
+
+def halo(
+    x: Tensor,
+    layout: SequenceLayout,
+    axis: TracedAxis,
+    left: int,
+    right: int,
+    documents: object,
+    dim: int,
+    mask: Segmented | None,
+) -> tuple[Tensor, ...]:
+    check_layout(layout, axis)
+    key = MoveKey.of("halo", axis, layout, documents, mask, (left, right))
+    # The graph is for this mask alone, on which the number of results depends.
+    segments = [] if mask is None else mask.segments(layout.length)
+    ends = [[index(value) for value in row.ends] for row in segments]
+    parents = [[index(value) for value in row.parents] for row in segments]
+    text = _halo_lengths(key.layout, key.documents, ends, parents, left, right, axis.rank)
+    rows, *lengths = [int(size) for size in text.split(",")]
+    if rows > 1:
+        runs = _move(x.flatten(0, 1), FLAT, sum(lengths), False, *key)
+        return tuple(run.unsqueeze(0) for run in runs.split(lengths))
+    return _move(x, tokens_dim(x, dim), sum(lengths), False, *key).split(lengths, dim)
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    layout: SequenceLayout,
+    axis: TracedAxis,
+    bias: Tensor | None,
+    documents: object,
+    mask: Segmented | None,
+) -> Tensor:
+    check_layout(layout, axis)
+    return _convolve(x, weight, bias, *MoveKey.of("halo", axis, layout, documents, mask, (weight.shape[1] - 1, 0)))[0]
+
+
+# -- moves ------------------------------------------------------------------------------------------------------------
+
+
+def _phase(backward: bool) -> AbstractContextManager[Any]:
+    # The ledger's phase is an argument: inside a graph no context manager is active.
+    return phase("backward") if backward else nullcontext()
+
+
+def _run_move(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+    axis, table, _, rows = MoveKey(*key).table(x)
+    tokens = _tokens(x, dim, rows)
+    count = table.tokens if dim == FLAT else table.tokens // rows
+    if len(tokens) != table.tokens:
+        raise ValueError(f"x {tuple(x.shape)}: the shard has {count} tokens in each of {rows} rows")
+    with _phase(backward):
+        return own_memory(_by_row(start_move(tokens, axis, table, MoveKey(*key).fill).wait(), dim, rows))
+
+
+def _run_return(grad: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+    axis, table, _, rows = MoveKey(*key).table(grad)
+    with _phase(backward):
+        return own_memory(_by_row(start_return(_tokens(grad, dim, rows), axis, table).wait(), dim, rows))
+
+
+def _tokens(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Returns the tokens on dim 0: of x [B, T, ...] row by row, where rows have segments of their own."""
+    if dim == FLAT:
+        return x
+    if rows == 1:
+        return x.movedim(dim, 0)
+    if dim != 1 or len(x) != rows:
+        raise ValueError(f"x {tuple(x.shape)}: segments of {rows} rows need {rows} rows on dim 0, and tokens on dim 1")
+    return x.flatten(0, 1)
+
+
+def _by_row(tokens: Tensor, dim: int, rows: int) -> Tensor:
+    """The inverse of `_tokens`."""
+    if dim == FLAT:
+        return tokens
+    return tokens.movedim(0, dim) if rows == 1 else tokens.unflatten(0, (rows, -1))
+
+
+def _like(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+    dim = 0 if dim == FLAT else dim
+    return x.new_empty((*x.shape[:dim], result_tokens, *x.shape[dim + 1 :]))
+
+
+class _Moved(torch.autograd.Function):
+    """One of the two ops; the other is its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        op: OpOverload,
+        adjoint: OpOverload,
+        dim: int,
+        result_tokens: int,
+        backward: bool,
+        key: MoveKey,
+    ) -> Tensor:
+        ctx.adjoint, ctx.fields = adjoint, key[1:-1]
+        ctx.dim, ctx.tokens = dim, x.shape[max(dim, 0)]
+        ctx.save_for_backward(key.mask_numbers)
+        with compat.below_autograd():
+            return op(x, dim, result_tokens, backward, *key)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (mask_numbers,) = ctx.saved_tensors
+        grad = ctx.adjoint(grads[0], ctx.dim, ctx.tokens, True, mask_numbers, *ctx.fields, 0.0)
+        return grad, *[None] * 6
+
+
+def _move_differentiably(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+    call = _move, _return, dim, result_tokens, backward, MoveKey(*key)
+    return cast(Tensor, cast(Any, _Moved).apply(x, *call))
+
+
+def _return_differentiably(grad: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+    call = _return, _move, dim, result_tokens, backward, MoveKey(*key)
+    return cast(Tensor, cast(Any, _Moved).apply(grad, *call))
+
+
+_CALL = f"Tensor x, SymInt dim, SymInt result_tokens, bool backward, {KEY_SCHEMA}"
+_move = compat.define_op(f"move_tokens({_CALL}) -> Tensor", _run_move, _like, _move_differentiably)
+_return = compat.define_op(f"return_tokens({_CALL}) -> Tensor", _run_return, _like, _return_differentiably)
+
+
+@compat.constant_when_traced
+def _halo_lengths(
+    layout_text: str,
+    documents: str,
+    ends: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    left: int,
+    right: int,
+    rank: int,
+) -> str:
+    """Returns the number of rows with segments of their own, and the length of each run with its halo."""
+    layout = read_layout(layout_text)
+    rows = tuple(Segments(tuple(a), tuple(b)) for a, b in zip(ends, parents, strict=True))
+    rows = rows or documents_segments(documents, layout.length)
+    check_left("right", -right, rows)
+    return ",".join(map(str, (len(rows), *halo_table(layout, rows, left, right, rank)[1])))
+
+
+# -- short convolution ------------------------------------------------------------------------------------------------
+
+
+def _run_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
+    """Returns the outputs, and for backward the runs with their halos, flat [tokens, C]."""
+    axis, table, lengths, rows = MoveKey(*key).table(x)
+    tokens = _tokens(x, 1, rows)
+    if len(tokens) != table.tokens:
+        raise ValueError(f"x {tuple(x.shape)}: the shard has {table.tokens // rows} tokens in each of {rows} rows")
+    runs = start_move(tokens, axis, table).wait()
+    out = _convolve_tokens(runs, weight, bias, lengths)
+    return [own_memory(out.view(x.shape)), own_memory(runs.flatten(0, -2))]
+
+
+def _convolve_tokens(runs: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    """Convolves runs [tokens, B, C], or [tokens, C] of several rows."""
+    return convolve_runs(runs.transpose(0, 1) if runs.ndim == 3 else runs.unsqueeze(0), weight, bias, lengths)
+
+
+def _convolve_like(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
+    # The number of tokens in halos depends on the mask, which is unknown while a graph is traced.
+    return [x.new_empty(x.shape), x.new_empty((torch.library.get_ctx().new_dynamic_size(), x.shape[2]))]
+
+
+def _run_convolve_backward(
+    dout: Tensor, flat_runs: Tensor, weight: Tensor, bias: Tensor | None, *key: Any
+) -> list[Tensor]:
+    """Returns the gradients of x, weight, and of bias if there is one."""
+    axis, table, lengths, rows = MoveKey(*key).table(dout)
+    runs = flat_runs.unflatten(0, (-1, len(dout))) if rows == 1 else flat_runs
+    leaves = [x.detach().requires_grad_() for x in (runs, weight, bias) if x is not None]
+    with compat.above_autograd(), torch.enable_grad():
+        runs_leaf, weight_leaf, *bias_leaf = leaves
+        out = _convolve_tokens(runs_leaf, weight_leaf, bias_leaf[0] if bias_leaf else None, lengths)
+        druns, *dparameters = torch.autograd.grad(out, leaves, dout.reshape(out.shape))
+    with phase("backward"):
+        dx = _by_row(start_return(druns, axis, table).wait(), 1, rows)
+    return [*map(own_memory, (dx, *dparameters))]
+
+
+def _convolve_backward_like(
+    dout: Tensor, flat_runs: Tensor, weight: Tensor, bias: Tensor | None, *key: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (dout, weight, bias) if x is not None]
+
+
+class _Convolved(torch.autograd.Function):
+    """The op's autograd kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, key: MoveKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        with compat.below_autograd():
+            out, runs = _convolve(x, weight, bias, *key)
+        ctx.fields = key[1:]
+        ctx.save_for_backward(key.mask_numbers, runs, weight, bias)
+        ctx.mark_non_differentiable(runs)
+        ctx.set_materialize_grads(False)  # zeros of the runs would need their size
+        return out, runs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        mask_numbers, runs, weight, bias = ctx.saved_tensors
+        if grads[0] is None:
+            return None, None, None, None
+        tensor_grads = _convolve_backward(grads[0], runs, weight, bias, mask_numbers, *ctx.fields)
+        return None, *tensor_grads, *([None] if bias is None else [])
+
+
+def _convolve_differentiably(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
+    if not any(y is not None and y.requires_grad for y in (x, weight, bias)):
+        with compat.below_autograd():
+            return _convolve(x, weight, bias, *key)
+    return list(cast(Any, _Convolved).apply(MoveKey(*key), x, weight, bias))
+
+
+_convolve = compat.define_op(
+    f"short_convolution(Tensor x, Tensor weight, Tensor? bias, {KEY_SCHEMA}) -> Tensor[]",
+    _run_convolve,
+    _convolve_like,
+    _convolve_differentiably,
+)
+_convolve_backward = compat.define_op(
+    f"short_convolution_backward(Tensor dout, Tensor flat_runs, Tensor weight, Tensor? bias, {KEY_SCHEMA}) -> Tensor[]",
+    _run_convolve_backward,
+    _convolve_backward_like,
+)

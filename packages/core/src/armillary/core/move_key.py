@@ -1,0 +1,161 @@
+"""A move of `armillary.core.neighbours` in types that an op's schema allows: tensors, numbers and strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
+
+import torch
+from torch import Tensor
+
+from armillary.core.collectives.compiled import TracedAxis, axis_of
+from armillary.core.collectives.token_moves import MoveTable
+from armillary.core.layout import SequenceLayout
+from armillary.core.mesh import Axis
+from armillary.core.neighbour_tables import halo_table, relayout_table, shift_table
+from armillary.core.segments import Segmented, Segments, check_left, segments_of
+from armillary.core.validation import Window
+
+KEY_SCHEMA = (
+    "Tensor? mask_numbers, str move, str axis, str group, str layout, str target, str documents, str mask, "
+    "SymInt[] sides, SymInt[] numbers, float fill"
+)
+UNBOUNDED = -1
+"""Stands for None as a side of a mask's window."""
+
+
+class TraceableMask(Segmented, Protocol):
+    """A mask that a compiled graph takes apart, and makes again when it runs."""
+
+    reference: ClassVar[str]
+    """The class, as "module:name"."""
+    causal: bool
+    window: Window | None
+    numbers: Tensor | None
+    """All other fields, for `of_numbers`; None if there are none."""
+
+    @classmethod
+    def of_numbers(cls, causal: bool, window: Window | None, numbers: Sequence[int]) -> Self: ...
+
+
+class MoveKey(NamedTuple):
+    """A move without its tokens: `KEY_SCHEMA`.
+
+    Args:
+        mask_numbers: those of the mask; None without a mask.
+        move: "relayout", "shift" or "halo".
+        axis, group: names of the axis and of its group.
+        layout, target: texts of layouts; the second of "relayout" alone.
+        documents: boundaries, "0,10,24", or ";" between those of rows; "" for None.
+        mask: `TraceableMask.reference`; "" for None.
+        sides: causal and the two sides of the mask's window.
+        numbers: offset, or left and right.
+    """
+
+    mask_numbers: Tensor | None
+    move: str
+    axis: str
+    group: str
+    layout: str
+    target: str
+    documents: str
+    mask: str
+    sides: Sequence[int]
+    numbers: Sequence[int]
+    fill: float
+
+    @classmethod
+    def of(
+        cls,
+        move: str,
+        axis: TracedAxis,
+        layout: SequenceLayout,
+        documents: object,
+        mask: Segmented | None,
+        numbers: Sequence[int] = (),
+        fill: float = 0,
+        target: SequenceLayout | None = None,
+    ) -> MoveKey:
+        """Returns the key of a call while a graph is traced.
+
+        Raises:
+            ValueError: documents that are a tensor, whose values are unknown there; a mask that is not traceable.
+        """
+        reference, mask_numbers, sides = "", None, [1, UNBOUNDED, UNBOUNDED]
+        if documents is not None and mask is not None:
+            raise ValueError(f"documents={documents!r} beside mask={mask!r}: pass one of them")
+        if isinstance(documents, Tensor):
+            raise ValueError("documents is a tensor; torch.compile takes boundaries as integers, or an attention mask")
+        if mask is not None:
+            if not hasattr(mask, "reference"):
+                raise ValueError(f"mask is a {type(mask).__name__}; torch.compile takes an attention mask")
+            traceable = cast(TraceableMask, mask)
+            before, after = traceable.window or (None, None)
+            reference, mask_numbers = traceable.reference, traceable.numbers
+            sides = [int(traceable.causal), *(UNBOUNDED if side is None else side for side in (before, after))]
+        return cls(
+            mask_numbers,
+            move,
+            axis.name,
+            axis.group,
+            layout.text,
+            "" if target is None else target.text,
+            "" if documents is None else _documents_text(cast("Sequence[Any]", documents)),
+            reference,
+            sides,
+            list(numbers),
+            float(fill),
+        )
+
+    def segments(self, length: int) -> tuple[Segments, ...]:
+        """Returns the segments of each row, or one entry for all rows."""
+        if self.mask:
+            causal, *window = self.sides
+            before, after = (None if side == UNBOUNDED else int(side) for side in window)
+            numbers = None if self.mask_numbers is None else self.mask_numbers.numpy().tobytes()
+            return _mask_segments(self.mask, bool(causal), (before, after), numbers, length)
+        return documents_segments(self.documents, length)
+
+    def table(self, x: Tensor) -> tuple[Axis, MoveTable, list[int], int]:
+        """Returns (axis, table, lengths of runs with their halos, rows) for tokens on the device of x."""
+        axis, layout = axis_of(self.axis, self.group, x), read_layout(self.layout)
+        numbers = [int(value) for value in self.numbers]
+        if self.move == "relayout":
+            return axis, relayout_table(layout, read_layout(self.target), axis.rank), [], 1
+        segments = self.segments(layout.length)
+        if self.move == "shift":
+            check_left("offset", numbers[0], segments)
+            return axis, shift_table(layout, segments, numbers[0], axis.rank), [], len(segments)
+        return axis, *halo_table(layout, segments, numbers[0], numbers[1], axis.rank), len(segments)
+
+
+def _documents_text(documents: Sequence[Any]) -> str:
+    rows = [documents] if isinstance(documents[0], int) else documents
+    # A row's text ends with ";" where rows have boundaries of their own, so that one row is told from all rows alike.
+    return "".join([",".join([str(end) for end in row]) + ("" if row is documents else ";") for row in rows])
+
+
+def documents_segments(text: str, length: int) -> tuple[Segments, ...]:
+    rows = [[int(end) for end in row.split(",")] for row in text.split(";") if row]
+    return segments_of(length, (rows if ";" in text else rows[0]) if rows else None)
+
+
+@lru_cache(maxsize=64)
+def read_layout(text: str) -> SequenceLayout:
+    return SequenceLayout.read(text)
+
+
+@lru_cache(maxsize=16)
+def _mask_segments(
+    reference: str, causal: bool, window: Window, numbers: bytes | None, length: int
+) -> tuple[Segments, ...]:
+    module, _, name = reference.partition(":")
+    mask_class = getattr(import_module(module), name)
+    sides = None if window == (None, None) else window
+    if numbers is None:
+        mask = mask_class(causal, sides)
+    else:
+        mask = mask_class.of_numbers(causal, sides, torch.frombuffer(bytearray(numbers), dtype=torch.int64).tolist())
+    return segments_of(length, mask=mask)

@@ -1,0 +1,81 @@
+"""The tables of `armillary.core.neighbours`: which tokens each rank needs, computed on the host and cached."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from armillary.core.collectives.token_moves import MoveTable
+from armillary.core.layout import SequenceLayout
+from armillary.core.segments import Segments
+from armillary.core.slices import Integers
+from armillary.core.validation import check_tensor, integer
+
+
+class NamedAxis(Protocol):
+    """An axis as far as its name and size."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+def check_layout(layout: SequenceLayout, axis: NamedAxis) -> None:
+    if layout.shards != axis.size:
+        raise ValueError(f"the layout has {layout.shards} shards; axis {axis.name!r} has {axis.size} ranks")
+
+
+def tokens_dim(x: Tensor, dim: int) -> int:
+    """Returns the dim of tokens counted from the front. Raises ValueError if x has no such dim."""
+    check_tensor("x", x)
+    if not -x.ndim <= integer("dim", dim) < x.ndim:
+        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
+    return dim % x.ndim
+
+
+def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[range]:
+    """Returns the runs of a shard in local order: its spans, cut at the boundaries of segments and at steps."""
+    return [run for span in layout.spans(shard) for run in segments.cut(span)]
+
+
+# Every layer and step looks up a table, for few distinct layouts and documents.
+@lru_cache(maxsize=32)
+def relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -> MoveTable:
+    return MoveTable.build(source, rank, [[target.positions(shard).numpy()] for shard in range(target.shards)])
+
+
+@lru_cache(maxsize=32)
+def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
+    positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
+    return MoveTable.build(
+        layout, rank, [[row.ancestors(shard_positions, offset) for row in rows] for shard_positions in positions]
+    )
+
+
+@lru_cache(maxsize=32)
+def halo_table(
+    layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
+) -> tuple[MoveTable, list[int]]:
+    runs = [[runs_of(layout, shard, row) for row in rows] for shard in range(layout.shards)]
+    needed_positions = [
+        [
+            np.concatenate([_surroundings(row, run, left, right) for run in row_runs])
+            for row, row_runs in zip(rows, by_row, strict=True)
+        ]
+        for by_row in runs
+    ]
+    lengths = [left + len(run) + right for row_runs in runs[rank] for run in row_runs]
+    return MoveTable.build(layout, rank, needed_positions), lengths
+
+
+def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:
+    """Returns the positions of a run with its halo; -1 for tokens that do not exist."""
+    tokens = np.arange(run.start, run.stop, run.step)
+    before = [segments.ancestors(tokens[:1], distance) for distance in range(left, 0, -1)]
+    after = [segments.ancestors(tokens[-1:], -distance) for distance in range(1, right + 1)]
+    return np.concatenate([*before, tokens, *after])

@@ -1,0 +1,98 @@
+"""Relayout, shift, halo and short convolution inside compiled graphs: results, gradients and bytes of eager calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_neighbours import N, layouts
+
+from armillary.core import Axis, CommLedger
+from armillary.core.neighbours import halo, relayout, shift, short_convolution
+from armillary.core.testing import mesh
+
+DOCUMENTS = {"none": None, "documents": [0, 1, 3, 17, 37], "rows": [[0, 4, 37], [0, 20, 21, 37]]}
+
+
+def functions(kind: str, ring, documents) -> dict[str, Callable]:
+    source, target = layouts(2)[kind], layouts(2)["zigzag" if kind == "contiguous" else "contiguous"]
+    where = {"layout": source, "axis": ring, "documents": documents}
+    return {
+        "relayout": lambda x, weight, bias: relayout(2 * x, source, target, ring).sin(),
+        "turned": lambda x, weight, bias: relayout((2 * x).transpose(1, 2), source, target, ring, dim=2).sin(),
+        "shift": lambda x, weight, bias: shift(2 * x, offset=2, fill=3.0, **where).sin(),
+        "ahead": lambda x, weight, bias: shift(2 * x, offset=-1, **where).sin(),
+        "halo": lambda x, weight, bias: torch.cat([y.sin() for y in halo(2 * x, left=3, right=1, **where)], 1),
+        "convolution": lambda x, weight, bias: short_convolution(2 * x, weight, bias=bias, **where).sin(),
+        "without bias": lambda x, weight, bias: short_convolution(2 * x, weight, **where).sin(),
+    }
+
+
+def compiled_and_eager(kind: str, backend: str) -> dict[str, bool]:
+    ring = mesh(ring=2)["ring"]
+    rank, generator = Axis.of(ring).rank, torch.Generator().manual_seed(1)
+    x = layouts(2)[kind].take(torch.randn(2, N, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
+    shapes = (3, 4), (3,)
+    parameters = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+    same = {}
+    for rows, documents in DOCUMENTS.items():
+        for name, function in functions(kind, ring, documents).items():
+            torch._dynamo.reset()
+            results = []
+            for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+                with CommLedger() as ledger:
+                    out = call(x, *parameters)
+                    grads = torch.autograd.grad(out.square().sum(), [x, *parameters], allow_unused=True)
+                results.append(([out, *(y for y in grads if y is not None)], dict(ledger.entries)))
+            (eager, sent), (compiled, compiled_sent) = results
+            close = all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(eager, compiled, strict=True))
+            same[f"{name} {rows}"] = close and sent == compiled_sent
+    return same
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "ragged"])
+def test_functions_are_in_the_graph(worlds, kind):
+    for same in worlds(2).run(compiled_and_eager, kind, "aot_eager", timeout=300):
+        assert all(same.values()), same
+
+
+@pytest.mark.long
+def test_functions_are_in_the_graph_of_the_default_compiler(worlds):
+    for same in worlds(2).run(compiled_and_eager, "zigzag", "inductor", timeout=600):
+        assert all(same.values()), same
+
+
+def labels() -> None:
+    ring = mesh(ring=2)["ring"]
+    layout = layouts(2)["zigzag"]
+    ids = layout.take(torch.arange(2 * N).view(2, N), Axis.of(ring).rank)
+
+    def next_ids(ids):
+        return shift(ids + 1, layout, ring, -1, fill=-100)
+
+    assert torch.equal(torch.compile(next_ids, backend="aot_eager", fullgraph=True)(ids), next_ids(ids))
+
+
+def test_integers_are_shifted_in_the_graph(worlds):
+    worlds(2).run(labels)
+
+
+def refusals() -> None:
+    ring = mesh(ring=2)["ring"]
+    layout = layouts(2)["zigzag"]
+    x = layout.take(torch.zeros(2, N, 3), Axis.of(ring).rank)
+    compiled = torch.compile(shift, backend="aot_eager", fullgraph=True)
+    for words, call in {
+        "boundaries": lambda: compiled(x, layout, ring, 1, documents=[0, 5]),
+        "the shard has": lambda: compiled(x[:, 1:], layout, ring, 1),
+        "documents": lambda: compiled(x, layout, ring, 1, documents=torch.tensor([0, N])),
+    }.items():
+        torch._dynamo.reset()
+        with CommLedger() as ledger, pytest.raises(Exception, match=words):
+            call()
+        assert not ledger.messages()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
+    worlds(2).run(refusals)
