@@ -20,6 +20,7 @@ from armillary.attention.call import spec
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.models import linear_token_loss
+from armillary.models.dtensors import tokens_dtensor
 from armillary.models.initialize import write
 from armillary.train import (
     Config,
@@ -171,7 +172,7 @@ def distributed(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] 
     """The placements and mesh of a batch as a DTensor, with which the loss is that of local tensors to the bit."""
     run = built(config)
     batch = run.training.batch(0)
-    tokens, labels = (run.distributed(x, batch.layout) for x in (batch.tokens, batch.labels))
+    tokens, labels = (tokens_dtensor(x, batch.layout, run.mesh) for x in (batch.tokens, batch.labels))
     if not isinstance(tokens, DTensor):
         return None
     call = {"positions": batch.positions[0], "mask": run.mask(batch), "layout": batch.layout}

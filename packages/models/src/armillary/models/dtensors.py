@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -26,13 +27,26 @@ from armillary.core.placements import (
     local_of,
     mesh_dim,
 )
-from armillary.core.sequence import nested_sizes
+from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, nested_sizes, sequence_from_local
 from armillary.models.block import Block
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROW_AXES = ("replicate", "shard")
 """Axes of `build_mesh` that shard batch rows, over which gradients are summed."""
+
+
+def tokens_dtensor(x: Tensor, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
+    """Returns this rank's shard [B, T] of a batch as a DTensor [rows, N], placed as models take it.
+
+    It stays local if DTensor has no such shards: shards of balanced layouts differ in length, and of 250 tokens on 4
+    ranks zigzag gives two ranks 62, DTensor 63 and 61.
+    """
+    names = mesh.mesh_dim_names or ()
+    axes, rows = ([name for name in kind if name in names] for kind in (SEQUENCE_AXES, ROW_AXES))
+    if not is_cut_by_dtensor(layout, mesh, axes):
+        return x
+    return sequence_from_local(x, layout, mesh, axes=axes, rows=rows)
 
 
 def takes_dtensors(forward: F) -> F:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from armillary.models import (
-    GPTConfig,
-    LinearScaling,
-    Llama3Scaling,
-    LlamaConfig,
-    RopeScaling,
-    YarnScaling,
-    pretrained_config,
-)
+from armillary.models import GPTConfig, LlamaConfig, pretrained_config
 from armillary.train.config import ModelConfig
-from armillary.train.config.model_fields import check_gpt, check_sizes
+from armillary.train.config.model_fields import check_gpt, check_sizes, rope_scaling
 
 ROPE_THETA = 10_000.0
 
@@ -71,21 +63,3 @@ def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
         rope_scaling=sizes.rope_scaling if config.rope_scaling is None else rope_scaling(config),
         max_positions=max(sizes.max_positions, length),
     )
-
-
-def rope_scaling(config: ModelConfig) -> RopeScaling | None:
-    """Returns the scaling of RoPE's frequencies, with LLaMA 3.1's and YaRN's usual constants."""
-    match config.rope_scaling:
-        case "linear":
-            return LinearScaling(factor=config.rope_factor)
-        case "llama3":
-            return Llama3Scaling(
-                factor=config.rope_factor,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=config.rope_original_length,
-            )
-        case "yarn":
-            return YarnScaling(factor=config.rope_factor, original_max_position_embeddings=config.rope_original_length)
-        case _:
-            return None

@@ -1,10 +1,10 @@
-"""Checks of the model's fields against its family and its pretrained folder."""
+"""The model's fields: checks against its family and its pretrained folder, and the scaling of RoPE."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-from armillary.models import GPTConfig, LlamaConfig
+from armillary.models import GPTConfig, LinearScaling, Llama3Scaling, LlamaConfig, RopeScaling, YarnScaling
 from armillary.train.config import ModelConfig
 from armillary.train.config.overlay import flag
 
@@ -45,3 +45,21 @@ def check_gpt(config: ModelConfig) -> None:
             raise ValueError(
                 f"--model.{flag(field.name)} {value}: a GPT has none; leave it out, or use --model.family llama"
             )
+
+
+def rope_scaling(config: ModelConfig) -> RopeScaling | None:
+    """Returns the scaling of RoPE's frequencies, with LLaMA 3.1's and YaRN's usual constants."""
+    match config.rope_scaling:
+        case "linear":
+            return LinearScaling(factor=config.rope_factor)
+        case "llama3":
+            return Llama3Scaling(
+                factor=config.rope_factor,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=config.rope_original_length,
+            )
+        case "yarn":
+            return YarnScaling(factor=config.rope_factor, original_max_position_embeddings=config.rope_original_length)
+        case _:
+            return None
