@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.attention.call.token_chunks import simulating
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize, token_loss
+from armillary.models.loss.linear_chunks import chunk_slices
 from armillary.models.loss.linear_loss import chunk_rows, linear_token_loss
 
 B, T, E, V = 2, 37, 12, 101
@@ -265,6 +267,14 @@ def test_under_fsdp_the_weight_is_whole_and_gets_its_gradient(worlds, tied, back
     # Both ranks hold the same row, so FSDP's average is the gradient of one.
     for actual in worlds(2).run(sharded_gradients, config, tokens, backend):
         assert max(relative_error(actual[name], x.grad) for name, x in model.named_parameters()) < 2e-6
+
+
+def test_a_simulation_computes_the_first_two_chunks_and_the_last():
+    every = chunk_slices((2, 10), 4, 1)
+    assert every == [slice(start, start + 4) for start in range(0, 20, 4)]
+    with simulating():
+        assert chunk_slices((2, 10), 4, 1) == [*every[:2], every[-1]]
+        assert chunk_slices((2, 6), 4, 1) == every[:3] and chunk_slices((0, 6), 4, 1) == []
 
 
 def test_chunks_stay_within_their_bytes():

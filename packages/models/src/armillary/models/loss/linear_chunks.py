@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from armillary.attention.call import token_chunks
 from armillary.models.loss.chunk_labels import TokenLabels
 from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_
 from armillary.models.loss.vocabulary_shard import VocabularyShard
@@ -40,8 +41,8 @@ class LinearLossSpec:
 
 def chunk_slices(shape: tuple[int, int], chunk: int, ranks: int) -> list[slice]:
     """Returns the slices of a rank's tokens, one per chunk, for `shape` (B, T) padded tokens of all ranks."""
-    own_tokens, step = shape[0] * shape[1] // ranks, max(1, chunk // ranks)
-    return [slice(start, min(start + step, own_tokens)) for start in range(0, own_tokens, step)]
+    own_tokens = shape[0] * shape[1] // ranks
+    return token_chunks.chunks(own_tokens, max(1, chunk // ranks)) if own_tokens else []
 
 
 def loss_and_gradients(
