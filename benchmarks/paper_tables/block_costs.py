@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.call.token_chunks import simulating
 from armillary.core import CommLedger
 from armillary.models import Checkpointing, GPTConfig
 from armillary.models.activation_checkpoint.offload import simulated_stream
+from armillary.models.parallel import begin_micro_batch
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan.memory import Job, LiveBytes, SimulatedStep, fake_world
 from armillary.plan.memory.estimate import AttentionChoice
@@ -26,14 +31,14 @@ BLOCK = 12 * DIM**2
 """Parameters of a GPT's block, without biases and norms."""
 HIDDEN = LENGTH * DIM
 """Elements of all hidden states, bs * L * d."""
-COLLECTIVES = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
-"""FSDP2's collectives, and the argument with the unsharded tensor."""
-ALGOBW = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}
+COLLECTIVES = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0, "all_reduce": 0}
+"""Collectives of FSDP2 and of DTensor, and the argument with the unsharded tensor."""
+ALGOBW = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2, "all_reduce": 2}
 """Factors of the tensor's elements, without (n - 1) / n."""
 
 
-class ParameterTraffic(TorchDispatchMode):
-    """Counts the elements of collectives on parameters and gradients, times their algobw factor."""
+class Traffic(TorchDispatchMode):
+    """Counts the elements of torch's own collectives, times their algobw factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +48,7 @@ class ParameterTraffic(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func._opname
-        if func.namespace == "c10d" and name in COLLECTIVES:
+        if func.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
             count = sum(x.numel() for x in tensors_in(args[COLLECTIVES[name]]))
             self.elements += ALGOBW[name] * count
         return func(*args, **(kwargs or {}))
@@ -85,7 +90,7 @@ def block_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage =
 
 
 def step_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage, layers: int) -> Counter[str]:
-    """Costs of a whole step as rank 0."""
+    """Costs of a whole step as rank 0; under ZeRO stage 1 of two micro-batches, with memory in the first one."""
     model = GPTConfig(vocab_size=512, dim=DIM, layers=layers, heads=HEADS, max_positions=LENGTH)
     job = Job(
         model=model,
@@ -98,15 +103,21 @@ def step_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage, l
     with fake_world(**job.mesh_axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, simulating(), CommLedger() as ledger, LiveBytes() as live, simulated_stream():
+        with fake, simulating(), LiveBytes() as live, simulated_stream():
             optimizer = step.allocate_state()
             live.pin("parameters", step.model.parameters())
             state = live.device.current.copy()
-            with ParameterTraffic() as traffic:
-                loss = step.loss()
-                before = live.device.current.copy()
-                loss.backward()
-            after = live.device.current.copy()
+            with Traffic() as traffic:
+                if zero_stage == 1:
+                    begin_micro_batch(step.model, last=False)
+                with CommLedger() as ledger:
+                    loss = step.loss()
+                    before = live.device.current.copy()
+                    loss.backward()
+                after = live.device.current.copy()
+                if zero_stage == 1:
+                    begin_micro_batch(step.model, last=True)
+                    step.loss().backward()
             del optimizer  # its moments were there until now
     parameters = before["parameters"] - state["parameters"]
     stored = before.total() - state.total() - parameters
@@ -120,3 +131,41 @@ def step_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage, l
         optimizer=state["parameters"] + state["optimizer"],
         stored=stored,
     )
+
+
+# -- tensor parallelism without sharded tokens -------------------------------------------------------------------------
+
+
+class PlainBlock(nn.Module):
+    """A GPT's block whose heads and hidden units are those of one tensor-parallel rank."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.heads = HEADS // ranks
+        self.ln_1, self.ln_2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.ln_1(x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+def plain_tensor_parallel(ranks: int = 8) -> tuple[float, float]:
+    """Torch's tensor parallelism of one block: (elements sent for activations, bytes stored), per hidden element."""
+    styles = {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    with fake_world(tp=ranks) as mesh:
+        with torch.device("meta"):
+            block = PlainBlock(ranks).to(torch.bfloat16)
+        parallelize_module(block, mesh["tp"], styles)
+        with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+            block.to_empty(device="cpu")
+            x = torch.empty(1, LENGTH, DIM, dtype=torch.bfloat16, requires_grad=True)
+            before = live.device.total
+            with Traffic() as traffic:
+                y = block(x)
+                stored = live.device.total - before
+                y.backward(torch.empty_like(y))
+    return traffic.elements / HIDDEN, stored / HIDDEN

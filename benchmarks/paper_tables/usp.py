@@ -15,7 +15,7 @@ from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, plan_seconds
 from armillary.plan.comm_volume import BytesPlan, plan_bytes
 from armillary.plan.search.search import SearchPlan, search
 from paper_tables import usp_training
-from paper_tables.block_costs import BlockCosts, block_costs
+from paper_tables.block_costs import BlockCosts, block_costs, plain_tensor_parallel
 from paper_tables.table import NOT_AVAILABLE, NOT_RUN, Paper, Row, Table
 
 SIZES = {"tokens": "64Ki", "heads": 64, "head_dim": 128, "ranks": 8, "of_ranks": (0,)}
@@ -87,6 +87,8 @@ TABLE_2: dict[str, tuple[dict[str, int], str, ZeroStage, float, str, float]] = {
     "SP-Ulysses": ({"ulysses": 8}, "ulysses", 2, 12, "8 / N", 8 / 8),
     "SP-Ring": ({"ring": 8}, "ring", 2, 12, "4", 4),
     "DP": ({"replicate": 8, "shard": 1}, "local", 2, 12, "0", 0),
+    "ZeRO-1": ({"shard": 8}, "local", 1, 12, "0", 0),
+    "USP + ZeRO-1": ({"ring": 2, "ulysses": 4}, "usp", 1, 12, "<= 4", 4),
     "USP + ZeRO-2": ({"ring": 2, "ulysses": 4}, "usp", 2, 12, "<= 4", 4),
     "USP + ZeRO-3": ({"ring": 2, "ulysses": 4}, "usp", 3, 18, "<= 4", 4),
     "TP-sp": ({"shard": 1, "tp": 8}, "local", 2, 0, "10", 10),
@@ -98,14 +100,11 @@ def table_2() -> Table:
     """Table 2, on the real FSDP2, attention methods and tensor parallelism."""
     found = {name: block_costs(axes, attention, stage) for name, (axes, attention, stage, *_) in TABLE_2.items()}
     rows = [row for name, costs in found.items() for row in block_rows(name, costs)]
+    activations, stored = plain_tensor_parallel()
     rows += [
-        Row("ZeRO-1 and USP + ZeRO-1: bytes", 12, NOT_RUN, "FSDP2 has no stage 1; it sends as much as stage 2: 24 d^2"),
-        Row(
-            "TP: parameters, activations",
-            "0, 8",
-            NOT_RUN,
-            "our tensor parallelism shards tokens too (TP-sp): 8 x 7 / 8",
-        ),
+        Row("TP: parameters, d^2", 0, 0),
+        Row("TP: activations (8), bs L d", 8, activations),
+        Row("TP: stored activations, bs L d bytes", NOT_AVAILABLE, stored),
         Row("split dimensions", "hc/L, L/L, bs/bs, hc/d", "heads or tokens, tokens, rows, heads"),
     ]
     text = (
@@ -113,7 +112,9 @@ def table_2() -> Table:
         "a step of two blocks less one of one block, counted on rank 0. Parameters are elements in d^2, times the "
         "paper's factors of algorithms (all-reduce 2, all-gather and reduce-scatter 1); activations are in bs L d. "
         "Memory is in bytes a parameter; N = 8. FSDP2 shards optimizer and gradients in every row but DP, where the "
-        "paper keeps them whole in the rows of plain SP."
+        "paper keeps them whole in the rows of plain SP. ZeRO-1 is `--parallel.zero-stage 1` with two micro-batches: "
+        "parameters stay gathered and gradients unsharded until the last one. TP, whose tokens are not sharded, is "
+        "torch's tensor parallelism on a block of its own: the trainer has TP-sp alone."
     )
     return Table("Table 2, one block under each parallelism", text, rows)
 
@@ -127,6 +128,8 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
     }.get(name, STAYS + "; a causal mask sends half of the ring's keys")
     sharing = 1 if name == "DP" else 8
     storage = "whole in the paper's row" if name.startswith("SP-") else "sharded"
+    whole_gradients = name in ("SP-Ulysses", "SP-Ring", "DP") or "ZeRO-1" in name
+    sharded_gradients = "not sharded" if name == "DP" or "ZeRO-1" in name else "sharded over 8 ranks"
     return [
         Row(
             f"{name}: parameters, d^2", parameters, costs.parameters, f"{TWICE} {2 * parameters}" if parameters else ""
@@ -140,9 +143,9 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
         ),
         Row(
             f"{name}: gradients, bytes a parameter",
-            2 if name in ("SP-Ulysses", "SP-Ring", "DP") else 2 / sharing,
+            2 if whole_gradients else 2 / sharing,
             costs.gradients,
-            f"float32 in place of 16 bits, 4 / 2, sharded over {sharing} ranks",
+            f"float32 in place of 16 bits, 4 / 2, {sharded_gradients}",
         ),
         Row(f"{name}: stored activations, bs L d bytes", NOT_AVAILABLE, costs.stored),
     ]

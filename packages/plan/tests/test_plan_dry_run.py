@@ -129,3 +129,15 @@ def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
     parts = predict(replace(config, data=rows, train=replace(config.train, accumulation=2)), "8xh100")
     assert parts.memory.device == full.memory.device + 4 * full.run.local_parameters
     assert parts.time.seconds == pytest.approx(2 * full.time.seconds - full.time.optimizer)
+
+
+def test_zero_stage_1_holds_unsharded_gradients_and_sends_parameters_once_a_step():
+    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=8, ulysses=1, zero_stage=2))
+    rows, accumulating = replace(config.data, global_batch_size=8), replace(config.train, accumulation=2)
+    parts = [
+        predict(replace(config, data=rows, train=accumulating, parallel=parallel), "8xh100")
+        for parallel in (replace(config.parallel, zero_stage=1), config.parallel)
+    ]
+    assert 2 * parts[0].time.parameters == pytest.approx(parts[1].time.parameters)
+    unsharded, sharded = (each.memory.device_breakdown["gradients"] for each in parts)
+    assert unsharded > 4 * 8 * parts[0].run.local_parameters > sharded

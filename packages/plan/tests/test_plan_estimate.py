@@ -60,6 +60,8 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
         job(GPT, {"ring": 4, "tp": 2}, "ring", 2**17, Checkpointing("none"), on_host=False),
         job(GPT, {"ring": 4}, "ring", 2**17, Checkpointing("none", tiled=True), on_host=False, zero_stage=2),
         job(axes={"ring": 2, "tp": 4}, name="ring", length=2**18, on_host=False, zero_stage=2),
+        job(GPT, {"ring": 4}, "ring", 2**15, on_host=False, zero_stage=1, micro_batches=2),
+        job(GPT, {"ring": 4}, "ring", 2**15, Checkpointing("none"), on_host=False, zero_stage=1, micro_batches=4),
         pytest.param(
             job(axes={"ulysses": 2, "tp": 4}, length=2**18, checkpointing=OUTPUT, on_host=False), marks=pytest.mark.long
         ),

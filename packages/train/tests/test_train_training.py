@@ -2,6 +2,7 @@
 
 import io
 import resource
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -90,9 +91,37 @@ def furthest(losses: list[float], expected: list[float]) -> float:
 def test_parts_of_a_step_give_the_losses_of_the_whole(worlds, small):
     ((full,),) = worlds(1).run(losses_of, [small])
     configs = [on(meshed(small, **axes), accumulation=n) for n in (2, 4) for axes in ({"ring": 2}, {"shard": 2})]
+    configs += [replace(each, parallel=replace(each.parallel, zero_stage=1)) for each in configs[1:3]]
     for actual in worlds(2).run(losses_of, configs):
-        assert len(actual) == 4 and len(full) == 5
+        assert len(actual) == 6 and len(full) == 5
         assert max(furthest(losses, full) for losses in actual) < 1e-5
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of(config: Config) -> Counter[str]:
+    run = built(config)
+    with Collectives() as collectives:
+        step(run, 1)
+    return collectives.counts
+
+
+def test_zero_stage_1_gathers_and_reduces_once_a_step(worlds, small):
+    configs = [on(meshed(small, shard=2, zero_stage=stage), accumulation=4) for stage in (1, 2)]
+    first, second = (worlds(2).run(collectives_of, config)[0] for config in configs)
+    for name in ("_allgather_base_", "_reduce_scatter_base_"):
+        assert second[name] == 4 * first[name] > 0
 
 
 def rows_and_validation(config: Config) -> tuple[list[range], dict[str, float]]:

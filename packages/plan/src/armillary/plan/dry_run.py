@@ -117,11 +117,11 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
 def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
     """Simulated memory of a step.
 
-    With gradient accumulation, adds the float32 gradients of earlier micro-batches: an upper bound, because the
-    simulation contains some of them.
+    With gradient accumulation under ZeRO stages 2 and 3, adds the float32 gradients of earlier micro-batches: an upper
+    bound, because the simulation contains some of them.
     """
     memory = simulate(job, progress)
-    if config.train.accumulation == 1:
+    if config.train.accumulation == 1 or job.zero_stage == 1:
         return memory
     place, sizes = ("host", memory.host_breakdown) if job.on_host else ("device", memory.device_breakdown)
     gradient_bytes = 4 * local_parameters  # float32
@@ -138,7 +138,10 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, kernel, margin)
     micro_batch = step_time(job, passes, cluster)
     seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
-    return StepTime(**seconds_by_part | {"optimizer": micro_batch.optimizer})
+    once = {"optimizer": micro_batch.optimizer}
+    if job.zero_stage == 1:  # gathers parameters and reduces gradients once a step
+        once["parameters"] = micro_batch.parameters
+    return StepTime(**seconds_by_part | once)
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:
@@ -154,6 +157,7 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
         rows=config.rows_per_batch,
         checkpointing=config.checkpointing,
         zero_stage=parallel.zero_stage,
+        micro_batches=config.train.accumulation,
         on_host=config.optimizer.cpu_offload,
         precision=dtype,
     )

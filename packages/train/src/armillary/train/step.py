@@ -16,6 +16,7 @@ from armillary.core.gradients import clip_gradients
 from armillary.core.to_device import to_device
 from armillary.data import Batch
 from armillary.models import linear_token_loss
+from armillary.models.parallel import begin_micro_batch
 from armillary.train.lr_schedule import learning_rate
 from armillary.train.run import Run
 
@@ -45,7 +46,11 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     label_count = sum_over_ranks(run, sum(batch.labelled for batch in batches))
     label_count = label_count.where(label_count > 0, 1)  # a batch of padding has no loss
     # 2. Gradients add up over micro-batches here, and over ranks in FSDP2's reduce-scatter.
-    losses = [backward(run, batch, label_count) for batch in batches]
+    losses = list[Tensor]()
+    for i, batch in enumerate(batches):
+        if run.config.parallel.zero_stage == 1:
+            begin_micro_batch(run.model, last=i == len(batches) - 1)
+        losses.append(backward(run, batch, label_count))
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
     result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item())
     # 3. Every rank has the same loss and norm, so all ranks decide alike.

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from armillary.core import compat, sum_gradients
 from armillary.core.accumulate import accumulation_dtype
@@ -16,7 +16,7 @@ from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 
-ZeroStage = Literal[2, 3]
+ZeroStage = Literal[1, 2, 3]
 
 SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
 """Axes over which parameters are sharded, flattened into one."""
@@ -35,7 +35,8 @@ def shard_parameters(
         precision: dtype of forward and backward; gradients are reduced in float32 (float64 for float64).
         cpu_offload: keeps parameters, gradients and optimizer state in the host's memory.
         zero_stage: 3 frees a block's gathered parameters after its forward and gathers them again in backward; 2 keeps
-            them in between. Gradients and optimizer state are sharded under both.
+            them in between. Gradients and optimizer state are sharded under both. 1 shards optimizer state alone: call
+            `begin_micro_batch` before each micro-batch of a step; without the call it is 2.
 
     Raises:
         ValueError: the mesh has none of the axes.
@@ -52,6 +53,18 @@ def shard_parameters(
             reshard_after_forward=zero_stage == 3 and not keep,
         )
     sum_gradients(model)  # FSDP2 would average them
+
+
+def begin_micro_batch(model: nn.Module, last: bool) -> None:
+    """ZeRO stage 1: keeps gathered parameters and unsharded float32 gradients until the step's last micro-batch.
+
+    Parameters are then gathered once a step, and gradients reduced once. Call it on every rank before each micro-batch
+    of a model of `shard_parameters`.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

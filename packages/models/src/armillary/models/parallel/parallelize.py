@@ -58,7 +58,8 @@ def parallelize(
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy
             only the token-wise part is compiled, not attention. One graph per layout of the shards: beyond Dynamo's
             limit of graphs, blocks run eagerly, with a warning.
-        zero_stage: under FSDP2, 2 gathers a block's parameters once for forward and backward, 3 once for each.
+        zero_stage: under FSDP2, 2 gathers a block's parameters once for forward and backward, 3 once for each; 1 once
+            a step (`begin_micro_batch`).
 
     Raises:
         ValueError: something does not fit the model or the mesh. Raised before any module or parameter is changed.

@@ -80,8 +80,8 @@ class ParallelConfig:
     """ring+ring, ring+token_ring: number of nodes of the ring; by default the run's."""
     kernel: str | None = None
     """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
-    zero_stage: Literal[2, 3] = 3
-    """FSDP: 3 frees a block's gathered parameters between forward and backward; 2 keeps them, and sends less."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """FSDP: 3 gathers a block's parameters for forward and for backward, 2 once for both, 1 once a step of several."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default none."""
 

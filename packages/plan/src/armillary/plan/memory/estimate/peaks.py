@@ -44,20 +44,35 @@ class Peaks:
         weights = self.shard(self.step.model.all)
         return CategoryBytes(parameters=weights, optimizer=2 * weights)
 
-    def always(self) -> CategoryBytes:
+    def always(self, unreduced_blocks: int | None = None) -> CategoryBytes:
         """Memory from the first block's forward to the last one's backward.
 
-        State, the root's parameters, ids, labels and positions (8 bytes each), cosines and sines [T, 1, D / 2].
+        State, the root's parameters, ids, labels and positions (8 bytes each), cosines and sines [T, 1, D / 2]. Under
+        ZeRO stage 1 with several micro-batches all parameters, and gradients of earlier micro-batches, unsharded.
+
+        Args:
+            unreduced_blocks: in backward, blocks whose gradients are not reduced yet.
         """
         step, model = self.step, self.step.model
         batch = 8 * step.tokens * (2 * step.rows + 1)
         rotation = step.tokens * model.head_dim * MASTER if model.gated else 0
-        return self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
+        memory = self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
+        if not step.keeps_gradients:
+            return memory
+        reduced = 0 if unreduced_blocks is None else model.head + (model.layers - unreduced_blocks) * model.block
+        unsharded = CategoryBytes(
+            parameters=step.e * (model.all - model.root), gradients=MASTER * (model.all - reduced)
+        )
+        return memory + unsharded
 
     def kept_gathered(self, blocks: int) -> float:
         """Bytes of parameters that ZeRO stage 2 keeps gathered: the embedding's and the first `blocks` blocks'."""
         step = self.step
-        return step.e * (blocks * step.model.block + step.model.table) if step.zero_stage == 2 else 0
+        return step.e * (blocks * step.model.block + step.model.table) if step.zero_stage <= 2 else 0
+
+    def gathered(self, size: float) -> float:
+        """Bytes of gathered parameters, unless `always` counts all of them."""
+        return 0 if self.step.keeps_gradients else size
 
     def in_backward(self, i: int) -> CategoryBytes:
         """FSDP's memory in block i's backward.
@@ -73,8 +88,8 @@ class Peaks:
         reduced = self.shard(model.head + (model.layers - 1 - i) * model.block)
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
         gathered = self.kept_gathered(i + 1) or step.e * (model.block + unit_below)
-        memory = CategoryBytes(parameters=gathered, gradients=reducing + reduced + tied)
-        return self.always() + memory
+        memory = CategoryBytes(parameters=self.gathered(gathered), gradients=reducing + reduced + tied)
+        return self.always(i + 1) + memory
 
     # -- tensors stored for backward ----------------------------------------------------------------------------------
 
@@ -160,7 +175,7 @@ class Peaks:
         lower_blocks = max(candidates, key=lambda stored: sum(stored.values()))
         attention = step.out + step.lse + step.attention_forward() + step.gathered
         parameters = 2 * step.e * model.block + self.kept_gathered(model.layers - 1)
-        block = CategoryBytes(parameters=parameters, checkpoints=step.x, attention=attention)
+        block = CategoryBytes(parameters=self.gathered(parameters), checkpoints=step.x, attention=attention)
         return self.always() + lower_blocks + block
 
     def loss(self) -> CategoryBytes:
@@ -173,7 +188,7 @@ class Peaks:
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
         parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
-        head = CategoryBytes(parameters=parameters, other=2 * step.x, loss=gradients + logits)
+        head = CategoryBytes(parameters=self.gathered(parameters), other=2 * step.x, loss=gradients + logits)
         return self.always() + self.stored_below(model.layers) + head
 
     def loss_backward(self) -> CategoryBytes:
@@ -182,7 +197,7 @@ class Peaks:
         table = model.vocabulary * model.dim
         loss = 2 * step.x + (MASTER + step.e) * table
         parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * model.block)
-        head = CategoryBytes(parameters=parameters, other=step.x, loss=loss)
+        head = CategoryBytes(parameters=self.gathered(parameters), other=step.x, loss=loss)
         return self.always() + self.stored_below(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
@@ -265,5 +280,5 @@ class Peaks:
             # The gradient of positions, which each rank has whole, is a partial sum: copied, and still beside them.
             unsharded = model.root - (model.vocabulary * model.dim if model.tied else 0)
             before_reduction += step.e * (model.root + 4 * unsharded)
-        reduction = (MASTER + step.e) * numbers
+        reduction = (MASTER + step.e + (MASTER if step.keeps_gradients else 0)) * numbers
         return self.state() + CategoryBytes(gradients=reduced + max(before_reduction, reduction))

@@ -34,6 +34,7 @@ class StepSizes:
         sharing: number of ranks that parameters are sharded over.
         tp: number of tensor-parallel ranks, which split the T tokens between blocks (sequence parallelism).
         zero_stage: as in `Job`.
+        keeps_gradients: ZeRO stage 1 with several micro-batches, which keeps parameters and gradients unsharded.
     """
 
     model: Widths
@@ -48,6 +49,7 @@ class StepSizes:
     sharing: int
     tp: int
     zero_stage: int
+    keeps_gradients: bool
 
     @classmethod
     def of(cls, job: Job) -> StepSizes:
@@ -70,6 +72,7 @@ class StepSizes:
             sharing=axes.get("shard", 1) * ring * ulysses,
             tp=tp,
             zero_stage=job.zero_stage,
+            keeps_gradients=job.zero_stage == 1 and job.micro_batches > 1,
         )
 
     def tensor(self, width: float, tokens: int | None = None, size: int | None = None) -> float:

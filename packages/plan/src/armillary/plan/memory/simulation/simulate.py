@@ -23,7 +23,7 @@ from armillary.core.gradients import clip_gradients
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.initialize import meta_model
-from armillary.models.parallel import parallelize
+from armillary.models.parallel import begin_micro_batch, parallelize
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
@@ -45,7 +45,9 @@ class Job:
         length: global sequence length N.
         rows: sequences per rank, B.
         checkpointing: tensors that blocks store for backward.
-        zero_stage: 2 or 3, as in `shard_parameters`.
+        zero_stage: 1 to 3, as in `shard_parameters`.
+        micro_batches: of a step. Two are simulated at most, and only under ZeRO stage 1, which keeps tensors from one
+            to the next.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
         precision: dtype of forward and backward; master weights, gradients and optimizer state are float32.
         kernel: attention kernel. With a real one, a `SimulatedStep` also runs on real tensors.
@@ -58,6 +60,7 @@ class Job:
     rows: int = 1
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     zero_stage: ZeroStage = 3
+    micro_batches: int = 1
     on_host: bool = False
     precision: torch.dtype = torch.bfloat16
     kernel: Kernel = field(default_factory=SimulatedFlash)
@@ -172,6 +175,10 @@ class SimulatedStep:
 
     def train_step(self, optimizer: Optimizer) -> None:
         """`armillary.train.trainer.train_step` without the parts that read numbers."""
+        if self.job.zero_stage == 1 and self.job.micro_batches > 1:
+            begin_micro_batch(self.model, last=False)
+            self.loss().backward()
+            begin_micro_batch(self.model, last=True)
         self.loss().backward()
         with label("optimizer", host=self.job.on_host):
             clip_gradients(self.model, 1.0)
