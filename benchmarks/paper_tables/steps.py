@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from armillary.models import Checkpointing
@@ -44,9 +44,16 @@ def predicted(
     checkpointing: Checkpointing | None = None,
     kernel: str | None = None,
     on_host: bool = False,
+    crossing: float | None = None,
 ) -> Step:
-    """One sequence over all ranks, ring x ulysses; by default attention's outputs are stored."""
+    """One sequence over all ranks, ring x ulysses; by default attention's outputs are stored.
+
+    Args:
+        crossing: bytes a second between nodes, in place of the preset's.
+    """
     machines, sizes = Cluster.named(cluster), model_of(model, length)
+    if crossing is not None:
+        machines = replace(machines, between=replace(machines.between, bandwidth=crossing))
     candidate = Candidate(Mesh(1, machines.ranks // ulysses, ulysses), attention)
     job = Job(
         model=sizes,

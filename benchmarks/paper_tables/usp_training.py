@@ -318,8 +318,8 @@ def table_6() -> Table:
         "parameters, with several ranks on each node but not all (tp 2 and tp 4 on two nodes), crosses between nodes "
         "through one card instead of one for each rank. All-gathers and reduce-scatters of parameters and gradients "
         f"then take {two.through_one_card:.2f} s in place of {two.transfers:.2f} at tp 2, and "
-        f"{four.through_one_card:.2f} in place of {four.transfers:.2f} at tp 4, whatever the length; the paper does not "
-        "say which cards NCCL used"
+        f"{four.through_one_card:.2f} in place of {four.transfers:.2f} at tp 4, whatever the length. The "
+        "paper does not say which cards NCCL used"
     )
     rows = [
         *(each.compared() for each in found),

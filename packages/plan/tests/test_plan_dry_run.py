@@ -140,4 +140,5 @@ def test_zero_stage_1_holds_unsharded_gradients_and_sends_parameters_once_a_step
     ]
     assert 2 * parts[0].time.parameters == pytest.approx(parts[1].time.parameters)
     unsharded, sharded = (each.memory.device_breakdown["gradients"] for each in parts)
-    assert unsharded > 4 * 8 * parts[0].run.local_parameters > sharded
+    total = 4 * 8 * parts[0].run.local_parameters
+    assert unsharded > 0.99 * total and sharded < 0.5 * total
