@@ -85,8 +85,8 @@ const KEYS = {
 };
 
 document.addEventListener("keydown", (event) => {
-  // Buttons and the slider handle these keys themselves.
-  const taken = event.target === slider || (event.target.tagName === "BUTTON" && event.key === " ");
+  // A button handles Space itself, and the slider all other keys.
+  const taken = event.key === " " ? event.target.tagName === "BUTTON" : event.target === slider;
   if (taken || event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
   event.preventDefault();
   KEYS[event.key]();
