@@ -10,7 +10,6 @@ import report
 
 NOT_AVAILABLE = "not available"
 """For curves that the papers' texts do not state."""
-NOT_RUN = "not run"
 TOLERANCE = 0.05
 """Largest deviation of a ratio from 1 without a reason."""
 

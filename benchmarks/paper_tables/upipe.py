@@ -10,8 +10,9 @@ import report
 
 from armillary.models import Checkpointing
 from armillary.plan.memory.estimate import AttentionChoice
+from paper_tables.fpdt import Fpdt
 from paper_tables.steps import predicted
-from paper_tables.table import NOT_AVAILABLE, NOT_RUN, Paper, Row, Table
+from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
 
 def paper() -> Paper:
@@ -49,6 +50,8 @@ def figure_1() -> Table:
     command, rows = stored("contexts")
     tokens = {(row["cluster"], row["attention"].split()[0]): row["tokens, M"] for row in rows}
     node = {name: length for (cluster, name), length in tokens.items() if cluster.startswith("8 ")}
+    fpdt = fpdt_of(5 * M)
+    share = fpdt.inputs_per_token / (fpdt.inputs_per_token + fpdt.host_per_token)
     reason = "the host's 2 TB hold 6.9M tokens' inputs of blocks; the paper's steps are whole millions"
     text = f"LLaMA-3-8B on 8 x H100, inputs of blocks and the optimizer on the host; simulated by `{command}`."
     return Table(
@@ -63,6 +66,12 @@ def figure_1() -> Table:
                 "the paper says more than 25%: 5M over 4M",
             ),
             *(Row(f"{name}, million tokens", NOT_AVAILABLE, node[name]) for name in ("ulysses", "usp", "ring")),
+            Row(
+                "FPDT, million tokens, by formulas",
+                NOT_AVAILABLE,
+                share * node["upipe"],
+                f"the host also has q, k, v, out and gradients of a block: {share:.2f} of UPipe's inputs of blocks",
+            ),
         ],
     )
 
@@ -81,12 +90,26 @@ def throughput_1() -> Table:
         shown = f"{tokens:.0f} tokens a second and GPU, MFU {found.mfu:.1%}"
         verdict = "" if found.fits else f"does not fit: {found.gib:.1f} of {found.room.device / 2**30:.1f} GiB"
         rows.append(Row(f"{name}, {length}M", NOT_AVAILABLE, shown, verdict))
-    rows.append(Row("FPDT", NOT_AVAILABLE, NOT_RUN, "no method here has query chunks around offloaded keys"))
+    for length in (1, 3, 5):
+        fpdt = fpdt_of(length * M)
+        tokens = length * M / fpdt.seconds / 8
+        mfu = fpdt.ulysses.mfu * fpdt.ulysses.time.seconds / fpdt.seconds
+        shown = f"{tokens:.0f} tokens a second and GPU, MFU {mfu:.1%}"
+        why = f"{fpdt.copies:.0f} s of copies to and from the host in a step of {fpdt.seconds:.0f} s"
+        rows.append(Row(f"FPDT, {length}M, by formulas", NOT_AVAILABLE, shown, why))
     text = (
         "Predicted: each block's input on the host, no prefetch. The text says that UPipe matches the throughput of "
-        "other methods; curves are not available."
+        "other methods; curves are not available. FPDT (arXiv 2408.16978) exchanges as many bytes as Ulysses, 64Ki "
+        "tokens at a time, and keeps keys, values and queries of other chunks on the host. It is not run: no method "
+        "here has query chunks around offloaded keys. Its copies are counted chunk by chunk under the causal mask."
     )
     return Table("Figure 1, throughput", text, rows)
+
+
+def fpdt_of(length: int) -> Fpdt:
+    """FPDT beside Ulysses on the same ranks."""
+    step = predicted("llama3-8b", "8xh100", length, AttentionChoice("ulysses"), 8, OFFLOADED, on_host=True)
+    return Fpdt(length, step)
 
 
 def figure_2() -> Table:
@@ -98,6 +121,16 @@ def figure_2() -> Table:
         verdict = "" if found.fits else f"out of memory: {found.gib:.1f} of {found.room.device / 2**30:.1f} GiB"
         shown = ", ".join(f"{part} {size:.1f}" for part, size in parts.items())
         rows.append(Row(f"{label}, {name}", NOT_AVAILABLE, f"{found.gib:.1f} GiB: {shown}", verdict))
+    fpdt = fpdt_of(3 * M)
+    attention = f"attention {fpdt.attention_memory / 2**30:.1f}"
+    rows.append(
+        Row(
+            "AO, FPDT",
+            NOT_AVAILABLE,
+            f"{fpdt.device / 2**30:.1f} GiB, at the loss; {attention}",
+            "chunks of 64Ki tokens at any length",
+        )
+    )
     text = (
         "LLaMA-3-8B, 3M tokens on 8 H100, by formulas, optimizer on the host. AC: each block's input is stored; AO: on "
         "the host. The text has no numbers of the figure."

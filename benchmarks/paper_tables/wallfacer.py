@@ -13,9 +13,13 @@ from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.methods.teams import Placement
 from armillary.attention.planning.memory import Sizes
 from armillary.core import SequenceLayout
+from armillary.models import Checkpointing
 from armillary.plan import Cluster
 from armillary.plan.comm_volume import BytesPlan, plan_bytes
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import Job
+from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.memory.room import Room
+from armillary.plan.presets import model_of
 from paper_tables.steps import Step, predicted
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
@@ -273,6 +277,26 @@ def scaling(heading: str, lengths: dict[int, int]) -> Table:
     return Table(heading, f"GPT 7B; the text says that {grows}. Curves are not available.", rows)
 
 
+def longest_million(choice: AttentionChoice) -> float:
+    """Longest sequence in million tokens of LLaMA-3-8B on 8 H100 by formulas, inputs of blocks on the host."""
+    room, offloaded = Room.of(Cluster.named("8xh100")), Checkpointing("layer", offload=True, prefetch=False)
+    low, high = 0, 2**18
+    while high - low > 1:
+        middle = (low + high) // 2
+        length = 64 * middle
+        axes = {"ring": 8, "ulysses": 1}
+        job = Job(
+            model=model_of("llama3-8b", length),
+            axes=axes,
+            attention=choice,
+            length=length,
+            checkpointing=offloaded,
+            on_host=True,
+        )
+        low, high = (middle, high) if room.share(estimate(job)) <= 1 else (low, middle)
+    return 64 * low / 1e6
+
+
 def longest() -> Table:
     """Why WallFacer's longest sequence is shorter than Ring's."""
     head = 128 * 2
@@ -289,10 +313,17 @@ def longest() -> Table:
             per_million = row["+1M: device GiB"] - row["device GiB"]
             title, why = f"{row['attention']}: longest, million tokens", f"{per_million:.1f} GiB a million"
             rows.append(Row(title, NOT_AVAILABLE, row["tokens, M"], why))
+    for heads in (8, 4):
+        choice = AttentionChoice("upipe+wallfacer", heads_per_stage=heads, team=2)
+        title = f"upipe+wallfacer, C = 2, stages of {heads} heads: longest, million tokens, by formulas"
+        rows.append(Row(title, NOT_AVAILABLE, longest_million(choice)))
     text = (
         "The paper's maximum lengths were not significantly impacted: its checkpoints, L + 1 of [T, E], outweigh 3 C "
         f"for q, k and v. With checkpoints on the host (`{stored['command']}`) only attention's own tensors limit the "
         "length, and a team's are C times a rank's: in backward also out, dout and the gradients in float32. Equation "
-        "10 counts none of these. C = 1, which is Ring, is the choice where length is the limit."
+        "10 counts none of these. In stages of heads (`--parallel.attention upipe+wallfacer --parallel.heads-per-stage "
+        "8`, with `ulysses` 1) all of them shrink with the number of stages, and WallFacer's sequences are longer "
+        "than Ring's; with 4 heads a stage the host's memory is the limit. Keys then travel once a stage: 2.5 times the "
+        "bytes, which attention's computation hides at these lengths."
     )
     return Table("Longest sequences, LLaMA-3-8B on 8 H100", text, rows)

@@ -53,6 +53,7 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
             job(axes={"ring": 2, "ulysses": 4}, name="usp", checkpointing=OUTPUT, on_host=False), marks=pytest.mark.long
         ),
         job(axes={"ring": 16}, name="wallfacer", team=2),
+        job(axes={"ring": 8, "ulysses": 1}, name="upipe+wallfacer", team=2, heads_per_stage=8),
         pytest.param(job(replace(LLAMA, layers=1), axes={"ring": 4}, name="token_ring"), marks=pytest.mark.long),
         job(QWEN, axes=R8, name="all_gather", checkpointing=replace(OUTPUT, offload=True)),
         pytest.param(job(GPT, axes=R8, name="wallfacer", team=2, length=2**17, on_host=False), marks=pytest.mark.long),
