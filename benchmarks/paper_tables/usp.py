@@ -271,7 +271,7 @@ def figure_6() -> Table:
     rows.append(Row("Section 6, MoE with expert parallelism", "mentioned", None, "out of scope"))
     text = (
         f"Loss over 10,000 steps of a small LLaMA on 2 ranks, stored by `{stored['command']}`: mean absolute "
-        "difference of curves of 100-step means, the larger of two seeds. The [report](convergence.md) has a picture of "
-        "all curves; [200 steps on 7 meshes](equality.md) have those of all methods."
+        "difference of curves of 100-step means, the larger of two seeds. The [report](convergence.md) has a picture "
+        "of all curves; [200 steps on 7 meshes](equality.md) have those of all methods."
     )
     return Table("Figure 6, convergence, and section 6", text, rows)

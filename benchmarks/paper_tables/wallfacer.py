@@ -322,8 +322,8 @@ def longest() -> Table:
         f"for q, k and v. With checkpoints on the host (`{stored['command']}`) only attention's own tensors limit the "
         "length, and a team's are C times a rank's: in backward also out, dout and the gradients in float32. Equation "
         "10 counts none of these. In stages of heads (`--parallel.attention upipe+wallfacer --parallel.heads-per-stage "
-        "8`, with `ulysses` 1) all of them shrink with the number of stages, and WallFacer's sequences are longer "
-        "than Ring's; with 4 heads a stage the host's memory is the limit. Keys then travel once a stage: 2.5 times the "
-        "bytes, which attention's computation hides at these lengths."
+        "8`, with `ulysses` 1) all of them shrink with the number of stages, and WallFacer's sequences are "
+        "longer than Ring's; with 4 heads a stage the host's memory is the limit. Keys then travel once a stage: 2.5 "
+        "times the bytes, which attention's computation hides at these lengths."
     )
     return Table("Longest sequences, LLaMA-3-8B on 8 H100", text, rows)
