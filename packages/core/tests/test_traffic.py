@@ -110,8 +110,8 @@ def test_no_simpler_layout_that_is_even_sends_less(kind, draws):
 
 
 def test_no_simpler_layout_that_is_even_sends_less_if_traffic_is_cheap():
-    rng = random.Random(0)
-    for shards in (2, 3) * 6:
+    draws = [(random.Random(f"lognormal{seed}"), shards) for seed in range(6) for shards in (2, 3)]
+    for rng, shards in draws:
         ends = drawn("lognormal", rng, shards)
         layout = SequenceLayout.balanced(N, shards, documents=ends, traffic=1)
         for simpler in (SequenceLayout.zigzag(N, shards), SequenceLayout.contiguous(N, shards)):
