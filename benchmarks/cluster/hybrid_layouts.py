@@ -24,7 +24,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
@@ -33,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from armillary.attention import AttentionMask, Local, Ring, gated_delta_rule
-from armillary.attention.planning.comm_plan import AttentionShape
-from armillary.attention.planning.send import Send
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention.planning.states import relayout_comm_plan, state_comm_plan
 from armillary.core import Axis, CommLedger, SequenceLayout, build_mesh, relayout
 from armillary.data.console.quantity import count_argument
 from armillary.plan import Cluster
@@ -148,31 +147,18 @@ def predicted(variant: str, tokens: int, state_seconds: float, block_seconds: fl
     pair = block_seconds / (tokens**2 * HEADS)
     passes = ((plan.forward, FORWARD), (plan.backward, BACKWARD))
     seconds = sum(plan_seconds(steps, cluster, pair * n / (FORWARD + BACKWARD)).seconds for steps, n in passes)
-    # Runs that another rank's run follows, or that end the row, have a state; those that another's precede, a map.
-    owners = owner_of(states)
-    runs = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist()]
-    gathered = [0] * RANKS
-    for start in runs:
-        gathered[owners[start]] += ELEMENT * HEADS * DIM * (DIM + (DIM if start else 0))
-    pairs = [(a, b) for a in range(RANKS) for b in range(RANKS) if a != b]
-    all_gather = [Send(a, b, max(gathered)) for a, b in pairs]
-    reduce_scatter = [Send(a, b, gathered[b]) for a, b in pairs]
-    seconds += STATE_LAYERS * (state_seconds + cluster.transit(all_gather) + cluster.transit(reduce_scatter))
+    state_plan = state_comm_plan(
+        "gated_delta_rule", states, heads=HEADS, key_dim=DIM, value_dim=DIM, element_size=ELEMENT
+    )
+    seconds += STATE_LAYERS * (state_seconds + communication_seconds(state_plan, cluster))
     if states != attention:
-        moved = np.zeros((RANKS, RANKS), dtype=np.int64)
-        np.add.at(moved, (owner_of(attention), owners), ELEMENT * HEADS * DIM)
-        moves = [Send(a, b, int(moved[a, b])) for a, b in pairs if moved[a, b]]
-        back = [Send(b, a, n) for a, b, n in moves]
-        seconds += 2 * (cluster.transit(moves) + cluster.transit(back))
+        seconds += 2 * communication_seconds(relayout_comm_plan(attention, states, ELEMENT * HEADS * DIM), cluster)
     return seconds
 
 
-def owner_of(layout: SequenceLayout) -> np.ndarray[Any, Any]:
-    """Returns the rank of each token."""
-    owners = np.empty(layout.length, dtype=np.int64)
-    for rank in range(layout.shards):
-        owners[layout.positions(rank).numpy()] = rank
-    return owners
+def communication_seconds(plan: CommPlan, cluster: Cluster) -> float:
+    """Returns the seconds of forward and backward of a plan without attention's pairs."""
+    return sum(plan_seconds(steps, cluster, 0.0).seconds for steps in (plan.forward, plan.backward))
 
 
 def main() -> None:

@@ -1,0 +1,96 @@
+"""Plans of a layer with a state, and of moving tokens to another layout, in the form of plans of attention.
+
+They have bytes and messages, and no pairs: the kernels of these layers take time in proportion to the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from armillary.attention.mask import AttentionMask
+from armillary.attention.planning.comm_plan import (
+    CommPlan,
+    Payload,
+    Step,
+    all_gather,
+    reduce_scatter,
+    send_to_each,
+    steps,
+)
+from armillary.attention.states.chunks import TorchChunks
+from armillary.attention.states.plan import plan_scan
+from armillary.core import SequenceLayout
+from armillary.core.collectives.token_moves import Owners
+from armillary.core.segments import segments_of
+from armillary.core.validation import check_choice
+
+StateLayer = Literal["gated_delta_rule", "ssd"]
+
+
+def state_comm_plan(
+    layer: StateLayer,
+    layout: SequenceLayout,
+    *,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    batch: int = 1,
+    mask: AttentionMask | None = None,
+    element_size: int = 4,
+) -> CommPlan:
+    """Returns the plan of a call: an all-gather of states and maps, and backward a reduce-scatter of their gradients.
+
+    Args:
+        layout: the shards of the sequence, contiguous or zigzag.
+        key_dim, value_dim: of a state, [Dk, Dv]; of `ssd` the state's width Ns and the head dim D.
+        element_size: bytes of an element of a state: 4, or 8 in float64.
+
+    Raises:
+        ValueError: an unknown layer; a mask that layers with a state do not take.
+    """
+    layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
+    check_choice("layer", layer, layers)
+    if layout.shards == 1:
+        return CommPlan((), ())
+    rows = segments_of(layout.length, mask=mask)
+    exchange = plan_scan(layout, rows * (batch // len(rows)), 0, torch.device("cpu"), TorchChunks.max_chunk).exchange
+    assert exchange is not None
+    state, state_map = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
+    elements = [n * state + m * state_map for n, m in zip(exchange.states, exchange.maps, strict=True)]
+    payload, ranks = Payload(("states", "maps"), element_size), range(layout.shards)
+    return CommPlan(
+        steps(Step((all_gather([ranks], elements, payload),))),
+        steps(Step((reduce_scatter([ranks], elements, payload),))),
+    )
+
+
+def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_bytes: int) -> CommPlan:
+    """Returns the plan of `relayout` from one layout to another, and back with the gradients.
+
+    Args:
+        token_bytes: bytes of a token, over the batch and all its channels.
+    """
+    if source.length != target.length or source.shards != target.shards:
+        raise ValueError(f"source {source} and target {target}: the same length and number of shards are needed")
+    counts = _moved_tokens(source, target)
+    there, back = (_all_to_all(matrix, token_bytes) for matrix in (counts, counts.T))
+    return CommPlan(steps(there), steps(back))
+
+
+def _moved_tokens(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
+    """Returns [P, P], the number of tokens that go from one rank to another."""
+    positions, shards = np.arange(source.length), source.shards
+    owners, new_owners = (Owners.of(layout).find(positions)[0] for layout in (source, target))
+    counts = np.bincount(owners * shards + new_owners, minlength=shards**2).reshape(shards, shards)
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
+def _all_to_all(counts: np.ndarray, token_bytes: int) -> Step:
+    ranks: Sequence[int] = range(len(counts))
+    payload = Payload(("x",), token_bytes)
+    return Step((send_to_each("all_to_all", "ring", [ranks], payload, lambda a, b: int(counts[a, b])),))

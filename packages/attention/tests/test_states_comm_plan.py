@@ -1,0 +1,73 @@
+"""Plans of layers with a state, and of a new layout, against the ledger of every rank, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_states import inputs_of, layer_of, own_inputs
+
+from armillary.attention import AttentionMask
+from armillary.attention.planning.states import relayout_comm_plan, state_comm_plan
+from armillary.core import Axis, CommLedger, SequenceLayout, relayout
+from armillary.core.testing import mesh
+
+LENGTH = 48
+LAYOUTS = {
+    "contiguous": SequenceLayout.contiguous(LENGTH, 4),
+    "zigzag": SequenceLayout.zigzag(LENGTH, 4),
+    "uneven": SequenceLayout([[range(5), range(20, 30)], [range(5, 14)], [range(14, 20)], [range(30, 48)]]),
+}
+MASKS = {
+    "none": None,
+    "documents": AttentionMask(documents=[0, 13, 24, LENGTH]),
+    "rows": AttentionMask(documents=[[0, LENGTH], [0, 13, 24, LENGTH]]),
+    "tree": AttentionMask.tree([0, 20, 33, 40, LENGTH], [-1, 0, 0, 2]),
+}
+
+
+def sent(kind: str, layout: SequenceLayout, mask: AttentionMask | None) -> list[int]:
+    """Bytes of float64 states of 2 rows: of a layer's forward and backward pass."""
+    ring = mesh(ring=4)["ring"]
+    own = {
+        name: x.requires_grad_() for name, x in own_inputs(inputs_of(kind, LENGTH), layout, Axis.of(ring).rank).items()
+    }
+    with CommLedger() as ledger:
+        out, _ = layer_of(kind)(**own, layout=layout, axis=ring, mask=mask)
+        torch.autograd.grad(out.sum(), list(own.values()))
+    return [ledger.bytes(phase=phase) for phase in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+def test_plans_of_states_are_what_ranks_send(worlds, kind):
+    layer = "ssd" if kind == "ssd" else "gated_delta_rule"
+    for name, layout in LAYOUTS.items():
+        for mask in MASKS.values():
+            plan = state_comm_plan(layer, layout, heads=4, key_dim=6, value_dim=5, batch=2, mask=mask, element_size=8)
+            expected = [[plan.bytes(r, phase=phase) for phase in ("forward", "backward")] for r in range(4)]
+            assert worlds(4).run(sent, kind, layout, mask) == expected, (name, mask)
+
+
+def moved(source: SequenceLayout, target: SequenceLayout) -> list[int]:
+    ring = mesh(ring=4)["ring"]
+    x = source.take(torch.zeros(2, LENGTH, 3), Axis.of(ring).rank).requires_grad_()
+    with CommLedger() as ledger:
+        relayout(x, source, target, ring).sum().backward()
+    return [ledger.bytes(phase=phase) for phase in ("forward", "backward")]
+
+
+def test_plans_of_a_new_layout_are_what_ranks_send(worlds):
+    for source in LAYOUTS.values():
+        for target in LAYOUTS.values():
+            plan = relayout_comm_plan(source, target, 2 * 3 * 4)
+            expected = [[plan.bytes(r, phase=phase) for phase in ("forward", "backward")] for r in range(4)]
+            assert worlds(4).run(moved, source, target) == expected
+
+
+def test_one_rank_sends_nothing_and_unknown_layers_are_refused():
+    alone = SequenceLayout.contiguous(LENGTH, 1)
+    plan = state_comm_plan("ssd", alone, heads=4, key_dim=6, value_dim=5)
+    assert plan.forward == plan.backward == ()
+    with pytest.raises(ValueError, match="layer"):
+        state_comm_plan("mamba", alone, heads=4, key_dim=6, value_dim=5)
+    with pytest.raises(ValueError, match="length"):
+        relayout_comm_plan(alone, LAYOUTS["zigzag"], 4)
