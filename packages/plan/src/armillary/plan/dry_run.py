@@ -87,14 +87,14 @@ class Prediction:
 
 
 def predict(config: Config, cluster: str, progress: Progress = lambda _done, _total: None) -> Prediction:
-    """Memory and time of a step.
+    """Predicts memory and time of a step.
 
     Args:
         progress: as in `simulate`.
 
     Raises:
         ValueError: a configuration that could not be trained, or an unknown cluster.
-        DoesNotFitError: so far from fitting that a simulation would take too long.
+        DoesNotFitError: the step needs so much memory that a simulation would take too long.
     """
     machines = cluster_of(cluster)
     run = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
@@ -115,7 +115,7 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
 
 
 def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
-    """Simulated memory of a step.
+    """Returns the simulated memory of a step.
 
     With gradient accumulation under ZeRO stages 2 and 3, adds the float32 gradients of earlier micro-batches: an upper
     bound, because the simulation contains some of them.
@@ -145,7 +145,7 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:
-    """One rank's micro-batch, to be simulated or estimated."""
+    """Returns one rank's micro-batch, for simulation or estimate."""
     parallel = config.parallel
     return Job(
         model=model,

@@ -1,4 +1,4 @@
-"""Candidates, pruned by the planner's predictions to those worth measuring."""
+"""Candidates for the tuner, without those that the planner predicts to be slow or not to fit."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Journal:
     """Writes the file. Numbers that are not finite become null, and "bad" is true in their line.
 
     Args:
-        fence: called before each change; raises where another run has taken the folder.
+        fence: called before each change; raises if another run has taken the folder.
     """
 
     def __init__(self, path: Path, fence: Callable[[], None] = lambda: None) -> None:
@@ -54,11 +54,12 @@ class Journal:
         finite = nulled(record)
         marked_record = finite if finite == record else finite | {"bad": True}
         self._file.write(json.dumps(marked_record | {"time": time.time()}, allow_nan=False).encode() + b"\n")
+        # Raises on a full disk, and keeps the lines: the first flush that succeeds writes them too.
         self._file.flush()
 
 
 def nulled(value: Any) -> Any:
-    """A record with null for numbers that JSON does not have."""
+    """Returns a record with null for numbers that JSON cannot express."""
     if isinstance(value, dict):
         return {key: nulled(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
@@ -85,7 +86,7 @@ def cut(path: Path, step: int) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, the oldest first; other lines are skipped.
+    """Yields the records of a file, oldest first; skips other lines.
 
     Raises:
         OSError: it cannot be read.
@@ -98,7 +99,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """The record on a line, None where there is no whole one."""
+    """Returns the record on a line, or None if the line is incomplete."""
     try:
         record = parse_json(line)
     except ValueError:

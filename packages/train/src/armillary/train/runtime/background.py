@@ -42,7 +42,7 @@ class Background(Thread):
 class Guarded(Generic[Closed]):
     """A sink of reports with its own thread, so that its errors and its blocking do not affect training.
 
-    A full disk, a lost network or a stopped terminal costs reports alone. The first error is printed; the next report
+    A full disk, a lost network or a stopped terminal loses only reports. The first error is printed; the next report
     tries the sink again.
 
     Args:
@@ -54,7 +54,7 @@ class Guarded(Generic[Closed]):
     def __init__(self, sink: Closed, complain: Callable[[str], None], room: int = 10_000) -> None:
         self.sink, self.name, self._complain, self._room = sink, type(sink).__name__, complain, room
         self._complained = False
-        # A signal handler may put into a SimpleQueue too.
+        # SimpleQueue, because a signal handler may put a report while the interrupted thread is inside `put`.
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()

@@ -31,7 +31,7 @@ FSDP_TENSORS: dict[str, str] = {
     "fsdp::chunk_cat_mixed_dtype": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
-"""Category of the arguments of FSDP2's ops. FSDP2 allocates them by ordinary ops, which tell nothing."""
+"""Category of the arguments of FSDP2's ops. FSDP2 allocates them by ordinary ops, which show no category."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -45,8 +45,8 @@ class LiveBytes(TorchDispatchMode):
     which it was allocated, unless `pin` sets another. Unlabelled storages that FSDP2 handles are "parameters" or
     "gradients"; all other unlabelled ones "other". Allocations under a label with `host=True` count for the host.
 
-    Earlier tensors only count if pinned. Memory that a kernel takes inside an op is invisible; composite ops of
-    Armillary are counted by the ops they are made of.
+    Earlier tensors only count if pinned. Memory that a kernel takes inside an op is invisible; for composite ops of
+    Armillary, the ops inside are counted.
 
     Args:
         block: sizes are rounded up to multiples of this many bytes; 1 does not round.
@@ -119,12 +119,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _allocate(self, storage: UntypedStorage, account: Account, category: str) -> None:
         allocation = account.allocate(self._rounded(storage.nbytes()), category, label_name())
-        self._storages[storage_key(storage)] = (
-            allocation,
-            ref(storage, partial(self._died, storage_key(storage))),
-        )
+        # The callback of the weak reference runs when the last tensor of the storage is gone.
+        freed = partial(self._freed, storage_key(storage))
+        self._storages[storage_key(storage)] = allocation, ref(storage, freed)
 
-    def _died(self, key: int, _: ref[UntypedStorage]) -> None:
+    def _freed(self, key: int, _: ref[UntypedStorage]) -> None:
         allocation, _ = self._storages.pop(key)
         allocation.account.resize(allocation, 0)
 
