@@ -57,7 +57,7 @@ def page(papers: list[Paper]) -> str:
         "Every table and figure of four papers, beside our own figures. Bytes and memory are counted on the real\n"
         "methods, run on tensors without numbers; times are the planner's predictions. No GPU has run any of it, and\n"
         "no figure of a cluster is fitted to the paper that it is compared with, except the PCIe network of 8 x L20\n"
-        "(USP's table 3), where the page says so.\n\n"
+        "(USP's table 3) and the second six rows of WallFacer's figure 7, where the page says so.\n\n"
     )
     return intro + notes + "\n" + "\n\n".join(paper.markdown() for paper in papers) + "\n"
 

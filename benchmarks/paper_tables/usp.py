@@ -266,12 +266,13 @@ def figure_6() -> Table:
     rows = list[Row]()
     for row in stored["rows"]:
         meshes, seeds = float(row["USP and DP apart"]), float(row["seeds apart"])
-        why = f"two seeds are {seeds:.5f} apart, {seeds / max(meshes, 1e-5):.0f} times as much"
+        why = f"two seeds are {seeds:.5f} apart, {seeds / max(meshes, 1e-5):.1f} times as much"
         rows.append(Row(f"{row['precision']}: USP and DP apart, nats", "coincide", f"{meshes:.5f}", why))
     rows.append(Row("Section 6, MoE with expert parallelism", "mentioned", None, "out of scope"))
     text = (
         f"Loss over 10,000 steps of a small LLaMA on 2 ranks, stored by `{stored['command']}`: mean absolute "
-        "difference of curves of 100-step means, the larger of two seeds. The [report](convergence.md) has a picture "
-        "of all curves; [200 steps on 7 meshes](equality.md) have those of all methods."
+        "difference of curves of 100-step means, the larger of two seeds ([report](convergence.md)). "
+        "[200 steps on 7 meshes](equality.md) have those of all methods.\n\n"
+        "![Loss of USP and of data parallelism, two seeds](convergence.png)"
     )
     return Table("Figure 6, convergence, and section 6", text, rows)
