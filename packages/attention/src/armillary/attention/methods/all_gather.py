@@ -19,8 +19,7 @@ from armillary.attention.methods.base import Method
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+from armillary.core.collectives import start_all_gather, start_reduce_scatter
 
 
 class AllGatherKV(Method):

@@ -18,7 +18,7 @@ from armillary.attention.methods.head_axis import HeadMethod, PendingTensor
 from armillary.attention.methods.head_shards import HeadShards, split_heads
 from armillary.core import Axis, SequenceLayout
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collectives import start_head_to_seq, start_seq_to_head
 
 
 class Ulysses(HeadMethod):

@@ -27,9 +27,7 @@ from armillary.attention.methods.teams import Placement, Teams
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RotatingSide
 from armillary.core import Axis, FlatBuffer, SequenceLayout, start_exchange
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.merge import start_merge_scatter
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+from armillary.core.collectives import start_all_gather, start_merge_scatter, start_reduce_scatter
 from armillary.core.validation import flag
 
 Tensors = Sequence[Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.attention.rotation.rotate import RingStep, Rotation
 from armillary.core import FlatBuffer, compat, start_exchange
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.exchange import Exchange, ReceiveBuffers
+from armillary.core.collectives import Exchange, ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
 
 Partials = Sequence[Tensor]

@@ -21,7 +21,7 @@ from torch import Tensor
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, start_exchange
-from armillary.core.collectives.exchange import ReceiveBuffers
+from armillary.core.collectives import ReceiveBuffers
 from armillary.core.token_ranges import TokenRanges
 
 

@@ -15,8 +15,7 @@ from armillary.attention.states.chunks import Operands, StateKernel
 from armillary.attention.states.kernels import choose_kernel
 from armillary.attention.states.plan import ScanPlan, plan_scan
 from armillary.attention.states.scan import ScanCall
-from armillary.core import SequenceLayout
-from armillary.core.mesh import Axis
+from armillary.core import Axis, SequenceLayout
 from armillary.core.segments import segments_of
 from armillary.core.validation import check_tensor, number
 

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.attention.states.calls import RECURRENCES, StateOptions
-from armillary.core import compat
-from armillary.core.mesh import Axis
+from armillary.core import Axis, compat
 from armillary.core.placements import (
     check_chunks,
     check_placement,

@@ -13,8 +13,7 @@ from armillary.attention.states.calls import RECURRENCES, StateOptions
 from armillary.attention.states.chunks import StateKernel
 from armillary.attention.states.graph import trace_scan
 from armillary.attention.states.scan import scan
-from armillary.core import SequenceLayout, compat
-from armillary.core.mesh import Axis
+from armillary.core import Axis, SequenceLayout, compat
 
 
 def gated_delta_rule(

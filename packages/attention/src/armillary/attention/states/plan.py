@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from armillary.core import SequenceLayout
 from armillary.core.collectives.token_moves import Owners
-from armillary.core.layout import SequenceLayout
 from armillary.core.neighbour_tables import runs_of
 from armillary.core.segments import NONE, Segments
 from armillary.core.slices import Integers

@@ -12,9 +12,8 @@ from torch.autograd.function import once_differentiable
 from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.states.chunks import Operands, StateKernel, apply_map
 from armillary.attention.states.plan import Forest, ScanPlan, StateExchange
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter
-from armillary.core.mesh import Axis
+from armillary.core import Axis
+from armillary.core.collectives import start_all_gather, start_reduce_scatter
 from armillary.core.observe.ledger import phase
 
 MakeOperands = Callable[..., Operands]

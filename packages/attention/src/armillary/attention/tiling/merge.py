@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.merge import merge_
+from armillary.core.collectives import merge_
 from armillary.core.to_device import to_device
 from armillary.core.token_ranges import TokenRanges
 

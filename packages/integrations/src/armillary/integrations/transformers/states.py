@@ -25,8 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
 from armillary.attention.context_parallel.communication import gather_integers, sequence_axis
 from armillary.attention.context_parallel.sequence import Sharding, current
-from armillary.core import Axis, SequenceLayout
-from armillary.core.neighbours import short_convolution
+from armillary.core import Axis, SequenceLayout, short_convolution
 
 OPTION = "armillary_sequence"
 """Name of the option that carries the `StateSequence` from a model to its layers."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from armillary.attention import Method
 from armillary.core import Axis
 from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.merge import merge_
+from armillary.core.collectives import merge_, start_all_gather
 
 
 def axes_of(method: Method) -> tuple[Axis, ...]:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
 from armillary.attention.call.dtensor_checks import over_all_ranks
 from armillary.attention.context_parallel.communication import sequence_axis
-from armillary.core import Axis, SequenceLayout, compat
-from armillary.core.neighbours import short_convolution
+from armillary.core import Axis, SequenceLayout, compat, short_convolution
 from armillary.models.config import Mixer, StateConfig
 
 NORM_EPS = 1e-6

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.collective import Collective
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
+from armillary.core.collectives import Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
 
 
 @dataclass(frozen=True)
