@@ -9,7 +9,7 @@ from hub_folders import SMALL, attend, build, edit_config
 
 from armillary.models import GPT, GPTConfig, LinearScaling, Llama, Llama3Scaling, YarnScaling
 from armillary.models.hub.configs import parse
-from armillary.models.hub.families import FAMILIES, GPT_FIELDS
+from armillary.models.hub.families import FAMILIES, GPT_FIELDS, HYBRID
 from armillary.models.hub.folder import ends_of_text
 
 
@@ -25,6 +25,10 @@ REQUIRED = {
     "num_hidden_layers": 30,
     "num_attention_heads": 32,
     "intermediate_size": 12,
+}
+STATES = {
+    "mixers": ["delta_rule", "attention"],
+    "states": {"heads": 4, "key_heads": 2, "key_dim": 3, "value_dim": 5, "conv_width": 4},
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -166,7 +170,8 @@ def test_any_value_of_a_field_is_read_or_refused_with_its_name(kind):
     family = FAMILIES[kind]
     others = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "max_window_layers"}
     others |= {"use_sliding_window", "layer_types", "n_inner", "partial_rotary_factor"}
-    plain = {"model_type": kind, **(REQUIRED if kind != "gpt2" else {})}
+    plain = {"model_type": kind, **(REQUIRED if kind != "gpt2" else {}), **(STATES if kind == HYBRID else {})}
+    others |= {*STATES} if kind == HYBRID else set()
     assert refusal(plain) is None
     for name in {*family.fields, *family.computed, *others}:
         for value in HOSTILE:

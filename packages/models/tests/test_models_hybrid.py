@@ -7,12 +7,13 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
+from hub_folders import edit_config
 from test_models_parallel import LAYER, TILED, Case, compare_all, on_one_rank
 from torch import Tensor
 
 from armillary.attention import AttentionMask, build_attention
 from armillary.core.testing import mesh, relative_error
-from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig, initialize
+from armillary.models import Checkpointing, Decoding, Llama, LlamaConfig, StateConfig, generate, initialize
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2, StateMixer
 from armillary.models.parallel import parallelize
 
@@ -233,7 +234,7 @@ def test_mismatched_configs_are_refused(change, name):
 
 
 def test_value_heads_are_a_multiple_of_key_heads():
-    with pytest.raises(ValueError, match="key_heads=3"):
+    with pytest.raises(ValueError, match="key_heads 3"):
         StateConfig(heads=4, key_heads=3, key_dim=2, value_dim=2)
 
 
@@ -259,3 +260,108 @@ def test_layouts_masks_and_head_counts_that_states_lack_are_refused_on_every_ran
         assert "states.key_heads 1" in heads
         assert "relayout" in layout
         assert "window" in mask
+
+
+# -- generation ------------------------------------------------------------------------------------------------------
+
+SPREAD = replace(HYBRID, mixers=("delta_rule", "attention", "mamba2"), layers=3)
+
+
+def speaker(attention=None) -> Llama:
+    """Weights large enough that every token matters."""
+    model = Llama(SPREAD, attention).double()
+    initialize(model, 5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(10 if name.endswith("proj.weight") else 1)
+    return model
+
+
+def prompt(tokens: int) -> Tensor:
+    return torch.randint(37, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def greedy(ids: Tensor, new: int) -> Tensor:
+    model = speaker()
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids[:, -new:]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_cached_states_continue_a_prompt(tokens):
+    model, ids = speaker(), prompt(tokens)
+    decoding = Decoding(model, max_new_tokens=12)
+    logits = [decoding.prompt(ids), *(decoding.step(ids[:, i % tokens]) for i in range(12))]
+    repeated = torch.cat([ids, *(ids[:, i % tokens, None] for i in range(12))], 1)
+    assert relative_error(torch.stack(logits, 1), model(repeated)[:, tokens - 1 :]) < 1e-12
+    expected = greedy(ids, 10)
+    assert torch.equal(generate(model, ids, new_tokens=10), expected)
+    assert len({*expected[0].tolist()}) > 3
+
+
+def test_completions_share_the_state_of_their_prompt():
+    options = {"new_tokens": 8, "temperature": 1.0}
+    together = generate(speaker(), prompt(9), seed=3, completions=3, **options).view(2, 3, 8)
+    for j in range(3):
+        assert torch.equal(together[:, j], generate(speaker(), prompt(9), seed=3 + j, **options))
+
+
+def test_a_window_is_refused():
+    with pytest.raises(ValueError, match="window"):
+        generate(speaker(), prompt(2), new_tokens=2, mask=AttentionMask(window=(3, None)))
+
+
+def generated(axes: dict[str, int], name: str, kind: str, tokens: int) -> Tensor:
+    over = mesh(**axes)
+    attend = build_attention(name, over)
+    model = speaker()
+    parallelize(model, over, attention=attend, precision=torch.float64 if "tp" in axes else None)
+    layout = attend.layout(tokens, kind) if tokens >= attend.shards else None
+    return generate(model, prompt(tokens), new_tokens=10, layout=layout, completions=2)
+
+
+@pytest.mark.parametrize(
+    "axes, name, kind, tokens",
+    [
+        ({"ring": 4}, "ring", "zigzag", 21),
+        ({"ring": 4}, "ring", "contiguous", 6),  # the last W - 1 tokens lie on several ranks
+        ({"ring": 4}, "ring", "zigzag", 3),
+        ({"ring": 2, "ulysses": 2}, "usp", "zigzag", 17),
+        ({"ring": 2, "tp": 2}, "ring", "zigzag", 11),
+    ],
+)
+def test_sharded_prompts_are_continued_as_on_one_rank(worlds, axes, name, kind, tokens):
+    expected = greedy(prompt(tokens), 10).repeat_interleave(2, 0)
+    for result in worlds(4).run(generated, axes, name, kind, tokens):
+        assert torch.equal(result, expected)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_the_mixers_and_every_weight(tmp_path):
+    model = Llama(replace(HYBRID, layers=5, qk_norm=True, window=9, window_from=3))
+    initialize(model, 2)
+    model.save_pretrained(tmp_path)
+    again = Llama.from_pretrained(tmp_path)
+    assert again.config == model.config
+    ids = prompt(8)
+    assert torch.equal(again(ids), model(ids))
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"mixers": ["delta_rule", 3]}, "mixers"),
+        ({"mixers": ["delta_rule", "attention", "attention"]}, "self_attn"),
+        ({"states": {"heads": 4}}, "states"),
+        ({"states": vars(STATES) | {"key_dim": 7}}, "linear_attn"),
+        ({"states": vars(STATES) | {"heads": 0}}, "states.heads"),
+    ],
+)
+def test_folders_of_other_hybrids_are_refused_by_name(tmp_path, change, name):
+    Llama(HYBRID).save_pretrained(tmp_path)
+    edit_config(tmp_path, **change)
+    with pytest.raises(ValueError, match=name):
+        Llama.from_pretrained(tmp_path)

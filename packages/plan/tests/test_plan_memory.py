@@ -17,7 +17,7 @@ from armillary.attention import AttentionMask, Local, UPipe, build_attention
 from armillary.attention.kernels import CpuFlash, CudaFlash, Inputs
 from armillary.core import label
 from armillary.core.observe.label import current_label
-from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig
+from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig, StateConfig
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.plan.memory import (
     Account,
@@ -29,6 +29,7 @@ from armillary.plan.memory import (
     measured_peak,
     simulate,
 )
+from armillary.plan.memory.estimate import AttentionChoice, estimate
 
 MiB = 2**20
 SMALL = LlamaConfig(vocab_size=300, dim=64, layers=2, heads=8, kv_heads=4, hidden_dim=160)
@@ -279,6 +280,28 @@ def test_simulated_and_real_step_agree_to_the_byte(policy, attention):
     assert sum(simulated.device_breakdown.values()) == simulated.device
     if not policy.offload:  # else device and host may be fullest at different moments
         assert simulated.device == pytest.approx(measured(job), rel=0.05)
+
+
+HYBRID = replace(
+    SMALL,
+    layers=3,
+    mixers=("delta_rule", "mamba2", "attention"),
+    states=StateConfig(heads=8, key_heads=4, key_dim=8, value_dim=16),
+)
+
+
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_simulated_and_real_step_of_a_hybrid_agree_to_the_byte(policy):
+    axes, attention = {"ring": 2, "ulysses": 2}, partial(build_attention, "usp")
+    job = replace(JOB, model=HYBRID, axes=axes, attention=attention, length=600, checkpointing=Checkpointing(policy))
+    simulated, true = simulate(job), real(job)
+    assert replace(simulated, seconds=0, ops=0) == replace(true, seconds=0, ops=0)
+    assert simulated.device == pytest.approx(measured(job), rel=0.05)
+
+
+def test_formulas_refuse_a_hybrid():
+    with pytest.raises(ValueError, match="delta_rule"):
+        estimate(replace(JOB, model=HYBRID, attention=AttentionChoice("ring")))
 
 
 def held_in_forward(job: Job, stream) -> list[int]:

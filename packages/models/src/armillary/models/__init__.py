@@ -1,8 +1,8 @@
-"""LLaMA and GPT as plain single-device modules: attention is handed in, positions are explicit."""
+"""LLaMA, hybrids and GPT as plain single-device modules: attention is handed in, positions are explicit."""
 
 from armillary.core.labels import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.config import GPTConfig, LlamaConfig, StateConfig
+from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
 from armillary.models.generation.decoding import Decoding
 from armillary.models.generation.generate import generate, stream
 from armillary.models.generation.sampling import Sampling
@@ -28,6 +28,7 @@ __all__ = [
     "Llama",
     "Llama3Scaling",
     "LlamaConfig",
+    "Mixer",
     "RopeScaling",
     "Sampling",
     "StateConfig",

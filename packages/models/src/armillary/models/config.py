@@ -44,7 +44,7 @@ class StateConfig:
     def __post_init__(self) -> None:
         check_sizes(self, ("heads", "key_heads", "key_dim", "value_dim", "conv_width"))
         if self.heads % self.key_heads:
-            raise ValueError(f"states: heads={self.heads} is not a multiple of key_heads={self.key_heads}")
+            raise ValueError(f"states.key_heads {self.key_heads} must divide states.heads {self.heads}")
 
     @property
     def keys(self) -> int:
@@ -379,9 +379,14 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
 
 
 def one_block(config: LlamaConfig | GPTConfig, mixer: Mixer | None = None) -> LlamaConfig | GPTConfig:
-    """Returns the config with one block, of the first mixer by default. It has a window only if all blocks have it."""
+    """Returns the config with one block, which has a window only if all blocks have it.
+
+    Args:
+        mixer: of the block; by default attention, or the first mixer where there is none.
+    """
     if isinstance(config, LlamaConfig):
-        mixer = config.mixers[0] if mixer is None else mixer
+        if mixer is None:
+            mixer = "attention" if "attention" in config.mixers else config.mixers[0]
         return replace(
             config,
             layers=1,

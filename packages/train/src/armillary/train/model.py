@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from armillary.models import GPTConfig, LlamaConfig, pretrained_config
+from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_config
 from armillary.train.config import ModelConfig
 from armillary.train.config.model_fields import check_gpt, check_sizes, rope_scaling
 
@@ -42,6 +42,22 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
         rope_theta=ROPE_THETA if config.rope_theta is None else config.rope_theta,
         rope_scaling=rope_scaling(config),
         max_positions=length,
+        mixers=config.mixers,
+        states=state_config(config),
+    )
+
+
+def state_config(config: ModelConfig) -> StateConfig | None:
+    """Returns the sizes of layers with a state; None if all mixers are attention."""
+    if set(config.mixers) <= {"attention"}:
+        return None
+    head_dim = config.head_dim or config.dim // config.heads
+    return StateConfig(
+        heads=config.state_heads or config.heads,
+        key_heads=config.state_key_heads or config.kv_heads,
+        key_dim=config.state_key_dim or head_dim,
+        value_dim=config.state_value_dim or head_dim,
+        conv_width=config.conv_width,
     )
 
 

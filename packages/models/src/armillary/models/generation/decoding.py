@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import AttentionMask, Method
 from armillary.core import SequenceLayout, all_gather_interleaved
 from armillary.models.activation_checkpoint.policy import run_tiled
-from armillary.models.block import Block, Context, run_plainly
+from armillary.models.block import AttentionFunction, Block, Context, run_plainly
 from armillary.models.generation.cache import CachedAttention, CacheLayout, check_mask
 from armillary.models.generation.decode_collectives import axes_of, broadcast_from_shard
+from armillary.models.generation.state_cache import CachedStates
 from armillary.models.parallel.tensor import gathered_logits
 
 BlockRunner = Callable[[Block, Tensor, Context], Tensor]
 
 
 class Decoding:
-    """A `Llama` or `GPT` with a cache of keys and values on the ranks of its attention's method.
+    """A `Llama` or `GPT` with a cache of keys and values, or of states, on the ranks of its attention's method.
 
     Between calls the model is unchanged: it may be trained, or decode another prompt. All ranks of the method must make
     the same calls.
@@ -31,7 +33,7 @@ class Decoding:
     Args:
         model: plain, or on a mesh (`parallelize`).
         max_new_tokens: upper bound of tokens after the prompt, for which memory is allocated.
-        mask: causal by default; may have a window.
+        mask: causal by default; may have a window, unless the model has layers with a state.
         completions: n, of each prompt at once. They share the cache of the prompt.
 
     Raises:
@@ -46,6 +48,8 @@ class Decoding:
         self.mask = AttentionMask(causal=True) if mask is None else mask
         check_mask(self.mask)
         self.blocks = [module for module in model.modules() if isinstance(module, Block)]
+        if self.mask.window is not None and any(block.state_mixer is not None for block in self.blocks):
+            raise ValueError(f"{self.mask}: layers with a state have no window; only causal masks are accepted")
         methods = methods_of(model, self.blocks)
         self.method = methods[0]
         self.axes = axes_of(self.method)
@@ -55,7 +59,12 @@ class Decoding:
         """Creates empty caches for a prompt of this layout, over all ranks of the method, and for new tokens."""
         self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
         methods = methods_of(self.model, self.blocks)
-        self.layers = [CachedAttention(method, self.holdings, self.completions) for method in methods]
+        self.layers = [
+            CachedAttention(method, self.holdings, self.completions)
+            if block.state_mixer is None
+            else CachedStates(method)
+            for block, method in zip(self.blocks, methods, strict=True)
+        ]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
         """Runs the whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
@@ -151,7 +160,7 @@ class Decoding:
             for module in training:
                 module.training = False
             for block, layer in zip(self.blocks, self.layers, strict=True):
-                block.attention, block.run = layer, run
+                block.attention, block.run = cast(AttentionFunction, layer), run
             with torch.no_grad():
                 yield
         finally:

@@ -45,7 +45,7 @@ def generate(
         ids: the whole prompt [B, N], integers, the same on every rank; all rows equally long.
         new_tokens: number of tokens.
         layout: of the prompt, over all ranks of the method; `attend.layout(N)` by default.
-        mask: causal by default; may have a window.
+        mask: causal by default; may have a window, unless the model has layers with a state.
         temperature, top_k, top_p: as in `Sampling`; the most likely token by default.
         seed: of random draws. The same seed gives the same tokens, on devices of one type.
         stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must take the same number
@@ -53,7 +53,8 @@ def generate(
         completions: n, of each prompt at once, which are next to each other in the result. The prompt is computed and
             cached once. Completion j is drawn with seed + j: the same tokens as in a run of its own with that seed.
 
-    Bytes of a layer's cache on a rank with T tokens of the prompt and R of the new ones: 2 (B T + B n R) K D e.
+    Bytes of a layer's cache on a rank with T tokens of the prompt and R of the new ones: 2 (B T + B n R) K D e; of a
+    layer with a state, on every rank, B n (H Dk Dv a + (W - 1) C e) (`CachedStates`).
 
     Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token
     (P - 1) B n H (D e + 4) a layer (8 for 4 in float64), and (P - 1) 8 B n.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from os import PathLike
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from armillary.core.validation import check_choice, flag, integer, number
-from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.hub.families import FAMILIES, Config, Family
+from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models.hub.families import FAMILIES, HYBRID, HYBRID_FLAGS, Config, Family
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.models.hub.rope import describe_rope, read_rope
 
@@ -124,17 +125,32 @@ def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) ->
     bias = bool(fields.get("attention_bias")) and kind in ("llama", "qwen3")
     theta, scaling = read_rope(fields, sizes["max_positions"])
     window, first = read_window(kind, fields, sizes["layers"])
-    return LlamaConfig(
-        **sizes,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm=kind == "qwen3",
-        qkv_bias=bias or kind == "qwen2",
-        out_bias=bias,
-        mlp_bias=bool(fields.get("mlp_bias")),
-        window=window,
-        window_from=first,
-    )
+    options: dict[str, Any] = {
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": bias or kind == "qwen2",
+        "out_bias": bias,
+        "mlp_bias": bool(fields.get("mlp_bias")),
+    }
+    if kind == HYBRID:
+        options = read_hybrid(fields)
+    return LlamaConfig(**sizes, **options, rope_theta=theta, rope_scaling=scaling, window=window, window_from=first)
+
+
+def read_hybrid(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the mixers, the sizes of their states, and the flags of a model of our own `model_type`.
+
+    Raises:
+        ValueError: a field of another type, or sizes that do not match; names it.
+    """
+    mixers, states = fields["mixers"], fields["states"]
+    names = [field.name for field in dataclass_fields(StateConfig)]
+    if not isinstance(mixers, list) or not all(isinstance(mixer, str) for mixer in cast("list[object]", mixers)):
+        raise ValueError(f"mixers={mixers!r} must be a list of names")
+    if not isinstance(states, dict) or {*cast("dict[str, object]", states)} != {*names}:
+        raise ValueError(f"states={states!r} must have {', '.join(names)}")
+    flags = {name: bool(fields.get(name)) for name in HYBRID_FLAGS}
+    sizes = {name: size(f"states.{name}", states[name]) for name in names}
+    return {**flags, "mixers": tuple(cast("list[Mixer]", mixers)), "states": StateConfig(**sizes)}
 
 
 def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
@@ -200,7 +216,10 @@ def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:
         fields["mlp_bias"] = config.mlp_bias
     if kind == "mistral":
         fields["sliding_window"] = config.window
-    if kind in ("qwen2", "qwen3"):
+    if kind == HYBRID:
+        fields |= {name: getattr(config, name) for name in HYBRID_FLAGS}
+        fields |= {"mixers": list(config.mixers), "states": config.states and asdict(config.states)}
+    if kind in ("qwen2", "qwen3", HYBRID):
         fields["use_sliding_window"] = config.window is not None
         fields["sliding_window"] = config.window
         fields["max_window_layers"] = config.layers if config.window is None else config.window_from
@@ -213,6 +232,8 @@ def llama_family(config: LlamaConfig) -> str:
     Raises:
         ValueError: no family has it.
     """
+    if config.states is not None:
+        return HYBRID
     biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
     same_bias = config.qkv_bias == config.out_bias
     if config.qk_norm and same_bias and not config.mlp_bias:

@@ -67,6 +67,12 @@ class Family:
     computed: Mapping[str, tuple[Any, ...]]
 
 
+HYBRID = "armillary_hybrid"
+"""Our own `model_type`, of models with other mixers than attention. `transformers` does not know it."""
+
+HYBRID_FLAGS = ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")
+"""Fields of `LlamaConfig` that other families determine."""
+
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -99,6 +105,14 @@ FAMILIES = {
         LLAMA_REQUIRED,
         COMMON_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
         SWIGLU | {"attention_bias": (False, True), "mlp_bias": (False,), "use_sliding_window": (False, True)},
+    ),
+    HYBRID: Family(
+        "ArmillaryHybridForCausalLM",
+        LlamaConfig,
+        LLAMA_FIELDS,
+        (*LLAMA_REQUIRED, "mixers", "states"),
+        COMMON_DEFAULTS | {"max_position_embeddings": 8192},
+        SWIGLU | dict.fromkeys((*HYBRID_FLAGS, "use_sliding_window"), (False, True)),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.core.shards import Box
-from armillary.models.config import GPTConfig, LlamaConfig, one_block
+from armillary.models.config import GPTConfig, LlamaConfig, Mixer, one_block
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Data types by their names in safetensors."""
@@ -68,14 +68,18 @@ def names_of(config: LlamaConfig | GPTConfig) -> Names:
 
 
 def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters of the config's model, by name. Builds one block, on the meta device."""
-    with torch.device("meta"):
-        model = build(one_block(config))
+    """Returns the shapes of the parameters of the config's model, by name. Builds one block of each kind, on "meta"."""
+    layers: dict[Mixer | None, list[int]] = {}
+    for layer in range(config.layers):
+        layers.setdefault(config.mixer_of(layer) if isinstance(config, LlamaConfig) else None, []).append(layer)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in model.state_dict().items():
-        before, index, after = name.partition(".0.")  # only blocks have a number in their names
-        for layer in range(config.layers if index else 1):
-            shapes[f"{before}.{layer}.{after}" if index else name] = tuple(tensor.shape)
+    for mixer, indices in layers.items():
+        with torch.device("meta"):
+            model = build(one_block(config, mixer))
+        for name, tensor in model.state_dict().items():
+            before, index, after = name.partition(".0.")  # only blocks have a number in their names
+            for layer in indices if index else indices[:1]:
+                shapes[f"{before}.{layer}.{after}" if index else name] = tuple(tensor.shape)
     return shapes
 
 

@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from armillary.data.console.quantity import LARGEST
-from armillary.models import Checkpointing
+from armillary.models import Checkpointing, Mixer
 from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegative, Positive
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a LLaMA or a GPT, or a pretrained folder; by default a million parameters, for a laptop."""
+    """Sizes of a LLaMA, a hybrid or a GPT, or a pretrained folder; by default a million parameters, for a laptop."""
 
     family: Literal["llama", "gpt"] = "llama"
     """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; it uses only dim, layers and heads."""
@@ -38,6 +38,18 @@ class ModelConfig:
     """RMSNorm of queries and keys before RoPE (Qwen3)."""
     tied_embeddings: bool = False
     """The LM head shares the embedding table's weights."""
+    mixers: tuple[Mixer, ...] = ("attention",)
+    """Of the blocks, repeated to layers: attention, delta_rule (Gated DeltaNet) or mamba2."""
+    state_heads: CountOrNone = None
+    """Value heads of mixers with a state; by default heads."""
+    state_key_heads: CountOrNone = None
+    """Key heads of the delta rule, groups of Mamba-2; by default kv_heads."""
+    state_key_dim: CountOrNone = None
+    """Channels of a key head, which are rows of a state; by default as an attention head's."""
+    state_value_dim: CountOrNone = None
+    """Channels of a value head, which are columns of a state; by default as an attention head's."""
+    conv_width: Count = 4
+    """Tokens that the short convolution before a state sees."""
     rope_theta: Positive | None = None
     """Base of RoPE's frequencies; by default 10,000, or the pretrained folder's."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None

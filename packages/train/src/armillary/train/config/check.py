@@ -25,6 +25,7 @@ def check(config: Config) -> None:
     check_data(config)
     check_parallel(config)
     check_tasks(config)
+    check_states(config)
     check_schedule(config.optimizer, config.train.steps)
     if config.model.pretrained is None and config.model.dim % config.model.heads and config.model.head_dim is None:
         raise ValueError(
@@ -80,6 +81,16 @@ def check_tasks(config: Config) -> None:
         raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
     if "recall" in (data.task, *config.validation.tasks) and data.pairs > data.symbols:
         raise ValueError(f"--data.pairs {data.pairs} have a key each; make --data.symbols {data.symbols} as many")
+
+
+def check_states(config: Config) -> None:
+    """Checks what layers with a state cannot run on."""
+    mixers, layout = config.model.mixers, config.data.layout
+    if layout == "striped" and not {*mixers} <= {"attention"}:
+        raise ValueError(
+            f"--data.layout striped with --model.mixers {' '.join(mixers)}: a state runs along neighbouring tokens; "
+            "choose zigzag, contiguous or balanced"
+        )
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:

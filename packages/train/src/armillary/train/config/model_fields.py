@@ -8,7 +8,18 @@ from armillary.models import GPTConfig, LinearScaling, Llama3Scaling, LlamaConfi
 from armillary.train.config import ModelConfig
 from armillary.train.config.overlay import flag
 
-SIZES = ("family", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "qk_norm", "tied_embeddings")
+SIZES = (
+    "family",
+    "dim",
+    "layers",
+    "heads",
+    "kv_heads",
+    "hidden_dim",
+    "head_dim",
+    "qk_norm",
+    "tied_embeddings",
+    "mixers",
+)
 """Fields that a pretrained folder sets, besides `vocab_size`."""
 OF_GPT = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
 """Fields of a GPT; the others are LLaMA's alone."""

@@ -7,6 +7,7 @@ machine yet. Where a recipe names no data, it reads the text of this Python inst
 from armillary.train.recipes.debug import debug
 from armillary.train.recipes.finetune import finetune
 from armillary.train.recipes.gpt import gpt_wallfacer_3b, gpt_wallfacer_7b
+from armillary.train.recipes.hybrid import hybrid
 from armillary.train.recipes.llama3 import llama3_8b_1m, llama3_8b_5m, llama3_8b_128k, llama3_70b_128k
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "finetune",
     "gpt_wallfacer_3b",
     "gpt_wallfacer_7b",
+    "hybrid",
     "llama3_8b_1m",
     "llama3_8b_5m",
     "llama3_8b_128k",

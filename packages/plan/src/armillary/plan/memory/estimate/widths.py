@@ -37,6 +37,16 @@ class Widths:
 
     @classmethod
     def of(cls, model: LlamaConfig | GPTConfig) -> Widths:
+        """Returns the widths of a model.
+
+        Raises:
+            ValueError: a hybrid, whose blocks differ.
+        """
+        if isinstance(model, LlamaConfig) and model.states is not None:
+            raise ValueError(
+                f"mixers={model.mixers}: formulas of memory and time know attention alone; `simulate` gives a hybrid's "
+                "memory"
+            )
         block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
         outside_blocks = model.parameters() - model.layers * block
         llama = isinstance(model, LlamaConfig)

@@ -1,0 +1,92 @@
+"""Cache of a layer with a state: its last state and its convolution's last tokens, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from armillary.attention import AttentionMask, Method
+from armillary.attention.call.dtensor_checks import over_all_ranks
+from armillary.attention.context_parallel.communication import sequence_axis
+from armillary.core import SequenceLayout
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.models.layers.state_mixers import Recurrence, convolve, sharded_recurrence
+
+
+class CachedStates:
+    """In place of the attention method of a layer with a state: over its ranks for the prompt, then token by token.
+
+    Called with a layout it gets the prompt, called without one the newest token, the same on every rank. Completions
+    start from the state of their prompt. Nothing in it has a gradient.
+
+    Bytes of the cache on every rank: B n (H Dk Dv a + (W - 1) C e), with `a` bytes of a state's element.
+
+    Bytes sent for the prompt: those of the layer, and (P - 1) B (W - 1) C e at most. None for a new token.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.state: Tensor | None = None
+        """[B, H, Dk, Dv], or [B, H, D, Ns]."""
+        self.tail: Tensor | None = None
+        """The convolution's last W - 1 inputs [B, W - 1, C]."""
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor:
+        """Computes the convolution of x [B, T, C], or of a new token [B n, 1, C]."""
+        tail_length = weight.shape[1] - 1
+        if layout is not None:
+            self.tail = last_tokens(x, tail_length, over_all_ranks(layout, self.method), self.method)
+            return convolve(self.method, x, weight, bias, mask, layout)
+        tail = x.new_zeros(len(x), tail_length, x.shape[2]) if self.tail is None else repeat_rows(self.tail, len(x))
+        window = torch.cat([tail, x], 1)
+        self.tail = window[:, 1:]
+        out = (window * weight.T).sum(1, keepdim=True)
+        return out if bias is None else out + bias
+
+    def recur(
+        self, recurrence: Recurrence, inputs: Sequence[Tensor], mask: AttentionMask, layout: SequenceLayout | None
+    ) -> Tensor:
+        """Computes the outputs [B, T, H, Dv] of the prompt, or of a new token [B n, 1, H, Dv]."""
+        if layout is not None:
+            out, self.state = sharded_recurrence(self.method, recurrence, inputs, mask, layout)
+            return out
+        state = None if self.state is None else repeat_rows(self.state, len(inputs[0]))
+        out, self.state = recurrence(*inputs, initial_state=state)
+        return out
+
+
+def repeat_rows(x: Tensor, rows: int) -> Tensor:
+    """Returns x [B, ...] with `rows` rows, the copies of each next to each other."""
+    return x if len(x) == rows else x.repeat_interleave(rows // len(x), 0)
+
+
+def last_tokens(x: Tensor, count: int, layout: SequenceLayout, method: Method) -> Tensor:
+    """Returns the last tokens [B, count, C] of a sequence, on every rank, after zeros if it is shorter.
+
+    Args:
+        x: [B, T, C], this rank's tokens.
+        layout: over all ranks of the method.
+    """
+    first = layout.length - count
+    positions: list[list[int]] = [[] for _ in range(layout.shards)]
+    own_places: list[int] = []
+    for shard in range(layout.shards):
+        spans = layout.spans(shard)
+        for start, span in zip(accumulate(map(len, spans), initial=0), spans, strict=False):
+            for place in range(max(0, len(span) - count), len(span)):  # earlier tokens of a span are too early
+                if span[place] >= first:
+                    positions[shard].append(span[place])
+                    own_places += [start + place] if shard == method.shard else []
+    tail = x[:, own_places]
+    axis = sequence_axis(method)
+    if axis.size > 1:
+        tail = start_all_gather(tail, axis, list(map(len, positions))).wait()
+    gathered = list(chain.from_iterable(positions))
+    order = sorted(range(len(gathered)), key=gathered.__getitem__)
+    missing = x.new_zeros(len(x), count - tail.shape[1], x.shape[2])
+    return torch.cat([missing, tail[:, order]], 1)
