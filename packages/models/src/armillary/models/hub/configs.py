@@ -87,7 +87,8 @@ def parse(fields: Mapping[str, Any]) -> Config:
         return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
     except ValueError as error:  # names sizes as our configs do: translated to the file's names
         hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
-        raise ValueError(re.sub(r"\b\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))) from error
+        translated = re.sub(r"(?<![\w.])\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))
+        raise ValueError(translated) from error
 
 
 def read_field(family: Family, name: str, value: object) -> int | float | bool:

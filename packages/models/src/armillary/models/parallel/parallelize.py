@@ -15,7 +15,6 @@ from armillary.attention.methods.rank_grid import check_rank_grid
 from armillary.core import Axis
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, run_plainly
-from armillary.models.config import LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel.fsdp import ZeroStage, shard_parameters, sharding_axes
@@ -99,10 +98,13 @@ def check(
         heads = (config.heads // ranks, config.kv_heads // ranks)
         q, k = (torch.empty(1, 1, count, config.head_dim, device="meta") for count in heads)
         attention.check(q, k, k)
-        if isinstance(config, LlamaConfig) and config.states is not None:
-            sequence_axis(attention)  # refuses ranks that layers with a state cannot share a sequence on
         for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
+    for block in model.modules():
+        if isinstance(block, Block) and block.state_mixer is not None:
+            method = block.attention if attention is None else attention
+            if isinstance(method, Method):
+                sequence_axis(method)  # refuses ranks on which a layer with a state cannot share a sequence
     compilers = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
     if compiler is not None and compiler not in compilers:
         raise ValueError(f"compiler {compiler!r} must be one of {', '.join(compilers)}")
