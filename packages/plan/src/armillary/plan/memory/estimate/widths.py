@@ -43,10 +43,7 @@ class Widths:
             ValueError: a hybrid, whose blocks differ.
         """
         if isinstance(model, LlamaConfig) and model.states is not None:
-            raise ValueError(
-                f"mixers={model.mixers}: formulas of memory and time know attention alone; `simulate` gives a hybrid's "
-                "memory"
-            )
+            raise ValueError(f"mixers={model.mixers}: formulas of memory and time know attention alone")
         block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
         outside_blocks = model.parameters() - model.layers * block
         llama = isinstance(model, LlamaConfig)
