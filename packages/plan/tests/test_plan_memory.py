@@ -290,6 +290,15 @@ HYBRID = replace(
 )
 
 
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_simulated_and_real_step_of_a_hybrid_agree_to_the_byte(policy):
+    axes, attention = {"ring": 2, "ulysses": 2}, partial(build_attention, "usp")
+    job = replace(JOB, model=HYBRID, axes=axes, attention=attention, length=600, checkpointing=Checkpointing(policy))
+    simulated, true = simulate(job), real(job)
+    assert replace(simulated, seconds=0, ops=0) == replace(true, seconds=0, ops=0)
+    assert simulated.device == pytest.approx(measured(job), rel=0.05)
+
+
 def test_formulas_refuse_a_hybrid():
     with pytest.raises(ValueError, match="delta_rule"):
         estimate(replace(JOB, model=HYBRID, attention=AttentionChoice("ring")))

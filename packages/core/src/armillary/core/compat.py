@@ -423,6 +423,21 @@ def dtensors_outside_graphs(function: F) -> F:
     return cast(F, call)
 
 
+def outside_modes(function: F) -> F:
+    """Marks a function whose tensors are cached: they are real ones, also while FakeTensorMode is on."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
 def assert_later(condition: Tensor, message: str) -> None:
     """Raises a RuntimeError unless `condition` is true, without a host sync on CUDA, and inside graphs too."""
     cast(Any, torch)._assert_async(condition, message)

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from armillary.core import compat
 from armillary.core.collectives.token_moves import MoveTable
 from armillary.core.layout import SequenceLayout
 from armillary.core.segments import Segments
@@ -45,11 +46,13 @@ def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[rang
 
 # Every layer and step looks up a table, for few distinct layouts and documents.
 @lru_cache(maxsize=32)
+@compat.outside_modes
 def relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -> MoveTable:
     return MoveTable.build(source, rank, [[target.positions(shard).numpy()] for shard in range(target.shards)])
 
 
 @lru_cache(maxsize=32)
+@compat.outside_modes
 def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
     positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     return MoveTable.build(
@@ -58,6 +61,7 @@ def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int,
 
 
 @lru_cache(maxsize=32)
+@compat.outside_modes
 def halo_table(
     layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
 ) -> tuple[MoveTable, list[int]]:

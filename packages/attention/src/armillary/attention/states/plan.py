@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from armillary.core import SequenceLayout
+from armillary.core import SequenceLayout, compat
 from armillary.core.collectives.token_moves import Owners
 from armillary.core.neighbour_tables import runs_of
 from armillary.core.segments import NONE, Segments
@@ -193,6 +193,7 @@ class RunChunks(NamedTuple):
 
 # All layers of a step share a plan, whose indices are as long as the shard: few are kept.
 @lru_cache(maxsize=8)
+@compat.outside_modes
 def plan_scan(
     layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device, max_chunk: int
 ) -> ScanPlan:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from armillary.core import compat
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.collective import Collective, start_parts
 from armillary.core.layout import SequenceLayout
@@ -179,6 +180,7 @@ def _owners(layout: SequenceLayout) -> Owners:
 
 
 @lru_cache(maxsize=64)
+@compat.outside_modes
 def _on_device(table: MoveTable, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the indices of a table on a device, copied there once."""
     return table.send.to(device), table.result.to(device)
