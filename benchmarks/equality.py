@@ -1,12 +1,13 @@
 """The same training on every mesh: loss curves against that of one rank, and recall of what other ranks hold.
 
-    uv run python benchmarks/equality.py                          # both parts, 200 steps; about a quarter of an hour
+    uv run python benchmarks/equality.py                          # all parts, 200 steps; about half an hour
     uv run python benchmarks/equality.py --only curves --steps 20
     uv run python benchmarks/equality.py --only recall --meshes ring upipe --out outputs/recall
 
 `curves` trains on Python's own text with every method on 4 ranks, in float32 and float64. All curves must lie within
-1e-3 and 1e-8 of one rank's. `recall` trains on questions whose answers other ranks hold: every method must learn them,
-and attention that ends with its own shard must not.
+1e-3 and 1e-8 of one rank's. `hybrid` does so for a model of Gated DeltaNet, Mamba-2 and attention. `recall` trains on
+questions whose answers other ranks hold: every method must learn them, and attention that ends with its own shard must
+not. `hybrid-recall` trains the recipe `hybrid` with several methods.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
+    recipes,
     train_loop,
 )
 
@@ -89,6 +91,9 @@ MESHES = [
     Mesh("tp 2 x Ring 2", "ring", {"tp": 2, "ring": 2}),
     Mesh("FSDP, shard 4", "local", {"shard": 4}),
 ]
+HYBRID_MESHES = [
+    mesh for mesh in MESHES if mesh.name in (ONE.name, "Ring", "USP, zigzag", "UPipe", "tp 2 x Ring 2", "FSDP, shard 4")
+]
 
 
 def main() -> None:
@@ -126,13 +131,28 @@ def on(world: World, config: Config, broken: bool = False) -> Summary:
 
 
 def curves(options: Namespace) -> bool:
+    model = "LLaMA of dim 64, 2 layers, 8 and 4 heads"
+    return compare_curves(options, "equality", SMALL, MESHES, f"{model}, {options.steps or 200} steps of AdamW")
+
+
+def hybrid(options: Namespace) -> bool:
+    mixers = ("delta_rule", "mamba2", "attention")
+    config = replace(SMALL, model=replace(SMALL.model, layers=3, mixers=mixers))
+    model = "LLaMA of dim 64, a layer each of Gated DeltaNet, Mamba-2 and attention, 8 and 4 heads"
+    return compare_curves(
+        options, "equality-hybrid", config, HYBRID_MESHES, f"{model}, {options.steps or 200} steps of AdamW"
+    )
+
+
+def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequence[Mesh], note: str) -> bool:
+    """Trains on every mesh, and writes the report and the picture of that name. Returns False beyond a limit."""
     losses: dict[str, dict[str, list[float]]] = {}
-    meshes, steps = chosen(MESHES, options), options.steps or 200
+    meshes, steps = chosen(all_meshes, options), options.steps or 200
     for ranks in (1, 4):
         with World(ranks) as world:
             for mesh in (mesh for mesh in meshes if mesh.ranks == ranks):
                 for precision in LIMITS:
-                    config = mesh.config(SMALL, steps=steps, precision=precision)
+                    config = mesh.config(base, steps=steps, precision=precision)
                     losses.setdefault(precision, {})[mesh.name] = on(world, config).losses
                     print(f"{mesh.name}, {precision}: {losses[precision][mesh.name][-1]:.6f}", flush=True)
     furthest = {precision: {name: max(apart(found, name)) for name in found} for precision, found in losses.items()}
@@ -145,13 +165,13 @@ def curves(options: Namespace) -> bool:
         for mesh in meshes
     ]
     notes = [
-        f"LLaMA of dim 64, 2 layers, 8 and 4 heads, {SMALL.data.global_batch_size} rows of "
-        f"{SMALL.data.sequence_length} bytes of Python's own text a step, {steps} steps of AdamW",
+        f"{note}, {base.data.global_batch_size} rows of {base.data.sequence_length} bytes of Python's own text a step",
         "furthest: the largest difference of any step's loss from one rank's, in nats",
         *[f"limit in {precision}: {limit:g}" for precision, limit in LIMITS.items()],
     ]
-    print(report.write("equality", "Loss curves on 4 ranks and on one", rows, notes, options.out))
-    draw(losses, options.out / "equality.png")
+    title = "Loss curves on 4 ranks and on one"
+    print(report.write(name, f"{title}: a hybrid" if base is not SMALL else title, rows, notes, options.out))
+    draw(losses, options.out / f"{name}.png")
     return all(value <= LIMITS[precision] for precision, found in furthest.items() for value in found.values())
 
 
@@ -219,28 +239,45 @@ def end_with_shard(run: Run) -> None:
 
 
 def recall(options: Namespace) -> bool:
+    return compare_recall(options, "equality-recall", "Recall across ranks", RECALL, [*METHODS, BROKEN], 500)
+
+
+def hybrid_recall(options: Namespace) -> bool:
+    recipe = recipes.hybrid()
+    config = replace(recipe, validation=RECALL.validation, log=SMALL.log, train=SMALL.train)
+    meshes = [mesh for mesh in METHODS if mesh.name in ("ring", "ulysses", "usp", "tp 2 x ring 2")]
+    return compare_recall(options, "equality-hybrid-recall", "Recall of a hybrid across ranks", config, meshes, 300)
+
+
+def compare_recall(
+    options: Namespace, name: str, title: str, base: Config, meshes: Sequence[Mesh], default_steps: int
+) -> bool:
+    """Trains on every mesh, and writes the report. Returns False if one does not learn, or the broken one does."""
     rows: list[dict[str, Any]] = []
-    steps = options.steps or 500
+    steps = options.steps or default_steps
     with World(4) as world:
-        for mesh in chosen([*METHODS, BROKEN], options):
-            config = mesh.config(RECALL, steps=steps)
+        for mesh in chosen(meshes, options):
+            config = mesh.config(base, steps=steps)
             summary = on(world, config, broken=mesh is BROKEN)
             shown = {"right answers": summary.validation["recall"], "last loss": summary.losses[-1]}
             rows.append({"attention": mesh.name, **shown})
             print(rows[-1], flush=True)
-    data = RECALL.data
+    data = base.data
     chance = 1 / data.symbols
     notes = [
         f"rows of {data.sequence_length} tokens on 4 ranks with {data.pairs} (key, value) pairs, each asked for on a "
         f"rank that holds none of it; {data.symbols} values, so chance is {chance:.3f}; held-out rows",
-        f"{steps} steps of {data.global_batch_size} rows; own shard alone: Ring whose ranks see their own keys alone",
+        f"{steps} steps of {data.global_batch_size} rows",
     ]
-    print(report.write("equality-recall", "Recall across ranks", rows, notes, options.out))
-    *methods, broken = [row["right answers"] for row in rows]
-    return min(methods) > 0.95 and broken < 2 * chance
+    if BROKEN in meshes:
+        notes[-1] += f"; {BROKEN.name}: Ring whose ranks see their own keys alone"
+    print(report.write(name, title, rows, notes, options.out))
+    answers = {row["attention"]: row["right answers"] for row in rows}
+    broken = answers.pop(BROKEN.name, 0.0)
+    return min(answers.values()) > 0.95 and broken < 2 * chance
 
 
-PARTS = {"curves": curves, "recall": recall}
+PARTS = {"curves": curves, "hybrid": hybrid, "recall": recall, "hybrid-recall": hybrid_recall}
 
 if __name__ == "__main__":
     main()

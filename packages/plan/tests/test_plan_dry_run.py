@@ -16,6 +16,7 @@ from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.dry_run import dry_run
+from armillary.train.model import model_config
 
 # As in the recipes' docstrings.
 MACHINES = {
@@ -142,3 +143,49 @@ def test_zero_stage_1_holds_unsharded_gradients_and_sends_parameters_once_a_step
     unsharded, sharded = (each.memory.device_breakdown["gradients"] for each in parts)
     total = 4 * 8 * parts[0].run.local_parameters
     assert unsharded > 0.99 * total and sharded < 0.5 * total
+
+
+def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule", "mamba2", "attention")):
+    recipe = recipes.hybrid()
+    model = replace(recipe.model, vocab_size=257, mixers=mixers, layers=layers)
+    data = replace(recipe.data, task=None, sequence_length=length)
+    return replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
+
+
+def test_a_hybrid_is_predicted_by_simulation_and_by_its_plan(capsys):
+    output = json.loads(printed(capsys, "--recipe", "hybrid", "--cluster", "8xh100", "--json"))
+    assert output["fits"] and output["memory"]["device"] > 0
+    config = hybrid(1024)
+    prediction = predict(config, "8xh100")
+    job = job_of(config, prediction.run.axes, prediction.run.model, torch.bfloat16)
+    assert prediction.memory.device == simulate(job).device
+    assert isinstance(job.model, LlamaConfig)
+    blocks = sum(count * job.model.block_parameters(mixer) for mixer, count in job.model.mixer_counts().items())
+    accelerator = prediction.cluster.accelerator
+    products = 6 * blocks * job.rows * 128 / (accelerator.flops * accelerator.matmul)
+    assert prediction.time.dense == pytest.approx(products, rel=1e-6)
+
+
+def hybrid_time(config: Config):
+    axes = {"replicate": 1, "shard": 1, "ring": 8, "ulysses": 1, "tp": 1}
+    job = job_of(config, axes, model_config(config.model, 257, config.data.sequence_length), torch.bfloat16)
+    return time_of(config, job, cluster_of("8xh100"))
+
+
+def test_states_are_exchanged_in_the_same_time_whatever_the_length():
+    short, long, deep = (
+        hybrid_time(hybrid(length, layers, mixers=("mamba2", "delta_rule")))
+        for length, layers in ((1024, 2), (8192, 2), (1024, 4))
+    )
+    assert short.exchange == pytest.approx(long.exchange) and short.exchange > 0
+    assert deep.exchange == pytest.approx(2 * short.exchange)
+    assert long.attention == pytest.approx(8 * short.attention)  # operations of the recurrence, by tokens
+
+
+def test_a_checkpointed_hybrid_exchanges_its_states_once_more():
+    config = hybrid(1024, 2, mixers=("delta_rule",))
+    exchanges = [
+        hybrid_time(replace(config, checkpointing=replace(config.checkpointing, policy=policy))).exchange
+        for policy in ("none", "layer", "attention_output")
+    ]
+    assert exchanges[1] > exchanges[0] and exchanges[2] == pytest.approx(exchanges[1])

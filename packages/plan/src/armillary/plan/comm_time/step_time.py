@@ -26,7 +26,7 @@ class StepTime:
 
     Args:
         dense: matrix products of blocks, forward and backward.
-        attention: attention kernels, forward and backward.
+        attention: attention kernels, and recurrences of a hybrid, forward and backward.
         recomputed: recomputation in backward, attention included.
         head: the loss.
         exchange: waiting for attention's communication, and the slowdown of kernels beside it.
@@ -111,7 +111,12 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     Raises:
         ValueError: as `estimate`.
     """
-    step, device = StepSizes.of(job), cluster.accelerator
+    return sizes_time(StepSizes.of(job), passes, cluster)
+
+
+def sizes_time(step: StepSizes, passes: Passes, cluster: Cluster) -> StepTime:
+    """Seconds of a step with these sizes; see `step_time`."""
+    device = cluster.accelerator
     products = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
     # Two FLOPs per parameter and token in forward, and twice as many in backward.
