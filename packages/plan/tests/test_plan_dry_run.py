@@ -148,7 +148,7 @@ def test_zero_stage_1_holds_unsharded_gradients_and_sends_parameters_once_a_step
 def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule", "mamba2", "attention")):
     recipe = recipes.hybrid()
     model = replace(recipe.model, vocab_size=257, mixers=mixers, layers=layers)
-    data = replace(recipe.data, task=None, sequence_length=length)
+    data = replace(recipe.data, task=None, sequence_length=length, global_batch_size=8)
     return replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
 
 

@@ -2,7 +2,7 @@
 
 from armillary.core.labels import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.generation.decoding import Decoding
 from armillary.models.generation.generate import generate, stream
 from armillary.models.generation.sampling import Sampling
@@ -17,6 +17,7 @@ from armillary.models.loss.linear_loss import linear_token_loss
 from armillary.models.loss.token_logprobs import TokenStatistics, token_logprobs
 from armillary.models.loss.token_loss import token_loss
 from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
+from armillary.models.state_config import Mixer, StateConfig
 
 __all__ = [
     "GPT",

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Local
 from armillary.core import Axis, SequenceLayout
 from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unsharded_head
-from armillary.models.config import LlamaConfig, Mixer
+from armillary.models.config import LlamaConfig
 from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import STATE_MIXERS, StateMixer
+from armillary.models.state_config import Mixer
 
 
 class Llama(Pretrained):

@@ -13,10 +13,11 @@ from typing import Any, TypeVar, cast
 import torch
 
 from armillary.core.validation import check_choice, flag, integer, number
-from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.families import FAMILIES, HYBRID, HYBRID_FLAGS, Config, Family
 from armillary.models.hub.folder import CONFIG, read_json
 from armillary.models.hub.rope import describe_rope, read_rope
+from armillary.models.state_config import Mixer, StateConfig
 
 C = TypeVar("C", LlamaConfig, GPTConfig)
 

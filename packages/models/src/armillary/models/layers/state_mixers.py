@@ -19,7 +19,7 @@ from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
 from armillary.attention.call.dtensor_checks import over_all_ranks
 from armillary.attention.context_parallel.communication import sequence_axis
 from armillary.core import Axis, SequenceLayout, compat, short_convolution
-from armillary.models.config import Mixer, StateConfig
+from armillary.models.state_config import Mixer, StateConfig
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as in Qwen3-Next."""

@@ -21,11 +21,12 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from armillary.core import Axis, all_gather_interleaved
 from armillary.models.block import HeadFunction
-from armillary.models.config import LlamaConfig, Mixer
+from armillary.models.config import LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parallel import sharded_modules
 from armillary.models.parallel.sharded_modules import ShardedModule, place
+from armillary.models.state_config import Mixer
 
 
 def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from armillary.attention.planning.states import state_comm_plan
 from armillary.models import LlamaConfig
-from armillary.models.config import Mixer
+from armillary.models.state_config import Mixer
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import Span, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, StepTime, sizes_time
