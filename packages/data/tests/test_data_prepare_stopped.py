@@ -485,7 +485,7 @@ def test_an_output_link_is_followed(lines, tmp_path):
 
 
 def test_a_tokenizer_is_trained_on_a_bounded_share_of_the_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "TRAINED_ON", 1000)
+    monkeypatch.setattr(run_module, "TRAINING_BYTES", 1000)
     for name in "abc":
         (tmp_path / name).write_text("word " * 4000)
     actual = sources.chunks([tmp_path], size=5000)

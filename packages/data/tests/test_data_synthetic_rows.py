@@ -125,7 +125,7 @@ def test_states_of_different_layouts_across_differ():
 
 REFUSALS = {
     "first_row None, not 0": lambda: reader().load_state_dict({"rows": 8}),
-    "-4 rows": lambda: reader().load_state_dict(reader().state_dict() | {"rows": -4}),
+    "rows=-4": lambda: reader().load_state_dict(reader().state_dict() | {"rows": -4}),
     "ahead .* got -1": lambda: reader(ahead=-1),
     "step .* got -1": lambda: reader().batch(-1),
     "rows_per_batch .* got 0": lambda: reader(rows_per_batch=0),

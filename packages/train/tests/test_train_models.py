@@ -202,7 +202,7 @@ def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(wor
     with redirect_stderr(messages):
         export([step, str(tmp_path / "bare")])
         export([step, str(tmp_path / "again"), "--pretrained", str(tmp_path / "moved")])
-    assert f"began with {folder}, and it is not there; name it by --pretrained" in messages.getvalue()
+    assert str(folder) in messages.getvalue() and "--pretrained" in messages.getvalue()
     assert messages.getvalue().count("\n") == 1 and not (tmp_path / "bare/tokenizer.json").exists()
     assert (tmp_path / "again/config.json").read_bytes() == expected["config.json"]
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from armillary.core.files import write_whole
-from armillary.models import GPTConfig
+from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.search.candidates import Candidate
 from armillary.train.config import Config
 from armillary.train.config.model_fields import SIZES
@@ -32,12 +32,16 @@ def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
         ValueError: sizes that make no model.
     """
     model = model_config(config.model, 1, config.data.sequence_length)
+    hybrid = {}
+    if isinstance(model, LlamaConfig) and model.states is not None:
+        hybrid = {"model.mixers": list(model.mixers), "model.states": asdict(model.states)}
     return {
         "ranks": ranks,
         "parallel.replicate": config.parallel.replicate,
         "parallel.tp": config.parallel.tp,
         "model.family": "gpt" if isinstance(model, GPTConfig) else "llama",
-        **{f"model.{name}": getattr(model, name) for name in SIZES if hasattr(model, name)},
+        **{f"model.{name}": getattr(model, name) for name in SIZES if name != "mixers" and hasattr(model, name)},
+        **hybrid,
         "data.sequence_length": config.data.sequence_length,
         "data.global_batch_size": config.data.global_batch_size,
         "data.layout": config.data.layout,
