@@ -14,7 +14,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.states.chunks import Operands, StateKernel
 from armillary.attention.states.kernels import choose_kernel
 from armillary.attention.states.plan import ScanPlan, plan_scan
-from armillary.attention.states.scan import ScanCall
+from armillary.attention.states.scan import ScanCall, scan
 from armillary.core import Axis, SequenceLayout
 from armillary.core.segments import segments_of
 from armillary.core.validation import check_tensor, number
@@ -79,6 +79,14 @@ class Recurrence(NamedTuple):
 
 RECURRENCES = {"gated_delta_rule": Recurrence(delta_rule_call, 2, 1), "ssd": Recurrence(ssd_call, 0, 3)}
 """The layers, by the names of their functions."""
+
+
+def run_layer(
+    layer: str, options: StateOptions, inputs: Sequence[Tensor], initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Runs a layer on local tensors. Returns (out [B, T, H, Dv] in the states' dtype, final [B, H, Dk, Dv])."""
+    call = RECURRENCES[layer].checked_call(options, *inputs, initial_state=initial_state)
+    return scan(call, *inputs, initial_state)
 
 
 def _delta_rule_operands(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.attention.states.calls import RECURRENCES, StateOptions
+from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
 from armillary.core import Axis, compat
 from armillary.core.placements import (
     check_chunks,
@@ -23,12 +23,10 @@ from armillary.core.placements import (
     mesh_dim,
 )
 
-RunLayer = Callable[[str, StateOptions, Mapping[str, Tensor], Tensor | None], tuple[Tensor, Tensor]]
-
 
 @compat.outside_graphs
 def run_on_dtensors(
-    run: RunLayer, layer: str, options: StateOptions, inputs: Mapping[str, Tensor], initial_state: Tensor | None
+    layer: str, options: StateOptions, inputs: Mapping[str, Tensor], initial_state: Tensor | None
 ) -> tuple[DTensor, DTensor]:
     """Runs a layer on DTensors over a mesh that has the axis.
 
@@ -37,7 +35,6 @@ def run_on_dtensors(
     tokens in the order of the layout's shards. Gradients are placed like the tensors they are gradients of.
 
     Args:
-        run: runs a layer on local tensors.
         options: the mask is of this rank's rows of the batch.
         inputs: by name. "A" may be local, [H] of this rank's heads; or a DTensor of all heads, sharded where heads are
             and `Replicate` elsewhere. The gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
@@ -67,8 +64,7 @@ def run_on_dtensors(
     if "A" in inputs:
         local_inputs["A"] = _replicated("A", inputs["A"], first, of_heads)
     state = None if initial_state is None else _replicated("initial_state", initial_state, first, of_states)
-    ordered_inputs = {name: local_inputs[name] for name in inputs}
-    local_out, local_final = run(layer, options, ordered_inputs, state)
+    local_out, local_final = run_layer(layer, options, [local_inputs[name] for name in inputs], state)
     values, keys = (list(inputs.values())[i] for i in RECURRENCES[layer][1:])
     if axis is not None and axis.size > 1:
         local_final = cast(Tensor, _GradientOfFirstRank.apply(local_final, axis.rank == 0))

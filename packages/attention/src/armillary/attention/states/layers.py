@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.mask import AttentionMask
-from armillary.attention.states.calls import RECURRENCES, StateOptions
+from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
 from armillary.attention.states.chunks import StateKernel
 from armillary.attention.states.graph import trace_scan
-from armillary.attention.states.scan import scan
 from armillary.core import Axis, SequenceLayout, compat
 
 
@@ -113,11 +112,10 @@ def _run(
     if any(compat.is_dtensor(x) for x in (*inputs.values(), initial_state)):
         from armillary.attention.states.dtensors import run_on_dtensors
 
-        return run_on_dtensors(_run, layer, options, inputs, initial_state)
-    tensors = list(inputs.values())
-    if torch.compiler.is_compiling():
-        out, final = trace_scan(layer, options, tensors, initial_state)
+        out, final = run_on_dtensors(layer, options, inputs, initial_state)
+    elif torch.compiler.is_compiling():
+        out, final = trace_scan(layer, options, list(inputs.values()), initial_state)
     else:
-        call = RECURRENCES[layer].checked_call(options, *tensors, initial_state=initial_state)
-        out, final = scan(call, *tensors, initial_state)
-    return out.to(tensors[RECURRENCES[layer].values].dtype), final
+        out, final = run_layer(layer, options, list(inputs.values()), initial_state)
+    values = list(inputs.values())[RECURRENCES[layer].values]
+    return out.to(values.dtype), final
