@@ -26,6 +26,17 @@ UNBOUNDED = -1
 """Stands for None as a side of a mask's window."""
 
 
+def pack_sides(causal: bool, window: Window | None) -> list[int]:
+    """Returns `causal` and the two sides of a mask's window as an op's argument. `read_sides` is the inverse."""
+    return [int(causal), *(UNBOUNDED if side is None else side for side in window or (None, None))]
+
+
+def read_sides(sides: Sequence[int]) -> tuple[bool, Window]:
+    causal, *window = (int(side) for side in sides)
+    before, after = (None if side == UNBOUNDED else side for side in window)
+    return bool(causal), (before, after)
+
+
 class TraceableMask(Segmented, Protocol):
     """A mask that a compiled graph takes apart, and makes again when it runs."""
 
@@ -92,9 +103,8 @@ class MoveKey(NamedTuple):
             if not hasattr(mask, "reference"):
                 raise ValueError(f"mask is a {type(mask).__name__}; torch.compile takes an attention mask")
             traceable = cast(TraceableMask, mask)
-            before, after = traceable.window or (None, None)
             reference, mask_numbers = traceable.reference, traceable.numbers
-            sides = [int(traceable.causal), *(UNBOUNDED if side is None else side for side in (before, after))]
+            sides = pack_sides(traceable.causal, traceable.window)
         return cls(
             mask_numbers,
             move,
@@ -112,10 +122,8 @@ class MoveKey(NamedTuple):
     def segments(self, length: int) -> tuple[Segments, ...]:
         """Returns the segments of each row, or one entry for all rows."""
         if self.mask:
-            causal, *window = self.sides
-            before, after = (None if side == UNBOUNDED else int(side) for side in window)
             numbers = None if self.mask_numbers is None else self.mask_numbers.numpy().tobytes()
-            return _mask_segments(self.mask, bool(causal), (before, after), numbers, length)
+            return _mask_segments(self.mask, *read_sides(self.sides), numbers, length)
         return documents_segments(self.documents, length)
 
     def table(self, x: Tensor) -> tuple[Axis, MoveTable, list[int], int]:
@@ -142,7 +150,7 @@ def documents_segments(text: str, length: int) -> tuple[Segments, ...]:
     return segments_of(length, (rows if ";" in text else rows[0]) if rows else None)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def read_layout(text: str) -> SequenceLayout:
     return SequenceLayout.read(text)
 

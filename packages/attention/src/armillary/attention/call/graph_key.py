@@ -19,7 +19,8 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.kernels import KERNELS
 from armillary.attention.mask import AttentionMask, Window
-from armillary.core import SequenceLayout
+from armillary.core import SequenceLayout, move_key
+from armillary.core.move_key import UNBOUNDED
 
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
 AUTOCAST_DTYPES = {
@@ -28,8 +29,6 @@ AUTOCAST_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-UNBOUNDED = -1
-"""The integer for a side of a window that is None."""
 
 
 class OpKey(NamedTuple):
@@ -179,9 +178,8 @@ def autocast_name(x: Tensor) -> str:
     return next(name for name, candidate in AUTOCAST_DTYPES.items() if candidate == dtype)
 
 
-@lru_cache(maxsize=256)
 def read_layout(text: str) -> SequenceLayout | None:
-    return SequenceLayout.read(text) if text else None
+    return move_key.read_layout(text) if text else None
 
 
 @lru_cache(maxsize=16)

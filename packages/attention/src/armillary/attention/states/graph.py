@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.graph_key import UNBOUNDED, read_layout, read_mask
+from armillary.attention.call.graph_key import read_layout, read_mask
 from armillary.attention.mask import AttentionMask
 from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dtype
 from armillary.attention.states.scan import ScanCall
 from armillary.core import compat
 from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
+from armillary.core.move_key import pack_sides, read_sides
 
 KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] mask"
 
@@ -43,13 +44,12 @@ class ScanKey(NamedTuple):
 
     def call(self, inputs: Sequence[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None) -> ScanCall:
         """Returns the checked call on these tensors."""
-        causal, *window = self.mask
-        before, after = (None if side == UNBOUNDED else int(side) for side in window)
+        causal, window = read_sides(self.mask)
         numbers = None if mask_numbers is None else mask_numbers.numpy().tobytes()
         options = StateOptions(
             read_layout(self.layout),
             axis_of(self.axis, self.group, inputs[0]) if self.group else None,
-            read_mask(bool(causal), None if before is after is None else (before, after), numbers),
+            read_mask(causal, None if window == (None, None) else window, numbers),
             self.kernel or None,
             self.scale,
         )
@@ -77,7 +77,6 @@ def trace_scan(
         raise ValueError(f"torch.compile takes the name of a kernel; got {kernel}")
     axis = None if options.axis is None else traced_axis(options.axis)
     channels = inputs[RECURRENCES[layer].keys].shape[3]
-    before, after = mask.window or (None, None)
     key = ScanKey(
         layer,
         "" if axis is None else axis.name,
@@ -85,7 +84,7 @@ def trace_scan(
         "" if options.layout is None else options.layout.text,
         kernel or "",
         channels**-0.5 if options.scale is None else float(options.scale),
-        [int(mask.causal), UNBOUNDED if before is None else before, UNBOUNDED if after is None else after],
+        pack_sides(mask.causal, mask.window),
     )
     out, final, _ = _scan(inputs, initial_state, mask.numbers, *key)
     return out, final
