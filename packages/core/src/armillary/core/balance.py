@@ -59,7 +59,6 @@ def balanced_spans(
 
     Args:
         traffic: pairs that take as long as sending one token over one hop; 0 ignores traffic.
-
         sides: pairs to even out if traffic counts, as in `RingShares`; otherwise both.
 
     Raises:

@@ -97,8 +97,8 @@ def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integ
         stop = np.minimum(k1[of], np.minimum(q1[of], ends[segment + 1]) + high[of])
         key_segment = np.minimum(np.searchsorted(ends, start, side="right") - 1, len(owners) - 1)
         local = (stop <= ends[key_segment + 1]) & (owners[key_segment] == owners[segment])
-        some = (start < stop) & ~local
-        runs.append(np.stack((owners[segment], start, stop))[:, some])
+        crosses = (start < stop) & ~local
+        runs.append(np.stack((owners[segment], start, stop))[:, crosses])
     ranks, starts, stops = np.concatenate(runs, axis=1)
     return ranks, starts, stops
 

@@ -1,4 +1,4 @@
-"""Where tokens lie in shards: which rank has them, and how far they are from its ends."""
+"""Positions of tokens in shards: the rank of each token, and its distance from the ends of the shard."""
 
 from __future__ import annotations
 

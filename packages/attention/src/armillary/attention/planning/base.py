@@ -47,7 +47,7 @@ class SequencePlan(MethodPlan):
 
     @property
     def balanced_by(self) -> Side | None:
-        """As `Method.balanced_by`."""
+        """Side that a balanced layout evens out, as in `Method.balanced_by`."""
         return "queries"
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
@@ -71,7 +71,7 @@ class HeadPlan(MethodPlan):
     """Plan of a method on the head axis, around a method on the sequence axis."""
 
     projects_in_stages = False
-    """As `Method.projects_in_stages`."""
+    """True if the method projects q, k and v in stages, as in `Method.projects_in_stages`."""
 
     def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
         """Returns the communication plan of both methods on `ranks` ranks of the head axis.

@@ -18,7 +18,7 @@ from armillary.core.accumulate import accumulation_dtype
 from armillary.core.validation import check_tensor, integer
 
 Axes = Method | Sequence[DeviceMesh | Axis]
-"""Where tokens and rows differ: the axes of a method, or named ones."""
+"""The axes over which tokens and rows differ: those of a method, or named ones."""
 Reduction = Literal["summed", "averaged"]
 
 

@@ -96,11 +96,11 @@ class Merge:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`, or packed ones [n, h, ...]."""
         if isinstance(part, PackedTokens):
             self.out, self.lse = total_out, total_lse = [x.contiguous() for x in self.start()]
-            for some, chunk in part.chunks():  # of all tokens at once, the copies would be as large as the total
-                packed_out, packed_lse = some.of(total_out), some.of(total_lse)
+            for tokens, chunk in part.chunks():  # of all tokens at once, the copies would be as large as the total
+                packed_out, packed_lse = tokens.of(total_out), tokens.of(total_lse)
                 merge_(packed_out, packed_lse, out[chunk], lse[chunk])
-                some.put(total_out, packed_out)
-                some.put(total_lse, packed_lse)
+                tokens.put(total_out, packed_out)
+                tokens.put(total_lse, packed_lse)
             return
         if self.out is None and out.shape == self.shape:  # the first result covers everything: keep it as it is
             self.out, self.lse = out, lse
