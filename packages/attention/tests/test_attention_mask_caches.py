@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Local
+from armillary.attention import AttentionMask, Local, Ring
 from armillary.attention.call import spec
 from armillary.attention.mask.bounded_cache import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
 from armillary.attention.registry import build_attention
@@ -96,10 +96,16 @@ def calls_of_first(attend, mask: AttentionMask, layout, monkeypatch: pytest.Monk
 def first_calls_of_steps(name: str, kind: str) -> dict[str, list[str]]:
     """On 4 ranks: the host work of a step's first call, without a plan and with one."""
     monkeypatch = pytest.MonkeyPatch()
-    attend = build_attention(name, mesh(ring=4, ulysses=1) if name in ONE_AXIS else mesh(ring=2, ulysses=2))
+    if name == "ring, queries":
+        attend = Ring(mesh(ring=4)["ring"], backward="queries")
+    else:
+        attend = build_attention(name, mesh(ring=4, ulysses=1) if name in ONE_AXIS else mesh(ring=2, ulysses=2))
     masks = [AttentionMask(documents=[documents(step), documents(step + 20)]) for step in range(3)]
     layouts = [attend.layout(LENGTH, kind, mask) for mask in masks]
     unplanned, _ = calls_of_first(attend, masks[0], layouts[0], monkeypatch)
+    with torch.no_grad():  # the newest call has no backward
+        q, k, v = (torch.randn(2, layouts[2].sizes[attend.shard], 4, 8) for _ in range(3))
+        attend(q, k, v, mask=masks[2], layout=layouts[2])
     attend.plan_ahead(AttentionMask(documents=masks[1].documents), layouts[1], rows=2)
     planned, results = calls_of_first(attend, masks[1], layouts[1], monkeypatch)
     # The same call of a method that has planned nothing.
@@ -113,7 +119,7 @@ ONE_AXIS = ("ring", "token_ring", "wallfacer", "all_gather")
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "balanced"])
-@pytest.mark.parametrize("name", [*ONE_AXIS, "usp", "upipe+ring"])
+@pytest.mark.parametrize("name", [*ONE_AXIS, "ring, queries", "usp", "upipe+ring"])
 def test_a_planned_call_finds_its_work_done(worlds, name, kind):
     for names in worlds(4).run(first_calls_of_steps, name, kind):
         assert names["unplanned"] and names["planned"] == []

@@ -27,7 +27,6 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.core import SequenceLayout, compat
 from armillary.core.layout import Side
-from armillary.core.validation import Window
 
 
 class Method(AttentionMethod):
@@ -68,10 +67,9 @@ class Method(AttentionMethod):
             coarse = layout.coarsen(head_ranks)
             coarse.refine(head_ranks)  # cached: the check of a call refines it again
             layout = coarse
-        windows = set[Window | None]()
+        # All earlier calls, not only the newest: its backward may not have run yet, or never will (evaluation).
         for _, previous in self.spec_cache.newest:
-            if previous.key_layout == previous.layout and previous.mask.window not in windows:
-                windows.add(previous.mask.window)
+            if previous.key_layout == previous.layout:
                 mask = mask if mask.window == previous.mask.window else replace(mask, window=previous.mask.window)
                 spec = replace(previous, mask=mask, layout=layout, key_layout=layout)
                 spec = self.planned_specs.get(spec.values) or self.planned_specs.add(spec.values, spec, mask)
