@@ -7,9 +7,7 @@ The agent that starts, signals, ends and restarts ranks is torchrun's own.
 
 import sys
 
-from torch.distributed.run import main
-
-import armillary.train.cli  # noqa: F401  what each rank needs
+from launches import run_forking
 
 if __name__ == "__main__":
-    main(["--start-method", "fork", "--run-path", *sys.argv[1:]])
+    run_forking(["--start-method", "fork", "--run-path", *sys.argv[1:]])

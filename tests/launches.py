@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 from torch.distributed.run import main as run_torchrun
+from torch.distributed.run import parse_args
 
 import armillary.train.cli  # noqa: F401  what ranks need: the server that they are forked from imports it too
 from armillary.core.testing.world import fork_context
@@ -48,7 +49,24 @@ def forked(*options: str, flags: Sequence[str], script: str = TRAINER) -> list[s
 
 def agent(*options: str, flags: Sequence[str], script: str = TRAINER) -> Callable[[], None]:
     """torchrun as `forked` has it, in a process that has imported it all before it was forked itself."""
-    return partial(run_torchrun, ["--start-method", "fork", "--run-path", *options, script, *flags])
+    return partial(run_forking, ["--start-method", "fork", "--run-path", *options, script, *flags])
+
+
+def run_forking(arguments: list[str]) -> None:
+    """Runs torchrun, whose ranks wait for each other before they begin.
+
+    glibc's resolver has a lock that a fork may copy while it is held. Threads of the agent take it whenever a rank
+    connects, and a rank that is forked at that moment hangs in its first look-up of a name. So no rank connects until
+    all are forked.
+    """
+    ranks, agent_pid = int(parse_args(arguments).nproc_per_node), os.getpid()
+
+    def wait() -> None:
+        while os.getppid() == agent_pid and len(children(agent_pid)) < ranks:
+            time.sleep(0.005)
+
+    os.register_at_fork(after_in_child=wait)
+    run_torchrun(arguments)
 
 
 def python(script: str) -> Callable[[], None]:
