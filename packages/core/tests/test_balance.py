@@ -211,7 +211,7 @@ def test_a_mask_equals_the_same_terms():
         ({"documents": []}, r"must rise from 0 to the length 8"),
         ({"documents": [[0, 8], []]}, r"must rise from 0 to the length 8"),
         ({"documents": [0, 5, 5, 8]}, r"must rise from 0 to the length 8"),
-        ({"window": (-1, 0)}, r"each None or at least 0"),
+        ({"window": (-1, 0)}, r"window \(-1, 0\)"),
         ({"mask": Mask(), "causal": False}, r"mask=.* causal, window and documents"),
         ({"mask": Mask(), "window": (1, 0)}, r"mask=.* causal, window and documents"),
         ({"mask": Mask(), "documents": [0, 8]}, r"mask=.* causal, window and documents"),

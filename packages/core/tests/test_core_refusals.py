@@ -38,13 +38,13 @@ LAYOUTS = [
     (lambda: SequenceLayout.striped(8, 2, stripe=True), "stripe=True: an integer"),
     (lambda: SequenceLayout.balanced(8, 2.0), "shards=2.0: an integer"),
     (lambda: SequenceLayout.balanced(8, 2, causal="no"), "causal='no': True or False"),
-    (lambda: SequenceLayout.balanced(8, 2, window=4), r"window 4: give \(left, right\)"),
+    (lambda: SequenceLayout.balanced(8, 2, window=4), r"window 4 must be \(left, right\)"),
     (
         lambda: SequenceLayout.balanced(8, 2, documents=[[0, 8], 5]),
         r"8\], 5\] must rise from 0 to the length 8",
     ),
     (lambda: SequenceLayout.balanced(8, 2, documents=[0, 3.7, 8]), "must rise from 0 to the length 8"),
-    (lambda: attention_balance(EIGHT, window=(1.0, 0)), r"window \(1.0, 0\): give"),
+    (lambda: attention_balance(EIGHT, window=(1.0, 0)), r"window \(1.0, 0\)"),
     (lambda: SequenceLayout(8), "spans 8: give a list of ranges for each shard"),
     (lambda: SequenceLayout([range(8)]), "span 0: a shard is a list of ranges"),
     (lambda: SequenceLayout([[(0, 8)]]), r"span \(0, 8\): a shard is a list of ranges"),
@@ -124,7 +124,7 @@ MESHES = [
 HEADS = torch.zeros(1, 4, 2, 3)
 PRIMITIVES = [
     (lambda axis: all_gather(None, axis), "x is a NoneType; a tensor is needed"),
-    (lambda axis: all_gather(np.zeros((2, 4)), axis), "x is a ndarray; a tensor is needed; torch.as_tensor"),
+    (lambda axis: all_gather(np.zeros((2, 4)), axis), "x is a ndarray; a tensor is needed; .*torch.as_tensor"),
     (lambda axis: all_gather(HEADS, axis, dim=1.0), "dim=1.0: an integer"),
     (lambda axis: all_gather(HEADS, axis, dim=4), r"x \(1, 4, 2, 3\) has no dim 4"),
     (lambda axis: all_gather(HEADS, axis, sizes=[4.0, 4.0]), "sizes=4.0: an integer"),

@@ -17,7 +17,7 @@ from armillary.core.validation import check_tensor, integer
 
 
 class NamedAxis(Protocol):
-    """An axis as far as its name and size."""
+    """Anything with the name and size of an axis, also where there is no process group."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ def tokens_dim(x: Tensor, dim: int) -> int:
 
 
 def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[range]:
-    """Returns the runs of a shard in local order: its spans, cut at the boundaries of segments and at steps."""
+    """Returns the runs of a shard in local order: its spans, cut at segment boundaries (see `Segments.cut`)."""
     return [run for span in layout.spans(shard) for run in segments.cut(span)]
 
 
@@ -48,12 +48,14 @@ def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[rang
 @lru_cache(maxsize=32)
 @compat.outside_modes
 def relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -> MoveTable:
+    """Returns the moves from `source` to `target`: a rank needs the positions of its shard of `target`."""
     return MoveTable.build(source, rank, [[target.positions(shard).numpy()] for shard in range(target.shards)])
 
 
 @lru_cache(maxsize=32)
 @compat.outside_modes
 def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
+    """Returns the moves of `shift`: for each of its tokens a rank needs the token `offset` positions before it."""
     positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     return MoveTable.build(
         layout, rank, [[row.ancestors(shard_positions, offset) for row in rows] for shard_positions in positions]
@@ -65,20 +67,21 @@ def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int,
 def halo_table(
     layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
 ) -> tuple[MoveTable, list[int]]:
+    """Returns the moves of `halo`, and the lengths of this rank's runs with their halos, row by row."""
     runs = [[runs_of(layout, shard, row) for row in rows] for shard in range(layout.shards)]
     needed_positions = [
         [
             np.concatenate([_surroundings(row, run, left, right) for run in row_runs])
-            for row, row_runs in zip(rows, by_row, strict=True)
+            for row, row_runs in zip(rows, shard_runs, strict=True)
         ]
-        for by_row in runs
+        for shard_runs in runs
     ]
     lengths = [left + len(run) + right for row_runs in runs[rank] for run in row_runs]
     return MoveTable.build(layout, rank, needed_positions), lengths
 
 
 def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:
-    """Returns the positions of a run with its halo; -1 for tokens that do not exist."""
+    """Returns the positions of a run and its halo; -1 beyond its document or path."""
     tokens = np.arange(run.start, run.stop, run.step)
     before = [segments.ancestors(tokens[:1], distance) for distance in range(left, 0, -1)]
     after = [segments.ancestors(tokens[-1:], -distance) for distance in range(1, right + 1)]

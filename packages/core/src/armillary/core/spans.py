@@ -29,14 +29,14 @@ def join_spans(spans: Iterable[range]) -> Spans:
         if span[-1] > MAX_POSITION:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
-        if runs and (union := _continued(runs[-1], span)) is not None:
+        if runs and (union := _join(runs[-1], span)) is not None:
             runs[-1] = union
         else:
             runs.append(span)
     return tuple(runs)
 
 
-def _continued(a: range, b: range) -> range | None:
+def _join(a: range, b: range) -> range | None:
     """Returns the run of `a` followed by `b`, or None if that is not one run."""
     step = a.step if len(a) > 1 else b.step
     same_step = len(b) == 1 or b.step == step
@@ -56,7 +56,7 @@ def missing_position(runs: Sequence[range]) -> int | None:
     Raises:
         ValueError: two runs hold the same position.
     """
-    # Runs split to one common step: the positions of each remainder modulo `step` must follow each other without gaps.
+    # Split all runs to one step. Then the runs of each remainder modulo `step` must follow each other without gaps.
     step = lcm(*(span.step for span in runs))
     pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
     expected, gaps = dict[int, int](), list[int]()

@@ -31,7 +31,7 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
     result = _index(value)
     if result is None or (minimum is not None and result < minimum):
         requirement = "" if minimum is None else f" of at least {minimum}"
-        raise ValueError(f"{name}={_shown(value)}: an integer{requirement} is needed")
+        raise ValueError(f"{name}={_format(value)}: an integer{requirement} is needed")
     return result
 
 
@@ -45,7 +45,7 @@ def flag(name: str, value: object) -> bool:
         return value
     if type(value).__name__ in ("bool", "bool_") and getattr(value, "ndim", 1) == 0:
         return bool(value)
-    raise ValueError(f"{name}={_shown(value)}: True or False is needed")
+    raise ValueError(f"{name}={_format(value)}: True or False is needed")
 
 
 def number(name: str, value: object, hint: str = "") -> float:
@@ -61,7 +61,7 @@ def number(name: str, value: object, hint: str = "") -> float:
         except OverflowError:  # an integer beyond the range of floats
             result = math.inf
     if not -math.inf < result < math.inf:
-        raise ValueError(f"{name}={_shown(value)}: a finite number is needed{hint}")
+        raise ValueError(f"{name}={_format(value)}: a finite number is needed{hint}")
     return result
 
 
@@ -72,20 +72,20 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
         ValueError: with the name, the value and the choices.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}={_shown(value)}; known: {', '.join(choices)}")
+        raise ValueError(f"{name}={_format(value)}; known: {', '.join(choices)}")
     return value
 
 
 def check_tensor(name: str, value: object) -> None:
     """Raises ValueError, with the name and the type, unless `value` is a dense tensor."""
     if not isinstance(value, Tensor):
-        hint = "; torch.as_tensor makes one of it" if hasattr(value, "__array__") else ""
+        hint = "; convert it with torch.as_tensor" if hasattr(value, "__array__") else ""
         raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed{hint}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} has layout {value.layout}; a dense (strided) tensor is needed")
     if value.is_nested:
         raise ValueError(
-            f"{name} is a nested tensor; give its values packed, [1, tokens, ...], and documents= in the mask"
+            f"{name} is a nested tensor; pass its values packed, [1, tokens, ...], and documents= in the mask"
         )
 
 
@@ -93,17 +93,17 @@ def window_of(window: object) -> Window | None:
     """Returns (left, right) of an attention mask; None if both sides are unbounded.
 
     Raises:
-        ValueError: not two sides that are each None or an integer of at least 0.
+        ValueError: `window` is not a pair whose sides are None or an integer of at least 0.
     """
     if window is None:
         return None
-    sides = _listed(window)
+    sides = _elements(window)
     sides_or_none = [None if side is None else _index(side) for side in sides or ()]
     invalid = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), sides_or_none, strict=True))
     if len(sides_or_none) != 2 or invalid:
         raise ValueError(
-            f"window {_shown(window)}: give (left, right), such as (4095, 0), each None or at least 0, an integer; "
-            f"None is no bound"
+            f"window {_format(window)} must be (left, right), such as (4095, 0): integers of at least 0, or "
+            f"None for an unbounded side"
         )
     return None if sides_or_none == [None, None] else (sides_or_none[0], sides_or_none[1])
 
@@ -116,10 +116,10 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     """
     if documents is None:
         return None
-    values = _listed(documents)
+    values = _elements(documents)
     if not values or set(map(type, values)) == {int}:
         return boundaries_of(documents if values is None else values, length)
-    rows = [_listed(row) for row in values]
+    rows = [_elements(row) for row in values]
     if any(row is None for row in rows):  # boundaries of all rows; a mixture is refused with the whole value
         return boundaries_of(values, length)
     return tuple(boundaries_of(row, length) for row in rows)
@@ -139,7 +139,7 @@ def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
     if invalid or length not in (None, integers[-1]):
         requirement = "start at 0 and rise" if length is None else f"rise from 0 to the length {length}"
         raise ValueError(
-            f"document boundaries {_shown(ends)} must {requirement}: integers 0, end of the first, "
+            f"document boundaries {_format(ends)} must {requirement}: integers 0, end of the first, "
             "..., N, or one list a row"
         )
     return tuple(integers)
@@ -157,7 +157,7 @@ def _index(value: object) -> int | None:
         return None
 
 
-def _listed(values: object) -> Sequence[object] | None:
+def _elements(values: object) -> Sequence[object] | None:
     """Returns the elements of a sequence, an array or a tensor; None for other values."""
     if isinstance(values, (tuple, list)):
         return cast("Sequence[object]", values)
@@ -169,7 +169,7 @@ def _listed(values: object) -> Sequence[object] | None:
     return list(cast("Iterable[object]", values)) if iterable else None
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     """Formats a value for an error message, in one line."""
     text = f"tensor {value.tolist()}" if isinstance(value, Tensor) and value.numel() <= 8 else repr(value)
     text = " ".join(text.split())

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from armillary.core.slices import Integers, KeyCounts, Slices, mirrored
 
-PARTS = 4
-"""Maximum number of groups of tokens by density of pairs."""
+MAX_GROUPS = 4
+"""Maximum number of groups that `by_density` forms."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Work:
     """(query, key) pairs of the tokens of a sequence, counted by queries and by keys, summed over batch rows."""
 
     sides: tuple[list[KeyCounts], list[KeyCounts]]
+    """Counts of each row: keys by query, and queries by key."""
 
     @classmethod
     def of(cls, rows: Sequence[Slices]) -> Work:
@@ -27,7 +28,7 @@ class Work:
 
     @property
     def total(self) -> int:
-        """Pairs of all tokens."""
+        """Pairs of all tokens. The last piece of the counts begins after the last query that has keys."""
         return sum(int(counts.before(counts.starts[-1:] + 1)[0]) for counts in self.sides[0] if len(counts.starts))
 
     def before(self, positions: Integers) -> Integers:
@@ -53,7 +54,7 @@ class TokenRuns:
 
     def pairs(self, ends: Integers, work: Work) -> Integers:
         """Returns the pairs of the tokens between consecutive `ends`, which are token numbers: [2, n]."""
-        # Positions between the runs are not among these tokens: their pairs are subtracted, summed up to each run.
+        # The pairs before a position, less the pairs of positions outside of the runs, which are summed run by run.
         run = np.minimum(np.searchsorted(self.offsets, ends, side="right") - 1, len(self.starts) - 1)
         before = work.before(self.starts)
         skipped_pairs = before - np.concatenate((np.zeros((2, 1), np.int64), work.before(self.stops)[:, :-1]), axis=1)
@@ -73,17 +74,18 @@ class TokenRuns:
 
 
 def by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[TokenRuns]:
-    """Splits runs into groups of rising density, each of which is then cut into `chunks` chunks.
+    """Splits runs into groups of rising density, each of which the caller cuts into `chunks` chunks.
 
-    Of all chunks, those with at most `limit` pairs are the first group. The others together are cut into `chunks`
-    smaller chunks, of which those with at most `limit` pairs are the second group, and so on. Every group after the
-    first divides into chunks of equal size.
+    1. Cut the runs into `chunks` chunks. Chunks with at most `limit` pairs are a group.
+    2. Repeat with the runs of the other chunks, whose new chunks are smaller, so that fewer exceed `limit`.
+
+    The size of every group after the first is divisible by `chunks`.
     """
     groups = list[TokenRuns]()
-    while len(groups) < PARTS - 1:
+    while len(groups) < MAX_GROUPS - 1:
         ends = equal_ends(runs.size, chunks)
         dense = runs.pairs(ends, work).max(0) > limit
-        starts, stops = whole_chunks(ends, dense, chunks)
+        starts, stops = dense_runs(ends, dense, chunks)
         dense_size = int((stops - starts).sum())
         if not 0 < dense_size <= runs.size - chunks:
             break  # no dense chunk, or less than one sparse token for each chunk
@@ -93,12 +95,15 @@ def by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[T
     return [*groups, runs]
 
 
-def whole_chunks(ends: Integers, dense: NDArray[np.bool_], chunks: int) -> tuple[Integers, Integers]:
-    """Returns runs (starts, stops) with all dense chunks, extended until `chunks` divides their size; else no runs."""
-    # Stretches of dense chunks: indices of their first chunks, and after their last ones.
+def dense_runs(ends: Integers, dense: NDArray[np.bool_], chunks: int) -> tuple[Integers, Integers]:
+    """Returns the runs (starts, stops) of dense chunks, with neighbours added until `chunks` divides their size.
+
+    Returns no runs if there are too few neighbours.
+    """
+    # Consecutive dense chunks are one run: the indices where runs begin and end.
     edges = np.flatnonzero(np.diff(np.concatenate(([False], dense, [False])).astype(np.int64)))
     starts, stops = ends[edges[::2]], ends[edges[1::2]]
-    # The last stretch grows to the right, or the first one to the left.
+    # The last run grows to the right, or the first one to the left.
     padding = -int((stops - starts).sum()) % chunks
     if padding and stops[-1] + padding <= ends[-1]:
         stops[-1] += padding
