@@ -7,6 +7,7 @@ import torch
 from planted_faults import check_arguments
 
 from armillary.attention.check import Mistake, check_model
+from armillary.attention.check.step import CheckRun, run_step
 
 DOCUMENTS = (0, 13, 21, 40, 64)
 PLANTED = {
@@ -56,6 +57,27 @@ def test_a_right_model_passes(worlds, dtype):
     )
     report.assert_right()
     assert report.diagnoses == ()
+
+
+@pytest.mark.parametrize("runs_backward", [True, False])
+def test_both_micro_batches_run_backward(runs_backward):
+    def build():
+        return torch.nn.Sequential(torch.nn.Embedding(64, 4), torch.nn.Linear(4, 64))
+
+    def step(model, batch):
+        loss = torch.nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), batch.shifted_labels.flatten())
+        if runs_backward:
+            loss.backward()
+        return loss
+
+    run = CheckRun(ranks=1, tokens=16, variant="two micro-batches")
+    actual = run_step(build, step, None, run).gradients
+    torch.manual_seed(run.seed)
+    model = build().double()
+    for batch in run.batches():
+        torch.nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), batch.shifted_labels.flatten()).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(actual[name], parameter.grad)
 
 
 def test_the_fixture_fails_with_the_mistake(context_parallel_check):

@@ -18,7 +18,7 @@ def run_example() -> float:
     names: dict[str, object] = {}
     with patch.object(dist, "destroy_process_group"):
         exec(EXAMPLE, names)
-    expected = Local()(*names["whole"], mask=AttentionMask(causal=True))
+    expected = Local()(*names["sequence"], mask=AttentionMask(causal=True))
     return relative_error(names["out"], names["layout"].take(expected, names["attend"].shard))
 
 

@@ -49,9 +49,9 @@ class LocalProjections:
     def parameters(self) -> Iterable[Tensor]:
         return self.original.parameters()
 
-    def made_of(self) -> Hashable | None:
-        made_of = self.original.made_of() if hasattr(self.original, "made_of") else None
-        return None if made_of is None else ("local parts", made_of)
+    def cache_key(self) -> Hashable | None:
+        cache_key = self.original.cache_key() if hasattr(self.original, "cache_key") else None
+        return None if cache_key is None else ("local parts", cache_key)
 
 
 @dataclass(frozen=True)

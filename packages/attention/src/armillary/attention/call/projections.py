@@ -50,10 +50,10 @@ class TokenProjections(Projections, Protocol):
         ...
 
 
-class KnowsResults(Projections, Protocol):
+class CacheableProjections(Projections, Protocol):
     """Projections with a cache key for the dims and dtypes of q, k and v, so that equal calls are checked once."""
 
-    def made_of(self) -> Hashable | None:
+    def cache_key(self) -> Hashable | None:
         """Returns a key of everything that dims and dtypes depend on besides x and autocast; None if unknown.
 
         Equal keys mean equal dims and dtypes, and equal errors. A key does not depend on values.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.call.interface import AttentionMethod
-from armillary.attention.call.projections import KnowsResults, Projections, one_token
+from armillary.attention.call.projections import CacheableProjections, Projections, one_token
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_kernel
 from armillary.attention.kernels.inputs import is_deterministic
@@ -39,7 +39,7 @@ def check_projected_call(
 ) -> AttentionSpec:
     """Returns the checked call on the projections of x [B, T, E]. Computes at most one head of one token.
 
-    Cached for equal calls if the projections know the values that dims and dtypes depend on (`made_of`).
+    Cached for equal calls if the projections have a `cache_key`.
     """
     if options.kernel is None:
         options = options._replace(kernel=method.kernel)
@@ -53,11 +53,11 @@ def check_projected_call(
         )
         return _check_tensors_and_layout(method, q, k, v, sinks, options, inputs)
 
-    made_of = cast(KnowsResults, projections).made_of() if hasattr(projections, "made_of") else None
-    if made_of is None:
+    cache_key = cast(CacheableProjections, projections).cache_key() if hasattr(projections, "cache_key") else None
+    if cache_key is None:
         return check()
     autocast_dtype = torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else None
-    return _cached(method, ("projected", made_of, autocast_dtype, *call_properties(x, sinks)), options, check)
+    return _cached(method, ("projected", cache_key, autocast_dtype, *call_properties(x, sinks)), options, check)
 
 
 def _cached(
@@ -66,7 +66,7 @@ def _cached(
     options: AttentionOptions,
     check: Callable[[], AttentionSpec],
 ) -> AttentionSpec:
-    """Returns the method's spec for equal shapes and options, or that of `check`. Does not look into masks."""
+    """Returns the spec of an earlier call with an equal key and options, or else the result of `check`."""
     try:
         hash(key)
     except TypeError:  # symbolic sizes, while a graph is traced
@@ -98,6 +98,7 @@ def _check_tensors_and_layout(
         key_heads_of(q.shape[2], k.shape[2]),
         choose_kernel(inputs or Inputs.of(q, v, options.softcap, options.mask), options.kernel),
     )
+    # `plan_ahead` may have made an equal spec, whose schedules are computed already.
     return method.planned_specs.get(spec.values) or spec
 
 
@@ -110,7 +111,7 @@ def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 
 
 def check_options(options: AttentionOptions) -> AttentionOptions:
-    """Returns the options; raises ValueError for wrong types and for numbers that no score can be computed with."""
+    """Returns the options. Raises ValueError for wrong types, and for numbers that are not finite or out of range."""
     mask, layout, key_layout, scale, softcap, _, return_lse = options
     # The usual call has nothing to check: one comparison instead of a dozen.
     usual_types = type(mask) is AttentionMask and type(layout) in (SequenceLayout, type(None)) and key_layout is None
@@ -132,7 +133,7 @@ def check_options(options: AttentionOptions) -> AttentionOptions:
 
 
 def check_layout(name: str, layout: SequenceLayout | None) -> None:
-    """Raises ValueError for anything but a layout or None."""
+    """Raises ValueError unless `layout` is a SequenceLayout or None."""
     if layout is not None and not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance]
         kind = str(layout) if type(layout) is str else "zigzag"
         raise ValueError(
@@ -159,7 +160,8 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
         accepted_counts = " or ".join(str(n) for n in sorted({shards, sequence_shards}))
         raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted_counts}")
     head_ranks = shards // sequence_shards
-    # A layout over all ranks must be the refinement of one over the sequence axis, or heads would meet other tokens.
+    # The all-to-all over heads joins the shards of a head axis in order. So a layout over all ranks must be a
+    # refinement of the layout over the sequence axis, or the joined tokens would have other positions.
     coarse = layout.coarsen(head_ranks) if layout.shards == shards else layout
     fine = coarse.refine(head_ranks)
     if layout.shards == shards and fine.sizes != layout.sizes:
@@ -231,7 +233,7 @@ def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
 
 
 def check_transforms(*tensors: Tensor | None) -> None:
-    """Raises ValueError for tensors that torch.func or forward-mode AD follows: jvp would see a tangent of 0."""
+    """Raises ValueError for tensors under torch.func or forward-mode AD, whose tangents would silently become 0."""
     if compat.transforms_on() and any(x is not None and compat.transformed(x) for x in tensors):
         raise ValueError(
             "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "

@@ -40,12 +40,12 @@ class TokenError(TensorError):
         by_token: [N], the error of each token, relative to the root mean square of all tokens. For gradients, after
             division by a factor common to all ranks, because FSDP2 and DDP average over ranks later.
         factors: for gradients, the factor of each rank.
-        by_token_without_factors: [N], the error of each token when each rank's tensor is divided by its own factor.
+        by_token_per_rank: as `by_token`, but after division by a factor of each rank.
     """
 
     by_token: Tensor = field(default_factory=lambda: torch.zeros(0))
     factors: tuple[float, ...] = ()
-    by_token_without_factors: Tensor = field(default_factory=lambda: torch.zeros(0))
+    by_token_per_rank: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def wrong_tokens(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Names the mistake behind wrong results: each leaves a signature in the errors, for which one rule looks."""
+"""Diagnosis of wrong results. Each mistake has a signature in the errors, and one rule that detects it."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
     if comparison.run.variant != "plain":
         return (Diagnosis(Mistake.WRONG_TIME, wrong_time(evidence)),)
     rules = GRADIENT_RULES if comparison.forward_right else FORWARD_RULES
-    fitting = [Diagnosis(mistake, text) for mistake, rule in rules if (text := rule(evidence)) is not None]
+    diagnoses = [Diagnosis(mistake, text) for mistake, rule in rules if (text := rule(evidence)) is not None]
     if not comparison.forward_right:
-        del fitting[1:]  # the rules are ordered from specific to general
-    return tuple(fitting) or (Diagnosis(Mistake.UNKNOWN, first_difference(comparison)),)
+        del diagnoses[1:]  # the rules are ordered from specific to general
+    return tuple(diagnoses) or (Diagnosis(Mistake.UNKNOWN, first_difference(comparison)),)
 
 
 def first_difference(comparison: Comparison) -> str:
@@ -118,13 +118,13 @@ def first_difference(comparison: Comparison) -> str:
     activation = comparison.first_wrong_activation
     if activation is not None:
         return f"the first wrong output is that of {activation.name}, at tokens {spans(activation.wrong_tokens)}"
-    return "wrong: " + named([x.name for x in comparison.tensors if x.wrong])
+    return "wrong: " + list_names([x.name for x in comparison.tensors if x.wrong])
 
 
 def wrong_time(evidence: Evidence) -> str:
     """Right in a plain forward and backward pass, wrong under recompute, compile or two micro-batches."""
     wrong = {name: comparison for name, comparison in evidence.variants.items() if not comparison.right}
-    return f"right without, wrong with {named(list(wrong))}; {first_difference(next(iter(wrong.values())))}"
+    return f"right without, wrong with {list_names(list(wrong))}; {first_difference(next(iter(wrong.values())))}"
 
 
 # Rules for right logits. Each returns the numbers that fit its signature, or None.
@@ -153,7 +153,7 @@ def not_reduced(evidence: Evidence) -> str | None:
     partial = [x for x in comparison.wrong_gradients if x.ranks_differ and x.sum_factor is not None]
     if not partial:
         return None
-    names = "all parameters" if len(partial) == len(comparison.gradients) else named([x.name for x in partial])
+    names = "all parameters" if len(partial) == len(comparison.gradients) else list_names([x.name for x in partial])
     factor = partial[0].sum_factor or 1.0
     times = "right" if abs(factor - 1) < SAME_FACTOR else f"{factor:.4g} times the right one"
     return f"ranks have different gradients, whose sum is {times}: {names}"
@@ -165,7 +165,7 @@ def labels_shifted_late(evidence: Evidence) -> str | None:
     gradient = comparison.token_error("gradient of logits")
     if gradient is None or not comparison.shards:
         return None
-    wrong = gradient.by_token_without_factors > gradient.limit
+    wrong = gradient.by_token_per_rank > gradient.limit
     if not wrong.any() or (wrong & ~shard_ends(comparison.shards)).any():
         return None
     return f"logits are right, their gradient is wrong at tokens {spans(wrong)}, where shards end"
@@ -177,7 +177,7 @@ def loss_averaged(evidence: Evidence) -> str | None:
     gradient = comparison.token_error("gradient of logits")
     if gradient is None or not comparison.shards:
         return None
-    wrong = gradient.by_token_without_factors > gradient.limit
+    wrong = gradient.by_token_per_rank > gradient.limit
     spread = max(gradient.factors) - min(gradient.factors)
     if spread <= 1e-6 * max(map(abs, gradient.factors)) or (wrong & ~shard_ends(comparison.shards)).any():
         return None
@@ -250,7 +250,8 @@ def no_halo(evidence: Evidence) -> str | None:
     if activation is None or not comparison.shards:
         return None
     wrong, distance = activation.wrong_tokens, distance_from_ends(comparison.shards)
-    reach, (_, lengths) = int(distance[wrong].max()), owners(comparison.shards).unique_consecutive(return_counts=True)
+    reach = int(distance[wrong].max())
+    _, lengths = owners(comparison.shards).unique_consecutive(return_counts=True)
     if reach > min(HALO, int(lengths.min()) // 3):
         return None
     return f"{activation.name} is wrong at tokens {spans(wrong)}, within {reach} of the end of a shard"
@@ -370,10 +371,10 @@ def spans(tokens: Tensor) -> str:
         elif not value and start is not None:
             runs.append(str(start) if i == start + 1 else f"{start}-{i - 1}")
             start = None
-    return named(runs, 6)
+    return list_names(runs, 6)
 
 
-def named(names: Sequence[str], limit: int = 4) -> str:
+def list_names(names: Sequence[str], limit: int = 4) -> str:
     """Returns the first names of a list and how many there are more."""
     hidden_count = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {hidden_count} more" if hidden_count > 0 else "")

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from armillary.attention.check.compare import LIMITS, Comparison, compare
-from armillary.attention.check.diagnose import Evidence, named
+from armillary.attention.check.diagnose import Evidence, list_names
 from armillary.attention.check.report import ModelReport
 from armillary.attention.check.step import VOCABULARY, Build, CheckRun, RankRecord, Reduce, Step, run_step
 from armillary.attention.mask import AttentionMask
@@ -188,7 +188,7 @@ def _notes(comparison: Comparison) -> list[str]:
     if comparison.loss_is_share:
         notes.append("ranks report shares of the loss; their sum or mean is right")
     if comparison.untrained:
-        notes.append(f"parameters without a gradient on one rank: {named(comparison.untrained)}")
+        notes.append(f"parameters without a gradient on one rank: {list_names(comparison.untrained)}")
     return notes
 
 

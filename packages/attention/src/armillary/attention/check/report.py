@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.attention.check.compare import Comparison, TensorError
-from armillary.attention.check.diagnose import Diagnosis, Evidence, diagnose, named, spans
+from armillary.attention.check.diagnose import Diagnosis, Evidence, diagnose, list_names, spans
 
 NOT_CHECKED = ("GPU kernels (all ranks run on the CPU)", "dropout, if the step uses any", "speed and memory")
 
@@ -104,7 +104,7 @@ def _wrong_tensors(evidence: Evidence) -> list[str]:
         if x.wrong and x.wrong_tokens.any()
     ]
     if wrong := comparison.wrong_gradients:
-        lines.append(f"  gradients of {named([x.name for x in wrong])} are wrong")
+        lines.append(f"  gradients of {list_names([x.name for x in wrong])} are wrong")
     if comparison.shards:
         shards = "; ".join(spans(_mask(x, evidence)) for x in comparison.shards[:4])
         lines.append(f"  shards: {shards}{' ...' if len(comparison.shards) > 4 else ''}")

@@ -19,7 +19,7 @@ from armillary.attention.context_parallel.sdpa import in_backward
 from armillary.core.compat import is_dtensor
 
 VOCABULARY = 64
-"""Token ids are below this number, unless `check_model` is given another."""
+"""Default vocabulary size of `check_model`; token ids are smaller."""
 FINGERPRINT = 4
 """Number of random projections of a token's activation that are compared: records stay small at any width."""
 ROUNDING = 1e-15
@@ -145,12 +145,12 @@ Build = Callable[[], nn.Module | Training]
 def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckRun) -> RankRecord:
     """Builds the model, runs forward and backward, and returns this rank's record. Called on every rank of a world."""
     torch.manual_seed(run.seed)
-    built = build()
-    if isinstance(built, tuple):
-        model, step, *last = built
-        reduce = last[0] if last else reduce
+    training = build()
+    if isinstance(training, tuple):
+        model, step = training[:2]
+        reduce = training[2] if len(training) == 3 else reduce
     else:
-        model = built
+        model = training
     assert step is not None
     model = model.to(run.weight_dtype).to(run.dtype).train()
     if run.perturbed:
@@ -161,12 +161,14 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
         model.compile(backend="aot_eager")
     # A hook would break the graph of a compiled model.
     recorder = _Recorder(model, hooks=run.variant != "compile", activations=run.variant == "plain")
-    result = StepOutput(torch.zeros(()))
+    result, step_runs_backward = StepOutput(torch.zeros(())), None
     for batch in run.batches():
         recorder.clear()
         output = step(model, batch)
         result = output if isinstance(output, StepOutput) else StepOutput(output)
-        if result.loss.requires_grad and all(p.grad is None for p in model.parameters()):
+        if step_runs_backward is None:  # the first micro-batch tells: later ones find its gradients
+            step_runs_backward = any(parameter.grad is not None for parameter in model.parameters())
+        if result.loss.requires_grad and not step_runs_backward:
             result.loss.backward()
     if reduce is not None:
         reduce(model)
@@ -244,16 +246,16 @@ class _Recorder:
             positions = torch.arange(run.tokens)
         activations = dict[str, Tensor]()
         for name, calls in self.fingerprints.items():
-            for i, x in enumerate(_whole_calls(calls, tokens)):
+            for i, x in enumerate(_full_outputs(calls, tokens)):
                 activations[f"{name} (call {i + 1})" if i else name] = x
         logits = [result.logits] if result.logits is not None else self.logits
         gradients = [x.grad for x in self.logits if x.grad is not None]
         return RankRecord(
             float(_full(result.loss.detach())),
             positions if positions is None else positions.detach().cpu().flatten(),
-            _last_whole([_local(x) for x in logits], tokens),
-            _last_whole([_local(x) for x in gradients], tokens),
-            _last_whole([_local(x.grad) for x in self.embeddings if x.grad is not None], tokens),
+            _last_full_output([_local(x) for x in logits], tokens),
+            _last_full_output([_local(x) for x in gradients], tokens),
+            _last_full_output([_local(x.grad) for x in self.embeddings if x.grad is not None], tokens),
             {WRAPPERS.sub("", n): _gradient(p) for n, p in self.model.named_parameters() if p.requires_grad},
             activations,
         )
@@ -270,8 +272,11 @@ def first_tensor(output: Any) -> Tensor | None:
     return None
 
 
-def _whole_calls(calls: list[Tensor], tokens: int) -> list[Tensor]:
-    """Returns outputs [B, T, ...] over all of the rank's tokens; joins those of calls on consecutive parts."""
+def _full_outputs(calls: list[Tensor], tokens: int) -> list[Tensor]:
+    """Returns the outputs [B, T, ...] of calls on all of the rank's tokens; none if calls leave tokens out.
+
+    A module that is called chunk by chunk has one output: the concatenation of the chunks.
+    """
     if all(x.shape[1] == tokens for x in calls):
         return calls
     if sum(x.shape[1] for x in calls) == tokens:
@@ -279,9 +284,9 @@ def _whole_calls(calls: list[Tensor], tokens: int) -> list[Tensor]:
     return []
 
 
-def _last_whole(calls: list[Tensor], tokens: int) -> Tensor | None:
-    full_calls = _whole_calls([x for x in calls if x.ndim >= 3], tokens)
-    return full_calls[-1].detach().cpu() if full_calls else None
+def _last_full_output(calls: list[Tensor], tokens: int) -> Tensor | None:
+    outputs = _full_outputs([x for x in calls if x.ndim >= 3], tokens)
+    return outputs[-1].detach().cpu() if outputs else None
 
 
 @cache

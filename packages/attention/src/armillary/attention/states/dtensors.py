@@ -1,4 +1,4 @@
-"""Layers with a state on DTensors: placements are checked, local tensors computed, and DTensors returned."""
+"""Layers with a state on DTensors: checks placements, runs the layer on local tensors, and returns DTensors."""
 
 from __future__ import annotations
 
@@ -30,51 +30,56 @@ def run_on_dtensors(
 ) -> tuple[DTensor, DTensor]:
     """Runs a layer on DTensors over a mesh that has the axis.
 
-    Tensors of tokens are placed alike: `Shard(1)` on the axis, whose shards must be as long as DTensor's own chunks; on
-    other axes heads may be `Shard(2)` (tp), if the axis divides H and K, and the batch `Shard(0)`. Global views hold
-    tokens in the order of the layout's shards. Gradients are placed like the tensors they are gradients of.
+    All inputs with a token dim have the same placements: `Shard(1)` on the axis, in shards of DTensor's own sizes; on
+    other axes `Shard(2)` (heads, if the axis divides H and K), `Shard(0)` (batch) or `Replicate`. Their global views
+    have the tokens in the order of the layout's shards. Gradients have the placements of their tensors.
 
     Args:
         options: the mask is of this rank's rows of the batch.
-        inputs: by name. "A" may be local, [H] of this rank's heads; or a DTensor of all heads, sharded where heads are
-            and `Replicate` elsewhere. The gradient of a DTensor is `Partial` wherever batch or tokens are sharded.
-        initial_state: local, of this rank's rows and heads; or a DTensor [B, H, ...], sharded where rows and heads are
-            and `Replicate` on the axis, on which its gradient is `Partial`.
+        inputs: by name. "A" is [H]: a local tensor of this rank's heads, or a DTensor with `Shard(0)` on the axes that
+            shard heads and `Replicate` on the others. Its gradient is `Partial` on axes that shard batch or tokens.
+        initial_state: [B, H, ...]: a local tensor of this rank's rows and heads, or a DTensor with `Shard(0)` and
+            `Shard(1)` on the axes that shard batch and heads, and `Replicate` on the axis. There its gradient is
+            `Partial`.
 
     Returns:
-        (out, placed like the tokens; final [B, H, Dk, Dv], sharded where rows and heads are, `Replicate` on the axis).
+        (out, with the placements of the inputs; final state [B, H, Dk, Dv], with those of `initial_state`).
 
     Raises:
-        ValueError: DTensors mixed with local tensors; placements, shards or heads that do not fit. Raised before any
-            communication.
+        ValueError: DTensors mixed with local tensors; placements, shard sizes or head counts that are not as above.
+            Raised before any communication.
     """
-    tokens = _tokens({name: x for name, x in inputs.items() if name != "A"})
+    tokens = _check_same_placements({name: x for name, x in inputs.items() if name != "A"})
     first = next(iter(tokens.values()))
     axis = None if options.axis is None else Axis.of(options.axis)
     axis_dim = None if axis is None else mesh_dim(first, axis)
     for name, x in tokens.items():
-        _check(name, x, axis_dim)
+        _check_placements(name, x, axis_dim)
     if axis is not None and options.layout is not None and options.layout.shards == axis.size:
         check_chunks("the layout's shards", options.layout.sizes, chunk_sizes(first.shape[1], axis.size), axis.name)
-    # Placements of [H] and of [B, H, ...], where tokens are sharded over batch, tokens and heads.
-    of_heads: list[Placement] = [Shard(0) if placement == Shard(2) else Replicate() for placement in first.placements]
-    state_placements: dict[Placement, Placement] = {Shard(0): Shard(0), Shard(2): Shard(1)}
-    of_states = [state_placements.get(placement, Replicate()) for placement in first.placements]
+    # Placements of A [H] and of states [B, H, ...], from those of tokens [B, T, H, ...].
+    head_placements: list[Placement] = [Shard(0) if p == Shard(2) else Replicate() for p in first.placements]
+    state_placement: dict[Placement, Placement] = {Shard(0): Shard(0), Shard(2): Shard(1)}
+    state_placements = [state_placement.get(placement, Replicate()) for placement in first.placements]
     local_inputs = {name: local_of(x) for name, x in tokens.items()}
     if "A" in inputs:
-        local_inputs["A"] = _replicated("A", inputs["A"], first, of_heads)
-    state = None if initial_state is None else _replicated("initial_state", initial_state, first, of_states)
+        local_inputs["A"] = _local_part("A", inputs["A"], first, head_placements)
+    state = None if initial_state is None else _local_part("initial_state", initial_state, first, state_placements)
     local_out, local_final = run_layer(layer, options, [local_inputs[name] for name in inputs], state)
-    values, keys = (list(inputs.values())[i] for i in RECURRENCES[layer][1:])
+    tensors, recurrence = list(inputs.values()), RECURRENCES[layer]
+    values, keys = tensors[recurrence.values], tensors[recurrence.keys]
     if axis is not None and axis.size > 1:
         local_final = cast(Tensor, _GradientOfFirstRank.apply(local_final, axis.rank == 0))
     final_shape = (values.shape[0], values.shape[2], keys.shape[3], values.shape[3])
-    final = dtensor_like(first, local_final, final_shape, dict(enumerate(of_states)))
+    final = dtensor_like(first, local_final, final_shape, dict(enumerate(state_placements)))
     return dtensor_like(first, local_out, values.shape), final
 
 
 class _GradientOfFirstRank(torch.autograd.Function):
-    """The identity. The gradient of a replicated DTensor is the same on all ranks; the layer adds it up over ranks."""
+    """The identity. Backward keeps the gradient on one rank of the axis.
+
+    The gradient of a replicated DTensor is complete on every rank, and the layer's backward sums it over the ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
@@ -87,7 +92,7 @@ class _GradientOfFirstRank(torch.autograd.Function):
         return grads[0] if ctx.is_first else torch.zeros_like(grads[0]), None
 
 
-def _tokens(inputs: Mapping[str, Tensor]) -> dict[str, DTensor]:
+def _check_same_placements(inputs: Mapping[str, Tensor]) -> dict[str, DTensor]:
     """Raises ValueError unless all are DTensors that are placed alike."""
     tokens = {name: x for name, x in inputs.items() if isinstance(x, DTensor)}
     if len(tokens) < len(inputs):
@@ -100,8 +105,8 @@ def _tokens(inputs: Mapping[str, Tensor]) -> dict[str, DTensor]:
     return tokens
 
 
-def _check(name: str, x: DTensor, axis_dim: int | None) -> None:
-    """Checks the placements of tokens [B, T, H, ...]."""
+def _check_placements(name: str, x: DTensor, axis_dim: int | None) -> None:
+    """Raises ValueError for placements of tokens [B, T, H, ...] that `run_on_dtensors` does not accept."""
     if axis_dim is not None:
         check_placement(name, x, axis_dim, Shard(1))
     for dim, placement in enumerate(x.placements):
@@ -110,7 +115,7 @@ def _check(name: str, x: DTensor, axis_dim: int | None) -> None:
         axis_name = (x.device_mesh.mesh_dim_names or ())[dim]
         raise ValueError(
             f"{name} is {placement!r} on axis {axis_name!r} of {describe(x)}; Shard(0), Shard(2) or Replicate() is "
-            "accepted besides the axis of the tokens; `redistribute` it first"
+            "accepted on axes that do not shard tokens; `redistribute` it first"
         )
     # Heads must be cut evenly, so that the value heads of a group stay with their key head.
     head_ranks = prod(x.device_mesh.size(dim) for dim, placement in enumerate(x.placements) if placement == Shard(2))
@@ -120,16 +125,19 @@ def _check(name: str, x: DTensor, axis_dim: int | None) -> None:
         )
 
 
-def _replicated(name: str, x: Tensor, tokens: DTensor, expected: list[Placement]) -> Tensor:
-    """Returns the local part of a tensor without tokens. Its gradient is a share where batch or tokens are sharded."""
+def _local_part(name: str, x: Tensor, tokens: DTensor, expected: list[Placement]) -> Tensor:
+    """Returns the local part of a tensor without a token dim.
+
+    Its gradient is `Partial` on axes that shard batch or tokens.
+    """
     if not isinstance(x, DTensor):
         return x
     if x.device_mesh != tokens.device_mesh:
         raise ValueError(f"{name} is {describe(x)}; it must be on the mesh of the tokens, {describe(tokens)}")
     for dim, placement in enumerate(expected):
         check_placement(name, x, dim, placement)
-    shares = [
-        Partial() if placement == Replicate() and isinstance(of_tokens, Shard) else placement
-        for placement, of_tokens in zip(expected, tokens.placements, strict=True)
+    gradient_placements = [
+        Partial() if placement == Replicate() and isinstance(token_placement, Shard) else placement
+        for placement, token_placement in zip(expected, tokens.placements, strict=True)
     ]
-    return local_of(x, shares)
+    return local_of(x, gradient_placements)

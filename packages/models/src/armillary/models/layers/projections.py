@@ -83,7 +83,7 @@ class HeadProjections:
         ]
         return ProjectionParts(self.projector, self.head_dim, tensors, parameters)
 
-    def made_of(self) -> Hashable | None:
+    def cache_key(self) -> Hashable | None:
         """Returns a cache key of the parameters' dims and dtypes; None unless all layers and norms are plain."""
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
         descriptions = [() if module is None else module_key(module) for module in modules]
