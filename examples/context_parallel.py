@@ -14,8 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from armillary.attention import ContextParallel
 from armillary.attention.context_parallel import ContextParallelStyle
-from armillary.core import build_mesh
-from armillary.core.gradients import clip_gradients
+from armillary.core import build_mesh, clip_gradients
 
 LENGTH, VOCABULARY, EMBED, HEADS, STEPS = 500, 64, 64, 4, 4
 

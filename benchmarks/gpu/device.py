@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.core import compat
+from armillary.train.runtime.allocator import set_allocator
 from armillary.train.runtime.peak import peak_flops
 
 Work = Callable[[], object]
@@ -106,7 +106,7 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         if not any("expandable" in os.environ.get(name, "") for name in ALLOCATOR):
-            compat.set_allocator("expandable_segments:True")  # as the trainer has it
+            set_allocator("expandable_segments:True")  # as the trainer has it
         self.name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         self.capability, self.peak_flops = torch.cuda.get_device_capability(), peak_flops(self.torch)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Local
-from armillary.core.gradients import clip_gradients
+from armillary.core import clip_gradients
 from armillary.core.placements import local_of
 from armillary.models import Checkpointing, Llama, LlamaConfig, initialize, linear_token_loss, parallelize
 from gpu.check import Setting

@@ -22,8 +22,7 @@ from armillary.attention.kernels.efficiency import MULTIPROCESSORS, SM_MARGIN
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
-from armillary.core import Axis, compat
-from armillary.core.collectives.exchange import Exchange
+from armillary.core import Axis, Exchange, compat
 from gpu.check import Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice, Device
 from gpu.groups import mesh_of_all

@@ -15,9 +15,8 @@ from armillary.attention.kernels import Inputs, Scores, choose_kernel
 from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.core import Axis, SequenceLayout, build_mesh, start_exchange
+from armillary.core import Axis, SequenceLayout, TokenRanges, build_mesh, start_exchange
 from armillary.core.testing import mesh, relative_error
-from armillary.core.token_ranges import TokenRanges
 
 
 def ring(

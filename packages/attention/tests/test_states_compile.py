@@ -8,8 +8,7 @@ from test_states import inputs_of, layer_of, own_inputs
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from armillary.attention import AttentionMask, gated_delta_rule, ssd
-from armillary.core import Axis, CommLedger, SequenceLayout
-from armillary.core.neighbours import halo, shift, short_convolution
+from armillary.core import Axis, CommLedger, SequenceLayout, halo, shift, short_convolution
 from armillary.core.testing import mesh, relative_error
 
 LENGTH = 24

@@ -14,11 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import AXES, Axis, CommLedger, FlatBuffer, SequenceLayout, build_mesh, compat, start_exchange
-from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core import (
+    AXES,
+    Axis,
+    CommLedger,
+    FlatBuffer,
+    ReceiveBuffers,
+    SequenceLayout,
+    build_mesh,
+    compat,
+    merge_,
+    start_exchange,
+    start_head_to_seq,
+    start_seq_to_head,
+)
 from armillary.core.collectives.collective import pack
-from armillary.core.collectives.exchange import ReceiveBuffers, finish
-from armillary.core.collectives.merge import merge_
+from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import ALL_AXES
 from armillary.core.testing import World, mesh
 

@@ -19,9 +19,9 @@ from armillary.core import (
     reduce_scatter_interleaved,
     seq_to_head,
     start_exchange,
+    start_scatter_parts,
 )
 from armillary.core.collectives import compiled
-from armillary.core.collectives.reduce_scatter import start_scatter_parts
 from armillary.core.testing import Dispatched, mesh
 
 B, T, H, D, P = 2, 6, 8, 4, 4

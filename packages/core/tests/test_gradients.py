@@ -9,8 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.core import sum_gradients
-from armillary.core.gradients import clip_gradients
+from armillary.core import clip_gradients, sum_gradients
 from armillary.core.testing import relative_error
 
 RANKS, TOKENS = 4, 8

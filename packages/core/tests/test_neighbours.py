@@ -9,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Shard
 
-from armillary.core import Axis, CommLedger, SequenceLayout
-from armillary.core.neighbour_tables import runs_of
-from armillary.core.neighbours import halo, relayout, shift, short_convolution
-from armillary.core.segments import Segments
+from armillary.core import Axis, CommLedger, Segments, SequenceLayout, halo, relayout, shift, short_convolution
 from armillary.core.testing import mesh
 
 N = 37
@@ -142,7 +139,7 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
         segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
     expected = []
     for row, own in enumerate(segments):
-        for run in runs_of(layout, axis.rank, own):
+        for run in own.runs(layout.spans(axis.rank)):
             tokens = torch.tensor(run)
             before = [y[:, tokens[:1]] for y in shifted[:left]]
             after = [y[:, tokens[-1:]] for y in shifted[left + 1 :]]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from test_neighbours import N, layouts
 
-from armillary.core import Axis, CommLedger
-from armillary.core.neighbours import halo, relayout, shift, short_convolution
+from armillary.core import Axis, CommLedger, halo, relayout, shift, short_convolution
 from armillary.core.testing import mesh
 
 DOCUMENTS = {"none": None, "documents": [0, 1, 3, 17, 37], "rows": [[0, 4, 37], [0, 20, 21, 37]]}

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger, LogSumExpPartial
-from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core import (
+    Axis,
+    CommLedger,
+    LogSumExpPartial,
+    start_all_gather,
+    start_merge_scatter,
+    start_reduce_scatter,
+    start_scatter_parts,
+)
 from armillary.core.collectives.differentiable import (
     all_gather,
     all_reduce,
@@ -19,9 +26,6 @@ from armillary.core.collectives.differentiable import (
     reduce_scatter,
     seq_to_head,
 )
-from armillary.core.collectives.merge import start_merge_scatter
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
-from armillary.core.mesh import Axis
 from armillary.core.placements import chunk_sizes
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.refusals import value_errors

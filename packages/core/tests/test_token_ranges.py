@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.core import FlatBuffer
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import FlatBuffer, TokenRanges
 
 TOKENS = 24
 RANGES = st.lists(st.builds(lambda start, size: range(start, start + size), st.integers(0, 19), st.integers(0, 5)))

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import Axis, FlatBuffer, Trace, label, span, start_exchange
-from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core import Axis, FlatBuffer, Trace, label, span, start_all_gather, start_exchange
 from armillary.core.observe.trace import record, watched
 from armillary.core.testing import mesh
 

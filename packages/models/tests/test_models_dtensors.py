@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from armillary.attention import Local, build_attention
-from armillary.core import SequenceLayout, distribute_sequence, gather_sequence
-from armillary.core.mesh import AXES
+from armillary.core import AXES, SequenceLayout, distribute_sequence, gather_sequence
 from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.models import (
     GPT,

@@ -19,10 +19,7 @@ from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Ste
 from armillary.attention.planning.memory import Sizes, kernel_backward, kernel_forward
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
-from armillary.core import Axis
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.merge import start_merge_scatter
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter
+from armillary.core import Axis, start_all_gather, start_merge_scatter, start_reduce_scatter
 
 
 class GatheredQueries(Method):

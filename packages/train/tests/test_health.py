@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from armillary.core import compat
 from armillary.train.runtime.background import Background, Guarded
+from armillary.train.runtime.health import heartbeat
 from armillary.train.runtime.health.heartbeat import Calls, Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
 from armillary.train.runtime.health.stacks import (
@@ -90,7 +90,7 @@ def test_calls_are_counted_by_group_and_backend(monkeypatch):
     entries = [entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False)]
     entries += [entry("nccl2:all_gather", 40), entry("nccl2:send 0->1", 40, 7, retired=False)]
     entries += [entry("nccl2:recv 0<-1", 40, 8)]
-    monkeypatch.setattr(compat, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(heartbeat, "recorded_collectives", lambda: entries)
     assert recorded_calls() == {
         "0 (gloo)": Calls(2, "gloo:barrier", True),
         "0 (nccl2)": Calls(40, "nccl2:recv 0<-1", True, messages=8),

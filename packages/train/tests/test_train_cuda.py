@@ -17,6 +17,7 @@ from armillary.train.cli import main
 from armillary.train.config import CudaConfig
 from armillary.train.config.check import check
 from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
+from armillary.train.runtime.allocator import set_allocator
 
 CONFIGS = {
     "by default": (
@@ -62,7 +63,7 @@ def torch_asked(monkeypatch):
     for name in ("WORLD_SIZE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
-    monkeypatch.setattr(compat, "set_allocator", asked.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **_: asked.append((device_id, backend)))
     monkeypatch.setattr(build, "check_consistent", lambda *_: None)
 
@@ -108,9 +109,9 @@ def test_user_settings_are_kept(torch_asked, monkeypatch, name, given, settings)
 
 
 def test_the_allocator_accepts_its_settings():
-    compat.set_allocator("expandable_segments:True")
+    set_allocator("expandable_segments:True")
     with pytest.raises(Exception, match="expandable_segment"):
-        compat.set_allocator("expandable_segment:True")
+        set_allocator("expandable_segment:True")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import build_attention
-from armillary.core.gradients import clip_gradients
+from armillary.core import clip_gradients
 from armillary.core.testing import mesh
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
 from armillary.models.parallel import parallelize

@@ -1,6 +1,6 @@
 """Mesh axes, sequence layouts and collectives on one axis: the base of every armillary package.
 
-Further functions are imported from their modules.
+Names in `__all__` are imported from here. Their modules hold further functions for the packages above.
 """
 
 from __future__ import annotations
@@ -8,6 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from armillary.core.accumulate import accumulation_dtype
+from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collectives.collective import Collective
 from armillary.core.collectives.differentiable import (
     all_gather,
     all_reduce,
@@ -16,51 +20,75 @@ from armillary.core.collectives.differentiable import (
     reduce_scatter,
     seq_to_head,
 )
-from armillary.core.collectives.exchange import FlatBuffer, start_exchange
+from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuffers, start_exchange
 from armillary.core.collectives.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
-from armillary.core.gradients import sum_gradients
+from armillary.core.collectives.merge import merge_, start_merge_scatter
+from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
+from armillary.core.gradients import clip_gradients, sum_gradients
+from armillary.core.labels import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group
+from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group, world_size
 from armillary.core.neighbours import halo, relayout, shift, short_convolution
 from armillary.core.observe.label import label
 from armillary.core.observe.ledger import CommLedger
 from armillary.core.observe.trace import Trace, span
+from armillary.core.segments import Segments
+from armillary.core.to_device import to_device
+from armillary.core.token_ranges import TokenRanges
 
 if TYPE_CHECKING:
     from armillary.core.logsumexp_partial import LogSumExpPartial
-    from armillary.core.sequence import distribute_sequence, gather_sequence
+    from armillary.core.sequence import distribute_sequence, gather_sequence, sequence_from_local
 
 __all__ = [
     "AXES",
     "Axis",
+    "Collective",
     "CommLedger",
+    "Exchange",
     "FlatBuffer",
+    "LabelTriples",
     "LogSumExpPartial",
+    "ReceiveBuffers",
+    "Segments",
     "SequenceLayout",
+    "TokenRanges",
     "Trace",
+    "accumulation_dtype",
     "all_gather",
     "all_gather_interleaved",
     "all_reduce",
     "attention_balance",
     "attention_traffic",
     "build_mesh",
+    "clip_gradients",
     "distribute_sequence",
     "gather_sequence",
     "halo",
     "head_to_seq",
     "interleaved_shard",
     "label",
+    "merge_",
     "merge_scatter",
     "reduce_scatter",
     "reduce_scatter_interleaved",
     "relayout",
     "seq_to_head",
+    "sequence_from_local",
     "shift",
     "short_convolution",
     "span",
+    "start_all_gather",
     "start_exchange",
+    "start_head_to_seq",
+    "start_merge_scatter",
     "start_process_group",
+    "start_reduce_scatter",
+    "start_scatter_parts",
+    "start_seq_to_head",
     "sum_gradients",
+    "to_device",
+    "world_size",
 ]
 
 
@@ -68,6 +96,7 @@ _DTENSOR_MODULES = {
     "LogSumExpPartial": "logsumexp_partial",
     "distribute_sequence": "sequence",
     "gather_sequence": "sequence",
+    "sequence_from_local": "sequence",
 }
 """Modules of the names that need torch's DTensor, which takes seconds to import."""
 

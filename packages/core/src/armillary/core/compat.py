@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -131,43 +130,9 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
     return group
 
 
-def set_allocator(settings: str) -> None:
-    """Replaces all settings of the device allocator; `settings` is in the format of PYTORCH_ALLOC_CONF."""
-    cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)
-
-
 def default_store() -> dist.Store:
     """Returns the store of the rendezvous of the default process group."""
     return cast(Any, dist.distributed_c10d)._get_default_store()
-
-
-def recorded_collectives() -> list[dict[str, Any]]:
-    """Returns the latest collectives, sends and receives of this process from torch's flight recorders.
-
-    Operations of one process group and backend are in the order of their calls. Keys of an entry, among others:
-    process_group (name, description), profiling_name ("nccl2:all_reduce"), collective_seq_id and p2p_seq_id (counts of
-    the group), is_p2p, retired (whether the operation has completed).
-    """
-    private: Any = cast(Any, torch)._C._distributed_c10d
-    options = {"includeCollectives": True, "onlyActive": False}
-    dumps: list[bytes] = []
-    if (dump := getattr(private, "_dump_fr_trace_json", None)) is not None:
-        try:
-            dumps = [dump(**options, backend=backend) for backend in backend_names()]
-        except TypeError:  # before torch 2.15 there is one recorder, of gloo
-            dumps = [dump(**options)]
-    if (dump := getattr(private, "_dump_nccl_trace_json", None)) is not None:
-        dumps.append(dump(**options))  # ProcessGroupNCCL has a recorder of its own
-    return [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
-
-
-def backend_names() -> list[str]:
-    """Returns the names of the backends of all process groups, under which torch 2.15 keeps their flight recorders.
-
-    Names are those of backend classes: "nccl2" for a group that was created with "nccl".
-    """
-    groups: list[Any] = list(cast(Any, dist.distributed_c10d)._world.pg_map)
-    return sorted({group._get_backend(device).name() for group in groups for device in group._device_types})
 
 
 def unboxed(group: Any) -> dist.ProcessGroup:
@@ -446,18 +411,3 @@ def assert_later(condition: Tensor, message: str) -> None:
 def traced_object(value: Any) -> Any:
     """Returns the mesh or group behind the wrapper that torch.compile passes while tracing; other values unchanged."""
     return getattr(value, "real_obj", value)
-
-
-def shard(placement: Placement) -> tuple[int | None, int]:
-    """Returns (the dim that a placement shards or None, the number of parts that inner axes have cut it into before).
-
-    FSDP2's `_StridedShard` has that number. It is private, and in some releases not a subclass of `Shard`.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
-
-    if isinstance(placement, (Shard, _StridedShard)):
-        return placement.dim, getattr(placement, "split_factor", 1)
-    if not isinstance(placement, Replicate):
-        raise ValueError(f"{placement}: a parameter must be sharded or replicated")
-    return None, 1

@@ -39,11 +39,6 @@ def tokens_dim(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def runs_of(layout: SequenceLayout, shard: int, segments: Segments) -> list[range]:
-    """Returns the runs of a shard in local order: its spans, cut at segment boundaries (see `Segments.cut`)."""
-    return [run for span in layout.spans(shard) for run in segments.cut(span)]
-
-
 # Every layer and step looks up a table, for few distinct layouts and documents.
 @lru_cache(maxsize=32)
 @compat.outside_modes
@@ -68,7 +63,7 @@ def halo_table(
     layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
 ) -> tuple[MoveTable, list[int]]:
     """Returns the moves of `halo`, and the lengths of this rank's runs with their halos, row by row."""
-    runs = [[runs_of(layout, shard, row) for row in rows] for shard in range(layout.shards)]
+    runs = [[row.runs(layout.spans(shard)) for row in rows] for shard in range(layout.shards)]
     needed_positions = [
         [
             np.concatenate([_surroundings(row, run, left, right) for run in row_runs])

@@ -6,7 +6,7 @@ the last token of the parent segment, and for a document, or the root of a tree,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -65,6 +65,10 @@ class Segments:
             segment[beyond] = parent
             steps_left[beyond[parent == NONE]] = 0
         return np.where(position == NONE, NONE, position - steps_left)
+
+    def runs(self, spans: Iterable[range]) -> list[range]:
+        """Returns the runs of a shard's spans in local order: cut at the boundaries of segments and at steps."""
+        return [run for span in spans for run in self.cut(span)]
 
     def cut(self, span: range) -> list[range]:
         """Cuts a span into runs of adjacent tokens of one segment.

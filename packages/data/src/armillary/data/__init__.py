@@ -1,6 +1,6 @@
 """Token rows for sharded sequences: each rank gets the tokens, labels and positions of its layout."""
 
-from armillary.core.labels import LabelTriples
+from armillary.core import LabelTriples
 from armillary.data.formats import is_store, open_store, verify_folder
 from armillary.data.loader.batch import IGNORE, Batch
 from armillary.data.loader.batches import Batches

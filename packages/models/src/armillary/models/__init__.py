@@ -1,6 +1,6 @@
 """LLaMA, hybrids and GPT as plain single-device modules: attention is handed in, positions are explicit."""
 
-from armillary.core.labels import LabelTriples
+from armillary.core import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.generation.decoding import Decoding

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from armillary.attention import Method
 from armillary.attention.call.dtensor_checks import check_tokens, over_all_ranks
-from armillary.core import Axis, SequenceLayout
-from armillary.core.labels import LabelTriples
+from armillary.core import Axis, LabelTriples, SequenceLayout, sequence_from_local
 from armillary.core.placements import (
     check_placement,
     describe,
@@ -27,7 +26,7 @@ from armillary.core.placements import (
     local_of,
     mesh_dim,
 )
-from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, nested_sizes, sequence_from_local
+from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, nested_sizes
 from armillary.models.block import Block
 
 F = TypeVar("F", bound=Callable[..., Any])

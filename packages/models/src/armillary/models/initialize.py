@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from armillary.core.shards import local_part
 from armillary.models import hub
 from armillary.models.block import AttentionFunction
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parameter_names import plain_name
+from armillary.models.parameter_shards import local_part
 
 STD = 0.02
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")

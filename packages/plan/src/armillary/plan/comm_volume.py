@@ -20,8 +20,7 @@ from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import Inputs, Scores
 from armillary.attention.kernels.packing import Lengths
 from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method, unplanned
-from armillary.core import CommLedger
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import CommLedger, accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.data.console.table import Column, print_table
 from armillary.plan.memory import SimulatedFlash, fake_world

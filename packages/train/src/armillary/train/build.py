@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, build_attention
-from armillary.core import Axis, build_mesh, start_process_group
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.mesh import world_size
+from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group, world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained
 from armillary.models.hub.folder import weight_map
 from armillary.models.initialize import meta_model

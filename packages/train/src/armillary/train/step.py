@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.core.gradients import clip_gradients
-from armillary.core.to_device import to_device
+from armillary.core import clip_gradients, to_device
 from armillary.data import Batch
 from armillary.models import linear_token_loss
 from armillary.models.parallel import begin_micro_batch

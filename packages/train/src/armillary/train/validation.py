@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from armillary.core.to_device import to_device
+from armillary.core import to_device
 from armillary.data import Batch, Batches
 from armillary.data.synthetic import accuracy
 from armillary.models import linear_argmax

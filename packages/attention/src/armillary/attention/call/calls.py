@@ -20,7 +20,7 @@ from armillary.attention.call.recompute import RNGReplay, outside_autocast
 from armillary.attention.call.registered import register
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import accumulation_dtype
 from armillary.core.collectives.compiled import own_memory
 from armillary.core.collectives.merge import pivot
 from armillary.core.observe.ledger import phase

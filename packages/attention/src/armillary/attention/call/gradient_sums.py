@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from armillary.core import compat
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import accumulation_dtype, compat
 
 
 class GradientSums:

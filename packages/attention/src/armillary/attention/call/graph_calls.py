@@ -22,8 +22,7 @@ from armillary.attention.call.projections import Projections
 from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionSpec
 from armillary.attention.call.validation import check_call
-from armillary.core import compat
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import accumulation_dtype, compat
 
 
 class Projector(Protocol):

@@ -20,7 +20,7 @@ from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.kernels import KERNELS
 from armillary.attention.mask import AttentionMask, Window
 from armillary.core import SequenceLayout, move_key
-from armillary.core.move_key import UNBOUNDED
+from armillary.core.move_key import pack_sides, read_sides
 
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
 AUTOCAST_DTYPES = {
@@ -119,10 +119,9 @@ class GraphKey(NamedTuple):
 
     def pack(self) -> OpKey:
         """Returns the op's arguments. `unpack` is the inverse."""
-        window = (UNBOUNDED if side is None else side for side in self.window or (None, None))
         return OpKey(
             -1,  # no registered call: the other fields describe it
-            [self.method, int(self.causal), *window, int(self.return_lse), *(self.projected or ())],
+            [self.method, *pack_sides(self.causal, self.window), int(self.return_lse), *(self.projected or ())],
             self.scale,
             self.softcap or 0.0,
             "|".join((self.layout, self.key_layout, self.kernel, self.autocast)),
@@ -136,13 +135,13 @@ class GraphKey(NamedTuple):
             shapes_only: replaces the mask by a causal one. While tracing, its numbers may be symbols: reading them
                 would specialize the graph to this mask, and shapes do not depend on it.
         """
-        method, causal, before, after, return_lse, *dims = key.numbers
-        if shapes_only:
-            causal, before, after = 1, UNBOUNDED, UNBOUNDED
+        method, *sides, return_lse = key.numbers[:5]
+        dims = key.numbers[5:]
+        causal, window = (True, (None, None)) if shapes_only else read_sides(sides)
         return cls(
             int(method),
-            bool(causal),
-            (None if before == UNBOUNDED else int(before), None if after == UNBOUNDED else int(after)),
+            causal,
+            window,
             bool(return_lse),
             key.scale,
             key.softcap or None,

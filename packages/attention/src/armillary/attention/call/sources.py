@@ -14,7 +14,7 @@ from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
 from armillary.attention.call.token_chunks import at_tokens, chunks
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import accumulation_dtype
 
 Heads = Sequence[int]
 Project = Callable[[Projections, Tensor], Sequence[Tensor]]

@@ -14,8 +14,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.attention.tiling.packs import Shards
-from armillary.core import SequenceLayout
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import SequenceLayout, TokenRanges
 
 Result = TypeVar("Result")
 

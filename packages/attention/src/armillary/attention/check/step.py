@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from armillary.attention.context_parallel.rows import IGNORED
 from armillary.attention.context_parallel.sdpa import in_backward
-from armillary.core.compat import is_dtensor
+from armillary.core import compat
 
 VOCABULARY = 64
 """Default vocabulary size of `check_model`; token ids are smaller."""
@@ -296,11 +296,11 @@ def _projection(width: int) -> Tensor:
 
 
 def _local(x: Any) -> Tensor:
-    return x.to_local() if is_dtensor(x) else x
+    return x.to_local() if compat.is_dtensor(x) else x
 
 
 def _full(x: Any) -> Tensor:
-    return x.full_tensor() if is_dtensor(x) else x
+    return x.full_tensor() if compat.is_dtensor(x) else x
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -13,8 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from armillary.attention.context_parallel.communication import find_axes, gather_integers
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout
-from armillary.core.compat import is_dtensor
+from armillary.core import SequenceLayout, compat
 
 Integers = npt.NDArray[np.int64]
 
@@ -84,7 +83,7 @@ def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bo
     shape = tuple(attn_mask.shape)
     if attn_mask.requires_grad:
         raise ValueError(f"attn_mask {shape} requires a gradient: it is a bias; {REMEDY}")
-    if is_dtensor(attn_mask):
+    if compat.is_dtensor(attn_mask):
         raise ValueError(f"attn_mask {shape} is a DTensor; {REMEDY}")
     if attn_mask.ndim < 2 or attn_mask.ndim > 4 or not set(shape[-2:]) <= {1, length}:
         raise ValueError(

@@ -23,8 +23,7 @@ from armillary.attention.context_parallel.sequence import check_method, layout_o
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
-from armillary.core import Axis, SequenceLayout
-from armillary.core.compat import is_dtensor
+from armillary.core import Axis, SequenceLayout, compat
 from armillary.core.validation import check_tensor, integer
 
 PREPARERS = "armillary.prepare"
@@ -218,7 +217,7 @@ class ContextParallel:
             ValueError: the model's gradients are reduced already, by DDP or FSDP2.
         """
         in_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        if in_ddp or any(is_dtensor(p) for p in model.parameters()):
+        if in_ddp or any(compat.is_dtensor(p) for p in model.parameters()):
             raise ValueError(
                 f"{type(model).__name__} is under FSDP2, DDP or tensor parallelism, which reduce gradients themselves: "
                 "do not call reduce_gradients"

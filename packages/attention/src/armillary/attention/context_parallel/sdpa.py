@@ -27,8 +27,7 @@ from armillary.attention.context_parallel.sequence import (
 )
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout
-from armillary.core.compat import is_dtensor
+from armillary.core import SequenceLayout, compat
 
 
 def sdpa_parallel(attend: Method) -> SdpaParallel:
@@ -160,7 +159,7 @@ class Routing(TorchFunctionMode):
             )
         block = self.block()
         layout = block.layout_for(self.method, query.shape[2], self.layout)
-        if not is_dtensor(query):  # the shape of a DTensor is global; the method checks it
+        if not compat.is_dtensor(query):  # the shape of a DTensor is global; the method checks it
             check_tokens(self.method.shard, query.shape[2], layout)
         mask = self._mask(query, attn_mask, is_causal, layout, block)
         q, k, v = cast_for_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
@@ -185,7 +184,7 @@ class Routing(TorchFunctionMode):
             )
         if torch.compiler.is_compiling():
             raise ValueError(f"attn_mask {tuple(attn_mask.shape)} in a compiled graph, which cannot read it; {REMEDY}")
-        return self.reader.read(attn_mask, 1 if is_dtensor(query) else query.shape[0], layout)
+        return self.reader.read(attn_mask, 1 if compat.is_dtensor(query) else query.shape[0], layout)
 
 
 def with_documents(mask: AttentionMask, documents: Documents | None) -> AttentionMask:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from armillary.attention.mask import Window
-from armillary.core import compat
-from armillary.core.to_device import to_device
+from armillary.core import compat, to_device
 
 MIN_SINGLE_TOKENS = 4096
 """Pieces with this many tokens or more are calls of their own."""

@@ -18,7 +18,7 @@ from armillary.attention.mask.prefix import Prefix
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import Slice, SliceList
 from armillary.attention.mask.tree import Tree
-from armillary.core.segments import Segments
+from armillary.core import Segments
 from armillary.core.slices import Integers, Slices, band, count_pairs, document_slices, slice_array, within_band
 from armillary.core.validation import Window, documents_of, flag, window_of
 

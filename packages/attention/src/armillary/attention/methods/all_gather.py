@@ -18,8 +18,7 @@ from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
-from armillary.core import Axis
-from armillary.core.collectives import start_all_gather, start_reduce_scatter
+from armillary.core import Axis, start_all_gather, start_reduce_scatter
 
 
 class AllGatherKV(Method):

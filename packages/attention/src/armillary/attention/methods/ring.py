@@ -34,10 +34,8 @@ from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
-from armillary.core import Axis
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import Axis, TokenRanges, accumulation_dtype
 from armillary.core.layout import Side
-from armillary.core.token_ranges import TokenRanges
 from armillary.core.validation import check_choice
 
 Backward = Literal["auto", "keys", "queries"]

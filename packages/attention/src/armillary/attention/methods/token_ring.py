@@ -24,9 +24,8 @@ from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.merge import Merge, Sum
-from armillary.core import Axis
+from armillary.core import Axis, TokenRanges
 from armillary.core.layout import Side
-from armillary.core.token_ranges import TokenRanges
 
 
 class TokenRing(Method):

@@ -16,9 +16,7 @@ from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_axis import HeadMethod, PendingTensor
 from armillary.attention.methods.head_shards import HeadShards, split_heads
-from armillary.core import Axis, SequenceLayout
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives import start_head_to_seq, start_seq_to_head
+from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
 
 
 class Ulysses(HeadMethod):

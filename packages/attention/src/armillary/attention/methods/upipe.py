@@ -30,9 +30,7 @@ from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_axis import HeadMethod, PendingTensor, inner_or_local
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
-from armillary.core import Axis
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives import start_head_to_seq, start_seq_to_head
+from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
 from armillary.core.validation import flag
 

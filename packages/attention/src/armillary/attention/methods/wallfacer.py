@@ -26,8 +26,15 @@ from armillary.attention.methods.ring import Backward, Ring
 from armillary.attention.methods.teams import Placement, Teams
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RotatingSide
-from armillary.core import Axis, FlatBuffer, SequenceLayout, start_exchange
-from armillary.core.collectives import start_all_gather, start_merge_scatter, start_reduce_scatter
+from armillary.core import (
+    Axis,
+    FlatBuffer,
+    SequenceLayout,
+    start_all_gather,
+    start_exchange,
+    start_merge_scatter,
+    start_reduce_scatter,
+)
 from armillary.core.validation import flag
 
 Tensors = Sequence[Tensor]

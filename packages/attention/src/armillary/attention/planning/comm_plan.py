@@ -18,8 +18,7 @@ import torch
 from armillary.attention.mask import AttentionMask
 from armillary.attention.planning.send import Send
 from armillary.attention.tiling.grid import Grid, grid_of
-from armillary.core import SequenceLayout
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import SequenceLayout, accumulation_dtype
 from armillary.core.observe.ledger import KINDS, PHASES
 from armillary.core.validation import check_choice
 

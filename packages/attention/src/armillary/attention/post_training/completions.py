@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention.mask import AttentionMask
-from armillary.core import SequenceLayout
-from armillary.core.segments import NONE, Segments
+from armillary.core import Segments, SequenceLayout
+from armillary.core.segments import NONE
 from armillary.core.validation import check_tensor
 
 

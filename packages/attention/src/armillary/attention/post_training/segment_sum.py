@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
 from armillary.attention.methods.base import Method
-from armillary.core import Axis
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import Axis, accumulation_dtype
 from armillary.core.validation import check_tensor, integer
 
 Axes = Method | Sequence[DeviceMesh | Axis]

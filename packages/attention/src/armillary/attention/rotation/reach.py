@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import TokenRanges
 
 START, STOP = attrgetter("start"), attrgetter("stop")
 

@@ -12,10 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from armillary.attention.rotation.rotate import RingStep, Rotation
-from armillary.core import FlatBuffer, compat, start_exchange
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives import Exchange, ReceiveBuffers
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import Exchange, FlatBuffer, ReceiveBuffers, TokenRanges, accumulation_dtype, compat, start_exchange
 
 Partials = Sequence[Tensor]
 """One rank's partial results for some tokens of one shard, [B, t, ...] each."""

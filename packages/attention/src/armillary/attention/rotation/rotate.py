@@ -20,9 +20,7 @@ from torch import Tensor
 
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
-from armillary.core import Axis, FlatBuffer, start_exchange
-from armillary.core.collectives import ReceiveBuffers
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import Axis, FlatBuffer, ReceiveBuffers, TokenRanges, start_exchange
 
 
 class RingStep(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Literal
 
 from armillary.attention.rotation.reach import Reach
 from armillary.attention.tiling.grid import Grid
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import TokenRanges
 
 RotatingSide = Literal["keys", "queries"]
 

@@ -21,10 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from armillary.core import SequenceLayout, compat
+from armillary.core import Segments, SequenceLayout, compat
 from armillary.core.collectives.token_moves import Owners
-from armillary.core.neighbour_tables import runs_of
-from armillary.core.segments import NONE, Segments
+from armillary.core.segments import NONE
 from armillary.core.slices import Integers
 
 
@@ -236,7 +235,7 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
     for row, segments in enumerate(rows):
         if segments not in by_segments:
             spans = sorted(
-                (run.start, run.stop, s) for s in range(layout.shards) for run in runs_of(layout, s, segments)
+                (run.start, run.stop, s) for s in range(layout.shards) for run in segments.runs(layout.spans(s))
             )
             before = segments.ancestors(np.array([start for start, *_ in spans]), 1)
             ends = {stop - 1: index for index, (_, stop, _) in enumerate(spans)}

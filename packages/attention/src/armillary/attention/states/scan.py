@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.states.chunks import Operands, StateKernel, apply_map
 from armillary.attention.states.plan import Forest, ScanPlan, StateExchange
-from armillary.core import Axis
-from armillary.core.collectives import start_all_gather, start_reduce_scatter
+from armillary.core import Axis, start_all_gather, start_reduce_scatter
 from armillary.core.observe.ledger import phase
 
 MakeOperands = Callable[..., Operands]

@@ -15,9 +15,8 @@ from armillary.attention.kernels import Kernel, Scores, contiguous_rows
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
 from armillary.attention.tiling.packs import KernelCall, PackedCall, Shards, SingleCall, pack_calls
-from armillary.core import Trace, compat, span
+from armillary.core import TokenRanges, Trace, compat, span
 from armillary.core.observe.trace import IDLE
-from armillary.core.token_ranges import TokenRanges
 
 Calls = tuple[SingleCall | PackedCall, ...]
 HOST = torch.device("cpu")

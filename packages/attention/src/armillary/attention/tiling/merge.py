@@ -9,10 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives import merge_
-from armillary.core.to_device import to_device
-from armillary.core.token_ranges import TokenRanges
+from armillary.core import TokenRanges, accumulation_dtype, merge_, to_device
 
 ALL = slice(None)
 CHUNKS, MIN_CHUNK = 16, 512

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from armillary.core import SequenceLayout
+from armillary.core import SequenceLayout, TokenRanges
 from armillary.core.spans import Spans
-from armillary.core.token_ranges import TokenRanges
 
 
 class PartialLayout(SequenceLayout):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.core.shards import box_of
+from armillary.core.placements import chunk_sizes
 
 
 def draw_placements(
@@ -49,9 +49,11 @@ def place(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed:
 
 def local_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Returns this rank's shard of `full`, cut by one axis after the other as DTensor does; a copy."""
-    cuts = [Replicate() if placement.is_partial() else placement for placement in placements]
-    coordinate = [mesh.get_local_rank(mesh_dim) for mesh_dim in range(mesh.ndim)]
-    return full[box_of(full.shape, mesh.shape, coordinate, cuts)].clone(memory_format=torch.contiguous_format)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes, rank = chunk_sizes(full.shape[placement.dim], mesh.size(mesh_dim)), mesh.get_local_rank(mesh_dim)
+            full = full.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
+    return full.clone(memory_format=torch.contiguous_format)
 
 
 def addends(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> Tensor:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from armillary.core import SequenceLayout
-from armillary.core.labels import LabelTriples
+from armillary.core import LabelTriples, SequenceLayout
 
 IGNORE = -100
 """Label of tokens without one; `torch.nn.functional.cross_entropy` ignores it by default."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from armillary.core.labels import LabelTriples
+from armillary.core import LabelTriples
 from armillary.core.slices import Slices, slice_array
 from armillary.data.loader.batch import IGNORE
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import Method
-from armillary.core import Axis
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives import merge_, start_all_gather
+from armillary.core import Axis, accumulation_dtype, merge_, start_all_gather
 
 
 def axes_of(method: Method) -> tuple[Axis, ...]:

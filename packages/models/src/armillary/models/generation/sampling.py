@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from armillary.core.shards import Box, local_part
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
 from armillary.models.hub.tensors import DTYPES, Names, Place, names_of, parameter_shapes, places
+from armillary.models.parameter_shards import Box, local_part
 
 MAX_FAULTS = 8
 """Faults that an error names; it counts further ones."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.core.shards import Box
 from armillary.models.config import GPTConfig, LlamaConfig, one_block
+from armillary.models.parameter_shards import Box
 from armillary.models.state_config import Mixer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from armillary.core import LabelTriples
 from armillary.core.collectives.interleaved import pad_to_multiple
-from armillary.core.labels import LabelTriples
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 

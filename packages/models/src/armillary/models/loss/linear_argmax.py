@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, all_gather_interleaved
-from armillary.core.collectives import start_all_gather
+from armillary.core import Axis, all_gather_interleaved, start_all_gather
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import token_labels
 from armillary.models.loss.linear_loss import check, chunk_rows

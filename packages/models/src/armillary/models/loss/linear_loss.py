@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis
-from armillary.core.labels import LabelTriples
+from armillary.core import Axis, LabelTriples
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import SingleLabels, token_labels
 from armillary.models.loss.cross_entropy import scale

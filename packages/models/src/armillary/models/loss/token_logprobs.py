@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis
-from armillary.core.collectives import start_all_gather
+from armillary.core import Axis, start_all_gather
 from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.core.observe.ledger import phase
 from armillary.core.validation import check_tensor

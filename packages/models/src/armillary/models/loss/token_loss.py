@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.labels import LabelTriples
+from armillary.core import Axis, LabelTriples, accumulation_dtype
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import TokenLabels, token_labels
 from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scale

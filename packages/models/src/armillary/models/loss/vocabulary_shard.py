@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis
-from armillary.core.collectives import Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
+from armillary.core import Axis, Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from armillary.core import compat, sum_gradients
-from armillary.core.accumulate import accumulation_dtype
+from armillary.core import accumulation_dtype, compat, sum_gradients
 from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import AttentionMask
-from armillary.core import SequenceLayout
-from armillary.core.mesh import world_size
+from armillary.core import SequenceLayout, world_size
 from armillary.models import GPT, Llama, initialize, linear_token_loss
 from armillary.models.config import one_block
 from armillary.plan.search.candidates import Candidate

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from armillary.core.mesh import world_size
+from armillary.core import world_size
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.train_config import write_toml
 from armillary.plan.tune import bench

@@ -4,7 +4,7 @@
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
 
 torch's own planners misplace the chunks of ranks where tensor parallelism shards a dim unevenly
-(`armillary.core.shards`). They can read these checkpoints on meshes where torch computes the right chunks.
+(`armillary.models.parameter_shards`). They can read these checkpoints on meshes where torch computes the right chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from armillary.core.shards import local_part
+from armillary.models.parameter_shards import local_part
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -8,8 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from armillary.core import build_mesh
-from armillary.core.mesh import world_size
+from armillary.core import build_mesh, world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
 from armillary.models.hub.folder import weight_map
 from armillary.train.build import precision, shard_model

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any, cast
 
-from armillary.core import compat
+import torch
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that torch reads; the second is the older name."""
@@ -23,6 +24,6 @@ def allocator_settings(expandable: bool) -> str | None:
 
 
 def set_allocator(settings: str | None) -> None:
-    """Applies settings, if there are any. Must run before anything is allocated."""
+    """Applies settings in the format of PYTORCH_ALLOC_CONF, if there are any. Must run before anything is allocated."""
     if settings is not None:
-        compat.set_allocator(settings)
+        cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from armillary.attention import AttentionMask, Method
 from armillary.attention.call.token_chunks import simulating
 from armillary.attention.kernels import Kernel
-from armillary.core import SequenceLayout, label
-from armillary.core.gradients import clip_gradients
+from armillary.core import SequenceLayout, clip_gradients, label
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.initialize import meta_model

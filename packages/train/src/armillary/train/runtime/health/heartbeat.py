@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from armillary.core import compat
+from armillary.train.runtime.flight_recorder import recorded_collectives
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def recorded_calls() -> dict[str, Calls]:
     of a batch as complete, and not the batch itself, which may still be running.
     """
     calls: dict[str, Calls] = {}
-    for entry in compat.recorded_collectives():
+    for entry in recorded_collectives():
         operation: str = entry["profiling_name"]
         group = f"{entry['process_group'][0]} ({operation.partition(':')[0]})"
         earlier = calls.get(group)

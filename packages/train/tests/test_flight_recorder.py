@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import compat
+from armillary.train.runtime import flight_recorder
 
 
 class HookedBackend(cast(Any, torch)._C._distributed_c10d.Backend):
@@ -42,11 +43,11 @@ def recorded() -> tuple[list[str], dict[str, int]]:
         work.wait()
     dist.all_reduce(torch.ones(3))
     counts: dict[str, int] = {}
-    for entry in compat.recorded_collectives():
+    for entry in flight_recorder.recorded_collectives():
         if not entry["profiling_name"].startswith("gloo") or entry["process_group"][1] == "default_pg":
             operation = entry["profiling_name"].partition(" ")[0]
             counts[operation] = max(counts.get(operation, 0), entry["p2p_seq_id"] or entry["collective_seq_id"])
-    return compat.backend_names(), counts
+    return flight_recorder.backend_names(), counts
 
 
 def test_every_backend_is_read_from_its_own_recorder(worlds):
@@ -63,9 +64,9 @@ def test_a_torch_with_one_recorder_is_read_too(monkeypatch):
     def dump(includeCollectives: bool, onlyActive: bool) -> bytes:
         return b'{"entries": [{"profiling_name": "gloo:barrier"}]}'
 
-    monkeypatch.setattr(compat, "backend_names", lambda: ["gloo"])
+    monkeypatch.setattr(flight_recorder, "backend_names", lambda: ["gloo"])
     monkeypatch.setattr(private, "_dump_fr_trace_json", dump)
     monkeypatch.setattr(private, "_dump_nccl_trace_json", dump)
-    assert len(compat.recorded_collectives()) == 2
+    assert len(flight_recorder.recorded_collectives()) == 2
     monkeypatch.delattr(private, "_dump_nccl_trace_json")
-    assert len(compat.recorded_collectives()) == 1
+    assert len(flight_recorder.recorded_collectives()) == 1

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from armillary.core import compat
 from armillary.core.placements import chunk_sizes
-from armillary.core.shards import box_of, local_part
 from armillary.core.testing import mesh
+from armillary.models.parameter_shards import box_of, local_part
 from armillary.train.checkpoint import LoadPlanner, SavePlanner
 
 ROWS = (1, 3, 5, 8, 9, 17, 22, 33, 257)

@@ -1,4 +1,4 @@
-"""The slices of a sharded tensor that a rank holds, computed without communication.
+"""The slices of a sharded parameter that a rank holds, computed without communication.
 
 FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a strided shard. torch (2.11 to
 2.15) reads such placements from left to right in `distribute_tensor` and in the offsets of distributed checkpoints.
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from math import prod
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
-
-from armillary.core import compat
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 Box = tuple[slice, ...]
 """A slice for each dim."""
@@ -73,7 +72,7 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
     order: list[int] = []
     # From the innermost axis outwards, each is inserted into the order of those inside it.
     for axis in reversed(range(len(ranks))):
-        cut_dim, part_count = compat.shard(placements[axis])
+        cut_dim, part_count = _sharded_dim(placements[axis])
         if cut_dim is None or cut_dim % dims != dim:
             continue
         # The axis cuts after those axes of the order whose ranks multiply to `parts`.
@@ -82,3 +81,15 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
             raise ValueError(f"{tuple(placements)}: {part_count} parts along dim {dim} are cut by no axes to the right")
         order.insert(places[0], axis)
     return order
+
+
+def _sharded_dim(placement: Placement) -> tuple[int | None, int]:
+    """Returns (the dim that a placement shards or None, the number of parts that inner axes have cut it into before).
+
+    FSDP2's `_StridedShard` has that number. It is private, and in some releases not a subclass of `Shard`.
+    """
+    if isinstance(placement, (Shard, _StridedShard)):
+        return placement.dim, getattr(placement, "split_factor", 1)
+    if not isinstance(placement, Replicate):
+        raise ValueError(f"{placement}: a parameter must be sharded or replicated")
+    return None, 1
