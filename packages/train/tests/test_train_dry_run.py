@@ -11,9 +11,9 @@ from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.build import shard_model
 from armillary.train.cli import main
 from armillary.train.command import read_command
+from armillary.train.config.model_sizes import model_config
 from armillary.train.dry_run import dry_run
 from armillary.train.dry_run.predict import axes_of
-from armillary.train.model import model_config
 from armillary.train.runtime.fake_world import fake_world
 
 RANKS = {

@@ -22,10 +22,11 @@ from armillary.attention.kernels import Dense
 from armillary.core import Axis, compat
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
+from armillary.models.dtensors import batch_mesh
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from armillary.train.build import shard_model
-from armillary.train.model import model_config
-from armillary.train.parallel import batch_mesh, data_mesh
+from armillary.train.config.model_sizes import model_config
+from armillary.train.parallel import data_mesh
 from armillary.train.rows import load_rows
 from armillary.train.run import Run
 from armillary.train.runtime.fake_world import fake_world

@@ -10,7 +10,7 @@ from test_train_checkpoints import SMALL, at, resumed, trained
 from armillary.models import Llama, LlamaConfig, StateConfig
 from armillary.train import ModelConfig, ParallelConfig, SaveConfig, recipes
 from armillary.train.config.check import check
-from armillary.train.model import model_config
+from armillary.train.config.model_sizes import model_config
 
 MODEL = ModelConfig(
     dim=32, layers=3, heads=4, kv_heads=2, hidden_dim=48, mixers=("delta_rule", "mamba2", "attention"), state_key_dim=4

@@ -42,7 +42,7 @@ from armillary.train import (
 from armillary.train.checkpoint.export import main as export
 from armillary.train.command import read_command
 from armillary.train.config.check import check
-from armillary.train.model import model_config
+from armillary.train.config.model_sizes import model_config
 from armillary.train.rows import open_stores, vocabulary_size
 
 TEXT = (Path(armillary.train.__file__).parent,)

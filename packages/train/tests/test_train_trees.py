@@ -26,7 +26,7 @@ from armillary.train import (
     process_group,
 )
 from armillary.train.bad_steps import bad_rows
-from armillary.train.model import model_config
+from armillary.train.config.model_sizes import model_config
 from armillary.train.step import backward, sum_over_ranks
 from armillary.train.validation import validate
 

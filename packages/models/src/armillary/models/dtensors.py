@@ -48,6 +48,11 @@ def tokens_dtensor(x: Tensor, layout: SequenceLayout, mesh: DeviceMesh) -> Tenso
     return sequence_from_local(x, layout, mesh, axes=axes, rows=rows)
 
 
+def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh without axes of one rank, except `ring`: with them, torch 2.15 plans an op for seconds."""
+    return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
+
+
 def takes_dtensors(forward: F) -> F:
     """Returns a model's `forward` that also takes `ids` and `positions` as DTensors.
 

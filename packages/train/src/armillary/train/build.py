@@ -14,18 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group, world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained
+from armillary.models.dtensors import batch_mesh
 from armillary.models.hub.folder import weight_map
 from armillary.models.initialize import meta_model
 from armillary.models.parallel import parallelize
 from armillary.train.checkpoint import check_output
 from armillary.train.config import Config
 from armillary.train.config.check import check, check_log
+from armillary.train.config.model_sizes import model_config
 from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup, set_connections
 from armillary.train.kernels import check_kernel, kernel_with_margin
-from armillary.train.model import model_config
 from armillary.train.optimizer import build_optimizer
-from armillary.train.parallel import batch_mesh, choose_axes, choose_device, data_mesh, mesh_axes
+from armillary.train.parallel import choose_axes, choose_device, data_mesh, mesh_axes
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
 from armillary.train.runtime.allocator import allocator_settings, set_allocator

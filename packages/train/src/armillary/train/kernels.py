@@ -10,7 +10,7 @@ from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kerne
 from armillary.attention.kernels.choice import ChosenKernel, explain_choice
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
-from armillary.train.model import model_config
+from armillary.train.config.model_sizes import model_config
 
 Capability = tuple[int, int]
 DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))

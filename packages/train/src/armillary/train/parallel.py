@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.registry import MethodOptions, named_method
 from armillary.core import compat
 from armillary.train.config import Config, TrainConfig
-from armillary.train.model import model_config
+from armillary.train.config.model_sizes import model_config
 
 DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 """Axes over which tokens are spread: gradients and losses are summed over all of them."""
@@ -88,11 +88,6 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
     node = int(os.environ.get("LOCAL_WORLD_SIZE", cp * tp))
     ulysses = gcd(cp, model.heads // tp, model.kv_heads // tp, max(1, node // tp))
     return cp // ulysses, ulysses
-
-
-def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh without axes of one rank, except `ring`: with them, torch 2.15 plans an op for seconds."""
-    return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

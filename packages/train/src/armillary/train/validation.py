@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -22,27 +22,18 @@ def validate(run: Run) -> dict[str, float]:
 
     The first rows of each kind: the same at every call, on every mesh and with any accumulation.
     """
-    answers = {name: right_answers(run, rows) for name, rows in run.tasks.items()}
-    return {"loss": mean_loss(run), **answers}
+
+    def answers(batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns (number of right likeliest tokens, number of questions) of this rank."""
+        return accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device))
+
+    shares = {name: mean(run, rows, answers) for name, rows in run.tasks.items()}
+    return {"loss": mean(run, run.validation, lambda batch: local_loss(run, batch)), **shares}
 
 
-def mean_loss(run: Run) -> float:
-    losses = [torch.stack([x.double() for x in local_loss(run, batch)]) for batch in batches_of(run, run.validation)]
-    total, count = sum_over_ranks(run, torch.stack(losses).sum(0)).tolist()
+def mean(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:
+    """Returns sum of totals / sum of counts, over all ranks and the first `validation.batches` global batches."""
+    batches = range(run.config.validation.batches * run.config.train.accumulation)
+    sums = [torch.stack([x.double() for x in evaluate(rows.batch(i))]) for i in batches]
+    total, count = sum_over_ranks(run, torch.stack(sums).sum(0)).tolist()
     return total / (count or 1.0)
-
-
-def right_answers(run: Run, rows: Batches) -> float:
-    """Returns the share of all ranks' questions whose likeliest token is the answer."""
-    counts = [
-        torch.stack(accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device)))
-        for batch in batches_of(run, rows)
-    ]
-    correct, questions = sum_over_ranks(run, torch.stack(counts).sum(0)).tolist()
-    return correct / questions
-
-
-def batches_of(run: Run, rows: Batches) -> Generator[Batch]:
-    """Yields the micro-batches of the first `validation.batches` global batches."""
-    for i in range(run.config.validation.batches * run.config.train.accumulation):
-        yield rows.batch(i)

@@ -12,7 +12,7 @@ from armillary.plan.presets import Model
 from armillary.plan.search.search import Choice, SearchResult
 from armillary.plan.train_config import flags, recipe_config, write_toml
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
-from armillary.train.config.model_fields import OF_GPT, SIZES
+from armillary.train.config.model_sizes import OF_GPT, SIZES
 
 RECIPES = {
     "debug": "debug",

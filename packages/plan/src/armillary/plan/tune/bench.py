@@ -22,8 +22,8 @@ from armillary.plan.tune.measurements import Measurement
 from armillary.train.build import mesh_of, precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
+from armillary.train.config.model_sizes import model_config
 from armillary.train.kernels import kernel_with_margin
-from armillary.train.model import model_config
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import load_rows, open_stores
 from armillary.train.run import batch_mask

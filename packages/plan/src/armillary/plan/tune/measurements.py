@@ -15,9 +15,8 @@ from armillary.core.files import write_whole
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.search.candidates import Candidate
 from armillary.train.config import Config
-from armillary.train.config.model_fields import SIZES
+from armillary.train.config.model_sizes import SIZES, model_config
 from armillary.train.config.overlay import flag, shown
-from armillary.train.model import model_config
 
 CacheKey = dict[str, Any]
 """Values by "section.key", and "ranks"."""

@@ -15,7 +15,7 @@ from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates
 from armillary.plan.tune.bench import VOCABULARY
 from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.measurements import Measurement
-from armillary.train.model import model_config
+from armillary.train.config.model_sizes import model_config
 
 
 @dataclass(frozen=True)

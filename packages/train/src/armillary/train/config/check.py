@@ -11,8 +11,8 @@ from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.registry import MethodOptions, named_method
 from armillary.train.config import Config, LogConfig, OptimizerConfig
 from armillary.train.config.limits import check_limits
+from armillary.train.config.model_sizes import model_config
 from armillary.train.lr_schedule import warmup_of
-from armillary.train.model import model_config
 
 
 def check(config: Config) -> None:
