@@ -61,8 +61,8 @@ class ShardedForward:
         columns = torch.stack([x.to(outputs.log_probs.dtype) for x in values.values()], -1)
         # Every token is a segment of its own, so that `segment_sum` copies each value from the rank that has it.
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
-        places = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
-        row_values = segment_sum(columns, places, rows * length, self.cp.method, gradients="averaged")
+        token_indices = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
+        row_values = segment_sum(columns, token_indices, rows * length, self.cp.method, gradients="averaged")
         values = dict(zip(values, row_values.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
         if "is_top1" in values:
             values["is_top1"] = values["is_top1"] > 0
@@ -98,7 +98,7 @@ class GroupAccelerator:
 
 
 class _PolicyTrainer(SharedRowsTrainer):
-    """Base of the mixins: shares rows in a trainer whose loss takes log-probabilities of whole rows."""
+    """Base of the mixins: ranks of a sequence share rows, and the loss takes values of each token of whole rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,6 +107,7 @@ class _PolicyTrainer(SharedRowsTrainer):
         self.share_rows(cp)
 
     def _refusals(self, cp: ContextParallel) -> Generator[str]:
+        """Yields a reason for each setting that does not work on shards."""
         if padding_idx_of(self.model) is not None:
             yield f"{type(self.model).__name__} counts positions without padding, which is on the left in TRL's rows"
         reference = getattr(self, "ref_model", None)

@@ -29,7 +29,9 @@ class PackedRun(NamedTuple):
     last: int
 
 
-REMEDY = "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
+POSITIONS_HINT = (
+    "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
+)
 
 
 def find_documents(position_ids: Tensor, layout: SequenceLayout, method: Method, first: int = 0) -> Documents | None:
@@ -80,7 +82,7 @@ def check_shards(tokens: int, positions: int, layout: SequenceLayout, method: Me
     for shard, token_count, id_count in gather_integers(shards, method) if find_axes(method) is not None else shards:
         check_tokens(shard, token_count, layout)
         if id_count != token_count:
-            raise ValueError(f"shard {shard} has {token_count} tokens and {id_count} position ids; {REMEDY}")
+            raise ValueError(f"shard {shard} has {token_count} tokens and {id_count} position ids; {POSITIONS_HINT}")
 
 
 def _runs(
@@ -119,7 +121,7 @@ def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
         if last > first or next_start > start:
             raise ValueError(
                 f"the token at position {first} of row {row} has position id {first - next_start}, which is not beyond "
-                f"those of the tokens before it in its document; {REMEDY}"
+                f"those of the tokens before it in its document; {POSITIONS_HINT}"
             )
 
 
@@ -135,11 +137,12 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
             raise ValueError(
                 f"the token at position {position} of the sequence has position id "
                 f"{position - start + first_position}, so its document would start at {start}, which the other "
-                f"position ids contradict; {REMEDY}"
+                f"position ids contradict; {POSITIONS_HINT}"
             )
     if starts[0] != 0:
         raise ValueError(
-            f"no row starts with position id {first_position}: the first document would start at {starts[0]}; {REMEDY}"
+            f"no row starts with position id {first_position}: the first document would start at {starts[0]}; "
+            f"{POSITIONS_HINT}"
         )
     return ends
 
@@ -155,5 +158,5 @@ def _check_not_shards(boundaries: Sequence[tuple[int, ...]], layout: SequenceLay
     if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and any(ends == firsts for ends in boundaries):
         raise ValueError(
             f"position_ids start at {first_position} on each of the {layout.shards} ranks, as a model's own do; "
-            f"{REMEDY}. If the documents do end where shards do, pass `sequence(documents={list(firsts[:4])}...)`"
+            f"{POSITIONS_HINT}. If documents do end where shards do, pass `sequence(documents={list(firsts[:4])}...)`"
         )

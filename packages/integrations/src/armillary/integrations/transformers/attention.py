@@ -137,7 +137,7 @@ class Implementation(ShardedImplementation):
         first_position = self._check_model(model)
         sharding = current() or Sharding()
         layout = sharding.layout_for(self.method, q_length)
-        position_ids, uncounted = _position_ids(callers, self.method.shards)
+        position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
         # Unknown masks are not refused here but by the first layer that gets one: models also make masks no layer uses.
@@ -147,7 +147,7 @@ class Implementation(ShardedImplementation):
             groups = None if sharding.mask is not None else self.groups.find(rule, callers, layout)
         except ValueError as error:
             refusal = None if sharding.mask is not None else str(error)
-        return ShardMask(sharding, layout, rule, groups, position_ids, uncounted, first_position, refusal)
+        return ShardMask(sharding, layout, rule, groups, position_ids, counts_from_shard, first_position, refusal)
 
     def attention(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention.context_parallel.communication import gather_integers, gather_tokens
-from armillary.attention.context_parallel.documents import REMEDY, check_positions, check_shards, find_documents
+from armillary.attention.context_parallel.documents import POSITIONS_HINT, check_positions, check_shards, find_documents
 from armillary.attention.context_parallel.sequence import Documents, check_tokens
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
@@ -28,7 +28,7 @@ class DocumentFinder:
     def find(
         self, name: str, mask: ShardMask, tokens: int, position_ids: Tensor | None, documents: Documents | None
     ) -> Documents | None:
-        """Returns the given documents, else those that position ids show; None if each row is one.
+        """Returns `documents`, or without them the documents that position ids show; None if each row is one.
 
         Args:
             name: name of the layer, for error messages.
@@ -39,7 +39,8 @@ class DocumentFinder:
         Raises:
             ValueError: position ids that do not fit, or none if they are needed; on every rank.
         """
-        # Layers get none in some models, and M-RoPE's three rows in others; the maker of masks may have seen them.
+        # Some models pass no position ids to their layers, or M-RoPE's three rows. The mask function may have found
+        # usable ones in the model's frame.
         if position_ids is None or position_ids.ndim != 2:
             position_ids = mask.position_ids
         if position_ids is None or not (position_ids.ndim == 2 or (position_ids.ndim == 3 and len(position_ids) == 3)):
@@ -84,21 +85,21 @@ class DocumentFinder:
         self, name: str, mask: ShardMask, tokens: int, documents: Documents | None
     ) -> Documents | None:
         check_tokens(self.method.shard, tokens, mask.layout)
-        if mask.uncounted and self.method.shards > 1:
+        if mask.counts_from_shard and self.method.shards > 1:
             first = mask.first_position
             raise ValueError(
                 f"{name} gets no position ids, and the model counts its tokens as if they were the first of the "
-                f"sequence; {f'padding_idx={first - 1}: {COUNTED_BY_CP}' if first else REMEDY}"
+                f"sequence; {f'padding_idx={first - 1}: {PADDED_POSITIONS_HINT}' if first else POSITIONS_HINT}"
             )
         if documents is None and not (mask.rule is not None and mask.rule.bidirectional):
             raise ValueError(
-                f"{name} gets no position ids [batch, tokens], so documents cannot be seen; give them to cp.shard or "
+                f"{name} gets no position ids [batch, tokens], so its documents are unknown; pass them to cp.shard or "
                 f"`with sequence(layout=..., documents=...)`: [0, {mask.layout.length}] if there is only one"
             )
         return documents
 
 
-COUNTED_BY_CP = "after cp.prepare(model), cp.shard(ids) has position ids that count from padding_idx + 1"
+PADDED_POSITIONS_HINT = "after cp.prepare(model), cp.shard(ids) has position ids that count from padding_idx + 1"
 
 
 def check_first_position(name: str, position_ids: Tensor, first: int, method: Method) -> None:
@@ -110,7 +111,7 @@ def check_first_position(name: str, position_ids: Tensor, first: int, method: Me
     if lowest < first:
         raise ValueError(
             f"{name} gets position id {lowest}, but the model counts tokens from {first}: padding_idx={first - 1}; "
-            f"{COUNTED_BY_CP}"
+            f"{PADDED_POSITIONS_HINT}"
         )
 
 
@@ -121,7 +122,7 @@ def documents_of_boundaries(queries: Tensor, keys: Tensor | None, layout: Sequen
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
     if int(queries[-1]) != layout.length:
         raise ValueError(
-            f"cu_seq_lens_q ends at {int(queries[-1])}; it must be that of the whole sequence, of {layout.length}"
+            f"cu_seq_lens_q ends at {int(queries[-1])}; it must end at {layout.length}, the length of the whole sequence"
         )
     return documents
 
@@ -129,13 +130,14 @@ def documents_of_boundaries(queries: Tensor, keys: Tensor | None, layout: Sequen
 def check_multimodal(position_ids: Tensor, layout: SequenceLayout, method: Method) -> None:
     """Raises ValueError unless position ids [3, B, T] of time, height and width (M-RoPE) fit the layout's tokens.
 
-    They rise from token to token, compared by time, then height, then width. Only after a video, whose time advances
-    faster than positions, may they go back, to beyond its height and width.
+    The ids of a token are greater than those of the token before it, compared by time, then height, then width. An
+    exception is the first token after a video: time advances faster than positions there, so its ids need only be
+    greater than the last height and width.
 
     Bytes sent: those of `gather_tokens`. Every rank of the method must call it.
 
     Raises:
-        ValueError: on every rank, with the first token whose ids are not beyond those before it.
+        ValueError: on every rank, with the first token whose ids are not greater.
     """
     ids = gather_tokens(position_ids.permute(1, 2, 0).contiguous(), method, layout).cpu()
     before, after = ids[:, :-1], ids[:, 1:]
@@ -149,7 +151,7 @@ def check_multimodal(position_ids: Tensor, layout: SequenceLayout, method: Metho
         row, position = errors[0].tolist()
         raise ValueError(
             f"the token at position {position + 1} of row {row} has position ids {ids[row, position + 1].tolist()}, "
-            f"which are not beyond {ids[row, position].tolist()} of the token before it: pass the shard of the whole "
-            "sequence's (`layout.take(position_ids, attend.shard, dim=2)`), or, for packed rows, "
+            f"which are not beyond {ids[row, position].tolist()} of the token before it: pass this rank's shard of the "
+            "whole sequence's ids, `layout.take(position_ids, attend.shard, dim=2)`, or, for packed rows, "
             "sequence(documents=...)"
         )

@@ -30,10 +30,10 @@ TYPE_IS_GROUP = frozenset({"hrm_text"})
 
 
 class GroupFinder:
-    """Numbers the groups of all ranks' tokens as one device would, once for all layers and steps with the same types.
+    """Finds the groups of all tokens of a sequence, with the numbers that they have on one device.
 
-    If images are numbered by their order in the row, a shard cannot number them: the token types of all ranks are
-    gathered and the model's own function is called on them.
+    Models number images by their order in the row, which a shard does not show. So the token types of all ranks are
+    gathered, and the model's own function numbers them. Results are cached by the tensor of token types.
     """
 
     def __init__(self, method: Method) -> None:
@@ -42,7 +42,7 @@ class GroupFinder:
         """token types -> ((their version, layout), groups)."""
 
     def find(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
-        """Returns the groups of all tokens [B, N] on the CPU, -1 for tokens of none; None if a rule has no groups.
+        """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
 
         Bytes sent: those of `gather_tokens` for the token types. Every rank of the method must call it.
 
@@ -73,7 +73,7 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
         number_groups = caller.globals.get("get_block_sequence_ids_for_mask")
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = caller.locals.get(name)
-            # The function must give the groups of the mask again: a model may have numbered others.
+            # Accept only types that reproduce the groups of this mask: a frame may have those of another input.
             if (
                 number_groups is not None
                 and isinstance(types, Tensor)
@@ -112,7 +112,7 @@ def _mask_of_row(rule: Rule, groups: Tensor, ends: Sequence[int] | None, length:
     left_window = (rule.window or (None,))[0]
     contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
     # The usual case has a compact form: causal, and each image is one run whose tokens see all of it.
-    if rule.causal and rule.across and contiguous and rule.within == (rule.across[0], FAR):
+    if rule.causal and rule.other_keys and contiguous and rule.group_keys == (rule.other_keys[0], FAR):
         spans = [span for _, span in images if len(span) > 1]
         if not spans:
             return AttentionMask(window=rule.window, documents=ends)
@@ -132,12 +132,12 @@ def _runs(groups: Tensor, low: int, high: int) -> Runs:
 
 
 def _slices(rule: Rule, runs_of_documents: Sequence[Runs]) -> list[Slice]:
-    """Returns slices of each run of queries with the keys of its document, keys of its group apart from the others."""
+    """Returns the slices of a row. For each run of queries, keys of its group and other keys have their own slices."""
     slices: list[Slice] = []
     for runs in runs_of_documents:
         for group, queries in runs:
             for same_group, keys in _split_keys(group, runs):
-                slices += _slice(queries, keys, rule.within if same_group else rule.across)
+                slices += _slice(queries, keys, rule.group_keys if same_group else rule.other_keys)
             if len(slices) > SLICES:
                 raise ValueError(f"blocks of tokens in more than {SLICES} slices of a row: they are too scattered")
     return slices

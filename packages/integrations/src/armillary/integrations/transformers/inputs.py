@@ -21,7 +21,7 @@ TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids
 """Inputs with one value per token, which are sharded."""
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Inputs that state the documents of a packed row; the batch's `sequence` block states them on a shard."""
+"""Inputs that describe the documents of a packed row. A shard of them is not passed on: the batch has the documents."""
 
 
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
@@ -55,19 +55,17 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
         attention_mask=inputs.get("attention_mask"),
         shift_labels=_next_labels(inputs),
     )
-    unlabelled = {"labels", "shift_labels"} if inputs.get("labels") is None else set[str]()
     flags = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
     # The trainer passes a num_items_in_batch of its own.
-    shard = {name: x for name, x in batch.inputs.items() if name not in {*unlabelled, "num_items_in_batch"}}
+    omitted_names = {"num_items_in_batch"}
+    if inputs.get("labels") is None:
+        omitted_names |= {"labels", "shift_labels"}
+    shard = {name: x for name, x in batch.inputs.items() if name not in omitted_names}
     return batch, {**flags, **shard, "use_cache": False}
 
 
 def check_same_rows(method: Method, inputs: Mapping[str, Any]) -> None:
-    """Raises ValueError on every rank if the ranks of a sequence were given different batches.
-
-    Raises:
-        ValueError: with the shards and the inputs that differ.
-    """
+    """Raises ValueError on every rank, with the input and two shards, if ranks of a sequence have different batches."""
     if method.shards == 1:
         return
     fingerprints = [method.shard, *(value for name in TOKENS for value in _fingerprint(inputs.get(name)))]
@@ -94,7 +92,10 @@ def _fingerprint(x: Any) -> tuple[int, int]:
 
 
 def _next_labels(inputs: Mapping[str, Any]) -> Tensor:
-    """Returns the label of each next token, shifted like transformers: across documents, if that label is not -100."""
+    """Returns the label of each token's successor, [B, N].
+
+    As in transformers, the last token of a document predicts the first one of the next, unless its label is -100.
+    """
     labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:
         return torch.full_like(inputs["input_ids"], IGNORED)

@@ -28,14 +28,14 @@ EVERYTHING: Band = (-FAR, FAR)
 class Rule(NamedTuple):
     """A mask as two bands, groups of tokens and chunks.
 
-    A query sees a key of its own group if it is in the band `within`, a key of another group, or of none, if it is in
-    the band `across`; with chunks, only a key of its own chunk. None is an empty band.
+    A query sees the keys of its own group that are in the band `group_keys`, and all other keys that are in the band
+    `other_keys`; with chunks, only keys of its own chunk. None is an empty band.
     """
 
-    across: Band | None
-    within: Band | None
+    other_keys: Band | None
+    group_keys: Band | None
     groups: Tensor | None = None
-    """[B, T], the group of each local token, or -1. Numbers are local: other ranks may count otherwise."""
+    """[B, T], the group of each local token, or -1. Numbers are local: another rank may give a group another number."""
     chunk: int | None = None
     bidirectional: bool = False
     """True if the mask of transformers is bidirectional; it then ignores documents in position ids."""
@@ -43,12 +43,12 @@ class Rule(NamedTuple):
     @property
     def causal(self) -> bool:
         """True if a query sees later keys only within its group."""
-        return self.across is None or self.across[1] <= 0
+        return self.other_keys is None or self.other_keys[1] <= 0
 
     @property
     def window(self) -> Window | None:
-        """The window that `across` implies, besides causality; None on a side, or for both, is unbounded."""
-        low, high = self.across or (0, 0)
+        """The window that `other_keys` implies, besides causality; None on a side, or for both, is unbounded."""
+        low, high = self.other_keys or (0, 0)
         sides = (None if low <= -FAR else -low, None if high >= FAR or self.causal else high)
         return None if sides == (None, None) else sides
 
@@ -64,7 +64,7 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     """
     try:
         rule = _read(mask_function)
-        if rule.across is None and rule.within is None:
+        if rule.other_keys is None and rule.group_keys is None:
             raise UnknownMaskError("parts that hide every key")
     except UnknownMaskError as unknown:
         raise ValueError(
@@ -142,7 +142,7 @@ def _read_constant(function: Any) -> Rule:
 
 def _probe(function: Callable[..., Any], rule: Rule, name: str) -> None:
     """Compares values of a model's own function with the rule for its name, at the ends of the band and beside them."""
-    low, high = rule.across or (0, 0)
+    low, high = rule.other_keys or (0, 0)
     offsets = torch.tensor([low - 1, low, 0, high, high + 1])
     queries = torch.full_like(offsets, high - low + 2)
     index = torch.tensor(0)
@@ -184,8 +184,8 @@ def _intersect(a: Rule, b: Rule) -> Rule:
     if a.chunk is not None and b.chunk is not None and a.chunk != b.chunk:
         raise UnknownMaskError(f"chunks of {a.chunk} and of {b.chunk}")
     return Rule(
-        _intersect_bands(a.across, b.across),
-        _intersect_bands(a.within, b.within),
+        _intersect_bands(a.other_keys, b.other_keys),
+        _intersect_bands(a.group_keys, b.group_keys),
         _common_groups(a, b),
         a.chunk if b.chunk is None else b.chunk,
         a.bidirectional or b.bidirectional,
@@ -195,8 +195,8 @@ def _intersect(a: Rule, b: Rule) -> Rule:
 def _unite(a: Rule, b: Rule) -> Rule:
     if a.chunk is not None or b.chunk is not None:
         raise UnknownMaskError("chunks joined by or")
-    across, within = _unite_bands(a.across, b.across), _unite_bands(a.within, b.within)
-    return Rule(across, within, _common_groups(a, b), None, a.bidirectional or b.bidirectional)
+    other_keys, group_keys = _unite_bands(a.other_keys, b.other_keys), _unite_bands(a.group_keys, b.group_keys)
+    return Rule(other_keys, group_keys, _common_groups(a, b), None, a.bidirectional or b.bidirectional)
 
 
 def _common_groups(a: Rule, b: Rule) -> Tensor | None:

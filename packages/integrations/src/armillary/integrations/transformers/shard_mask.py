@@ -24,7 +24,7 @@ class ShardMask:
         rule: the mask function of the model; None if it is unknown and the mask of the block replaces it.
         groups: [B, N], the rule's groups for the whole sequence.
         position_ids: position ids in the functions that called the mask function.
-        uncounted: the model got no position ids and would count from the first token of the shard.
+        counts_from_shard: True if the model got no position ids, so that it counts from the shard's first token.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
         refusal: reason for which layers cannot use the mask. A model makes masks of kinds that no layer has
             (Qwen2-MoE with sliding_window=0), so it is raised by the first layer that gets the mask.
@@ -33,6 +33,7 @@ class ShardMask:
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
     __slots__ = (
         "cached_mask",
+        "counts_from_shard",
         "first_position",
         "groups",
         "layout",
@@ -40,7 +41,6 @@ class ShardMask:
         "refusal",
         "rule",
         "sharding",
-        "uncounted",
     )
 
     def __init__(
@@ -50,12 +50,12 @@ class ShardMask:
         rule: Rule | None,
         groups: Tensor | None = None,
         position_ids: Tensor | None = None,
-        uncounted: bool = False,
+        counts_from_shard: bool = False,
         first_position: int = 0,
         refusal: str | None = None,
     ) -> None:
         self.sharding, self.layout, self.rule, self.groups = sharding, layout, rule, groups
-        self.position_ids, self.uncounted, self.first_position = position_ids, uncounted, first_position
+        self.position_ids, self.counts_from_shard, self.first_position = position_ids, counts_from_shard, first_position
         self.refusal = refusal
         self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
 
