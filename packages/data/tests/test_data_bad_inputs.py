@@ -120,7 +120,7 @@ COMMANDS = [
     ("prepare noise.bin -o out --format jsonl", "noise.bin:byte 0: "),
     ("prepare noise.bin -o out --format parquet", "noise.bin "),
     ("prepare no.parquet -o out", "no.parquet "),
-    ("prepare text.zst -o out", "text.zst is packed with zstd"),
+    ("prepare text.zst -o out", "text.zst is compressed with zstd"),
     ("prepare bad.jsonl.gz -o out", "bad.jsonl.gz "),
     ("prepare cut.jsonl -o out --overwrite", "cut.jsonl:byte 0: "),
     ("prepare list.jsonl -o out --overwrite", "list.jsonl:byte 0: "),

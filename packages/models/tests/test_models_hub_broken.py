@@ -126,7 +126,7 @@ def test_a_tensor_missing_from_its_indexed_file_is_named(folder):
     first, second = sorted(set(fields["weight_map"].values()))
     fields["weight_map"] |= {"lm_head.weight": second}
     index.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"has lm_head.weight in model-00002-of-00002.safetensors, and it is not"):
+    with pytest.raises(ValueError, match=r"lm_head.weight in model-00002-of-00002.safetensors"):
         Llama.from_pretrained(folder, attend)
     for outside in ("../" + first, 7, "..", "", ".", "a\0", None, [first]):
         fields["weight_map"] |= {"lm_head.weight": outside}

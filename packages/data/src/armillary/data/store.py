@@ -42,7 +42,7 @@ class Vocabulary:
 class TokenStore:
     """Documents as tokens, which are read on demand.
 
-    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. A store takes at most 16
+    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. A store takes at most 24
     bytes of memory per document, in addition to the tokens that are read.
 
     Args:
@@ -117,7 +117,7 @@ class TokenStore:
 
         Raises:
             IndexError: a range outside of the document.
-            DamagedInput: a token outside of the vocabulary, because the files were changed; names document and place.
+            DamagedInput: a token outside of the vocabulary, because the files were changed; names both.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
@@ -136,10 +136,10 @@ class TokenStore:
         if size is None or not len(tokens) or (tokens.max() < size and tokens.min() >= 0):
             return
         i = int(np.argmax((tokens >= size) | (tokens < 0)))
-        place = start + i * step
+        position = start + i * step
         raise DamagedInput(
-            f"{self.name}: token {place} of document {document} (token {int(self.starts[document]) + place} of the "
-            f"store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed, see "
+            f"{self.name}: token {position} of document {document} (token {int(self.starts[document]) + position} of "
+            f"the store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed, see "
             "`armillary-data info --verify`"
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from armillary.data.console.exit import FAILED, exit_on_error, leave
+from armillary.data.console.exit import FAILED, exit_on_error, exit_with
 from armillary.data.console.picture import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             fits = COMMANDS[command](words)
         except DoesNotFitError as error:
-            leave(PROGRAM, str(error), FAILED)
+            exit_with(PROGRAM, str(error), FAILED)
     if fits is False:
         sys.exit(FAILED)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from armillary.data.console.exit import ELSEWHERE, FAILED, DamagedInput, exit_on_error, record
+from armillary.data.console.exit import FAILED, PEER_ERRORS, DamagedInput, exit_on_error, record
 from armillary.train.command import PROGRAM, read_command
 from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import train, watchdog_of
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             train(command.run, watchdog, overrides)
         except (FloatingPointError, DamagedInput, OSError) as error:
-            if not watchdog.training_started or isinstance(error, ELSEWHERE):
+            if not watchdog.training_started or isinstance(error, PEER_ERRORS):
                 raise
             record(f"{type(error).__name__}: {error}")  # the watchdog has printed it on every rank
             sys.exit(FAILED)

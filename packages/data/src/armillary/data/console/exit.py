@@ -1,4 +1,4 @@
-"""Ends of commands: errors that the user can correct become one line on stderr and an exit code."""
+"""Exits of commands: errors that the user can correct become one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class DamagedInput(ValueError):
     """A file that is read during the work is damaged."""
 
 
-FAILING = frozenset(
+MACHINE_ERRORS = frozenset(
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EPIPE", "ENOMEM", "EMFILE", "ENFILE", "ESTALE", "ECHILD", "EAGAIN")
 )
 """`OSError` numbers for which the machine is to blame, not the path."""
 
-ELSEWHERE = (TimeoutError, ConnectionError)
+PEER_ERRORS = (TimeoutError, ConnectionError)
 """Subclasses of `OSError` for which another process is to blame."""
 
 
@@ -37,7 +37,7 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
     """Context manager that prints an error of its block in one line and ends the process.
 
     `REFUSALS` end it with 2, or with 1 if the machine or another process failed. Other errors are bugs and keep their
-    traceback, and so does every error after the work has begun.
+    traceback, and so do all errors after the work has begun.
 
     Args:
         is_started: returns True once the work has begun.
@@ -45,15 +45,15 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
     try:
         yield
     except KeyboardInterrupt:
-        leave(program, "stopped", INTERRUPTED)
+        exit_with(program, "stopped", INTERRUPTED)
     except REFUSALS as error:
         if is_started():
             raise
-        failed = isinstance(error, OSError) and (error.errno in FAILING or isinstance(error, ELSEWHERE))
-        leave(program, described(error), FAILED if failed else REFUSED)
+        failed = isinstance(error, OSError) and (error.errno in MACHINE_ERRORS or isinstance(error, PEER_ERRORS))
+        exit_with(program, describe_error(error), FAILED if failed else REFUSED)
 
 
-def leave(program: str, reason: str, code: int) -> None:
+def exit_with(program: str, reason: str, code: int) -> None:
     """Prints the reason in one line and ends the process.
 
     Under torchrun the line is also recorded as this rank's error, and torchrun prints it when all ranks have ended.
@@ -70,8 +70,8 @@ def leave(program: str, reason: str, code: int) -> None:
 def record(line: str) -> bool:
     """Writes a line to torchrun's error file of this rank; returns False if there is none.
 
-    torch's own `record` would write a traceback. torchrun shows text behind "traceback : ", so the line begins with a
-    line break.
+    torch's own `record` would write a traceback. torchrun prints the text after "traceback : ", so the line begins with
+    a line break.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     with suppress(OSError):
@@ -81,7 +81,7 @@ def record(line: str) -> bool:
     return False
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Returns the message of an error; of an `OSError`, file and reason without the number."""
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)

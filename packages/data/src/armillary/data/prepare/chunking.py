@@ -12,8 +12,8 @@ from armillary.data.prepare.readers import (
     File,
     InputChunk,
     read_dataset,
+    read_gzip_jsonl,
     read_jsonl,
-    read_packed_jsonl,
     read_parquet,
     read_text,
 )
@@ -27,24 +27,24 @@ def cutter_of(file: File, format: Format) -> Cutter:
     """Returns the cutter for a file, chosen by its suffix if the format is "auto".
 
     Raises:
-        ValueError: a .zst file, which cannot be unpacked here.
+        ValueError: a .zst file, which cannot be decompressed here.
     """
     name = file.path.name.lower()
     if file.path.is_dir():
         return cut_dataset
     if name.endswith(".zst") and format != "text":
-        raise ValueError(f"{file.path} is packed with zstd; unpack it (zstd -d), or pack it with gzip")
+        raise ValueError(f"{file.path} is compressed with zstd; decompress it (zstd -d), or use gzip")
     if format == "parquet" or (format == "auto" and name.endswith(".parquet")):
         return cut_parquet
     if format in ("jsonl", "trees") or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))):
-        return cut_packed_jsonl if name.endswith(".gz") else cut_jsonl
+        return cut_gzip_jsonl if name.endswith(".gz") else cut_jsonl
     return cut_text
 
 
 def cut_text(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
     """Packs consecutive files into chunks of at most `size` bytes; a larger file has its own chunk."""
-    for group in _groups([file.bytes for file in files], size):
-        members = tuple(files[group.start : group.stop])
+    for indices in _pack([file.bytes for file in files], size):
+        members = tuple(files[indices.start : indices.stop])
         yield InputChunk(read_text, members, 0, len(members), sum(file.bytes for file in members), field)
 
 
@@ -56,9 +56,9 @@ def cut_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[I
             yield InputChunk(read_jsonl, (file,), start, stop, stop - start, field)
 
 
-def cut_packed_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
-    """Makes one chunk of each file, since a packed file can only be read from its beginning."""
-    return (InputChunk(read_packed_jsonl, (file,), 0, file.bytes, file.bytes, field) for file in files)
+def cut_gzip_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
+    """Makes one chunk of each file, since a gzip file can only be read from its beginning."""
+    return (InputChunk(read_gzip_jsonl, (file,), 0, file.bytes, file.bytes, field) for file in files)
 
 
 def cut_parquet(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
@@ -74,16 +74,17 @@ def cut_parquet(files: Sequence[File], field: str | None, size: int) -> Iterator
             raise ValueError(f"{file.path} cannot be read as Parquet ({error})") from error
         with parquet:
             _check_column(file.path, field, parquet.schema_arrow)
-            groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
-        if not any(group.num_rows for group in groups):
+            row_groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
+        if not any(group.num_rows for group in row_groups):
             continue
         # Only the column of texts counts: the others are not read.
         sizes: list[int] = []
-        for group in groups:
+        for group in row_groups:
             columns = map(group.column, range(group.num_columns))
             sizes.append(sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field))
-        for part in _groups(sizes, size):
-            yield InputChunk(read_parquet, (file,), part.start, part.stop, sum(sizes[part.start : part.stop]), field)
+        for indices in _pack(sizes, size):
+            chunk_size = sum(sizes[indices.start : indices.stop])
+            yield InputChunk(read_parquet, (file,), indices.start, indices.stop, chunk_size, field)
 
 
 def cut_dataset(folders: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
@@ -104,17 +105,18 @@ def cut_dataset(folders: Sequence[File], field: str | None, size: int) -> Iterat
 
 def _check_column(path: Path, field: str | None, schema: Any) -> None:
     types = optional("pyarrow", "parquet").types
-    kinds = {name: schema.field(name).type for name in schema.names}
-    values = {name: kind.value_type if types.is_dictionary(kind) else kind for name, kind in kinds.items()}
+    column_types = {name: schema.field(name).type for name in schema.names}
+    # A dictionary-encoded column has the type of its values.
+    values = {name: kind.value_type if types.is_dictionary(kind) else kind for name, kind in column_types.items()}
     text_columns = [name for name, kind in values.items() if str(kind) in ("string", "large_string", "string_view")]
     choices = f"its columns of strings are: {', '.join(text_columns) or 'none'}"
-    if field not in kinds:
+    if field not in column_types:
         raise ValueError(f"{path} has no column {field!r}; {choices}")
     if field not in text_columns:
-        raise ValueError(f"{path}: column {field!r} is of type {kinds[field]}; {choices}")
+        raise ValueError(f"{path}: column {field!r} is of type {column_types[field]}; {choices}")
 
 
-def _groups(sizes: Sequence[int], limit: int) -> Iterator[range]:
+def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
     """Packs consecutive items into ranges with a total size of at most `limit`; a larger item has its own range."""
     start, total = 0, 0
     for index, size in enumerate(sizes):

@@ -101,7 +101,7 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
         yield from _read_lines(file, chunk, file.tell(), chunk.stop)
 
 
-def read_packed_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
+def read_gzip_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads all lines of a .gz file. Names of documents count unpacked bytes."""
     with gzip.open(chunk.path, "rb") as file:
         yield from _read_lines(cast(IO[bytes], file), chunk, 0, None)

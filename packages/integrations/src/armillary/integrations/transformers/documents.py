@@ -122,7 +122,7 @@ def documents_of_boundaries(queries: Tensor, keys: Tensor | None, layout: Sequen
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
     if int(queries[-1]) != layout.length:
         raise ValueError(
-            f"cu_seq_lens_q ends at {int(queries[-1])}; it must end at {layout.length}, the length of the whole sequence"
+            f"cu_seq_lens_q ends at {int(queries[-1])}; it must end with the whole sequence, at {layout.length}"
         )
     return documents
 

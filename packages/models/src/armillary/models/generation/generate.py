@@ -36,9 +36,9 @@ def generate(
 ) -> Tensor:
     """Returns the tokens that follow each prompt: [B n, new_tokens], the same on every rank.
 
-    All ranks of the attention method must call it with the same arguments, and under FSDP those of all other axes with
-    as many new tokens. Each rank computes the prompt's tokens of its shard and caches their keys and values; all run
-    each new token.
+    All ranks of the attention method must call it with the same arguments. Under FSDP, ranks of other axes must call it
+    too, with the same `new_tokens`. Each rank computes the prompt's tokens of its shard and caches their keys and
+    values; all run each new token.
 
     Args:
         model: on a device, plain or under FSDP. Attention, checkpoint policy and training flags are unchanged after it.
@@ -50,11 +50,12 @@ def generate(
         seed: of random draws. The same seed gives the same tokens, on devices of one type.
         stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must take the same number
             of steps: pass none if other ranks have other prompts.
-        completions: n, of each prompt at once, which are next to each other in the result. The prompt is computed and
-            cached once. Completion j is drawn with seed + j: the same tokens as in a run of its own with that seed.
+        completions: n, the number of completions of each prompt, which are consecutive rows of the result. The prompt
+            is computed and cached once. Completion j is drawn with seed + j, like a single completion with that seed.
 
     Bytes of a layer's cache on a rank with T tokens of the prompt and R of the new ones: 2 (B T + B n R) K D e; of a
-    layer with a state, on every rank, B n (H Dk Dv a + (W - 1) C e) (`CachedStates`).
+    layer with a state, on every rank, B n (H Dk Dv a + (W - 1) C e), for states of a bytes per number and a convolution
+    of width W over C channels (`CachedStates`).
 
     Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token
     (P - 1) B n H (D e + 4) a layer (8 for 4 in float64), and (P - 1) 8 B n.
@@ -96,8 +97,8 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yields tokens [B n] as they are generated, and ends early once all rows have ended. Otherwise as `generate`.
 
-    Arguments are checked at once; the prompt is computed when the first token is requested. Between tokens the model is
-    free.
+    Arguments are checked at once; the prompt is computed when the first token is requested. Between tokens, other code
+    may call the model.
     """
     check(model, ids, new_tokens, completions)
     sampling = Sampling(temperature, top_k, top_p)
@@ -120,19 +121,19 @@ def _tokens(
     # The completions of a prompt start from the same logits.
     logits = decoding.prompt(ids, layout).repeat_interleave(len(generators), 0)
     token = ids[:, -1].repeat_interleave(len(generators))
-    over = torch.zeros_like(token, dtype=torch.bool)
+    ended = torch.zeros_like(token, dtype=torch.bool)
     for remaining in reversed(range(new_tokens)):
-        chosen = decoding.broadcast_token(sampling.choose(logits, generators))
-        token = torch.where(over, token, chosen)
-        over = over | torch.isin(token, stop)
+        next_token = decoding.broadcast_token(sampling.choose(logits, generators))
+        token = torch.where(ended, token, next_token)  # a row that has ended repeats its end
+        ended = ended | torch.isin(token, stop)
         yield token
-        if remaining == 0 or (len(stop) and bool(over.all())):
+        if remaining == 0 or (len(stop) and bool(ended.all())):
             return
         logits = decoding.step(token)
 
 
 def check(model: Llama | GPT, ids: Tensor, new_tokens: int, completions: int) -> None:
-    """Refuses invalid prompts, and more tokens than a GPT has positions."""
+    """Raises ValueError for invalid prompts and counts, and for more tokens than a GPT has positions."""
     if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be integers [B, N], at least one of them; got {tuple(ids.shape)} of {ids.dtype}")
     if new_tokens < 1:
@@ -144,6 +145,6 @@ def check(model: Llama | GPT, ids: Tensor, new_tokens: int, completions: int) ->
         raise ValueError(f"ids from {low} to {high}; the model knows 0..{model.config.vocab_size - 1}")
     if isinstance(model, GPT) and ids.shape[1] + new_tokens > model.config.max_positions:
         raise ValueError(
-            f"a prompt of {ids.shape[1]} and {new_tokens} new tokens, but max_positions={model.config.max_positions} "
-            f"are all that are learned"
+            f"a prompt of {ids.shape[1]} and {new_tokens} new tokens, but the GPT has learned "
+            f"max_positions={model.config.max_positions}"
         )

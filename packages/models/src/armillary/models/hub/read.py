@@ -1,4 +1,4 @@
-"""From files to tensors: each rank reads its own parts, without communication.
+"""Reads tensors from safetensors files: each rank its own parts, without communication.
 
 Every rank checks the headers of all files first, so that all ranks refuse a bad folder before any change.
 """
@@ -87,19 +87,22 @@ def read_box(entry: TensorEntry, index: Box) -> Tensor:
 
 @contextmanager
 def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
-    """Context manager that opens a folder's files: its tensors, by their names in a model with a head."""
+    """Context manager that opens a folder's files and returns its tensors, by their names in a causal LM."""
     with ExitStack() as stack:
         index = weight_map(folder)
         files = [WEIGHTS] if index is None else sorted(set(index.values()))
         entries: dict[str, TensorEntry] = {}
         for file in files:
-            in_file = headers(folder / file, stack)
-            if missing_names := [
-                name for name, holder in (index or {}).items() if holder == file and name not in in_file
-            ]:
-                raise ValueError(f"{folder / INDEX} has {join_faults(missing_names)} in {file}, and it is not there")
-            entries |= {key: entry for key, entry in in_file.items() if (index or {}).get(key, file) == file}
+            file_entries = headers(folder / file, stack)
+            if index is not None:
+                # The index decides: a tensor that it places in another file is skipped, one that is absent is an error.
+                expected_names = [name for name, index_file in index.items() if index_file == file]
+                if missing_names := [name for name in expected_names if name not in file_entries]:
+                    raise ValueError(f"{folder / INDEX} lists {join_faults(missing_names)} in {file}, which lacks it")
+                file_entries = {name: entry for name, entry in file_entries.items() if index.get(name, file) == file}
+            entries |= file_entries
         entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
+        # A folder of a base model, without a head, has names without the prefix ("model.").
         if not any(key.startswith(names.prefix) for key in entries):
             entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
         yield entries

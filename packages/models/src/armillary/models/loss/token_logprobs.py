@@ -3,7 +3,8 @@
 Forward keeps one log-sum-exp for each token. Backward gets a gradient for each label, which forward cannot know, so it
 computes a chunk's logits a second time.
 
-Letters: t of T tokens are this rank's, c of a chunk's C; m labels; V_r rows of the vocabulary on this rank.
+Letters: this rank has t of T tokens, c of the C tokens of a chunk, and V_r of V rows of the vocabulary. M labels in
+all, m of a chunk.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def token_logprobs(
         weight: [V, E]; with an axis this rank's [V_r, E], as `Shard(0)` cuts it.
         labels: integers [B, T], already shifted; with an axis the labels of all ranks' tokens, the same on every rank.
             With `positions`, integers [M].
-        positions: integers [M]: b T + t if token t of row b predicts the label (with an axis, T is R ceil(T / R)), in
-            any order. A position may repeat, where several sequences branch. Chunks without labels are not computed.
-            Best on the CPU, because the host reads them.
+        positions: integers [M], in any order: the index, among the flattened tokens [B, T], of the token that predicts
+            the label (with an axis, rows are padded to R ceil(T / R) tokens). A position may repeat, where several
+            sequences branch. Chunks without labels are not computed. Best on the CPU, because the host reads them.
         bias: [V]; with an axis [V_r].
         temperature: divides the logits.
         ignore: the label that is not predicted: its log-probability is 0, without a gradient.
@@ -112,9 +113,9 @@ def token_logprobs(
         vocabulary: V, needed with an axis.
         statistics: also returns `TokenStatistics`.
 
-    Bytes sent by each of R ranks, for n = B ceil(T / R) local tokens, m labels (R n, or M) and w = 4 (8 in float64):
-    "all_gather" (R - 1) (n E e + (R n + m) w), with statistics (R - 1) 3 R n w more, and in backward (R - 1) n E e;
-    "reduce_scatter" (R - 1) n E e in backward. Chunks without labels send nothing.
+    Bytes sent by each of R ranks, for n = B ceil(T / R) local tokens, M labels (R n without positions) and w = 4 (8 in
+    float64): "all_gather" (R - 1) (n E e + (R n + M) w), with statistics (R - 1) 3 R n w more, and in backward
+    (R - 1) n E e; "reduce_scatter" (R - 1) n E e in backward. Chunks without labels send nothing.
 
     Returns:
         Log-probabilities in nats, shaped as `labels`, in float32 (float64 for float64). With an axis, every rank gets
@@ -126,21 +127,21 @@ def token_logprobs(
             0. Raised before any communication.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    listed = LabelList.of(labels, positions, ignore, hidden.shape, ranks)
-    check(hidden, weight, listed.shape, bias, chunk, ranks)
+    label_list = LabelList.of(labels, positions, ignore, hidden.shape, ranks)
+    check(hidden, weight, label_list.shape, bias, chunk, ranks)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: it must be above 0")
     rows, dtype = VocabularyShard.of(len(weight), axis, vocabulary), matmul_dtype(hidden)
     # `gather` raises for a label outside of the vocabulary, without a host sync on a GPU.
-    listed.labels.new_zeros(1).expand(rows.total_rows).gather(0, listed.labels.where(listed.valid, 0))
-    chunk = chunk or chunk_rows(prod(listed.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
-    spec = LogprobsSpec(listed, chunk, dtype, temperature, rows, statistics)
+    label_list.labels.new_zeros(1).expand(rows.total_rows).gather(0, label_list.labels.where(label_list.valid, 0))
+    chunk = chunk or chunk_rows(prod(label_list.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
+    spec = LogprobsSpec(label_list, chunk, dtype, temperature, rows, statistics)
     run = cast(Callable[..., list[Tensor]], log_probabilities)  # torch.compiler.disable loses the signature
-    logprobs, *described = run(hidden.flatten(0, 1), weight, bias, spec)
-    result = listed.shaped(logprobs)
+    logprobs, *columns = run(hidden.flatten(0, 1), weight, bias, spec)
+    result = label_list.in_caller_order(logprobs)
     if not statistics:
         return result
-    entropy, mean_logit, is_top = (listed.shaped(x) for x in described)
+    entropy, mean_logit, is_top = (label_list.in_caller_order(x) for x in columns)
     return result, TokenStatistics(entropy, mean_logit, is_top > 0)
 
 
@@ -148,15 +149,15 @@ def token_logprobs(
 class LabelList:
     """M labels sorted by the token that predicts them, among `shape` (B, T) tokens padded to a multiple of R ranks.
 
-    Labels [B, T] are a list of one label for each padded token. `host` is the positions on the CPU; None for one label
-    per token.
+    Labels [B, T] are a list of one label for each padded token.
     """
 
     shape: tuple[int, int]
     positions: Tensor
     labels: Tensor
     valid: Tensor
-    host: Tensor | None
+    host_positions: Tensor | None
+    """The positions on the CPU; None for labels [B, T], whose positions are 0, 1, ..."""
     order: Tensor | None
     """The index of each label in the caller's order; None for labels [B, T]."""
     ranks: int
@@ -196,19 +197,23 @@ class LabelList:
         ordered = labels[order].long()
         return cls((rows, tokens), sorted_positions, ordered, ordered != ignore, host, order, ranks, tokens)
 
-    def within(self, part: slice) -> slice:
-        """Returns the slice of labels that the tokens `part` of every rank predict."""
-        bounds = part.start * self.ranks, part.stop * self.ranks
-        return slice(*(bounds if self.host is None else torch.searchsorted(self.host, torch.tensor(bounds)).tolist()))
+    def slice_of(self, tokens: slice) -> slice:
+        """Returns the slice of labels that a chunk predicts: the slice `tokens` of every rank's tokens."""
+        bounds = tokens.start * self.ranks, tokens.stop * self.ranks
+        if self.host_positions is None:
+            return slice(*bounds)
+        return slice(*torch.searchsorted(self.host_positions, torch.tensor(bounds)).tolist())
 
-    def of_chunk(self, part: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
-        within = self.within(part)
-        place = self.positions[within] - part.start * self.ranks
-        # Rank by rank, the order of the gathered chunk.
-        tokens = place % self.ranks * (part.stop - part.start) + place // self.ranks
-        return ChunkLabelList(within, tokens, *vocabulary.local_columns(self.labels[within], self.valid[within]))
+    def of_chunk(self, tokens: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
+        indices = self.slice_of(tokens)
+        offsets = self.positions[indices] - tokens.start * self.ranks
+        # Tokens are interleaved over R ranks, but the gathered chunk is ordered by rank: token i of rank r is at offset
+        # R i + r.
+        chunk_tokens = offsets % self.ranks * (tokens.stop - tokens.start) + offsets // self.ranks
+        columns, is_local = vocabulary.local_columns(self.labels[indices], self.valid[indices])
+        return ChunkLabelList(indices, chunk_tokens, columns, is_local)
 
-    def shaped(self, values: Tensor) -> Tensor:
+    def in_caller_order(self, values: Tensor) -> Tensor:
         """Returns values [M] in the caller's order and shape; 0 where a label is ignored."""
         values = values.where(self.valid, 0)
         if self.order is not None:
@@ -217,11 +222,18 @@ class LabelList:
 
 
 class ChunkLabelList(NamedTuple):
-    """The labels of a chunk: their slice of the list, tokens and columns [m], and a mask of those on this rank."""
+    """The m labels of a chunk.
 
-    within: slice
+    Args:
+        indices: their slice of the `LabelList`.
+        tokens: [m], the token of the gathered chunk that predicts each label.
+        columns: [m], the label's column of this rank's logits; 0 if another rank has it.
+        is_local: bool [m], True if this rank has the column.
+    """
+
+    indices: slice
     tokens: Tensor
-    places: Tensor
+    columns: Tensor
     is_local: Tensor
 
 
@@ -241,15 +253,15 @@ class LogprobsSpec:
         """The dtype of sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def parts(self) -> list[slice]:
-        """Returns the chunks of a rank's hidden states, without chunks that have no labels."""
-        parts = chunk_slices(self.labels.shape, self.chunk, self.vocabulary.axis.size)
-        return [part for part in parts if self.labels.within(part).stop > self.labels.within(part).start]
+    def token_slices(self) -> list[slice]:
+        """Returns the slices of a rank's tokens, one per chunk, without chunks that have no labels."""
+        slices = chunk_slices(self.labels.shape, self.chunk, self.vocabulary.axis.size)
+        return [tokens for tokens in slices if self.labels.slice_of(tokens).stop > self.labels.slice_of(tokens).start]
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns a chunk's logits [C, V_r] in the dtype of matmuls, and in `wide`, divided by the temperature."""
-        narrow = at_least_one(F.linear(hidden, weight, bias))
-        return narrow, narrow.to(self.wide, copy=True).div_(self.temperature)
+        logits = at_least_one(F.linear(hidden, weight, bias))
+        return logits, logits.to(self.wide, copy=True).div_(self.temperature)
 
 
 @torch.compiler.disable  # A trace would unroll the loop over chunks.
@@ -270,12 +282,12 @@ class LogProbabilities(torch.autograd.Function):
         columns = 4 if spec.statistics else 1
         results = hidden.new_zeros((columns, len(spec.labels.labels)), dtype=spec.wide)
         lses = hidden.new_zeros((len(hidden), spec.vocabulary.axis.size), dtype=spec.wide)
-        for part, gathered in chunks(hidden, spec.parts(), spec.vocabulary, spec.dtype):
+        for tokens, gathered in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
             _, logits = spec.logits(gathered, matrix, offset)
-            labels = spec.labels.of_chunk(part, spec.vocabulary)
+            labels = spec.labels.of_chunk(tokens, spec.vocabulary)
             lse, *values = chunk_values(logits, len(weight), labels, spec)
-            results[:, labels.within] = torch.stack(values)
-            lses[part] = lse.view(spec.vocabulary.axis.size, -1).T
+            results[:, labels.indices] = torch.stack(values)
+            lses[tokens] = lse.view(spec.vocabulary.axis.size, -1).T
         ctx.save_for_backward(hidden, weight, bias, lses)
         ctx.spec = spec
         outputs = results.unbind(0)
@@ -291,11 +303,11 @@ class LogProbabilities(torch.autograd.Function):
         # The gradient by a token's logits is the upstream gradient of each label times (one-hot - softmax).
         upstream = -(grads[0] / spec.temperature).where(spec.labels.valid, 0).to(spec.wide)
         with phase("backward"):
-            for part, gathered in chunks(hidden, spec.parts(), spec.vocabulary, spec.dtype):
-                narrow, logits = spec.logits(gathered, matrix, offset)
-                labels = spec.labels.of_chunk(part, spec.vocabulary)
-                softmax = logits.sub_(lses[part].T.reshape(-1, 1)).exp_()
-                add_gradient(part, narrow, softmax, upstream, labels, gathered, matrix, spec, gradients)
+            for tokens, gathered in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
+                buffer, logits = spec.logits(gathered, matrix, offset)
+                labels = spec.labels.of_chunk(tokens, spec.vocabulary)
+                softmax = logits.sub_(lses[tokens].T.reshape(-1, 1)).exp_()
+                add_gradient(tokens, buffer, softmax, upstream, labels, gathered, matrix, spec, gradients)
         results = gradients.hidden, gradients.weight, gradients.bias
         return *(
             None if x is None else x.to(like.dtype) for x, like in zip(results, ctx.saved_tensors[:3], strict=True)
@@ -303,8 +315,8 @@ class LogProbabilities(torch.autograd.Function):
 
 
 def add_gradient(
-    part: slice,
-    narrow: Tensor,
+    tokens: slice,
+    buffer: Tensor,
     softmax: Tensor,
     upstream: Tensor,
     labels: ChunkLabelList,
@@ -313,12 +325,12 @@ def add_gradient(
     spec: LogprobsSpec,
     gradients: Gradients,
 ) -> None:
-    """Adds a chunk's gradients. Overwrites its softmax [C, V_r] and logits `narrow`."""
-    weights = upstream[labels.within]
+    """Adds a chunk's gradients. Overwrites its softmax [C, V_r], and `buffer` with the gradient by the logits."""
+    weights = upstream[labels.indices]
     total = weights.new_zeros(len(softmax)).index_put_((labels.tokens,), weights, accumulate=True).unsqueeze(1)
-    chunk = MultiChunkLabels(total, labels.tokens, labels.places, weights.where(labels.is_local, 0))
-    chunk.logits_gradient(softmax, total, narrow)
-    gradients.add(part, narrow.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
+    chunk = MultiChunkLabels(total, labels.tokens, labels.columns, weights.where(labels.is_local, 0))
+    chunk.logits_gradient(softmax, total, buffer)
+    gradients.add(tokens, buffer.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
 
 
 def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: LogprobsSpec) -> list[Tensor]:
@@ -328,27 +340,28 @@ def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: Logpro
         logits: [C, V_r], or [C, 1] of -inf for a rank without rows.
         rows: V_r.
     """
-    chosen = logits[labels.tokens, labels.places].where(labels.is_local, 0)
-    columns = [logits.logsumexp(1), chosen]
+    label_logits = logits[labels.tokens, labels.columns].where(labels.is_local, 0)
+    columns = [logits.logsumexp(1), label_logits]
     if spec.statistics:
         probabilities = logits.softmax(1)
         # NaN for a rank without rows, and 0 times -inf for masked logits: neither adds to the mean.
-        expected = (probabilities * logits).where(probabilities > 0, 0).sum(1)
-        columns += [expected, logits.narrow(1, 0, rows).sum(1), logits.amax(1)]
-    lses, chosens, *described = over_ranks(columns, spec.vocabulary)
-    lse, chosen = lses.logsumexp(0), chosens.sum(0)
-    values = [lse, chosen - lse[labels.tokens]]
+        mean_logits = (probabilities * logits).where(probabilities > 0, 0).sum(1)
+        columns += [mean_logits, logits.narrow(1, 0, rows).sum(1), logits.amax(1)]
+    # From here on over all ranks [R, n], and reduced over them. Only one rank has a label's logit; the others have 0.
+    lses, label_logits, *statistics = gather_vectors(columns, spec.vocabulary)
+    lse, label_logit = lses.logsumexp(0), label_logits.sum(0)
+    values = [lse, label_logit - lse[labels.tokens]]
     if spec.statistics:
-        expecteds, sums, tops = described
-        rank_mass = (lses - lse).exp()
-        entropy = lse - (expecteds * rank_mass).sum(0)
-        mean_logit, top = sums.sum(0) / spec.vocabulary.total_rows, tops.amax(0)
-        is_top = (chosen >= top[labels.tokens]).to(lse.dtype)
+        mean_logits, sums, largest = statistics
+        rank_probability = (lses - lse).exp()  # of all tokens of a rank's rows
+        entropy = lse - (mean_logits * rank_probability).sum(0)
+        mean_logit, top = sums.sum(0) / spec.vocabulary.total_rows, largest.amax(0)
+        is_top = (label_logit >= top[labels.tokens]).to(lse.dtype)
         values += [entropy[labels.tokens], mean_logit[labels.tokens], is_top]
     return values
 
 
-def over_ranks(columns: Sequence[Tensor], vocabulary: VocabularyShard) -> list[Tensor]:
+def gather_vectors(columns: Sequence[Tensor], vocabulary: VocabularyShard) -> list[Tensor]:
     """Gathers vectors [n] of each rank in one message: [R, n] each, in rank order."""
     joined = torch.cat(list(columns)).unsqueeze(0)
     if not vocabulary.alone:

@@ -36,7 +36,8 @@ class ShardedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
-            return value  # also sharded by FSDP, which reads the DTensor itself; nothing computes with it now
+            # Over a mesh with FSDP's axis too: FSDP has it resharded and reads the DTensor; no forward is running.
+            return value
         return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
 
 
@@ -153,15 +154,18 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         table = self.weight
-        inside = inside_of(input, self.num_embeddings) - first_row(self.num_embeddings, self.axis)
-        on_this_rank = (inside >= 0) & (inside < len(table))
+        rows = checked_indices(input, self.num_embeddings) - first_row(self.num_embeddings, self.axis)
+        on_this_rank = (rows >= 0) & (rows < len(table))
         # A rank without rows looks up a row of zeros, so that it takes part in the collectives of backward.
-        x = F.embedding(inside.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
+        x = F.embedding(rows.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
         return reduce_scatter_interleaved(x.where(on_this_rank.unsqueeze(-1), 0), self.axis)
 
 
-def inside_of(indices: Tensor, count: int) -> Tensor:
-    """Returns the indices. torch raises for an index beyond `count` on every rank, as without sharding."""
+def checked_indices(indices: Tensor, count: int) -> Tensor:
+    """Returns `indices`, after a lookup in a table of `count` zeros, in which torch raises for an index out of range.
+
+    A rank's own lookup would not notice an index that is out of range for all ranks.
+    """
     return indices + indices.new_zeros(1).expand(count)[indices]
 
 
@@ -176,12 +180,12 @@ class InterleavedEmbedding(ShardedModule, nn.Embedding):
     plain = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        positions = inside_of(input, self.num_embeddings)
+        positions = checked_indices(input, self.num_embeddings)
         rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
         return F.embedding(interleaved_shard(rows, self.axis), self.weight)
 
 
 class VocabularyParallelHead(ShardedModule, Head):
-    """An LM head with some rows of the weight; its function takes the axis and the vocabulary (`sharded_head`)."""
+    """An LM head with some rows of the weight. `sharded_head` passes its function the axis and the vocabulary size."""
 
     plain = Head
