@@ -21,5 +21,5 @@ def test_importing_core_imports_no_slow_module():
 
 
 def test_public_names_are_few_and_importable():
-    assert sorted(set(armillary.core.__all__)) == armillary.core.__all__ and len(armillary.core.__all__) <= 50
+    assert sorted(set(armillary.core.__all__)) == armillary.core.__all__ and len(armillary.core.__all__) <= 45
     assert all(hasattr(armillary.core, name) for name in armillary.core.__all__)

@@ -11,12 +11,10 @@ from armillary.core import (
     CommLedger,
     FlatBuffer,
     all_gather,
-    all_gather_interleaved,
     all_reduce,
     head_to_seq,
     merge_scatter,
     reduce_scatter,
-    reduce_scatter_interleaved,
     seq_to_head,
     start_exchange,
     start_scatter_parts,
@@ -54,9 +52,9 @@ def gathers() -> None:
         all_gather(leaf(B, T, D), axis()), all_gather(leaf(B, tokens, dtype=torch.bfloat16), axis(), sizes=UNEVEN)
     )
     both_ways(
-        reduce_scatter(leaf(B, sum(UNEVEN), D), axis(), sizes=UNEVEN), all_gather_interleaved(leaf(B, T, D), axis())
+        reduce_scatter(leaf(B, sum(UNEVEN), D), axis(), sizes=UNEVEN), all_gather(leaf(B, T, 1, D), axis(), dim=2)
     )
-    both_ways(reduce_scatter_interleaved(leaf(B, 3 * P + 1, D), axis()))
+    both_ways(reduce_scatter(leaf(B, 4, P, D), axis(), dim=2))
     start_scatter_parts(torch.randn(B, P * T), axis(), [T] * P).wait()
 
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 from test_models_vocabulary import axis_of, rows_of
 
-from armillary.core import interleaved_shard
 from armillary.models import linear_argmax
+from armillary.models.layers.interleaved import interleaved_shard
 
 
 def inputs(tokens, vocabulary, dtype=torch.float32):

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from armillary.core import CommLedger, interleaved_shard
+from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 from armillary.models import token_logprobs
+from armillary.models.layers.interleaved import interleaved_shard
 
 E, V = 6, 13
 SIZES = [(2, 8), (3, 4), (1, 12)]

@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 
-from armillary.core import CommLedger, interleaved_shard, reduce_scatter_interleaved
+from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 from armillary.models import linear_token_loss, token_loss
+from armillary.models.layers.interleaved import interleaved_shard, reduce_scatter_interleaved
 from armillary.models.loss.linear_loss import chunk_rows
 
 UPSTREAM = 1 / 17.3

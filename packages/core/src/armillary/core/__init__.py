@@ -21,7 +21,6 @@ from armillary.core.collectives.differentiable import (
     seq_to_head,
 )
 from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuffers, start_exchange
-from armillary.core.collectives.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.core.collectives.merge import merge_, start_merge_scatter
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
 from armillary.core.gradients import clip_gradients, sum_gradients
@@ -56,7 +55,6 @@ __all__ = [
     "Trace",
     "accumulation_dtype",
     "all_gather",
-    "all_gather_interleaved",
     "all_reduce",
     "attention_balance",
     "attention_traffic",
@@ -66,12 +64,10 @@ __all__ = [
     "gather_sequence",
     "halo",
     "head_to_seq",
-    "interleaved_shard",
     "label",
     "merge_",
     "merge_scatter",
     "reduce_scatter",
-    "reduce_scatter_interleaved",
     "relayout",
     "seq_to_head",
     "sequence_from_local",

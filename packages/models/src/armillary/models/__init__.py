@@ -10,6 +10,11 @@ from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
 from armillary.models.initialize import initialize, pretrained_config
 from armillary.models.layers.chunked import in_chunks
+from armillary.models.layers.interleaved import (
+    all_gather_interleaved,
+    interleaved_shard,
+    reduce_scatter_interleaved,
+)
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.llama import Llama
 from armillary.models.loss.linear_argmax import linear_argmax
@@ -35,14 +40,17 @@ __all__ = [
     "StateConfig",
     "TokenStatistics",
     "YarnScaling",
+    "all_gather_interleaved",
     "generate",
     "in_chunks",
     "initialize",
+    "interleaved_shard",
     "linear_argmax",
     "linear_token_loss",
     "load_pretrained",
     "parallelize",
     "pretrained_config",
+    "reduce_scatter_interleaved",
     "shard_parameters",
     "stream",
     "tensor_parallel",

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
-from armillary.core import SequenceLayout, all_gather_interleaved
+from armillary.core import SequenceLayout
 from armillary.models.activation_checkpoint.policy import run_tiled
 from armillary.models.block import AttentionFunction, Block, Context, run_plainly
 from armillary.models.generation.cache import CachedAttention, CacheLayout, check_mask
 from armillary.models.generation.decode_collectives import axes_of, broadcast_from_shard
 from armillary.models.generation.state_cache import CachedStates
+from armillary.models.layers.interleaved import all_gather_interleaved
 from armillary.models.parallel.tensor import gathered_logits
 
 BlockRunner = Callable[[Block, Tensor, Context], Tensor]

@@ -18,7 +18,7 @@ TokenFunction = Callable[..., Tensor]
 """From tensors [B, T, ...] to [B, T, E], independently per token. Rerun in backward.
 
 Under tensor parallelism some inputs, and the result, may have `gathered_ranks` tokens per token of the first input:
-tokens interleaved over that many ranks (`armillary.core.collectives.interleaved`), which the function gathers or
+tokens interleaved over that many ranks (`armillary.models.layers.interleaved`), which the function gathers or
 scatters. The last token of the first input may have fewer.
 """
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import LabelTriples
-from armillary.core.collectives.interleaved import pad_to_multiple
+from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, all_gather_interleaved, start_all_gather
+from armillary.core import Axis, start_all_gather
 from armillary.models.dtensors import sums_dtensors
+from armillary.models.layers.interleaved import all_gather_interleaved
 from armillary.models.loss.chunk_labels import token_labels
 from armillary.models.loss.linear_loss import check, chunk_rows
 from armillary.models.loss.vocabulary_shard import VocabularyShard

@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, start_all_gather
-from armillary.core.collectives.interleaved import pad_to_multiple
 from armillary.core.observe.ledger import phase
 from armillary.core.validation import check_tensor
 from armillary.models.dtensors import sums_dtensors
+from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.chunk_labels import MultiChunkLabels
 from armillary.models.loss.cross_entropy import at_least_one
 from armillary.models.loss.linear_chunks import Gradients, chunk_slices, chunks

@@ -1,7 +1,7 @@
 """Modules whose parameters are sharded over one mesh axis, and that compute with this rank's part.
 
 A registered parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers expect; the attribute of that name
-is its local part. Tokens are interleaved over the ranks between blocks (`armillary.core.collectives.interleaved`), and
+is its local part. Tokens are interleaved over the ranks between blocks (`armillary.models.layers.interleaved`), and
 gathered within attention and MLP.
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
-from armillary.core import Axis, all_gather_interleaved, compat, interleaved_shard, reduce_scatter_interleaved
+from armillary.core import Axis, compat
+from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2
 from armillary.models.llama import Head
 

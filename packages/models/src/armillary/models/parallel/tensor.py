@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from armillary.core import Axis, all_gather_interleaved
+from armillary.core import Axis
 from armillary.models.block import HeadFunction
 from armillary.models.config import LlamaConfig
 from armillary.models.gpt import GPT
+from armillary.models.layers.interleaved import all_gather_interleaved
 from armillary.models.llama import Llama
 from armillary.models.parallel import sharded_modules
 from armillary.models.parallel.sharded_modules import ShardedModule, place

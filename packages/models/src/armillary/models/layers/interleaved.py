@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core.collectives.differentiable import all_gather, reduce_scatter
-from armillary.core.mesh import Axis
+from armillary.core import Axis, all_gather, reduce_scatter
 
 
 def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
