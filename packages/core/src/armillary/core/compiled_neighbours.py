@@ -21,14 +21,10 @@ from armillary.core.collectives.compiled import TracedAxis, own_memory
 from armillary.core.collectives.token_moves import start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.move_key import KEY_SCHEMA, MoveKey, documents_segments, read_layout
-from armillary.core.neighbour_tables import check_layout, halo_table, tokens_dim
+from armillary.core.neighbour_tables import FLAT, check_layout, halo_table, tokens_dim
 from armillary.core.observe.ledger import phase
 from armillary.core.segments import Segmented, Segments, check_left
 from armillary.core.short_convolutions import convolve_runs
-
-FLAT = -1
-"""The dim of tokens of several rows that are flattened into dim 0: row by row."""
-
 
 # -- functions of `armillary.core.neighbours` on local tensors, while a graph is traced --------------------------------
 
@@ -103,37 +99,17 @@ def _phase(backward: bool) -> AbstractContextManager[Any]:
 
 
 def _run_move(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
-    axis, table, _, rows = MoveKey(*key).table(x)
-    tokens = _tokens(x, dim, rows)
-    count = table.tokens if dim == FLAT else table.tokens // rows
-    if len(tokens) != table.tokens:
-        raise ValueError(f"x {tuple(x.shape)}: the shard has {count} tokens in each of {rows} rows")
+    move = MoveKey(*key).token_move(x)
     with _phase(backward):
-        return own_memory(_by_row(start_move(tokens, axis, table, MoveKey(*key).fill).wait(), dim, rows))
+        tokens = start_move(move.tokens(x, dim), move.axis, move.table, move.fill).wait()
+    return own_memory(move.by_row(tokens, dim))
 
 
 def _run_return(grad: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
-    axis, table, _, rows = MoveKey(*key).table(grad)
+    move = MoveKey(*key).token_move(grad)
     with _phase(backward):
-        return own_memory(_by_row(start_return(_tokens(grad, dim, rows), axis, table).wait(), dim, rows))
-
-
-def _tokens(x: Tensor, dim: int, rows: int) -> Tensor:
-    """Returns the tokens on dim 0: of x [B, T, ...] row by row, where rows have segments of their own."""
-    if dim == FLAT:
-        return x
-    if rows == 1:
-        return x.movedim(dim, 0)
-    if dim != 1 or len(x) != rows:
-        raise ValueError(f"x {tuple(x.shape)}: segments of {rows} rows need {rows} rows on dim 0, and tokens on dim 1")
-    return x.flatten(0, 1)
-
-
-def _by_row(tokens: Tensor, dim: int, rows: int) -> Tensor:
-    """The inverse of `_tokens`."""
-    if dim == FLAT:
-        return tokens
-    return tokens.movedim(0, dim) if rows == 1 else tokens.unflatten(0, (rows, -1))
+        tokens = start_return(move.flat(grad, dim), move.axis, move.table).wait()
+    return own_memory(move.by_row(tokens, dim))
 
 
 def _like(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
@@ -206,18 +182,10 @@ def _halo_lengths(
 
 def _run_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
     """Returns the outputs, and for backward the runs with their halos, flat [tokens, C]."""
-    axis, table, lengths, rows = MoveKey(*key).table(x)
-    tokens = _tokens(x, 1, rows)
-    if len(tokens) != table.tokens:
-        raise ValueError(f"x {tuple(x.shape)}: the shard has {table.tokens // rows} tokens in each of {rows} rows")
-    runs = start_move(tokens, axis, table).wait()
-    out = _convolve_tokens(runs, weight, bias, lengths)
+    move = MoveKey(*key).token_move(x)
+    runs = start_move(move.tokens(x, 1), move.axis, move.table).wait()
+    out = convolve_runs(runs, weight, bias, move.lengths)
     return [own_memory(out.view(x.shape)), own_memory(runs.flatten(0, -2))]
-
-
-def _convolve_tokens(runs: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """Convolves runs [tokens, B, C], or [tokens, C] of several rows."""
-    return convolve_runs(runs.transpose(0, 1) if runs.ndim == 3 else runs.unsqueeze(0), weight, bias, lengths)
 
 
 def _convolve_like(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
@@ -229,15 +197,15 @@ def _run_convolve_backward(
     dout: Tensor, flat_runs: Tensor, weight: Tensor, bias: Tensor | None, *key: Any
 ) -> list[Tensor]:
     """Returns the gradients of x, weight, and of bias if there is one."""
-    axis, table, lengths, rows = MoveKey(*key).table(dout)
-    runs = flat_runs.unflatten(0, (-1, len(dout))) if rows == 1 else flat_runs
+    move = MoveKey(*key).token_move(dout)
+    runs = flat_runs.unflatten(0, (-1, len(dout))) if move.rows == 1 else flat_runs
     leaves = [x.detach().requires_grad_() for x in (runs, weight, bias) if x is not None]
     with compat.above_autograd(), torch.enable_grad():
         runs_leaf, weight_leaf, *bias_leaf = leaves
-        out = _convolve_tokens(runs_leaf, weight_leaf, bias_leaf[0] if bias_leaf else None, lengths)
+        out = convolve_runs(runs_leaf, weight_leaf, bias_leaf[0] if bias_leaf else None, move.lengths)
         druns, *dparameters = torch.autograd.grad(out, leaves, dout.reshape(out.shape))
     with phase("backward"):
-        dx = _by_row(start_return(druns, axis, table).wait(), 1, rows)
+        dx = move.by_row(start_return(druns, move.axis, move.table).wait(), 1)
     return [*map(own_memory, (dx, *dparameters))]
 
 

@@ -39,14 +39,19 @@ class SequenceLayout:
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("_hash", "_sizes", "_spans", "text")
+    __slots__ = ("_hash", "_spans", "length", "sizes", "text")
 
+    sizes: tuple[int, ...]
+    """Number of tokens of each shard."""
+    length: int
+    """Number of tokens of the sequence, N."""
     text: str
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self._spans = tuple(join_spans(shard) for shard in _shards_of(spans))
-        self._sizes = tuple(sum(map(len, shard)) for shard in self._spans)
+        self.sizes = tuple(sum(map(len, shard)) for shard in self._spans)
+        self.length = sum(self.sizes)
         self._hash = hash(self._spans)  # every call looks up caches by layout, and a layout may have thousands of spans
         self._check()
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self._spans)
@@ -166,16 +171,6 @@ class SequenceLayout:
     @property
     def shards(self) -> int:
         return len(self._spans)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of tokens of each shard."""
-        return self._sizes
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of the sequence, N."""
-        return sum(self.sizes)
 
     def spans(self, shard: int) -> Spans:
         """Returns the runs of positions of `shard`, in local order."""

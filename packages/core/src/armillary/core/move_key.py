@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from armillary.core.collectives.compiled import TracedAxis, axis_of
-from armillary.core.collectives.token_moves import MoveTable
 from armillary.core.layout import SequenceLayout
-from armillary.core.mesh import Axis
-from armillary.core.neighbour_tables import halo_table, relayout_table, shift_table
+from armillary.core.neighbour_tables import TokenMove, halo_table, relayout_table, shift_table
 from armillary.core.segments import Segmented, Segments, check_left, segments_of
 from armillary.core.validation import Window
 
@@ -126,17 +124,19 @@ class MoveKey(NamedTuple):
             return _mask_segments(self.mask, *read_sides(self.sides), numbers, length)
         return documents_segments(self.documents, length)
 
-    def table(self, x: Tensor) -> tuple[Axis, MoveTable, list[int], int]:
-        """Returns (axis, table, lengths of runs with their halos, rows) for tokens on the device of x."""
+    def token_move(self, x: Tensor) -> TokenMove:
+        """Returns the move for tokens on the device of x."""
         axis, layout = axis_of(self.axis, self.group, x), read_layout(self.layout)
         numbers = [int(value) for value in self.numbers]
         if self.move == "relayout":
-            return axis, relayout_table(layout, read_layout(self.target), axis.rank), [], 1
+            return TokenMove(axis, relayout_table(layout, read_layout(self.target), axis.rank))
         segments = self.segments(layout.length)
         if self.move == "shift":
             check_left("offset", numbers[0], segments)
-            return axis, shift_table(layout, segments, numbers[0], axis.rank), [], len(segments)
-        return axis, *halo_table(layout, segments, numbers[0], numbers[1], axis.rank), len(segments)
+            table = shift_table(layout, segments, numbers[0], axis.rank)
+            return TokenMove(axis, table, len(segments), fill=self.fill)
+        table, lengths = halo_table(layout, segments, numbers[0], numbers[1], axis.rank)
+        return TokenMove(axis, table, len(segments), lengths)
 
 
 def _documents_text(documents: Sequence[Any]) -> str:

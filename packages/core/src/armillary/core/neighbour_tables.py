@@ -2,31 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from armillary.core import compat
+from armillary.core.collectives.compiled import TracedAxis
 from armillary.core.collectives.token_moves import MoveTable
 from armillary.core.layout import SequenceLayout
+from armillary.core.mesh import Axis
 from armillary.core.segments import Segments
 from armillary.core.slices import Integers
 from armillary.core.validation import check_tensor, integer
 
-
-class NamedAxis(Protocol):
-    """Anything with the name and size of an axis, also where there is no process group."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
+FLAT = -1
+"""The dim of tokens of several rows that are flattened into dim 0: row by row."""
 
 
-def check_layout(layout: SequenceLayout, axis: NamedAxis) -> None:
+class TokenMove(NamedTuple):
+    """A move of this rank's tokens, the same in all rows of a tensor, or row by row.
+
+    Args:
+        rows: number of rows with moves of their own; 1 if all rows move alike.
+        lengths: tokens of each run with its halo, for `halo`.
+        fill: the value of tokens that do not exist.
+    """
+
+    axis: Axis
+    table: MoveTable
+    rows: int = 1
+    lengths: Sequence[int] = ()
+    fill: float = 0
+
+    def tokens(self, x: Tensor, dim: int) -> Tensor:
+        """Returns `x` with the tokens of `dim` on dim 0. Several rows are flattened, row by row.
+
+        Raises:
+            ValueError: another number of tokens or rows than the table's.
+        """
+        if self.rows > 1 and dim != FLAT and (dim != 1 or len(x) != self.rows):
+            raise ValueError(
+                f"x {tuple(x.shape)}: segments of {self.rows} rows need {self.rows} rows on dim 0, and tokens on dim 1"
+            )
+        tokens = self.flat(x, dim)
+        if len(tokens) != self.table.tokens:
+            raise ValueError(
+                f"x {tuple(x.shape)}: the shard has {self.table.tokens // self.rows} tokens in each of {self.rows} rows"
+            )
+        return tokens
+
+    def flat(self, x: Tensor, dim: int) -> Tensor:
+        """Returns `x`, with any number of tokens on `dim`, with the tokens on dim 0 as `tokens` does."""
+        if dim == FLAT:
+            return x
+        return x.movedim(dim, 0) if self.rows == 1 else x.flatten(0, 1)
+
+    def by_row(self, tokens: Tensor, dim: int) -> Tensor:
+        """The inverse of `flat`."""
+        if dim == FLAT:
+            return tokens
+        return tokens.movedim(0, dim) if self.rows == 1 else tokens.unflatten(0, (self.rows, -1))
+
+
+def check_layout(layout: SequenceLayout, axis: Axis | TracedAxis) -> None:
     if layout.shards != axis.size:
         raise ValueError(f"the layout has {layout.shards} shards; axis {axis.name!r} has {axis.size} ranks")
 

@@ -22,10 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.core import compat, compiled_neighbours
 from armillary.core.collectives.autograd import linear
 from armillary.core.collectives.compiled import traced_axis
-from armillary.core.collectives.token_moves import MoveTable, start_move, start_return
+from armillary.core.collectives.token_moves import start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.neighbour_tables import check_layout, halo_table, relayout_table, shift_table, tokens_dim
+from armillary.core.neighbour_tables import (
+    FLAT,
+    TokenMove,
+    check_layout,
+    halo_table,
+    relayout_table,
+    shift_table,
+    tokens_dim,
+)
 from armillary.core.segments import Segmented, check_left, segments_of
 from armillary.core.short_convolutions import convolve_runs
 from armillary.core.validation import check_tensor, integer
@@ -62,7 +70,8 @@ def relayout(
     if source == target:
         return x
     table = relayout_table(source, target, mesh_axis.rank)
-    return _on_local(x, lambda local: _move(local, dim, mesh_axis, table), mesh_axis, dim, (source, target))
+    move = TokenMove(mesh_axis, table)
+    return _on_local(x, lambda local: _move(local, dim, move), mesh_axis, dim, (source, target))
 
 
 @compat.dtensors_outside_graphs
@@ -98,7 +107,8 @@ def shift(
     check_layout(layout, mesh_axis)
     check_left("offset", offset, rows)
     table = shift_table(layout, rows, offset, mesh_axis.rank)
-    return _on_local(x, lambda local: _move(local, dim, mesh_axis, table, len(rows), fill), mesh_axis, dim, (layout,))
+    move = TokenMove(mesh_axis, table, len(rows), fill=fill)
+    return _on_local(x, lambda local: _move(local, dim, move), mesh_axis, dim, (layout,))
 
 
 def halo(
@@ -139,10 +149,10 @@ def halo(
     check_layout(layout, mesh_axis)
     check_left("right", -right, rows)
     table, lengths = halo_table(layout, rows, left, right, mesh_axis.rank)
-    runs = _move(x, dim, mesh_axis, table, len(rows), rows_apart=False)
-    if len(rows) > 1:
-        return tuple(run.unsqueeze(0) for run in runs.split(lengths))
-    return runs.split(lengths, dim)
+    move = TokenMove(mesh_axis, table, len(rows))
+    if len(rows) == 1:
+        return _move(x, dim, move).split(lengths, dim)
+    return tuple(run.unsqueeze(0) for run in _move(move.tokens(x, tokens_dim(x, dim)), FLAT, move).split(lengths))
 
 
 @compat.dtensors_outside_graphs
@@ -181,9 +191,11 @@ def short_convolution(
     check_layout(layout, mesh_axis)
     table, lengths = halo_table(layout, rows, weight.shape[1] - 1, 0, mesh_axis.rank)
 
+    move = TokenMove(mesh_axis, table, len(rows))
+
     def convolve(local: Tensor) -> Tensor:
-        runs = _move(local, 1, mesh_axis, table, len(rows), rows_apart=False)
-        return convolve_runs(runs if len(rows) == 1 else runs.unsqueeze(0), weight, bias, lengths).view(local.shape)
+        runs = _move(move.tokens(local, 1), FLAT, move)
+        return convolve_runs(runs, weight, bias, lengths).view(local.shape)
 
     return _on_local(x, convolve, mesh_axis, 1, (layout,))
 
@@ -203,22 +215,8 @@ def _on_local(
     return on_local_tokens(x, function, axis, dim, [layout.sizes for layout in layouts])
 
 
-def _move(
-    x: Tensor, dim: int, axis: Axis, table: MoveTable, rows: int = 1, fill: float = 0, rows_apart: bool = True
-) -> Tensor:
-    """Moves tokens on a dim of a local tensor. With several rows, dims 0 and 1 are flattened: row by row.
-
-    Args:
-        rows_apart: returns [B, T', ...] for several rows; False returns them flattened.
-    """
-    if rows > 1 and (tokens_dim(x, dim) != 1 or x.shape[0] != rows):
-        raise ValueError(f"x {tuple(x.shape)}: segments of {rows} rows need {rows} rows on dim 0, and tokens on dim 1")
-    tokens = x.movedim(tokens_dim(x, dim), 0) if rows == 1 else x.flatten(0, 1)
-    if len(tokens) != table.tokens:
-        raise ValueError(
-            f"x {tuple(x.shape)} has {x.shape[dim]} tokens on dim {dim}; the shard has {table.tokens // rows}"
-        )
-    result = linear(tokens, start_move, start_return, axis, table, fill)
-    if rows == 1:
-        return result.movedim(0, dim)
-    return result.unflatten(0, (rows, -1)) if rows_apart else result
+def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:
+    """Moves tokens on a dim of a local tensor, differentiably."""
+    if dim != FLAT:
+        dim = tokens_dim(x, dim)
+    return move.by_row(linear(move.tokens(x, dim), start_move, start_return, move.axis, move.table, move.fill), dim)
