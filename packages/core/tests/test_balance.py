@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.partition import shared_out
+from armillary.core.balancing.partition import shared_out
+from armillary.core.balancing.work_density import TokenRuns, Work
 from armillary.core.slices import Slices, mask_slices, slice_array
-from armillary.core.work_density import TokenRuns, Work
 
 
 class Mask:

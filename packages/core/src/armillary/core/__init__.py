@@ -27,7 +27,7 @@ from armillary.core.gradients import clip_gradients, sum_gradients
 from armillary.core.labels import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
 from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group, world_size
-from armillary.core.neighbours import halo, relayout, shift, short_convolution
+from armillary.core.neighbours.moves import halo, relayout, shift, short_convolution
 from armillary.core.observe.label import label
 from armillary.core.observe.ledger import CommLedger
 from armillary.core.observe.trace import Trace, span

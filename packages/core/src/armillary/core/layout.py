@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from armillary.core.balance import balanced_spans
+from armillary.core.balancing.balance import balanced_spans
+from armillary.core.balancing.spread import TRAFFIC
+from armillary.core.balancing.traffic import PositionRuns, token_hops
 from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
-from armillary.core.spread import TRAFFIC
-from armillary.core.traffic import PositionRuns, token_hops
 from armillary.core.validation import check_choice, flag, integer
 
 Side = Literal["queries", "keys", "both"]

@@ -19,8 +19,9 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.kernels import KERNELS
 from armillary.attention.mask import AttentionMask, Window
-from armillary.core import SequenceLayout, move_key
-from armillary.core.move_key import pack_sides, read_sides
+from armillary.core import SequenceLayout
+from armillary.core.neighbours import move_key
+from armillary.core.neighbours.move_key import pack_sides, read_sides
 
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
 AUTOCAST_DTYPES = {

@@ -20,7 +20,7 @@ from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dt
 from armillary.attention.states.scan import ScanCall
 from armillary.core import compat
 from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
-from armillary.core.move_key import pack_sides, read_sides
+from armillary.core.neighbours.move_key import pack_sides, read_sides
 
 KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] mask"
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.core.partition import shared_out
+from armillary.core.balancing.partition import shared_out
+from armillary.core.balancing.spread import spread_spans
+from armillary.core.balancing.work_density import TokenRuns, Work, by_density, equal_ends
 from armillary.core.slices import Integers, Slices
-from armillary.core.spread import spread_spans
-from armillary.core.work_density import TokenRuns, Work, by_density, equal_ends
 
 CHUNKS = (1, 2, 4, 8, 16)
 """Chunks per shard, tried in this order: more chunks balance better, but make more spans."""

@@ -1,4 +1,4 @@
-"""The tables of `armillary.core.neighbours`: which tokens each rank needs, computed on the host and cached."""
+"""The tables of `neighbours.moves`: which tokens each rank needs, computed on the host and cached."""
 
 from __future__ import annotations
 

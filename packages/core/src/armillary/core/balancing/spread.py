@@ -25,9 +25,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from armillary.core.balancing.traffic import PositionRuns, token_hops, uncut_ends
+from armillary.core.balancing.work_density import Work, equal_ends
 from armillary.core.slices import Integers, Slices, mirrored
-from armillary.core.traffic import PositionRuns, token_hops, uncut_ends
-from armillary.core.work_density import Work, equal_ends
 
 Floats = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""`armillary.core.neighbours` inside `torch.compile` without a graph break: opaque ops, each with its gradient's op.
+"""`neighbours.moves` inside `torch.compile` without a graph break: opaque ops, each with its gradient's op.
 
 Ops take tensors, numbers and strings, from which they look up the tables when the graph runs. One graph serves all
 masks: their documents and segments are a tensor.
@@ -20,13 +20,13 @@ from armillary.core import compat
 from armillary.core.collectives.compiled import TracedAxis, own_memory
 from armillary.core.collectives.token_moves import start_move, start_return
 from armillary.core.layout import SequenceLayout
-from armillary.core.move_key import KEY_SCHEMA, MoveKey, documents_segments, read_layout
-from armillary.core.neighbour_tables import FLAT, check_layout, halo_table, tokens_dim
+from armillary.core.neighbours.convolution import convolve_runs
+from armillary.core.neighbours.move_key import KEY_SCHEMA, MoveKey, documents_segments, read_layout
+from armillary.core.neighbours.tables import FLAT, check_layout, halo_table, tokens_dim
 from armillary.core.observe.ledger import phase
 from armillary.core.segments import Segmented, Segments, check_left
-from armillary.core.short_convolutions import convolve_runs
 
-# -- functions of `armillary.core.neighbours` on local tensors, while a graph is traced --------------------------------
+# -- functions of `neighbours.moves` on local tensors, while a graph is traced ----------------------------------------
 
 
 def relayout(x: Tensor, source: SequenceLayout, target: SequenceLayout, axis: TracedAxis, dim: int) -> Tensor:

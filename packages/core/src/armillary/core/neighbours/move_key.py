@@ -1,4 +1,4 @@
-"""A move of `armillary.core.neighbours` in types that an op's schema allows: tensors, numbers and strings."""
+"""A move of `neighbours.moves` in types that an op's schema allows: tensors, numbers and strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from armillary.core.collectives.compiled import TracedAxis, axis_of
 from armillary.core.layout import SequenceLayout
-from armillary.core.neighbour_tables import TokenMove, halo_table, relayout_table, shift_table
+from armillary.core.neighbours.tables import TokenMove, halo_table, relayout_table, shift_table
 from armillary.core.segments import Segmented, Segments, check_left, segments_of
 from armillary.core.validation import Window
 

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import compat, compiled_neighbours
+from armillary.core import compat
 from armillary.core.collectives.autograd import linear
 from armillary.core.collectives.compiled import traced_axis
 from armillary.core.collectives.token_moves import start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.neighbour_tables import (
+from armillary.core.neighbours import graphs
+from armillary.core.neighbours.convolution import convolve_runs
+from armillary.core.neighbours.tables import (
     FLAT,
     TokenMove,
     check_layout,
@@ -35,7 +37,6 @@ from armillary.core.neighbour_tables import (
     tokens_dim,
 )
 from armillary.core.segments import Segmented, check_left, segments_of
-from armillary.core.short_convolutions import convolve_runs
 from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
@@ -63,7 +64,7 @@ def relayout(
     if source.length != target.length:
         raise ValueError(f"source has {source.length} tokens and target {target.length}; both need the same length")
     if torch.compiler.is_compiling():
-        return compiled_neighbours.relayout(x, source, target, traced_axis(axis), dim)
+        return graphs.relayout(x, source, target, traced_axis(axis), dim)
     mesh_axis = Axis.of(axis)
     for layout in (source, target):
         check_layout(layout, mesh_axis)
@@ -102,7 +103,7 @@ def shift(
     """
     integer("offset", offset)
     if torch.compiler.is_compiling():
-        return compiled_neighbours.shift(x, layout, traced_axis(axis), offset, documents, fill, dim, mask)
+        return graphs.shift(x, layout, traced_axis(axis), offset, documents, fill, dim, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_layout(layout, mesh_axis)
     check_left("offset", offset, rows)
@@ -144,7 +145,7 @@ def halo(
     if compat.is_dtensor(x):
         raise ValueError("x is a DTensor; runs with their halos are no shards of one: pass x.to_local()")
     if torch.compiler.is_compiling():
-        return compiled_neighbours.halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
+        return graphs.halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_layout(layout, mesh_axis)
     check_left("right", -right, rows)
@@ -186,7 +187,7 @@ def short_convolution(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}: one number for each of the {weight.shape[0]} channels is needed")
     if torch.compiler.is_compiling():
-        return compiled_neighbours.short_convolution(x, weight, layout, traced_axis(axis), bias, documents, mask)
+        return graphs.short_convolution(x, weight, layout, traced_axis(axis), bias, documents, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_layout(layout, mesh_axis)
     table, lengths = halo_table(layout, rows, weight.shape[1] - 1, 0, mesh_axis.rank)
