@@ -17,15 +17,15 @@ from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.saving import commit
 from armillary.train.reporting.journal import Journal
 from armillary.train.runtime.health import lock as locks
-from armillary.train.runtime.health.lock import Holder, LockLost, Refused, take
+from armillary.train.runtime.health.lock import FolderInUse, Holder, LockLost, take
 from armillary.train.runtime.health.output_lock import OutputLock
 from armillary.train.runtime.health.process import is_running, machine, start_time
 
 fork = multiprocessing.get_context("fork")
 
 
-def taken(folder: Path, silent: float = 0.2, **changes) -> locks.Claim:
-    return take(folder, replace(Holder.this_process(), **changes), silent, said.append)
+def taken(folder: Path, timeout: float = 0.2, **changes) -> locks.Claim:
+    return take(folder, replace(Holder.this_process(), **changes), timeout, said.append)
 
 
 said: list[str] = []
@@ -77,7 +77,7 @@ def test_an_id_that_no_process_can_have_is_not_running(pid):
 
 def test_a_folder_is_refused_until_its_run_releases_it(tmp_path):
     first = taken(tmp_path / "lock")
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(FolderInUse) as refusal:
         taken(tmp_path / "lock")
     holder = Holder.this_process()
     assert str(refusal.value) == (
@@ -116,8 +116,8 @@ def test_heartbeats_of_another_machine_are_awaited(tmp_path):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(Refused, match=r"on far, begun .* works in it"):
-            taken(tmp_path / "lock", silent=30)
+        with pytest.raises(FolderInUse, match=r"on far, begun .* works in it"):
+            taken(tmp_path / "lock", timeout=30)
     finally:
         beats.set()
         thread.join()
@@ -140,8 +140,8 @@ def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
     def come():
         barrier.wait()
         try:
-            actual.append(taken(tmp_path / "lock", silent=20))
-        except Refused as refusal:
+            actual.append(taken(tmp_path / "lock", timeout=20))
+        except FolderInUse as refusal:
             actual.append(refusal)
 
     threads = [threading.Thread(target=come) for _ in range(8)]
@@ -170,7 +170,7 @@ def test_a_late_claim_gives_way(tmp_path, monkeypatch, there):
     if there == "2.released":
         assert taken(tmp_path).number == 3
     else:
-        with pytest.raises(Refused):
+        with pytest.raises(FolderInUse):
             taken(tmp_path)
         assert os.listdir(tmp_path) == [there]
 
@@ -224,7 +224,7 @@ def test_a_run_that_lost_its_folder_commits_and_reports_nothing(tmp_path):
 
 def enters(output: Path) -> str:
     try:
-        with OutputLock(output, print, silent=0.2, flag="--train.output") as lock:
+        with OutputLock(output, print, timeout=0.2, flag="--train.output") as lock:
             lock.fence()
             return lock.run
     except ValueError as error:

@@ -78,11 +78,11 @@ class Cluster(Node):
     def load(cls, path: Path | str) -> Cluster:
         """A cluster from a TOML file.
 
-            like = "8xh100"              # a preset; the file only has the differences. Without it, all fields
+            like = "8xh100"              # a preset, which the other lines change; without it, all fields are needed
             nodes = 4
             host_memory = "1.5TB"
             [between]
-            bandwidth = "11GB"           # a second, each way
+            bandwidth = "11GB"           # per second and direction
             latency = 5e-5
             per = "group"
             [accelerator]
@@ -99,21 +99,21 @@ class Cluster(Node):
                 raise ValueError(f"like = {preset!r} must be the name of a cluster")
             # A preset and the file's values are merged as plain data and validated together.
             base = {} if preset is None else asdict(cls.named(preset))
-            return TypeAdapter(cls).validate_python(_overlaid(base, {"name": Path(path).stem, **settings}))
+            return TypeAdapter(cls).validate_python(_merge(base, {"name": Path(path).stem, **settings}))
         except ValidationError as error:
-            raise ValueError(f"{path}: {'; '.join(map(_problem, error.errors()))}") from None
+            raise ValueError(f"{path}: {'; '.join(map(_describe_error, error.errors()))}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _overlaid(base: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` over `base`, table by table."""
-    tables = {key: _overlaid(base.get(key) or {}, value) for key, value in settings.items() if isinstance(value, dict)}
+def _merge(base: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `base` updated by `settings`, table by table."""
+    tables = {key: _merge(base.get(key) or {}, value) for key, value in settings.items() if isinstance(value, dict)}
     return {**base, **settings, **tables}
 
 
-def _problem(detail: Any) -> str:
-    """One of pydantic's errors, with the key and its value or the known keys."""
+def _describe_error(detail: Any) -> str:
+    """Describes one of pydantic's errors, with the key and its value or the known keys."""
     key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "unexpected_keyword_argument":
         table = TABLES.get(detail["loc"][0], Cluster) if len(detail["loc"]) > 1 else Cluster

@@ -14,7 +14,7 @@ from armillary.plan.steps.draw import SIDE, Drawing, moves_text, rank_styles
 from armillary.plan.steps.timeline import Frame
 
 GAP = 16
-"""Between drawings of an SVG file, in SVG units."""
+"""Distance between drawings of an SVG file, in SVG units."""
 CAPTION = 18
 """Height of the line above a frame of an SVG file."""
 LABEL_SIZE = 6.5
@@ -67,7 +67,7 @@ def svg(content: str, label: str) -> str:
 
 
 def script_json(value: object) -> str:
-    """Returns JSON for a script element: no text in it can end the element, or a line of old parsers."""
+    """Returns JSON for a script element; escapes characters that could end the element or a JavaScript line."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -77,20 +77,20 @@ def script_json(value: object) -> str:
 def svg_file(steps: MethodSteps, columns: int = 2) -> str:
     """Returns an SVG file with all frames of a method, `columns` side by side."""
     frames = range(len(steps.frames))
-    places = [(i % columns, i // columns, i) for i in frames]
-    return sheet([(steps, 0, places)], columns, "all-steps")
+    cells = [(i % columns, i // columns, i) for i in frames]
+    return sheet([(steps, 0, cells)], columns, "all-steps")
 
 
 def comparison(methods: Sequence[MethodSteps], rows: int) -> str:
     """Returns an SVG file with a column for each method: at most `rows` frames of its forward."""
     drawings = [
-        (steps, column, [(0, row, i) for row, i in enumerate(digest(steps.frames, rows))])
+        (steps, column, [(0, row, i) for row, i in enumerate(spaced_frames(steps.frames, rows))])
         for column, steps in enumerate(methods)
     ]
     return sheet(drawings, len(methods), "comparison")
 
 
-def digest(frames: Sequence[Frame], rows: int) -> list[int]:
+def spaced_frames(frames: Sequence[Frame], rows: int) -> list[int]:
     """Returns indices of at most `rows` frames of forward with sends, evenly spaced, the first and last included."""
     sending_frames = [
         i for i, frame in enumerate(frames) if frame.phase == "forward" and (frame.moves or frame.returning)
@@ -106,24 +106,24 @@ def sheet(
     """Returns an SVG file.
 
     Args:
-        parts: methods with the column where they start, and (column, row, index) of each frame.
+        drawings: for each method the column where it starts, and (column, row, index) of each frame.
         columns: columns of the sheet.
         style_class: class in the style sheet.
     """
     width_of_frame = 2 * SIDE + GAP
     height_of_frame = SIDE + CAPTION + GAP
-    rows = max(row for _, _, places in drawings for _, row, _ in places) + 1
+    rows = max(row for _, _, cells in drawings for _, row, _ in cells) + 1
     width, height = columns * (width_of_frame + 2 * GAP), rows * height_of_frame + 3 * GAP
     body = list[str]()
-    for steps, first, places in drawings:
+    for steps, first, cells in drawings:
         left = first * (width_of_frame + 2 * GAP) + GAP
         body.append(f'<text x="{left}" y="{1.5 * GAP}" class="heading">{escape(steps.title)}</text>')
         body.append(steps.drawing.definitions())
-        for column, row, i in places:
+        for column, row, i in cells:
             x, y = left + column * (width_of_frame + 2 * GAP), row * height_of_frame + 2.5 * GAP
             frame = steps.frames[i]
             letter = LABEL_SIZE * (1.3 if style_class == "comparison" else 1)
-            caption = shortened(f"{frame.title} · {moves_text(frame)}", int(width_of_frame / letter))
+            caption = truncate(f"{frame.title} · {moves_text(frame)}", int(width_of_frame / letter))
             body.append(
                 f'<g transform="translate({x} {y})"><text y="11" class="caption">{escape(caption)}</text>'
                 f'<g transform="translate(0 {CAPTION})">{steps.drawing.ring(frame)}'
@@ -139,7 +139,7 @@ def sheet(
     )
 
 
-def shortened(text: str, length: int) -> str:
+def truncate(text: str, length: int) -> str:
     """Returns a text of at most `length` characters, with an ellipsis if it is truncated."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 

@@ -81,7 +81,7 @@ class Bench:
         self.model.zero_grad()
 
     def seconds(self) -> float:
-        """Seconds of a step on this rank, started on all ranks together."""
+        """Returns the seconds of a step on this rank. All ranks start together."""
         device = self.tokens.device
         dist.barrier()
         synchronize(device)
@@ -107,7 +107,7 @@ def measure(config: Config, candidate: Candidate, device: torch.device, iteratio
 
 
 def compare(config: Config, candidates: Sequence[Candidate], device: torch.device, rounds: int) -> list[float]:
-    """Median seconds of several candidates in turns, so that noise affects all; each round starts with another."""
+    """Returns the median seconds of each candidate, measured in turns, so that noise affects all alike."""
     free_memory(device)
     benches = [Bench.of(config, candidate, device) for candidate in candidates]
     for bench in benches:
@@ -122,7 +122,7 @@ def compare(config: Config, candidates: Sequence[Candidate], device: torch.devic
 
 
 def slowest_rank(values: list[float], device: torch.device) -> list[float]:
-    """The maximum of each value over all ranks."""
+    """Returns the maximum of each value over all ranks."""
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima.tolist()

@@ -34,7 +34,10 @@ class Damaged(Exception):
 
 
 class ListedFiles(FileSystem):
-    """The file system with a fixed listing of every folder: torch's reader takes all files that lie in one."""
+    """A file system whose `ls` returns only the files of the checkpoint.
+
+    torch's reader would read every file in the folder, also files that do not belong to the checkpoint.
+    """
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class TensorReader(HuggingFaceStorageReader):
         self.fs = ListedFiles([str(folder / name) for name in sorted(files) if name.endswith(SUFFIX)])
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the tensors by the headers of all files. Their sizes do not exceed the bytes that the files have.
+        """Returns shapes and dtypes from the headers of all files. No tensor is larger than the bytes of its file.
 
         Raises:
             Damaged: a header is invalid, or a tensor incomplete.
@@ -73,7 +76,7 @@ class TensorReader(HuggingFaceStorageReader):
         except Exception as error:  # a manipulated header can make torch fail with any exception
             reason = f"{type(error).__name__}: {one_line(str(error))}"
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
-                raise ValueError(f"files of tensors cannot be read ({reason})") from error  # memory cannot map them
+                raise ValueError(f"files of tensors cannot be read ({reason})") from error  # such as too little memory
             raise Damaged(f"headers of tensors are invalid ({reason})") from error
         return metadata
 

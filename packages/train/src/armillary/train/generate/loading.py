@@ -35,9 +35,9 @@ def load_model(
         ValueError: no intact checkpoint, or weights or a mesh that do not fit the model; on every rank.
     """
     if source.checkpoints is None:
-        weight_map(source.place)  # before memory is allocated for sizes that only config.json states
-        model = empty_model(options, pretrained_config(source.place), device)
-        ranks.agree(lambda: load_pretrained(model, source.place))
+        weight_map(source.folder)  # before memory is allocated for sizes that only config.json states
+        model = empty_model(options, pretrained_config(source.folder), device)
+        ranks.agree(lambda: load_pretrained(model, source.folder))
         return model, None
     step = intact_step(source.checkpoints, source.step, ranks)
     place = source.checkpoints.place(step)

@@ -18,12 +18,12 @@ class ModelSource:
     """A model on disk.
 
     Args:
-        place: a Hugging Face folder, or the output folder of a run.
+        folder: a Hugging Face folder, or the output folder of a run.
         checkpoints: checkpoints of a run; None for a Hugging Face folder.
         step: step of the checkpoint; None: the newest.
     """
 
-    place: Path
+    folder: Path
     checkpoints: CheckpointFolder | None = None
     step: int | None = None
 
@@ -42,7 +42,7 @@ def find_source(path: Path, step: int | None) -> ModelSource:
             raise ValueError(f"--step {step}: {path} is step {step_name[1]}; give the run's output folder")
         return ModelSource(path.resolve().parent.parent, CheckpointFolder(path.parent), int(step_name[1]))
     if (path / "checkpoint").is_dir():
-        return ModelSource(path, with_step(CheckpointFolder(path / "checkpoint"), step), step)
+        return ModelSource(path, check_steps(CheckpointFolder(path / "checkpoint"), step), step)
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
     if "model_type" in config:
         if step is not None:
@@ -53,7 +53,7 @@ def find_source(path: Path, step: int | None) -> ModelSource:
     raise ValueError(f"{path}: holds neither checkpoints of a run (checkpoint/step-N) nor a Hugging Face {CONFIG}")
 
 
-def with_step(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
+def check_steps(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
     """Returns the folder; raises ValueError if it has no checkpoint, or not this step."""
     steps = folder.steps()
     if not steps:
@@ -74,20 +74,20 @@ def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> 
     if name is not None:
         return read_tokenizer(Path(name), begin)
     if source.checkpoints is None:
-        return read_tokenizer(source.place, begin) if has_tokenizer(source.place) else None
-    return tokenizer_of_run(source.place, begin)
+        return read_tokenizer(source.folder, begin) if has_tokenizer(source.folder) else None
+    return tokenizer_of_run(source.folder, begin)
 
 
-def tokenizer_of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
+def tokenizer_of_run(folder: Path, begin: str | None) -> TwoWayTokenizer | None:
     """Returns the tokenizer of a run's pretrained folder, or of its data: the store's, or bytes for plain text.
 
     Raises:
         ValueError: the tokenizer or the run's config.json cannot be read.
     """
-    config = read_json(place / CONFIG) if (place / CONFIG).is_file() else {}
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     data, model = (config.get(name) or {} for name in ("data", "model"))
     if not isinstance(data, dict) or not isinstance(model, dict):
-        raise ValueError(f"{place / CONFIG}: data={data!r} and model={model!r} must be objects")
+        raise ValueError(f"{folder / CONFIG}: data={data!r} and model={model!r} must be objects")
     data, model = cast(dict[str, Any], data), cast(dict[str, Any], model)
     pretrained, paths = model.get("pretrained"), data.get("path") or []
     if isinstance(pretrained, str) and has_tokenizer(Path(pretrained)):
@@ -95,12 +95,12 @@ def tokenizer_of_run(place: Path, begin: str | None) -> TwoWayTokenizer | None:
     if not config or data.get("task") is not None or pretrained is not None:
         return None
     if not isinstance(paths, list):
-        raise ValueError(f"{place / CONFIG}: data.path={paths!r} must be a list")
+        raise ValueError(f"{folder / CONFIG}: data.path={paths!r} must be a list")
     return tokenizer_of(Path(str(paths[0])), begin) if paths else ByteTokenizer()
 
 
 def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:
     """Returns the tokens that end a text: from a Hugging Face folder, else the tokenizer's end of document."""
-    if source.checkpoints is None and (ends := ends_of_text(source.place)) is not None:
+    if source.checkpoints is None and (ends := ends_of_text(source.folder)) is not None:
         return ends
     return [] if tokenizer is None else [tokenizer.end_of_document]

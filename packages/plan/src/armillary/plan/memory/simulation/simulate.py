@@ -45,8 +45,8 @@ class Job:
         rows: sequences per rank, B.
         checkpointing: tensors that blocks store for backward.
         zero_stage: 1 to 3, as in `shard_parameters`.
-        micro_batches: of a step. Two are simulated at most, and only under ZeRO stage 1, which keeps tensors from one
-            to the next.
+        micro_batches: number of micro-batches of a step. At most two are simulated, and two only under ZeRO stage 1,
+            which keeps gathered parameters and unsharded gradients between them.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
         precision: dtype of forward and backward; master weights, gradients and optimizer state are float32.
         kernel: attention kernel. With a real one, a `SimulatedStep` also runs on real tensors.
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Sizes of the axes of the mesh: `axes`, some of them split by the method (`AttentionChoice`)."""
+        """Sizes of the axes of the mesh. A hybrid method splits the ring axis of `axes` in two (`AttentionChoice`)."""
         return getattr(self.attention, "mesh_axes", dict)(self.axes)
 
 
@@ -133,12 +133,12 @@ class SimulatedStep:
     def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _total: None) -> StepMemory:
         """Allocates all state and trains for one step: on fake tensors in a `FakeTensorMode`, else on real ones."""
         start = time.perf_counter()
-        parameters, gradients = list(self.model.parameters()), count(1)
+        parameters, gradient_numbers = list(self.model.parameters()), count(1)
         with LiveBytes(block) as live, simulated_stream():
 
             def pin_gradient(parameter: Tensor) -> None:
                 # FSDP2 has just set the gradient. With CPU offload, a GPU would now copy it to the host.
-                progress(next(gradients), len(parameters))
+                progress(next(gradient_numbers), len(parameters))
                 if parameter.grad is not None:
                     live.pin("gradients", [parameter.grad], self.job.on_host)
 

@@ -1,4 +1,4 @@
-"""The lock of an output folder: one run at a time works there, and a run that has lost it changes nothing.
+"""The lock of an output folder: one run at a time works there, and a run that has lost it heartbeat_arrives nothing.
 
 The folder `lock` has a file `N.held` while a run works, and `N.released` after it. A run takes the lock by creating the
 file with the next number, in which only one process succeeds. The number is a fencing token: a run whose number is no
@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from armillary.core.files import parse_json, writing
@@ -31,13 +30,13 @@ class LockLost(RuntimeError):
     """Another run has taken the output folder: this one must not change it."""
 
 
-class Refused(Exception):
+class FolderInUse(Exception):
     """The folder belongs to another run."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A run, and its process that changes the folder (rank 0).
+    """A run, and its process that heartbeat_arrives the folder (rank 0).
 
     Args:
         run: name of the run.
@@ -107,21 +106,21 @@ class Claim:
             self.path.rename(self.path.with_suffix(".released"))
 
 
-def take(folder: Path, holder: Holder, silent: float, say: Callable[[str], None]) -> Claim:
+def take(folder: Path, holder: Holder, timeout: float, say: Callable[[str], None]) -> Claim:
     """Takes the lock in `folder`.
 
     Args:
-        silent: seconds without a heartbeat after which a holder on another machine counts as dead.
+        timeout: seconds without a heartbeat after which a holder on another machine counts as dead.
 
     Raises:
-        Refused: a run that is alive holds it; names that run.
+        FolderInUse: a run that is alive holds it; names that run.
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         number, is_held = newest(folder)
         if is_held:
-            check_dead(folder / f"{number}.held", silent, say)
+            check_dead(folder / f"{number}.held", timeout, say)
         # Another process may create the same number, or a higher one, at the same time: then look again.
         claim = Claim(folder, number + 1, holder)
         if write(claim) and clear(claim):
@@ -161,31 +160,31 @@ def newest(folder: Path) -> tuple[int, bool]:
     return max(((int(match[1]), match[2] == "held") for match in matches), default=(0, False))
 
 
-def check_dead(path: Path, silent: float, say: Callable[[str], None]) -> None:
-    """Returns once the holder of a lock has ended or released it; raises Refused if the holder is alive."""
-    holder, first = Holder.read(path), mark(path)
-    # On the same machine the process table tells; None: another machine, whose heartbeats are awaited.
+def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
+    """Raises FolderInUse if the holder of a lock is alive. Returns once it has ended or has released the lock."""
+    holder, last_heartbeat = Holder.read(path), heartbeat(path)
+    # On the same machine the process table tells if the holder is alive. On another machine (None) its heartbeats do.
     alive = None if holder is None else is_running(holder.machine, holder.pid, holder.started)
-    if alive is None and first is not None:
-        say(f"waiting {silent:.0f} s for a heartbeat of {holder or 'an unknown run'} ({path})")
-        alive = changes(path, first, silent)
+    if alive is None and last_heartbeat is not None:
+        say(f"waiting {timeout:.0f} s for a heartbeat of {holder or 'an unknown run'} ({path})")
+        alive = heartbeat_arrives(path, last_heartbeat, timeout)
     if alive:
         name = Holder.read(path) or holder or "another run"
-        raise Refused(f"{name} works in it; wait for that run, end it, or name another folder")
+        raise FolderInUse(f"{name} works in it; wait for that run, end it, or name another folder")
 
 
-def changes(path: Path, first: Any, silent: float) -> bool:
-    """Returns True if a heartbeat comes within `silent` seconds. Clocks of other hosts are not compared."""
-    end = time.monotonic() + silent
-    while (current := mark(path)) == first:
+def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: float) -> bool:
+    """Returns True if a heartbeat arrives within `timeout` seconds. Clocks of other hosts are not compared."""
+    end = time.monotonic() + timeout
+    while (current := heartbeat(path)) == last_heartbeat:
         if time.monotonic() > end:
             return False
-        time.sleep(min(0.5, silent / 10))
+        time.sleep(min(0.5, timeout / 10))
     return current is not None
 
 
-def mark(path: Path) -> tuple[int, bytes] | None:
-    """Returns a value that every heartbeat changes; None if the file does not exist.
+def heartbeat(path: Path) -> tuple[int, bytes] | None:
+    """Returns a value that every heartbeat heartbeat_arrives; None if the file does not exist.
 
     Opens the file, because a network file system then refreshes its attributes.
     """

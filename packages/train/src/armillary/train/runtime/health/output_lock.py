@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from armillary.train.runtime.health.lock import Claim, Holder, LockLost, Refused, take
+from armillary.train.runtime.health.lock import Claim, FolderInUse, Holder, LockLost, take
 
 BEAT = 5.0
 """Seconds between heartbeats of a holder."""
 
-SILENT = 30.0
+TAKEOVER_TIMEOUT = 30.0
 """Seconds without a heartbeat after which a holder on another machine counts as dead."""
 
 
@@ -30,8 +30,10 @@ class OutputLock:
         ValueError: another run holds it, or the folder cannot be written to; on every rank.
     """
 
-    def __init__(self, output: Path, say: Callable[[str], None], silent: float = SILENT, flag: str = "output") -> None:
-        self.output, self.say, self.silent, self.flag = output, say, silent, flag
+    def __init__(
+        self, output: Path, say: Callable[[str], None], timeout: float = TAKEOVER_TIMEOUT, flag: str = "output"
+    ) -> None:
+        self.output, self.say, self.timeout, self.flag = output, say, timeout, flag
         self.claim: Claim | None = None
         self.run, self._lost = "", ""
         self._over = threading.Event()
@@ -75,8 +77,8 @@ class OutputLock:
         """Returns the run's name and the reason why it may not start, "" if it may."""
         holder = Holder.this_process()
         try:
-            self.claim = take(self.output / "lock", holder, self.silent, self.say)
-        except Refused as refusal:
+            self.claim = take(self.output / "lock", holder, self.timeout, self.say)
+        except FolderInUse as refusal:
             return holder.run, str(refusal)
         except OSError as error:
             return holder.run, f"cannot be written to ({error.strerror}: {error.filename}); name another folder"

@@ -37,8 +37,8 @@ BLOCKING_READS = frozenset(
 def current_stack() -> StackSummary:
     """Returns the stack of the thread that the main thread depends on, outermost line first.
 
-    It is the main thread, unless this joins another thread, for example while a checkpoint is saved, or waits for
-    autograd's device thread, which runs the backward pass on CUDA.
+    It is the main thread itself, or the thread that the main thread waits for: one that it joins, for example while a
+    checkpoint is saved, or autograd's device thread, which runs the backward pass on CUDA.
     """
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.pop(threading.main_thread().ident or 0)
@@ -61,7 +61,7 @@ def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None
 
 
 def joined_thread(frame: FrameType | None) -> threading.Thread | None:
-    """Returns the thread whose `join` is the innermost call, outside of the standard library, of a thread's frame."""
+    """Returns the thread that a frame joins: `Thread.join` is among its innermost calls in the standard library."""
     while frame is not None and in_standard_library(frame.f_code.co_filename):
         thread = frame.f_locals.get("self")
         if frame.f_code.co_name == "join" and isinstance(thread, threading.Thread):
