@@ -74,7 +74,7 @@ def test_a_hung_rank_is_named_with_its_stack():
     with World(3) as world, pytest.raises(RankFailed) as failure:
         world.run(rank_two_sleeps, timeout=2)
     assert re.search(
-        r"rank 2 did not answer within 2 s; it stands in rank_two_sleeps \(test_world.py:\d+\)", str(failure.value)
+        r"rank 2 did not answer within 2 s; it is in rank_two_sleeps \(test_world.py:\d+\)", str(failure.value)
     )
 
 

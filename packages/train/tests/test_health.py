@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from armillary.train.runtime.background import Background, Guarded
+from armillary.train.runtime.background import Background, GuardedSink
 from armillary.train.runtime.health import heartbeat
 from armillary.train.runtime.health.heartbeat import Calls, Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
@@ -345,7 +345,7 @@ def run_backward(depth: int, action: Callable[[], object]) -> None:
 
 def test_a_backward_pass_on_a_thread_of_autograd_is_shown_by_the_line_there():
     observer = Observer()
-    sink = Guarded(SimpleNamespace(close=lambda: None), print)
+    sink = GuardedSink(SimpleNamespace(close=lambda: None), print)
     sink.submit(observer.block)
 
     def ready(frame: FrameType, stack: StackSummary) -> bool:

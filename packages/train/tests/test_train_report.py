@@ -38,7 +38,7 @@ from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics, averaged
 from armillary.train.reporting.report import Reporter
 from armillary.train.reporting.screen import Screen
-from armillary.train.runtime.background import Guarded
+from armillary.train.runtime.background import GuardedSink
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""
@@ -323,7 +323,7 @@ class Awkward:
 
 def test_a_failing_sink_is_reported_once_and_retried():
     sink, messages = Awkward(), list[str]()
-    guarded = Guarded(sink, messages.append)
+    guarded = GuardedSink(sink, messages.append)
     for step in range(3):
         guarded.submit(lambda step=step: sink.step(metrics(step)))
     guarded.close(60)
@@ -333,7 +333,7 @@ def test_a_failing_sink_is_reported_once_and_retried():
 
 def test_a_sink_that_hangs_is_not_waited_for():
     sink, messages = Awkward(), list[str]()
-    guarded = Guarded(sink, messages.append, room=5)
+    guarded = GuardedSink(sink, messages.append, capacity=5)
     guarded.submit(lambda: sink.validated(1, {}))
     for _ in range(10):
         guarded.submit(lambda: None)
@@ -349,7 +349,7 @@ def full_disk(folder: Path) -> tuple[str, list[int]]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     messages: list[str] = []
     journal = Journal(folder / "metrics.jsonl")
-    guarded = Guarded(journal, messages.append)
+    guarded = GuardedSink(journal, messages.append)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         for step in range(1, 11):

@@ -62,7 +62,10 @@ def _visible(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
 
 
 def _by_pattern(mask: AttentionMask, i: Tensor, j: Tensor, documents: Boundaries | None) -> Tensor:
-    """Returns visibility before the window cuts it, and before `causal` does unless the pattern defines it."""
+    """Returns the visibility by pattern and documents, to which the caller adds the window and `causal`.
+
+    `Prefix` and `ImageSpans` define causality themselves.
+    """
     same_document = _locate(i, documents)[0] == _locate(j, documents)[0]
     match mask.pattern:
         case SliceList(bands=slices):

@@ -12,8 +12,8 @@ from armillary.integrations.accelerate import check_parallelism
 from armillary.integrations.transformers.models import ROUTERS, methods_of, parts_of
 
 LOSS_OWNERS = {"transformers.trainer.Trainer": "num_processes", "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head"}
-"""Classes whose `compute_loss` sums over a shard's tokens, given shift_labels and num_items_in_batch, and a word in its
-source that identifies the releases that do."""
+"""Classes whose `compute_loss` works on shards: with shift_labels and num_items_in_batch it sums over the given tokens.
+Only newer releases do; the value is a word that the source of their `compute_loss` contains."""
 
 
 def method_of(model: Any) -> Method:
@@ -39,7 +39,7 @@ def check_trainer(trainer: Any, mixin: type) -> None:
 
 
 def check_settings(trainer: Any, refusals: Iterable[str] = ()) -> None:
-    """Raises ValueError for settings that are wrong on shards whatever the loss, after the first of `refusals`."""
+    """Raises ValueError with the first of `refusals`, or for a setting that is wrong on shards with any loss."""
     if reason := next(chain(refusals, _setting_refusals(trainer)), None):
         raise ValueError(reason)
     check_parallelism(trainer.accelerator)
@@ -51,9 +51,9 @@ def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
     # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
     count_labels: Any = getattr(trainer, "_get_num_items_in_batch", None)
     if count_labels is None or "get_cp_size" not in getsource(count_labels):
-        yield "this release of transformers counts labels otherwise; 5.23 is supported"
+        yield "this release of transformers counts labels differently; 5.23 is supported"
     if word is not None and word not in getsource(owner.compute_loss):
-        yield f"this release of {owner.__module__.partition('.')[0]} computes losses otherwise; install a newer one"
+        yield f"this release of {owner.__module__.partition('.')[0]} computes losses differently; install a newer one"
     if not trainer.takes_shards and word is None:
         yield (
             f"{owner.__qualname__}.compute_loss would get one rank's tokens, with labels that are shifted already; set "

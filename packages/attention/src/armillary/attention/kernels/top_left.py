@@ -17,7 +17,7 @@ BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 class TopLeft(Kernel):
     """Base of kernels for full rectangles and for causal ones aligned at the top left.
 
-    A rectangle bounded from below is a causal one with its tokens in reverse order, so those are flipped.
+    With all tokens in reverse order, a band that is bounded from below is causal. So its tokens are flipped.
     """
 
     @abstractmethod
@@ -65,9 +65,10 @@ def cut_band(tile: Tile) -> tuple[Tile, ...]:
     low, high = tile.offsets
     if low is not None and high is not None:  # a window: bounded on both sides
         return _cut_strip(tile, low, high)
-    if high:  # every row sees the columns left of the diagonal's first
+    if high:  # all rows see the columns before the one where the diagonal starts
         return _split_columns(tile, tile.k0 + high)
-    if low is not None and low != tile.k1 - tile.k0 - (tile.q1 - tile.q0):  # every row sees those right of its last
+    # All rows see the columns after the one where the lower bound's diagonal ends.
+    if low is not None and low != tile.k1 - tile.k0 - (tile.q1 - tile.q0):
         return _split_columns(tile, tile.k0 + tile.q1 - tile.q0 + low)
     return (tile,)
 
@@ -86,7 +87,7 @@ def _cut_strip(tile: Tile, low: int, high: int) -> tuple[Tile, ...]:
             continue
         if None in block.offsets:
             pieces += cut_band(block)
-        else:  # left of the last row's first key only the lower bound binds, from there on only the upper one
+        else:  # only the lower bound hides keys before the first key of the last row, only the upper bound later ones
             for piece in _split_columns(block, block.q1 - 1 + (tile.low or 0)):
                 pieces += cut_band(piece)
     return tuple(pieces)

@@ -53,7 +53,7 @@ def _merge_rows(
     lse_value = tl.load(lse_at, mask=inside, other=0.0)
     part_lse_value = tl.load(part_lse_at, mask=inside, other=0.0)
 
-    # weight = sigmoid(added - before) and total = log(e^before + e^added), from one exponential that cannot overflow.
+    # weight = sigmoid(part_lse - lse) and total = log(e^lse + e^part_lse), from one exponential that cannot overflow.
     gap = part_lse_value - lse_value
     decay = tl.exp(-tl.abs(gap))
     weight = tl.where(gap >= 0, 1.0, decay) / (1.0 + decay)
@@ -77,7 +77,7 @@ def _merge_rows(
 
 
 def fused_merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merges (part_out, part_lse) into (out, lse), in place and for any strides; for arguments that `fuses` accepts.
+    """Merges (part_out, part_lse) into (out, lse) in place, for any strides. `merge_` checks the arguments.
 
     Args:
         out, lse: no two elements may share memory.

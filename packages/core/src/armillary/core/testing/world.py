@@ -29,9 +29,9 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch
 """Modules that the server imports once, instead of each rank that builds a mesh or compiles."""
 
 TEST_PACKAGES = ("accelerate", "armillary", "datasets", "diffusers", "hypothesis", "pytest", "transformers", "trl")
-"""Packages that the server imports too if this process has: each rank imports the module of its function, a test.
+"""Packages whose modules the server imports as well, if this process has imported them: tests' ranks need them.
 
-Not the test itself: it may query GPUs, and a process that has done so cannot fork ranks that use them.
+Test modules themselves are left out: they may query GPUs, and after that a process cannot fork ranks that use GPUs.
 """
 
 
@@ -93,7 +93,9 @@ class World:
         answers = self._collect(time.monotonic() + limit)
         if all(answers.get(rank, ("missing",))[0] == "ok" for rank in range(self.size)):
             if len({answers[rank][2] for rank in range(self.size)}) > 1:
-                self.close()  # the ranks' next groups would have different names and wait for each other for ever
+                # Ranks have created different numbers of process groups: their next groups would have different names,
+                # and wait for each other forever.
+                self.close()
             return [answers[rank][1] for rank in range(self.size)]
         message = self._explain(answers, limit)
         self.close(kill=True)
@@ -143,9 +145,9 @@ class World:
         missing = [rank for rank in range(self.size) if rank not in answers]
         lines = [f"rank {rank} died (exit code {self._exit_code(rank)})" for rank in dead]
         lines += [f"rank {rank} raised:\n{text}" for rank, text in failed.items()]
-        places = self._where(missing)
+        locations = self._where(missing)
         late = "had not answered when another rank failed" if failed or dead else f"did not answer within {limit:g} s"
-        lines += [f"rank {rank} {late}; it stands in {places[rank]}" for rank in missing]
+        lines += [f"rank {rank} {late}; it is in {locations[rank]}" for rank in missing]
         return f"{len(lines)} of {self.size} ranks failed\n" + "\n".join(lines)
 
     def _exit_code(self, rank: int) -> int | None:

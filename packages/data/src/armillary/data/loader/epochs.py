@@ -33,7 +33,7 @@ class PackedRow:
 
     @property
     def origins(self) -> Sequence[int]:
-        """Row position from which reset positions of each piece are counted."""
+        """The position in the row at which each slice's own positions start from 0 (with `reset_positions`)."""
         return self.ends
 
     @property
@@ -88,12 +88,12 @@ class Epochs:
 
     def row(self, number: int) -> PackedRow:
         """Returns row `number`, counted from 0 over all epochs."""
-        epoch, place = divmod(number, self.rows)
+        epoch, index = divmod(number, self.rows)
         packed_rows, order = self._epoch(epoch)
-        return self._row_of(packed_rows.row(int(order[place])))
+        return self._row_of(packed_rows.row(int(order[index])))
 
     def _row_of(self, slices: Sequence[DocumentSlice]) -> PackedRow:
-        """Returns the row whose slices are slices of items; an item is a document that has tokens."""
+        """Returns the row of some slices, whose `document` is an index among the packed documents (`_items`)."""
         slices = [
             DocumentSlice(int(self._documents[item_slice.document]), item_slice.start, item_slice.length)
             for item_slice in slices
@@ -171,7 +171,7 @@ def _cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
     pieces: list[tuple[int, range]] = []
     while span:
         document = bisect_right(ends, span[0]) - 1
-        inside = -(-(ends[document + 1] - span[0]) // span.step)
-        pieces.append((document, span[:inside]))
-        span = span[inside:]
+        count = -(-(ends[document + 1] - span[0]) // span.step)
+        pieces.append((document, span[:count]))
+        span = span[count:]
     return pieces

@@ -104,6 +104,7 @@ class PackedSequences(Batches):
     @property
     def rows_per_epoch(self) -> int:
         """Rows in which every document of every store is read at least once, over all replicas."""
+        # The last row of a store's epoch has turn rows - 1, so its time is (rows - 1/2) / weight (`interleaved`).
         last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
         return sum(turns_until(last, self._weights))
 

@@ -117,7 +117,8 @@ PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for
 def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
     """Returns the parts of an `and` without the documents that transformers found in position ids.
 
-    transformers adds both functions together, so a packed mask alone comes from elsewhere and stays.
+    transformers adds the packed mask together with `PACKED_POSITIONS`. Without the latter, somebody else has passed the
+    packed mask, and it stays.
     """
     names = [_maker(function) for function in functions]
     if PACKED_POSITIONS not in names:

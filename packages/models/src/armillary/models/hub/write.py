@@ -57,7 +57,7 @@ def save(
     """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`."""
     ranks = SavingRanks.of(tensors.values())
     ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
-    file_tensors = all_stored(config, tensors, dtype)
+    file_tensors = tensors_of_files(config, tensors, dtype)
     config_fields = describe(config, next(iter(file_tensors)).dtype)
     files_by_name = name_files(split(file_tensors, max_file_bytes))
     target = Path(folder)
@@ -89,7 +89,7 @@ def check(
         raise ValueError(f"source={str(source)!r} is not a folder")
 
 
-def all_stored(
+def tensors_of_files(
     config: LlamaConfig | GPTConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[FileTensor]:
     """Returns the tensors of all files, in the model's order."""
@@ -162,9 +162,12 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     def save(partial: Path) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:  # for a full disk, safetensors has the error number only in the message
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(*((int(number[1]), os.strerror(int(number[1]))) if number else (str(error),))) from error
+        except SafetensorError as error:
+            # For a full disk, safetensors has the error number only in the message.
+            match = re.search(r"os error (\d+)", str(error))
+            if match is None:
+                raise OSError(str(error)) from error
+            raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
     files.write_partial(path, save)
 
@@ -180,20 +183,20 @@ def commit(
 
     Meanwhile a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
     """
-    small = companions(target, files_by_name, config, config_fields, source)
-    old = files.earlier_weights(target)
+    writers = companions(target, files_by_name, config, config_fields, source)
+    old_weights = files.earlier_weights(target)
     try:
-        for name, save in small.items():
+        for name, save in writers.items():
             files.write_partial(target / name, save)
         (target / INDEX).unlink(missing_ok=True)
         if len(files_by_name) > 1:
             (target / WEIGHTS).unlink(missing_ok=True)
-        for name in (*files_by_name, *small):
+        for name in (*files_by_name, *writers):
             files.replace_by_partial(target / name)
     finally:
-        for name in small:
+        for name in writers:
             files.discard(target / name)
-    for name in old - files_by_name.keys():
+    for name in old_weights - files_by_name.keys():
         (target / name).unlink(missing_ok=True)
     for path in target.glob(f"*{files.PARTIAL}"):  # left by a killed save
         if files.WEIGHT_NAME.fullmatch(path.name.removesuffix(files.PARTIAL)):

@@ -86,7 +86,7 @@ class Llama3Scaling:
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)
-        # Turns of each pair over the length of pre-training: pairs that never completed few turns are interpolated.
+        # Turns of each pair over the length of pre-training: pairs with few turns are interpolated.
         turns = self.original_max_position_embeddings * plain / (2 * math.pi)
         fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return plain * (fast + (1 - fast) / self.factor)

@@ -139,7 +139,7 @@ class TensorWriter(StorageWriter):
         Raises:
             OSError: the headers do not describe the saved tensors.
         """
-        self.files = {file.index.fqn: file.storage_data for of_rank in results for file in of_rank}
+        self.files = {file.index.fqn: file.storage_data for rank_results in results for file in rank_results}
         reader = TensorReader(self.folder, self.files)
         try:
             file_metadata = reader.read_metadata().state_dict_metadata
@@ -172,7 +172,7 @@ def split_items(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     Wide elements come first, so that each chunk begins at a multiple of its element size: readers map the files.
     """
     files: list[list[WriteItem]] = []
-    size = MAX_FILE_BYTES
+    size = MAX_FILE_BYTES  # the first item opens a file
     for item in sorted(items, key=lambda item: (-tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
         nbytes = chunk_bytes(tensor_data(item))
         if size + nbytes > MAX_FILE_BYTES:

@@ -18,7 +18,7 @@ from armillary.train.reporting.plot import plot_runs
 from armillary.train.reporting.screen import Screen
 from armillary.train.reporting.sink import Sink
 from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
-from armillary.train.runtime.background import Guarded
+from armillary.train.runtime.background import GuardedSink
 
 SAYING, CLOSING = 5.0, 60.0
 """Longest wait, in seconds, for a line to be printed, and for queued reports at the end."""
@@ -37,9 +37,9 @@ class Reporter:
         self.config, self.last_step, self._begun = config, 0, False
         first = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
-        self._shown = [Guarded(self._screen, complain=_ignore)] if first else []
+        self._shown = [GuardedSink(self._screen, complain=_ignore)] if first else []
         self._sinks = self._shown + [
-            Guarded(sink, complain=self._complain) for sink in file_sinks(config, fence) if first
+            GuardedSink(sink, complain=self._complain) for sink in file_sinks(config, fence) if first
         ]
 
     def __enter__(self) -> Self:

@@ -17,7 +17,7 @@ Closed = TypeVar("Closed", bound=Closable)
 
 
 class Background(Thread):
-    """A thread that runs `work`; `result` raises its error.
+    """A thread that runs `work`. `result` raises the error of the work.
 
     It is a daemon, so that a process that ends because of an error does not wait for ranks that may be missing.
     """
@@ -39,7 +39,7 @@ class Background(Thread):
             raise self.error
 
 
-class Guarded(Generic[Closed]):
+class GuardedSink(Generic[Closed]):
     """A sink of reports with its own thread, so that its errors and its blocking do not affect training.
 
     A full disk, a lost network or a stopped terminal loses only reports. The first error is printed; the next report
@@ -48,11 +48,11 @@ class Guarded(Generic[Closed]):
     Args:
         sink: called in its thread only.
         complain: called with a line about the first error; in any thread.
-        room: length of the queue; reports beyond it are dropped.
+        capacity: length of the queue; reports beyond it are dropped.
     """
 
-    def __init__(self, sink: Closed, complain: Callable[[str], None], room: int = 10_000) -> None:
-        self.sink, self.name, self._complain, self._room = sink, type(sink).__name__, complain, room
+    def __init__(self, sink: Closed, complain: Callable[[str], None], capacity: int = 10_000) -> None:
+        self.sink, self.name, self._complain, self._capacity = sink, type(sink).__name__, complain, capacity
         self._complained = False
         # SimpleQueue, because a signal handler may put a report while the interrupted thread is inside `put`.
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -61,10 +61,10 @@ class Guarded(Generic[Closed]):
 
     def submit(self, action: Callable[[], object]) -> None:
         """Queues `action` for the sink's thread. Never blocks."""
-        if self._queue.qsize() < self._room:
+        if self._queue.qsize() < self._capacity:
             self._queue.put(action)
         else:
-            self._fail(f"has {self._room} reports waiting; more are lost")
+            self._fail(f"has {self._capacity} reports waiting; more are lost")
 
     def flush(self, seconds: float) -> bool:
         """Waits for all queued actions, at most `seconds`; returns False if some are not done."""
@@ -78,7 +78,7 @@ class Guarded(Generic[Closed]):
         self._queue.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(f"is still busy after {seconds:.0f} s; what it has not written is lost")
+            self._fail(f"is still busy after {seconds:.0f} s; unwritten reports are lost")
 
     def _work(self) -> None:
         while (action := self._queue.get()) is not None:

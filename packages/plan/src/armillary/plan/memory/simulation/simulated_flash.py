@@ -82,7 +82,7 @@ def padded_rows(x: Tensor, document_ends: Tensor | None) -> int:
     """Rows of a work buffer for x [B, T, H, D], or for packed documents [tokens, H, D]."""
     if document_ends is None:
         return x.shape[0] * -(-x.shape[1] // ROWS) * ROWS
-    return x.shape[0] + ROWS * (len(document_ends) - 1)
+    return x.shape[0] + ROWS * (len(document_ends) - 1)  # each document may need up to ROWS tokens of padding
 
 
 def padded_head_dim(head_dim: int) -> int:
