@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method, Ulysses, UPipe, build_attention
 from armillary.attention.call.graph_calls import ProjectionParts
-from armillary.attention.call.graph_key import read_mask
 from armillary.attention.call.registered import register_as_tensor
 from armillary.attention.kernels import Dense
 from armillary.attention.mask import Slice
@@ -217,8 +216,7 @@ def test_a_copy_of_a_method_is_another_method():
 
 def test_masks_and_layouts_survive_packing_for_the_op():
     for mask in MASKS:
-        numbers = None if mask.numbers is None else mask.numbers.numpy().tobytes()
-        assert read_mask(mask.causal, mask.window, numbers) == mask
+        assert AttentionMask.read(mask.sides, mask.numbers) == mask
     for layout in (SequenceLayout.zigzag(23, 4), SequenceLayout.striped(23, 4), SequenceLayout.striped(23, 2, 3)):
         assert SequenceLayout.read(layout.text) == layout
 

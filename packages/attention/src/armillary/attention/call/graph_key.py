@@ -1,27 +1,24 @@
 """A call in types that an op's schema allows and torch.compile can guard: numbers and strings.
 
 While a graph is traced, nothing may depend on Python objects. So a layout becomes a string, for which the graph is
-compiled; a method becomes its registered number; a mask becomes `causal` and its window, with documents and patterns in
-a separate tensor, so that one graph serves all documents.
+compiled; a method becomes its registered number; a mask becomes its `sides`, with documents and patterns in a separate
+tensor, so that one graph serves all documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.kernels import KERNELS
-from armillary.attention.mask import AttentionMask, Window
+from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.neighbours import move_key
-from armillary.core.neighbours.move_key import pack_sides, read_sides
 
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
 AUTOCAST_DTYPES = {
@@ -64,6 +61,7 @@ class GraphKey(NamedTuple):
 
     Args:
         method: registered number of the method.
+        sides: `AttentionMask.sides`.
         layout, key_layout: layouts as `SequenceLayout.text`; "" for None.
         kernel: its name; "" for None.
         autocast: name of autocast's dtype for projections; "" if autocast is off.
@@ -71,8 +69,7 @@ class GraphKey(NamedTuple):
     """
 
     method: int
-    causal: bool
-    window: Window
+    sides: Sequence[int]
     return_lse: bool
     scale: float
     softcap: float | None
@@ -106,8 +103,7 @@ class GraphKey(NamedTuple):
             raise ValueError(f"torch.compile takes kernels of {names}; got {kernel}")
         return cls(
             method.registered_id,
-            mask.causal,
-            mask.window or (None, None),
+            mask.sides,
             options.return_lse,
             head_dim**-0.5 if options.scale is None else float(options.scale),
             options.softcap,
@@ -122,7 +118,7 @@ class GraphKey(NamedTuple):
         """Returns the op's arguments. `unpack` is the inverse."""
         return OpKey(
             -1,  # no registered call: the other fields describe it
-            [self.method, *pack_sides(self.causal, self.window), int(self.return_lse), *(self.projected or ())],
+            [self.method, *self.sides, int(self.return_lse), *(self.projected or ())],
             self.scale,
             self.softcap or 0.0,
             "|".join((self.layout, self.key_layout, self.kernel, self.autocast)),
@@ -138,11 +134,9 @@ class GraphKey(NamedTuple):
         """
         method, *sides, return_lse = key.numbers[:5]
         dims = key.numbers[5:]
-        causal, window = (True, (None, None)) if shapes_only else read_sides(sides)
         return cls(
             int(method),
-            causal,
-            window,
+            AttentionMask().sides if shapes_only else sides,
             bool(return_lse),
             key.scale,
             key.softcap or None,
@@ -152,9 +146,8 @@ class GraphKey(NamedTuple):
 
     def options(self, mask_numbers: Tensor | None) -> AttentionOptions:
         """Returns the caller's options, with the documents and pattern of the mask from `mask_numbers`."""
-        numbers = None if mask_numbers is None else mask_numbers.numpy().tobytes()
         return AttentionOptions(
-            read_mask(self.causal, self.window, numbers),
+            AttentionMask.read(self.sides, mask_numbers),
             read_layout(self.layout),
             read_layout(self.key_layout),
             self.scale,
@@ -180,11 +173,3 @@ def autocast_name(x: Tensor) -> str:
 
 def read_layout(text: str) -> SequenceLayout | None:
     return move_key.read_layout(text) if text else None
-
-
-@lru_cache(maxsize=16)
-def read_mask(causal: bool, window: Window, numbers: bytes | None) -> AttentionMask:
-    """Returns the mask with these `numbers`: one object for all layers of a step and both passes, which caches need."""
-    if numbers is None:
-        return AttentionMask(causal, window)
-    return AttentionMask.of_numbers(causal, window, np.frombuffer(numbers, dtype=np.int64).tolist())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,7 +198,7 @@ class AttentionMask:
     # -- as a value ---------------------------------------------------------------------------------------------------
 
     def __hash__(self) -> int:
-        return hash((self.causal, *self._window_numbers, self.content.hash))
+        return hash((*self.sides, self.content.hash))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -223,20 +225,28 @@ class AttentionMask:
         object.__setattr__(narrowed, "window", (left, after))
         return narrowed
 
+    # -- in a compiled graph ------------------------------------------------------------------------------------------
+
     @property
-    def _window_numbers(self) -> tuple[int, int]:
+    def sides(self) -> tuple[int, int, int]:
+        """`causal` and the two sides of the window as integers: all of the mask besides `numbers`."""
         before, after = self.window or (None, None)
-        return UNBOUNDED if before is None else before, UNBOUNDED if after is None else after
+        return int(self.causal), UNBOUNDED if before is None else before, UNBOUNDED if after is None else after
 
     @property
     def encoded(self) -> Integers:
-        """The whole mask as integers: causal, window, `numbers`."""
-        return integers((self.causal, *self._window_numbers), (0, 0) if self.numbers is None else self.numbers)
+        """The whole mask as integers: `sides`, `numbers`."""
+        return _encode(self.sides, self.numbers)
 
     @classmethod
-    def of_numbers(cls, causal: bool, window: Window | None, numbers: Sequence[int]) -> AttentionMask:
-        """Returns the mask with these `numbers` (`Content.numbers`)."""
-        code, row_count, *numbers_left = numbers
+    def read(cls, sides: Sequence[int], numbers: Tensor | None) -> AttentionMask:
+        """Returns the mask with these `sides` and `numbers`: one object for all layers of a step, which caches need."""
+        return _read_mask(_encode(sides, numbers).tobytes())
+
+    @classmethod
+    def _decode(cls, encoded: Sequence[int]) -> AttentionMask:
+        causal, before, after, code, row_count, *numbers_left = encoded
+        window = (None if before == UNBOUNDED else before, None if after == UNBOUNDED else after)
         documents: list[Any] = []
         for _ in range(abs(row_count)):
             count, *numbers_left = numbers_left
@@ -247,14 +257,13 @@ class AttentionMask:
         if code == RowMasks.code:
             masks = list[AttentionMask]()
             while numbers_left:  # each row: its length, then its mask as `encoded`
-                size, row_causal, *sides = numbers_left[:4]
-                row_window = cast(Window, tuple(None if side == UNBOUNDED else side for side in sides))
-                masks.append(cls.of_numbers(bool(row_causal), row_window, numbers_left[4 : 1 + size]))
-                numbers_left = numbers_left[1 + size :]
+                size, *numbers_left = numbers_left
+                masks.append(cls._decode(numbers_left[:size]))
+                numbers_left = numbers_left[size:]
             pattern = RowMasks(masks)
         elif code:
             pattern = PATTERNS[code].of_numbers(numbers_left)
-        return cls(causal, window, boundaries, pattern)
+        return cls(bool(causal), window, boundaries, pattern)
 
     # -- rows of a batch ----------------------------------------------------------------------------------------------
 
@@ -395,3 +404,12 @@ class AttentionMask:
         for q0, q1, k0, k1, low, high in self.row(row).slices_up_to(length).tolist():
             visible |= (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
         return visible
+
+
+def _encode(sides: Sequence[int], numbers: Tensor | None) -> Integers:
+    return integers(sides, (0, 0) if numbers is None else numbers)
+
+
+@lru_cache(maxsize=16)
+def _read_mask(encoded: bytes) -> AttentionMask:
+    return AttentionMask._decode(np.frombuffer(encoded, dtype=np.int64).tolist())  # pyright: ignore[reportPrivateUsage]

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.graph_key import read_layout, read_mask
+from armillary.attention.call.graph_key import read_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dtype
 from armillary.attention.states.scan import ScanCall
 from armillary.core import compat
 from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
-from armillary.core.neighbours.move_key import pack_sides, read_sides
 
-KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] mask"
+KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] sides"
 
 
 class ScanKey(NamedTuple):
@@ -31,7 +30,7 @@ class ScanKey(NamedTuple):
     Args:
         axis, group: names of the axis and of its group; "" without an axis.
         layout, kernel: "" for None.
-        mask: causal and the two sides of the window; documents and trees are in a tensor.
+        sides: `AttentionMask.sides`; documents and trees are in a tensor.
     """
 
     layer: str
@@ -40,16 +39,14 @@ class ScanKey(NamedTuple):
     layout: str
     kernel: str
     scale: float
-    mask: Sequence[int]
+    sides: Sequence[int]
 
     def call(self, inputs: Sequence[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None) -> ScanCall:
         """Returns the checked call on these tensors."""
-        causal, window = read_sides(self.mask)
-        numbers = None if mask_numbers is None else mask_numbers.numpy().tobytes()
         options = StateOptions(
             read_layout(self.layout),
             axis_of(self.axis, self.group, inputs[0]) if self.group else None,
-            read_mask(causal, None if window == (None, None) else window, numbers),
+            AttentionMask.read(self.sides, mask_numbers),
             self.kernel or None,
             self.scale,
         )
@@ -84,7 +81,7 @@ def trace_scan(
         "" if options.layout is None else options.layout.text,
         kernel or "",
         channels**-0.5 if options.scale is None else float(options.scale),
-        pack_sides(mask.causal, mask.window),
+        list(mask.sides),
     )
     out, final, _ = _scan(inputs, initial_state, mask.numbers, *key)
     return out, final

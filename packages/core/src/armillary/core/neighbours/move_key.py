@@ -7,32 +7,17 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
-import torch
 from torch import Tensor
 
 from armillary.core.collectives.compiled import TracedAxis, axis_of
 from armillary.core.layout import SequenceLayout
 from armillary.core.neighbours.tables import TokenMove, halo_table, relayout_table, shift_table
 from armillary.core.segments import Segmented, Segments, check_left, segments_of
-from armillary.core.validation import Window
 
 KEY_SCHEMA = (
     "Tensor? mask_numbers, str move, str axis, str group, str layout, str target, str documents, str mask, "
     "SymInt[] sides, SymInt[] numbers, float fill"
 )
-UNBOUNDED = -1
-"""Stands for None as a side of a mask's window."""
-
-
-def pack_sides(causal: bool, window: Window | None) -> list[int]:
-    """Returns `causal` and the two sides of a mask's window as an op's argument. `read_sides` is the inverse."""
-    return [int(causal), *(UNBOUNDED if side is None else side for side in window or (None, None))]
-
-
-def read_sides(sides: Sequence[int]) -> tuple[bool, Window]:
-    causal, *window = (int(side) for side in sides)
-    before, after = (None if side == UNBOUNDED else side for side in window)
-    return bool(causal), (before, after)
 
 
 class TraceableMask(Segmented, Protocol):
@@ -40,13 +25,18 @@ class TraceableMask(Segmented, Protocol):
 
     reference: ClassVar[str]
     """The class, as "module:name"."""
-    causal: bool
-    window: Window | None
     numbers: Tensor | None
-    """All other fields, for `of_numbers`; None if there are none."""
+    """Fields of any length, as int64; None if there are none."""
+
+    @property
+    def sides(self) -> Sequence[int]:
+        """All other fields."""
+        ...
 
     @classmethod
-    def of_numbers(cls, causal: bool, window: Window | None, numbers: Sequence[int]) -> Self: ...
+    def read(cls, sides: Sequence[int], numbers: Tensor | None) -> Self:
+        """Returns the mask with these `sides` and `numbers`, one object for equal ones."""
+        ...
 
 
 class MoveKey(NamedTuple):
@@ -59,7 +49,7 @@ class MoveKey(NamedTuple):
         layout, target: texts of layouts; the second of "relayout" alone.
         documents: boundaries, "0,10,24", or ";" between those of rows; "" for None.
         mask: `TraceableMask.reference`; "" for None.
-        sides: causal and the two sides of the mask's window.
+        sides: `TraceableMask.sides`; empty without a mask.
         numbers: offset, or left and right.
     """
 
@@ -92,7 +82,7 @@ class MoveKey(NamedTuple):
         Raises:
             ValueError: documents that are a tensor, whose values are unknown there; a mask that is not traceable.
         """
-        reference, mask_numbers, sides = "", None, [1, UNBOUNDED, UNBOUNDED]
+        reference, mask_numbers, sides = "", None, ()
         if documents is not None and mask is not None:
             raise ValueError(f"documents={documents!r} beside mask={mask!r}: pass one of them")
         if isinstance(documents, Tensor):
@@ -101,8 +91,7 @@ class MoveKey(NamedTuple):
             if not hasattr(mask, "reference"):
                 raise ValueError(f"mask is a {type(mask).__name__}; torch.compile takes an attention mask")
             traceable = cast(TraceableMask, mask)
-            reference, mask_numbers = traceable.reference, traceable.numbers
-            sides = pack_sides(traceable.causal, traceable.window)
+            reference, mask_numbers, sides = traceable.reference, traceable.numbers, traceable.sides
         return cls(
             mask_numbers,
             move,
@@ -112,17 +101,18 @@ class MoveKey(NamedTuple):
             "" if target is None else target.text,
             "" if documents is None else _documents_text(cast("Sequence[Any]", documents)),
             reference,
-            sides,
+            list(sides),
             list(numbers),
             float(fill),
         )
 
     def segments(self, length: int) -> tuple[Segments, ...]:
         """Returns the segments of each row, or one entry for all rows."""
-        if self.mask:
-            numbers = None if self.mask_numbers is None else self.mask_numbers.numpy().tobytes()
-            return _mask_segments(self.mask, *read_sides(self.sides), numbers, length)
-        return documents_segments(self.documents, length)
+        if not self.mask:
+            return documents_segments(self.documents, length)
+        module, _, name = self.mask.partition(":")
+        mask_class: type[TraceableMask] = getattr(import_module(module), name)
+        return _mask_segments(mask_class.read(self.sides, self.mask_numbers), length)
 
     def token_move(self, x: Tensor) -> TokenMove:
         """Returns the move for tokens on the device of x."""
@@ -156,14 +146,5 @@ def read_layout(text: str) -> SequenceLayout:
 
 
 @lru_cache(maxsize=16)
-def _mask_segments(
-    reference: str, causal: bool, window: Window, numbers: bytes | None, length: int
-) -> tuple[Segments, ...]:
-    module, _, name = reference.partition(":")
-    mask_class = getattr(import_module(module), name)
-    sides = None if window == (None, None) else window
-    if numbers is None:
-        mask = mask_class(causal, sides)
-    else:
-        mask = mask_class.of_numbers(causal, sides, torch.frombuffer(bytearray(numbers), dtype=torch.int64).tolist())
+def _mask_segments(mask: TraceableMask, length: int) -> tuple[Segments, ...]:
     return segments_of(length, mask=mask)
