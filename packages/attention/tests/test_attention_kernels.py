@@ -423,7 +423,7 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
     if pieces == 1:
         grads = kernel.backward(*tensors, band, Scores(0.3))
     else:
-        grads = kernel.backward_packed(*tensors, sequences, Scores(0.3))
+        grads = kernel.backward_packed(tensors, sequences, Scores(0.3))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
 
 
@@ -466,7 +466,7 @@ def test_packed_calls_fit_the_schema_of_cudnns_op(monkeypatch):
     q, kv = torch.randn(36, 4, 8).bfloat16(), torch.randn(36, 2, 8).bfloat16()
     sequences = Sequences((6,) * 6, (6,) * 6, (None, 0))
     backward = (q, q, kv, kv, q, torch.randn(36, 4))
-    for function, tensors in ((Cudnn().forward_packed, (q, kv, kv)), (Cudnn().backward_packed, backward)):
+    for function, tensors in ((Cudnn().forward_packed, (q, kv, kv)), (Cudnn().backward_packed, (backward,))):
         with pytest.raises(NotImplementedError, match=r"aten::_cudnn_attention_.*'CPU' backend"):
             function(*tensors, sequences, Scores(0.3))
 

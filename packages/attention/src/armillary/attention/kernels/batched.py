@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import PackingKernel, Scores
+from armillary.attention.kernels.kernel import BackwardTensors, PackingKernel, Scores
 from armillary.attention.kernels.packing import Sequences
 from armillary.attention.mask import Window
 
@@ -28,16 +28,9 @@ class Batched(PackingKernel):
         return out.flatten(0, 1), lse.flatten(0, 1)
 
     def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sequences: Sequences,
-        scores: Scores,
+        self, tensors: BackwardTensors, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = tensors
         dout, q, out, lse = _rows(sequences.queries, dout, q, out, lse)
         k, v = _rows(sequences.keys, k, v)
         dq, dk, dv = self.backward(dout, q, k, v, out, lse, sequences.band, scores)

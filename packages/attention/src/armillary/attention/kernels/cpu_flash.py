@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from armillary.attention.kernels.batched import Batched
-from armillary.attention.kernels.kernel import contiguous_rows
+from armillary.attention.kernels.kernel import BackwardTensors, contiguous_rows
 from armillary.attention.kernels.limits import Limits
-from armillary.attention.kernels.top_left import BackwardTensors, TopLeft
+from armillary.attention.kernels.top_left import TopLeft
 
 _forward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_for_cpu_backward

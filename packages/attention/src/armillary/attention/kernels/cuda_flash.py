@@ -10,9 +10,8 @@ from torch import Tensor
 
 from armillary.attention.kernels.flash import Flash
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.kernel import BackwardTensors, Scores
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import BackwardTensors
 
 _forward: Any = cast(Any, torch.ops.aten)._flash_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._flash_attention_backward

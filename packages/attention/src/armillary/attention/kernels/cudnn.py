@@ -12,10 +12,10 @@ from torch import Tensor
 
 from armillary.attention.kernels.dense import Dense
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import ALIGNMENT, PackingKernel, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import ALIGNMENT, BackwardTensors, PackingKernel, Scores, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.packing import Sequences
-from armillary.attention.kernels.top_left import BackwardTensors, TopLeft, is_causal, is_reversed
+from armillary.attention.kernels.top_left import TopLeft, is_causal, is_reversed
 from armillary.attention.mask import Window
 
 _forward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_cudnn_attention
@@ -99,22 +99,14 @@ class Cudnn(PackingKernel, TopLeft):
         return out, lse
 
     def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sequences: Sequences,
-        scores: Scores,
+        self, tensors: BackwardTensors, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = tensors
         band, lengths = sequences.band, sequences.lengths(q.device)
         dout, q, out, lse = _flip_sequences(band, sequences.queries, dout, q, out, lse)
         k, v = _flip_sequences(band, sequences.keys, k, v)
-        tensors = (dout, q, k, v, out, lse.mT.contiguous())
         options = (*_unused_rng_state(q), None, *lengths, 0.0, is_causal(band))
-        dq, dk, dv = _packed_backward(*tensors, *options, scale=scores.scale)
+        dq, dk, dv = _packed_backward(dout, q, k, v, out, lse.mT.contiguous(), *options, scale=scores.scale)
         (dq,) = _flip_sequences(band, sequences.queries, dq)
         dk, dv = _flip_sequences(band, sequences.keys, dk, dv)
         return dq, dk, dv

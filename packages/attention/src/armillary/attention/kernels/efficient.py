@@ -12,10 +12,10 @@ from torch import Tensor
 
 from armillary.attention.kernels.batched import Batched
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import contiguous_rows
+from armillary.attention.kernels.kernel import BackwardTensors, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.tile import Tile
-from armillary.attention.kernels.top_left import BackwardTensors, TopLeft
+from armillary.attention.kernels.top_left import TopLeft
 
 _forward: Any = cast(Any, torch.ops.aten)._efficient_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._efficient_attention_backward

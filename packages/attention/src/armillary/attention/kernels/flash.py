@@ -9,11 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import ALIGNMENT, PackingKernel, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import ALIGNMENT, BackwardTensors, PackingKernel, Scores, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.packing import Lengths, Sequences
 from armillary.attention.kernels.tile import Tile
-from armillary.attention.kernels.top_left import BackwardTensors
 from armillary.attention.kernels.windows import cut_rows, window_of
 from armillary.attention.mask import Window
 
@@ -70,18 +69,10 @@ class Flash(PackingKernel):
         return out, lse.mT
 
     def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sequences: Sequences,
-        scores: Scores,
+        self, tensors: BackwardTensors, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = (dout, q, k, v, out, lse.mT.contiguous())
-        return self.call_backward(tensors, _window(sequences), scores, sequences.lengths(q.device))
+        lengths, lse = sequences.lengths(tensors[0].device), tensors[5].mT.contiguous()  # [H, tokens]
+        return self.call_backward((*tensors[:5], lse), _window(sequences), scores, lengths)
 
 
 def _window(sequences: Sequences) -> tuple[int, int]:

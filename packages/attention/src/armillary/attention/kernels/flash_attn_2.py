@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash
-from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.kernel import BackwardTensors, Scores
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import BackwardTensors
 
 INTERFACE = "flash_attn.flash_attn_interface"
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention.kernels.flash import FLASH, Flash
-from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.kernel import BackwardTensors, Scores
 from armillary.attention.kernels.limits import HeadDims, Limits
 from armillary.attention.kernels.packing import Lengths
-from armillary.attention.kernels.top_left import BackwardTensors
 
 INTERFACE = "flash_attn.cute.interface"
 

@@ -19,6 +19,9 @@ from armillary.core.validation import number
 ALIGNMENT = 8
 """Number of 16-bit elements in 16 bytes, the unit of a GPU load: rows must start at multiples of it."""
 
+BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""(dout, q, k, v, out, lse)."""
+
 
 class Scores(NamedTuple):
     """The score of a dot product q k: `scale * q k`, and with a softcap c `c * tanh(score / c)`.
@@ -92,15 +95,7 @@ class PackingKernel(Kernel):
 
     @abstractmethod
     def backward_packed(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        sequences: Sequences,
-        scores: Scores,
+        self, tensors: BackwardTensors, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes `backward` of several sequences, shaped as in `forward_packed`."""
 

@@ -6,12 +6,9 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from armillary.attention.kernels.kernel import Kernel, Scores
+from armillary.attention.kernels.kernel import BackwardTensors, Kernel, Scores
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-
-BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""(dout, q, k, v, out, lse)."""
 
 
 class TopLeft(Kernel):

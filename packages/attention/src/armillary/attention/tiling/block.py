@@ -101,7 +101,7 @@ class BlockAttention:
                 if isinstance(call, SingleCall):
                     grads = kernel.backward(*tensors, call.band, scores)
                 else:
-                    grads = call.kernel.backward_packed(*tensors, call.sequences, scores)
+                    grads = call.kernel.backward_packed(tensors, call.sequences, scores)
                 del tensors
                 dq.add(rows, grads[0] if self.sign == 1 else grads[0] * self.sign)
                 dk.add(columns, grads[1])
