@@ -6,8 +6,9 @@ use a separate communicator, overlap with the computation of the next step, and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,35 +31,56 @@ class ResultTokens(NamedTuple):
     packed_tokens: TokenRanges | None
 
 
-class Reduction(Protocol):
-    """Sums the partial results of all ranks on the rank that owns the shard."""
+class Reduction(ABC):
+    """Sums the partial results of all ranks on the rank that owns the shard.
 
+    Args:
+        combine: combines another rank's partial results, for some tokens, with this rank's; called in order of steps.
+            Adds them by default.
+    """
+
+    def __init__(self, rotation: Rotation, combine: Callable[[TokenRanges, Partials], None] | None = None) -> None:
+        self.rotation, self.combine = rotation, combine
+        self.own_partials: Partials = ()
+        self.arriving: tuple[TokenRanges, FlatBuffer] | None = None  # with their tokens in `own_partials`
+        self.exchange: Exchange | None = None
+
+    @abstractmethod
     def result_tokens(self, step: int) -> ResultTokens:
         """Returns the tokens that this rank's partial results must cover at `step`."""
-        ...
 
+    @abstractmethod
     def push(self, step: int, partials: Partials) -> None:
         """Starts to return this rank's partial results for the shard of `step`. Every rank calls it at every step."""
-        ...
 
     def finish(self) -> Partials:
         """Waits, and returns the sums over all ranks for this rank's own shard."""
-        ...
+        self.wait()
+        return self.own_partials
+
+    def wait(self) -> None:
+        """Waits for the exchange in flight, and combines the results that it has returned with this rank's."""
+        if self.exchange:
+            self.exchange.wait()
+            self.exchange = None
+        if self.arriving:
+            tokens, buffer = self.arriving
+            if self.combine:
+                self.combine(tokens, buffer.tensors)
+            else:
+                for total, partial in zip(self.own_partials, buffer.tensors, strict=True):
+                    tokens.add(total, partial)
+            self.arriving = None
 
 
-class RingReduce:
+class RingReduce(Reduction):
     """A sum follows its shard around the ring, one step later; each rank adds its partial result to it.
 
     The owner keeps its own partial result. When no later rank sees a token, its sum is sent to the owner directly, so
     that a sum makes as many hops as its token.
     """
 
-    def __init__(self, rotation: Rotation) -> None:
-        self.rotation = rotation
-        self.own_partials: Partials = ()
-        self.passing_sums: FlatBuffer | None = None
-        self.returned_sums: tuple[TokenRanges, FlatBuffer] | None = None  # with their tokens in `own_partials`
-        self.exchange: Exchange | None = None
+    passing_sums: FlatBuffer | None = None
 
     def result_tokens(self, step: int) -> ResultTokens:
         return ResultTokens(self.rotation.steps[step].token_ranges, None)
@@ -69,7 +91,7 @@ class RingReduce:
             counts = [later.received_count for later in self.rotation.steps[1:]]
             self.buffers = ReceiveBuffers(self.own_partials, counts)
             return
-        self._wait()
+        self.wait()
         rotation, schedule = self.rotation, self.rotation.steps[step]
         send = self._outgoing(schedule, partials)
         # At the last step both neighbours and the owner may be one rank, but then no sum is passed on.
@@ -82,13 +104,9 @@ class RingReduce:
         receive = {rotation.ahead(-1): self.passing_sums} if self.passing_sums else {}
         if schedule.returned_tokens.runs:
             sums = FlatBuffer.like(self.own_partials, schedule.returned_tokens.count)
-            self.returned_sums = schedule.returned_tokens, sums
+            self.arriving = schedule.returned_tokens, sums
             receive[rotation.ahead(step)] = sums
         self.exchange = start_exchange(rotation.return_axis, send, receive)
-
-    def finish(self) -> Partials:
-        self._wait()
-        return self.own_partials
 
     def _outgoing(self, schedule: RingStep, partials: Partials) -> dict[int, FlatBuffer]:
         """Adds this rank's partial results to the sums that came with the shard.
@@ -110,29 +128,9 @@ class RingReduce:
             send[self.rotation.ahead(-schedule.step)] = sums(schedule.final_tokens)
         return send
 
-    def _wait(self) -> None:
-        if self.exchange:
-            self.exchange.wait()
-            self.exchange = None
-        if self.returned_sums:
-            tokens, sums = self.returned_sums
-            _add_at(self.own_partials, tokens, sums.tensors)
-            self.returned_sums = None
 
-
-class DirectReduce:
-    """Each rank sends its partial result directly to the owner, against the direction of the ring (TokenRing).
-
-    Args:
-        combine: combines another rank's partial results, for some tokens, with this rank's; called in order of steps.
-            Adds them by default.
-    """
-
-    def __init__(self, rotation: Rotation, combine: Callable[[TokenRanges, Partials], None] | None = None) -> None:
-        self.rotation, self.combine = rotation, combine
-        self.own_partials: Partials = ()
-        self.returned_partials: tuple[TokenRanges, FlatBuffer] | None = None  # with their tokens in `own_partials`
-        self.exchange: Exchange | None = None
+class DirectReduce(Reduction):
+    """Each rank sends its partial result directly to the owner, against the direction of the ring (TokenRing)."""
 
     def result_tokens(self, step: int) -> ResultTokens:
         schedule = self.rotation.direct_steps[step]
@@ -144,37 +142,15 @@ class DirectReduce:
             counts = [later.returned_tokens.count for later in self.rotation.direct_steps[1:]]
             self.buffers = ReceiveBuffers(partials, counts)
             return
-        self._wait()
-        rotation, tokens = self.rotation, self.rotation.direct_steps[step].returned_tokens
+        self.wait()
+        rotation, schedule = self.rotation, self.rotation.direct_steps[step]
         buffer = self.buffers.take(last_in_use=False)  # its partial results have been added
-        self.returned_partials = None if buffer is None else (tokens, buffer)
-        visible = rotation.direct_steps[step].visible_tokens.runs
-        send = {rotation.ahead(-step): FlatBuffer.of(partials)} if visible else {}
-        receive = {rotation.ahead(step): self.returned_partials[1]} if self.returned_partials else {}
+        self.arriving = (schedule.returned_tokens, buffer) if buffer else None
+        send = {rotation.ahead(-step): FlatBuffer.of(partials)} if schedule.visible_tokens.runs else {}
+        receive = {rotation.ahead(step): buffer} if buffer else {}
         self.exchange = start_exchange(rotation.return_axis, send, receive)
-
-    def finish(self) -> Partials:
-        self._wait()
-        return self.own_partials
-
-    def _wait(self) -> None:
-        if self.exchange:
-            self.exchange.wait()
-            self.exchange = None
-        if self.returned_partials:
-            tokens, partials = self.returned_partials
-            if self.combine:
-                self.combine(tokens, partials.tensors)
-            else:
-                _add_at(self.own_partials, tokens, partials.tensors)
-            self.returned_partials = None
 
 
 def _widened(partials: Partials) -> Partials:
     """Returns partial results in the accumulation dtype."""
     return [partial.to(accumulation_dtype(partial.dtype)) for partial in partials]
-
-
-def _add_at(totals: Partials, tokens: TokenRanges, partials: Partials) -> None:
-    for total, partial in zip(totals, partials, strict=True):
-        tokens.add(total, partial)
