@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import ContextParallel
+from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.context_parallel.communication import gather_tokens
-from armillary.attention.context_parallel.sequence import layout_over_ranks
 from armillary.integrations.accelerate import RowGroups, share_rows
 from armillary.integrations.trainer_checks import check_trainer, method_of
 from armillary.integrations.transformers.inputs import shard_inputs
@@ -174,7 +174,7 @@ def _gather_predictions(predictions: Any, cp: ContextParallel, shape: tuple[int,
     if isinstance(predictions, dict):
         return {name: _gather_predictions(prediction, cp, shape) for name, prediction in predictions.items()}
     rows, length = shape
-    layout = layout_over_ranks(cp.method.layout(length), cp.method)
+    layout = over_all_ranks(cp.method.layout(length), cp.method)
     tokens = layout.sizes[cp.method.shard]
     if not isinstance(predictions, Tensor) or tuple(predictions.shape[:2]) != (rows, tokens):
         output = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__

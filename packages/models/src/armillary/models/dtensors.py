@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils import _pytree as pytree
 
 from armillary.attention import Method
-from armillary.attention.call.dtensor_checks import check_tokens, over_all_ranks
+from armillary.attention.call.dtensor_checks import check_tokens
+from armillary.attention.call.validation import over_all_ranks
 from armillary.core import Axis, LabelTriples, SequenceLayout, sequence_from_local
 from armillary.core.placements import (
     check_placement,

@@ -14,6 +14,7 @@ from armillary.attention.call.graph_key import read_layout
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.mask import AttentionMask
 from armillary.core import Axis, SequenceLayout, compat
 from armillary.core.placements import Placed, check_chunks, check_placement, chunk_sizes, describe, mesh_dim
@@ -165,21 +166,14 @@ def _sharding_axes(method: AttentionMethod) -> list[Axis]:
 
 
 def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: SequenceLayout | None) -> None:
-    """Compares the layout's shards with DTensor's chunks. A layout over other ranks is left to `check_call`."""
-    if layout is None or layout.shards not in (method.shards, method.sequence_shards):
+    """Compares the layout's shards with DTensor's chunks. No layout is left to `check_call`."""
+    if layout is None:
         return
     chunks, axes = [x.shape[1]], _sharding_axes(method)
     for axis in axes:
         chunks = [size for chunk in chunks for size in chunk_sizes(chunk, axis.size)]
     shards = over_all_ranks(layout, method).sizes
     check_chunks("the layout's shards", shards, chunks, " x ".join(axis.name for axis in axes))
-
-
-def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceLayout:
-    """Returns the layout over all ranks of the method: one over the sequence axis alone is refined."""
-    if layout.shards == method.shards or layout.shards != method.sequence_shards:
-        return layout
-    return layout.refine(method.shards // method.sequence_shards)
 
 
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:

@@ -39,6 +39,8 @@ class AttentionMethod(ABC):
     """True if the method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
     head_axis: Axis | None = None
     """The axis that divides the heads, if there is one."""
+    flat_axis: Axis | None = None
+    """One axis over all ranks, once layers with a state have needed it (`context_parallel.communication`)."""
     kernel: str | Kernel | None = None
     """Kernel of calls that name none, or its name; None: the first kernel that takes the inputs."""
 

@@ -156,14 +156,10 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
         if shards > 1:
             raise ValueError(f"{shards} ranks hold the sequence; pass layout=, such as attend.layout(length)")
         layout = SequenceLayout.contiguous(tokens, 1)
-    if layout.shards not in (shards, sequence_shards):
-        accepted_counts = " or ".join(str(n) for n in sorted({shards, sequence_shards}))
-        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted_counts}")
-    head_ranks = shards // sequence_shards
     # The all-to-all over heads joins the shards of a head axis in order. So a layout over all ranks must be a
     # refinement of the layout over the sequence axis, or the joined tokens would have other positions.
-    coarse = layout.coarsen(head_ranks) if layout.shards == shards else layout
-    fine = coarse.refine(head_ranks)
+    coarse = layout.coarsen(shards // sequence_shards) if layout.shards == shards else layout
+    fine = over_all_ranks(coarse, method)
     if layout.shards == shards and fine.sizes != layout.sizes:
         raise ValueError(f"{layout} is not what attend.layout gives: refine a layout over {sequence_shards}")
     if tokens != fine.sizes[method.shard]:
@@ -173,6 +169,16 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
             f"into that"
         )
     return coarse
+
+
+def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceLayout:
+    """Returns a layout over all ranks of a method, given one over these or over its sequence axis alone."""
+    if layout.shards not in (method.shards, method.sequence_shards):
+        accepted_counts = " or ".join(str(n) for n in sorted({method.shards, method.sequence_shards}))
+        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted_counts}")
+    # Head-axis methods (Ulysses) cut each shard of the sequence axis once more.
+    head_ranks = method.shards // layout.shards
+    return layout if head_ranks == 1 else layout.refine(head_ranks)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.attention.context_parallel.sequence import layout_over_ranks
+from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout, all_reduce, compat
 from armillary.core.observe.trace import record, watched
@@ -19,14 +17,10 @@ from armillary.core.validation import check_tensor
 
 
 def find_axes(method: Method) -> list[Axis] | None:
-    """Returns the axes of more than one rank that a method and its inner methods run on; None if they are unknown."""
+    """Returns the axes of more than one rank that a method runs on, innermost first; None if they are unknown."""
     # A method of another library may have ranks without an axis that can be seen: then the product is too small.
-    axes: list[Axis] = []
-    level: Any = method
-    while level is not None:
-        axis = getattr(level, "axis", None)
-        axes += [axis] if isinstance(axis, Axis) and axis.size > 1 else []
-        level = getattr(level, "inner", None)
+    method_axes: Sequence[Axis] = getattr(method, "axes", ())
+    axes = [axis for axis in reversed(method_axes) if axis.size > 1]
     return axes if prod(axis.size for axis in axes) == method.shards else None
 
 
@@ -41,26 +35,21 @@ def method_axes(method: Method) -> list[Axis]:
     return axes
 
 
-_axes: WeakKeyDictionary[Method, Axis] = WeakKeyDictionary()
-
-
 def sequence_axis(method: Method) -> Axis:
     """Returns one axis over all ranks of a method. The first call for a method of several axes creates a group.
 
     Raises:
         ValueError: the axes are unknown, no part of one mesh, or in another order than the shards.
     """
-    if method not in _axes:
-        _axes[method] = _flat_axis(method)
-    return _axes[method]
+    if method.flat_axis is None:
+        method.flat_axis = _flat_axis(method)
+    return method.flat_axis
 
 
 def _flat_axis(method: Method) -> Axis:
     axes = method_axes(method)
-    if not axes:
-        return Axis.alone("sequence")
-    if len(axes) == 1:
-        return axes[0]
+    if len(axes) < 2:
+        return axes[0] if axes else Axis.alone("sequence")
     meshes = [axis.mesh for axis in axes]
     name = type(method).__name__
     if any(mesh is None for mesh in meshes):
@@ -115,7 +104,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
         ValueError: x has another number of tokens than this rank's shard.
     """
     check_tensor("x", x)
-    layout = layout_over_ranks(layout, method)
+    layout = over_all_ranks(layout, method)
     if x.ndim < 2 or x.shape[1] != layout.sizes[method.shard]:
         raise ValueError(
             f"x {tuple(x.shape)}: shard {method.shard} of the layout is [B, {layout.sizes[method.shard]}, ...]"
@@ -129,7 +118,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
     for axis in method_axes(method):
         ranks = _all_gather(axis, torch.stack(gathered).to(_device(axis)))
         gathered = [shard for shards_of_rank in ranks for shard in shards_of_rank]
-    # Axes are gathered outer method first, which need not be the order of shards.
+    # A method may number its shards in another order than its axes.
     order = [shard for (shard,) in gather_integers([[method.shard]], method)]
     shards = {shard: tokens.to(x.device) for shard, tokens in zip(order, gathered, strict=True)}
     return layout.join([shards[i][:, :size] for i, size in enumerate(layout.sizes)])

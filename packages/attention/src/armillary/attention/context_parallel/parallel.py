@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.attention.call.validation import check_layout
+from armillary.attention.call.validation import check_layout, over_all_ranks
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
 from armillary.attention.context_parallel.rows import IGNORED, complete_rows
 from armillary.attention.context_parallel.sdpa import with_documents
-from armillary.attention.context_parallel.sequence import check_method, layout_over_ranks, takes_documents
+from armillary.attention.context_parallel.sequence import check_method, takes_documents
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
@@ -149,7 +149,7 @@ class ContextParallel:
         length = ids.shape[1]
         if layout is not None and layout.length != length:
             raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
-        layout = layout_over_ranks(self.method.layout(length) if layout is None else layout, self.method)
+        layout = over_all_ranks(self.method.layout(length) if layout is None else layout, self.method)
         if labelled is None:
             count = torch.tensor(rows.label_count, device=ids.device)
             labelled = max(int(sum_over_axes(count, self._data_axes)), 1)  # at least 1: without labels, the loss is 0

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor
 
-from armillary.attention.call.validation import check_layout
+from armillary.attention.call.validation import check_layout, over_all_ranks
 from armillary.attention.mask import AttentionMask, RowMasks, Tree
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
@@ -44,7 +44,7 @@ class Sharding:
             ValueError: no layout, one for another number of ranks, or two that differ.
         """
         self.used = True
-        layouts = [layout_over_ranks(layout, method) for layout in (self.layout, style_layout) if layout is not None]
+        layouts = [over_all_ranks(layout, method) for layout in (self.layout, style_layout) if layout is not None]
         if not layouts and method.shards > 1:
             raise ValueError(
                 f"{method.shards} ranks hold the sequence and a shard does not tell its layout: call the model inside "
@@ -57,16 +57,6 @@ class Sharding:
                 "must be equal; give one of them"
             )
         return layouts[0] if layouts else SequenceLayout.contiguous(tokens, 1)
-
-
-def layout_over_ranks(layout: SequenceLayout, method: Method) -> SequenceLayout:
-    """Returns a layout over all ranks of a method, given one over these or over its sequence axis alone."""
-    if layout.shards not in (method.shards, method.sequence_shards):
-        accepted = " or ".join(str(n) for n in sorted({method.shards, method.sequence_shards}))
-        raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted}")
-    # Head-axis methods (Ulysses) cut each shard of the sequence axis once more.
-    head_ranks = method.shards // layout.shards
-    return layout if head_ranks == 1 else layout.refine(head_ranks)
 
 
 def check_method(method: Method) -> None:

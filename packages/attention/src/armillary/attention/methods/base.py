@@ -21,6 +21,7 @@ from armillary.attention.call.validation import (
     check_hidden,
     check_options,
     check_projected_call,
+    over_all_ranks,
 )
 from armillary.attention.kernels import Kernel
 from armillary.attention.mask import AttentionMask
@@ -62,11 +63,9 @@ class Method(AttentionMethod):
             layout: as for a call.
             rows: rows of the batch.
         """
-        head_ranks = self.shards // self.sequence_shards
         if layout.shards == self.shards:
-            coarse = layout.coarsen(head_ranks)
-            coarse.refine(head_ranks)  # cached: the check of a call refines it again
-            layout = coarse
+            layout = layout.coarsen(self.shards // self.sequence_shards)
+            over_all_ranks(layout, self)  # cached: the check of a call refines it again
         # All earlier calls, not only the newest: its backward may not have run yet, or never will (evaluation).
         for _, previous in self.spec_cache.newest:
             if previous.key_layout == previous.layout:

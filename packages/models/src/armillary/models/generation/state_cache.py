@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.call.dtensor_checks import over_all_ranks
+from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.context_parallel.communication import sequence_axis
 from armillary.core import SequenceLayout, start_all_gather
 from armillary.models.layers.state_mixers import Recurrence, convolve, sharded_recurrence
