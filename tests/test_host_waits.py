@@ -41,7 +41,6 @@ ALLOWED = {
     "models/loss/token_logprobs.py: cpu": "positions of labels, read once where they are made",
     "models/loss/token_logprobs.py: tolist": "positions of labels on the host, if the caller gave them there",
     "models/loss/token_logprobs.py: tensor": "bounds of a chunk, searched on the host",
-    "attention/call/graph_key.py: tolist": "numbers of a mask, which are the host's",
     "attention/call/graph_calls.py: item": "a module's number, which is the host's",
     "attention/call/registered.py: tensor": "a module's number, which is the host's",
     "attention/kernels/packing.py: tensor": "made on the host, and sent from pinned memory",
