@@ -79,7 +79,9 @@ class RotatingShard:
 
     def take(self, packed_tokens: TokenRanges | None) -> tuple[Tensor, ...]:
         """Returns the tensors at some packed indices; None: all. Views of a single run, otherwise copies."""
-        return self.tensors if packed_tokens is None else tuple([packed_tokens.take(x) for x in self.tensors])
+        if packed_tokens is None or packed_tokens.count == self.token_ranges.count:
+            return self.tensors
+        return tuple([packed_tokens.take(x) for x in self.tensors])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -108,9 +109,7 @@ class FlatBuffer(NamedTuple):
             memory = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
         buffer = memory[: sum(sizes)]
         views, offset = dict[int, Tensor](), 0
-        # Tensors whose size is a multiple of the alignment come first, wide dtypes before narrow ones: so each begins
-        # at a multiple of its element size, and as many as possible at an aligned address.
-        for i in sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -tensors[i].element_size())):
+        for i in _byte_order(tuple(sizes), tuple([x.element_size() for x in tensors])):
             views[i] = buffer[offset : offset + sizes[i]].view(tensors[i].dtype).view(shapes[i])
             offset += sizes[i]
         return cls(buffer, tuple(views[i] for i in range(len(sizes))))
@@ -153,6 +152,14 @@ class ReceiveBuffers:
         # After the last step only the buffers keep their blocks alive.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)
         return FlatBuffer.like(self.tensors, count, block)
+
+
+@lru_cache(maxsize=256)
+def _byte_order(sizes: tuple[int, ...], element_sizes: tuple[int, ...]) -> list[int]:
+    """Returns the order in which a buffer of bytes has tensors of so many bytes."""
+    # Tensors whose size is a multiple of the alignment come first, wide dtypes before narrow ones: so each begins at a
+    # multiple of its element size, and as many as possible at an aligned address.
+    return sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -element_sizes[i]))
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
