@@ -11,27 +11,11 @@ import torch
 from torch import Tensor
 
 from armillary.core import compat
+from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, settle
-from armillary.models.activation_checkpoint.segments import Keep
 
 TensorName = Literal["x", "attention_output"]
 """A block's input; or its attention's output, out and lse."""
-
-
-class Computes(Protocol):
-    """A run of a block that can be repeated."""
-
-    needs_output: bool
-    """Backward takes attention's output; otherwise it recomputes all from x."""
-
-    @property
-    def block(self) -> Any: ...
-
-    def replay(self) -> Computes: ...
-
-    def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor: ...
-
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @runtime_checkable
@@ -74,19 +58,17 @@ class Checkpoint:
 
     Args:
         work: the run, to be repeated.
-        keep: the tensors to keep.
         autocast: a context that restores forward's autocast.
         previous: the checkpoint of the block below.
     """
 
     def __init__(
         self,
-        work: Computes,
-        keep: Keep,
+        work: BlockRun,
         autocast: Callable[[], AbstractContextManager[Any]],
         previous: Checkpoint | None,
     ) -> None:
-        self.work, self.keep, self.autocast, self.previous = work, keep, autocast, previous
+        self.work, self.keep, self.autocast, self.previous = work, work.keep, autocast, previous
         self.stored_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
         self.recomputed_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
         # Weak, so that the result is freed as soon as nothing else uses it; the version shows in-place changes.

@@ -21,7 +21,7 @@ dout. In 16 bits dx is rounded each time that a stage of heads adds to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 from weakref import ref
@@ -35,6 +35,7 @@ from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
 from armillary.core import label
 from armillary.core.observe.ledger import phase
+from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
 from armillary.models.activation_checkpoint.segments import Keep, kept_by_blocks
@@ -147,7 +148,7 @@ class Checkpointing:
         """Returns the function that runs each block."""
         if self.policy == "none":
             return [partial(run_tiled, self.chunk) if self.tiled else run_plainly] * layers
-        return [partial(run_checkpointed, self, keep) for keep in self.kept_by_blocks(layers)]
+        return [partial(run_checkpointed, self.chunk, self.prefetch, keep) for keep in self.kept_by_blocks(layers)]
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
@@ -157,7 +158,9 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
         return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
 
 
-def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> Tensor:
+def run_checkpointed(
+    chunk: int | None, prefetch: bool, keep: Keep, block: Block, x: Tensor, context: Context
+) -> Tensor:
     """Runs a block as one `autograd.Function` under a checkpoint policy."""
     params = trained(block)
     previous = context.previous_checkpoint[0]() if context.previous_checkpoint else None
@@ -166,8 +169,10 @@ def run_checkpointed(options: Checkpointing, keep: Keep, block: Block, x: Tensor
     context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
-    run = CheckpointedRun if block.state_mixer is None else StateRun
-    work = run.of(options, keep, block, x, context)
+    if block.state_mixer is None:
+        work = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
+    else:
+        work = StateRun(block, context, replace(keep, attention_output=False), chunk, prefetch)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
 
 
@@ -177,21 +182,18 @@ def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
 
 
 @dataclass
-class CheckpointedRun:
+class CheckpointedRun(BlockRun):
     """One run of a block with attention, forward and backward."""
 
     needs_output = True
 
-    options: Checkpointing
-    keep: Keep
-    block: Block
-    context: Context
     upipe: UPipe
     call: AttentionSpec
-    draws: RNGReplay = field(default_factory=RNGReplay)
 
     @classmethod
-    def of(cls, options: Checkpointing, keep: Keep, block: Block, x: Tensor, context: Context) -> CheckpointedRun:
+    def of(
+        cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
+    ) -> CheckpointedRun:
         method = cast(Method, block.attention)
         # Checked by this method, whose cache has the previous block's call; the UPipe below is a new object.
         call = method.check_projected(
@@ -200,21 +202,13 @@ class CheckpointedRun:
             mask=context.mask,
             layout=context.layout,
         )
-        return cls(options, keep, block, context, UPipe.around(method), call)
-
-    def replay(self) -> CheckpointedRun:
-        """Returns the same run with the random numbers of its first forward."""
-        return replace(self, draws=self.draws.again())
-
-    @property
-    def gathered_ranks(self) -> int:
-        return self.block.gathered_ranks
+        return cls(block, context, keep, chunk, prefetch, UPipe.around(method), call)
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
         """Returns the source of q, k and v for attention, which projects x, or `inside`, for a few heads at a time."""
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
-        return Projected(x, projections, self.options.chunk, dx, totals, self.draws)
+        return Projected(x, projections, self.chunk, dx, totals, self.draws)
 
     def inside(self, x: Tensor) -> Tensor:
         """Returns the input of the projections: x, which every stage of heads normalizes again.
@@ -223,22 +217,13 @@ class CheckpointedRun:
         """
         if self.gathered_ranks == 1:
             return x
-        normed_x = chunked.forward(
-            self.block.norm, (x,), RNGReplay(), self.options.chunk, gathered_ranks=self.gathered_ranks
-        )
+        normed_x = chunked.forward(self.block.norm, (x,), RNGReplay(), self.chunk, gathered_ranks=self.gathered_ranks)
         return normed_x[:, : self.context.tokens]
 
     def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes out and lse, without autograd."""
         with label("attention"):
             return self.upipe.attend(self.source(self.inside(x)), self.call, buffer)
-
-    def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor:
-        """Computes the block's result."""
-        with label("mlp"):
-            return chunked.forward(
-                self.block.after_attention, (x, out), self.draws, self.options.chunk, buffer, self.gathered_ranks
-            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it chunk by chunk."""
@@ -265,7 +250,7 @@ class CheckpointedRun:
             dout = torch.empty_like(out) if needs_attention else None
         with label("mlp"):
             grads = (dx if wants_dx else None, dout)
-            chunking = self.options.chunk, self.gathered_ranks
+            chunking = self.chunk, self.gathered_ranks
             chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
         if dout is None:
             return
@@ -285,7 +270,7 @@ class CheckpointedRun:
         source = self.source(self.inside(x), dinside[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
-        norm_dx, chunking = torch.empty_like(dx), (self.options.chunk, self.gathered_ranks)
+        norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.gathered_ranks)
         chunked.backward(self.block.norm, (x,), dinside, (norm_dx,), totals, RNGReplay(), *chunking)
         dx += norm_dx
 
@@ -294,10 +279,8 @@ class CheckpointedBlock(torch.autograd.Function):
     """A block as one autograd function: saves x, out and lse as its checkpoint says, recomputes everything else."""
 
     @staticmethod
-    def forward(
-        ctx: Any, work: CheckpointedRun | StateRun, previous: Checkpoint | None, x: Tensor, *params: Tensor
-    ) -> Tensor:
-        checkpoint = Checkpoint(work, work.keep, capture_autocast(x.device.type), previous)
+    def forward(ctx: Any, work: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
+        checkpoint = Checkpoint(work, capture_autocast(x.device.type), previous)
         with checkpoint.autocast():
             y, *attention_output = work.forward(x)
         checkpoint.store(ctx, params, x, attention_output)
@@ -312,11 +295,11 @@ class CheckpointedBlock(torch.autograd.Function):
         with label("gradients"):
             dx = writable(grad_outputs)
         checkpoint: Checkpoint = ctx.checkpoint
-        work = cast(CheckpointedRun | StateRun, checkpoint.work).replay()
+        work = checkpoint.work.replay()
         totals = GradientSums(trained(work.block))
         with phase("backward"), checkpoint.autocast():
             x, output = checkpoint.recall()
-            if work.options.prefetch:  # the copies of the block below overlap with this block's backward
+            if work.prefetch:  # the copies of the block below overlap with this block's backward
                 checkpoint.fetch_previous()
             work.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
         checkpoint.finish()
