@@ -236,10 +236,10 @@ def test_mismatched_arguments_are_refused_by_name_on_every_rank(worlds):
         "tp Shard(dim=2)); it must be Shard(dim=1) there",
         "q is Replicate() on axis 'ring'",
         "q is Shard(dim=1) on axis 'ulysses' of DTensor [2, 16, 8, 16] over (ring Shard(dim=1), ulysses Shard(dim=1), "
-        "tp Shard(dim=2)); the method works on axes ['ring'], and other axes accept",
+        "tp Shard(dim=2)); tokens are sharded over axes ['ring'], and other axes accept",
         "q is Shard(dim=3) on axis 'tp'",
-        "3 query and 3 key/value heads of",
-        "8 query and 1 key/value heads of",
+        "q is DTensor [2, 16, 3, 16]",
+        "k is DTensor [2, 16, 1, 16]",
         "the layout's shards (3, 3, 2, 2) over axis 'ring' are not the shards of a DTensor, which cuts 10 as "
         "(3, 3, 3, 1)",
         "cuts 16 as (4, 4, 4, 4)",

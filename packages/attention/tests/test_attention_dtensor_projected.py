@@ -203,7 +203,7 @@ def test_mismatched_arguments_are_refused_by_name_on_every_rank(worlds):
         "x is Replicate() on axis 'ring' of DTensor [2, 16, 12] over (ring Replicate(), tp Replicate()); it must be "
         "Shard(dim=1) there",
         "x is Shard(dim=2) on axis 'tp' of DTensor [2, 16, 12] over (ring Shard(dim=1), tp Shard(dim=2)); "
-        "the method works on axes ['ring'], and other axes accept Shard(dim=0), Replicate()",
+        "tokens are sharded over axes ['ring'], and other axes accept Shard(dim=0), Replicate()",
         "(3, 3, 2, 2) over axis 'ring' are not the shards of a DTensor, which cuts 10 as (3, 3, 3, 1)",
         f"{first} Shard(dim=0) on axis 'ring' of DTensor [8, 12] over (ring Shard(dim=0), tp Replicate()); it must be "
         "Replicate() there",

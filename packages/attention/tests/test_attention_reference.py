@@ -332,11 +332,11 @@ def test_the_mask_and_the_oracle_agree_on_who_sees_whom(mask, queries, keys, row
     ("shapes", "message"),
     [
         (((11, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8)), r"\(11, 4, 8\)"),
-        (((2, 11, 4, 8), (3, 11, 2, 8), (2, 11, 2, 8)), r"one batch size.*\(3, 11, 2, 8\)"),
-        (((2, 11, 4, 8), (2, 11, 2, 8), (2, 12, 2, 8)), r"same tokens and heads.*\(2, 12, 2, 8\)"),
-        (((2, 11, 4, 8), (2, 11, 2, 8), (2, 11, 4, 8)), r"same tokens and heads.*\(2, 11, 4, 8\)"),
-        (((2, 11, 4, 8), (2, 11, 2, 6), (2, 11, 2, 8)), r"one head dim; got 8 and 6"),
-        (((2, 11, 4, 8), (2, 11, 3, 8), (2, 11, 3, 8)), r"3 key/value heads do not divide 4 query heads"),
+        (((2, 11, 4, 8), (3, 11, 2, 8), (2, 11, 2, 8)), r"\(3, 11, 2, 8\)"),
+        (((2, 11, 4, 8), (2, 11, 2, 8), (2, 12, 2, 8)), r"\(2, 12, 2, 8\)"),
+        (((2, 11, 4, 8), (2, 11, 2, 8), (2, 11, 4, 8)), r"v \(2, 11, 4, 8\)"),
+        (((2, 11, 4, 8), (2, 11, 2, 6), (2, 11, 2, 8)), r"\(2, 11, 2, 6\)"),
+        (((2, 11, 4, 8), (2, 11, 3, 8), (2, 11, 3, 8)), r"4 query heads.*3 key/value heads"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_with_the_numbers(shapes, message):

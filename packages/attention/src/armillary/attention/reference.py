@@ -5,47 +5,38 @@ It shares no code with the methods and kernels, not even the rule of visible pai
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NotRequired, TypedDict, Unpack, overload
 
 import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.validation import are_plain_tensors, check_options
+from armillary.attention.call.validation import are_plain_tensors, check_options, check_tensors
 from armillary.attention.mask import AttentionMask
 from armillary.attention.oracle_visibility import visible_pairs
 
 
+class ReferenceArguments(TypedDict):
+    """The keyword arguments of `reference_attention` except `return_lse`."""
+
+    mask: AttentionMask
+    scale: NotRequired[float | None]
+    sinks: NotRequired[Tensor | None]
+    softcap: NotRequired[float | None]
+    query_positions: NotRequired[Tensor | None]
+    key_positions: NotRequired[Tensor | None]
+
+
 @overload
 def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: AttentionMask,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **arguments: Unpack[ReferenceArguments]
 ) -> Tensor: ...
 
 
 @overload
 def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: AttentionMask,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Unpack[ReferenceArguments]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -88,7 +79,7 @@ def reference_attention(
     """
     check_options(AttentionOptions(mask, scale=scale, softcap=softcap))
     are_plain_tensors(q, k, v, sinks)  # raises ValueError for anything that is no dense tensor
-    _check_shapes(q, k, v)
+    check_tensors(q, k, v, None)
     sink = _sink_logits(q, sinks)
     i = _positions(query_positions, q, "query")
     j = _positions(key_positions, k, "key")
@@ -136,17 +127,3 @@ def _positions(positions: Tensor | None, x: Tensor, name: str) -> Tensor:
             f"{name}_positions has shape {tuple(positions.shape)}; it must be ({x.shape[1]},), one per token"
         )
     return positions.to(x.device)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q [B, T, H, D], k [B, S, K, D] and v [B, S, K, Dv] are needed; got {shapes}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size; got {shapes}")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"k and v must have the same tokens and heads; got {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have one head dim; got {q.shape[3]} and {k.shape[3]} in {shapes}")
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{k.shape[2]} key/value heads do not divide {q.shape[2]} query heads; got {shapes}")

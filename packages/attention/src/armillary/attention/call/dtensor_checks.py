@@ -71,13 +71,8 @@ def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: Att
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
         raise ValueError(f"{descriptions}: each needs 4 dims, [batch, tokens, heads, head dim]")
     check_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
-    # Heads must be cut evenly, so that the query heads of a group stay with their key/value head.
-    head_ranks = prod(q.device_mesh.size(i) for i, placement in enumerate(q.placements) if placement == Shard(2))
-    if q.shape[2] % head_ranks or k.shape[2] % head_ranks:
-        raise ValueError(
-            f"{q.shape[2]} query and {k.shape[2]} key/value heads of {describe(q)} are sharded over {head_ranks} "
-            f"ranks, which must divide both"
-        )
+    check_heads("q", q)
+    check_heads("k", k)
     _check_shards(k, method, options.layout if options.key_layout is None else options.key_layout)
     if "sinks" in metadata:
         _check_sinks(metadata["sinks"], "q", q)
@@ -139,7 +134,14 @@ def check_tokens(
     Args:
         other_placements: accepted on the other axes of the mesh.
     """
-    axes = _sharding_axes(method)
+    check_token_placements(name, x, _sharding_axes(method), other_placements)
+    _check_shards(x, method, layout)
+
+
+def check_token_placements(
+    name: str, x: Placed | DTensor, axes: Sequence[Axis], other_placements: Sequence[Placement]
+) -> None:
+    """Raises ValueError unless tokens [B, N, ...] are sharded over these axes alone, outermost first."""
     dims = [mesh_dim(x, axis) for axis in axes]
     for dim in dims:
         check_placement(name, x, dim, Shard(1))
@@ -154,10 +156,19 @@ def check_tokens(
         axis = (x.device_mesh.mesh_dim_names or ())[dim]
         accepted_placements = ", ".join(map(repr, other_placements))
         raise ValueError(
-            f"{name} is {placement!r} on axis {axis!r} of {describe(x)}; the method works on axes {axis_names}, and "
-            f"other axes accept {accepted_placements}"
+            f"{name} is {placement!r} on axis {axis!r} of {describe(x)}; tokens are sharded over axes {axis_names}, "
+            f"and other axes accept {accepted_placements}"
         )
-    _check_shards(x, method, layout)
+
+
+def check_heads(name: str, x: Placed | DTensor) -> None:
+    """Raises ValueError unless the heads of x [B, N, H, ...] are cut evenly."""
+    # So that the query heads of a group stay with their key/value head.
+    head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
+    if head_ranks > 1 and (len(x.shape) < 3 or x.shape[2] % head_ranks):
+        raise ValueError(
+            f"{name} is {describe(x)}; its heads are sharded over {head_ranks} ranks, which must divide them"
+        )
 
 
 def _sharding_axes(method: AttentionMethod) -> list[Axis]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from armillary.attention.check.method import root_mean_square
+from armillary.attention.check.method import relative_error, root_mean_square
 from armillary.attention.check.step import CheckRun, RankRecord
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -176,19 +176,11 @@ def _noise(record: RankRecord, expected: RankRecord) -> dict[str, float]:
     pairs |= {name: (record.activations.get(name), exact, 0.0) for name, exact in expected.activations.items()}
     pairs |= {name: (record.gradients.get(name), exact, floor) for name, exact in expected.gradients.items()}
     errors = {
-        name: relative(x, exact, floor)
+        name: relative_error(x, exact, floor)
         for name, (x, exact, floor) in pairs.items()
         if x is not None and exact is not None and x.shape == exact.shape
     }
     return errors | {"loss": abs(record.loss - expected.loss) / max(abs(expected.loss), 1e-300)}
-
-
-def relative(x: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the root mean square of the difference over that of `expected`, or over `floor` if that is larger."""
-    difference, size = root_mean_square(x.double() - expected.double()), max(root_mean_square(expected), floor)
-    if difference != difference:
-        return float("inf")
-    return difference / size if size else (float("inf") if difference else 0.0)
 
 
 def gradient_floor(gradients: Mapping[str, Tensor | None]) -> float:
@@ -272,8 +264,8 @@ def _gradient_errors(
         if any(x.shape != exact.shape for x in ranks):
             errors.append(GradientError(name, float("inf"), limit))
             continue
-        error = max(relative(x, exact, floor) for x in ranks)
-        differ = max(relative(x, ranks[0], floor) for x in ranks) > limit
+        error = max(relative_error(x, exact, floor) for x in ranks)
+        differ = max(relative_error(x, ranks[0], floor) for x in ranks) > limit
         errors.append(
             GradientError(
                 name,
@@ -293,4 +285,4 @@ def _factor(x: Tensor, exact: Tensor, floor: float, limit: float) -> float | Non
     if not norm:
         return None
     factor = float((x * exact).sum()) / norm
-    return factor if factor and relative(x, factor * exact, floor) <= limit * max(1.0, abs(factor)) else None
+    return factor if factor and relative_error(x, factor * exact, floor) <= limit * max(1.0, abs(factor)) else None

@@ -11,7 +11,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_shards import check_heads
 from armillary.attention.methods.local import Local
-from armillary.attention.methods.rank_grid import check_rank_grid
+from armillary.attention.methods.rank_grid import check_inner
 from armillary.core import Axis, SequenceLayout
 
 PendingTensor = Callable[[], Tensor]
@@ -31,9 +31,8 @@ class HeadMethod(Method):
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
-        axis, inner = Axis.of(axis), inner_or_local(inner)
-        for inner_axis in inner.axes:
-            check_rank_grid(axis, inner_axis)
+        axis, inner = Axis.of(axis), Local() if inner is None else inner
+        check_inner(axis, inner, "Ring(mesh['ring'])")
         self.compose(axis, inner)
 
     def compose(self, axis: Axis, inner: Method) -> None:
@@ -59,15 +58,3 @@ class HeadMethod(Method):
         """Returns the number of tokens of each rank of this axis; together they have one sequence shard."""
         first = self.inner.shard * self.axis.size
         return layout.refine(self.shards // self.sequence_shards).sizes[first : first + self.axis.size]
-
-
-def inner_or_local(inner: Method | None) -> Method:
-    """Returns `inner`, or `Local` for None.
-
-    Raises:
-        ValueError: `inner` is not a method.
-    """
-    if inner is not None and not isinstance(inner, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
-        name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
-        raise ValueError(f"inner={name} is not a method; pass an instance, such as Ring(mesh['ring'])")
-    return Local() if inner is None else inner

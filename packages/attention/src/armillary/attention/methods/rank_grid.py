@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from armillary.attention.call.interface import AttentionMethod
 from armillary.core import Axis
+
+
+def check_inner(axis: Axis, inner: AttentionMethod, example: str) -> None:
+    """Raises ValueError unless `inner` is a method whose axes each span a grid of ranks with this one."""
+    if not isinstance(inner, AttentionMethod):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+        name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
+        raise ValueError(f"inner={name} is not a method; pass an instance, such as {example}")
+    for inner_axis in inner.axes:
+        check_rank_grid(axis, inner_axis)
 
 
 def check_rank_grid(outer: Axis, inner: Axis) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.rank_grid import check_rank_grid
+from armillary.attention.methods.rank_grid import check_inner
 from armillary.attention.methods.token_ring import pass_queries_backward
 from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.rotation.returns import RingReduce
@@ -72,7 +72,14 @@ class Ring(Method):
     ) -> None:
         self.axis = Axis.of(axis)
         self.backward_side: Backward = check_backward(backward)
-        self.inner = check_inner(self.axis, inner)
+        self.inner = inner
+        if inner is not None:
+            check_inner(self.axis, inner, "Ring(mesh['devices'])")
+            if not inner.fits_inside_ring:
+                raise ValueError(
+                    f"inner={type(inner).__name__} does not fit inside of a Ring; Ring, TokenRing, AllGatherKV and "
+                    "Local do. Put a method on the head axis around it: Ulysses(mesh['ulysses'], inner=Ring(...))"
+                )
         self.return_axis = self.axis.duplicate()
         devices, device = (1, 0) if inner is None else (inner.shards, inner.shard)
         self.shards = self.sequence_shards = self.axis.size * devices
@@ -185,23 +192,6 @@ class NodeAttention(NamedTuple):
             grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
             for total, grad in zip((dq, dk, dv), grads, strict=True):
                 total.add(EVERYTHING, grad)
-
-
-def check_inner(axis: Axis, inner: AttentionMethod | None) -> AttentionMethod | None:
-    """Returns `inner`. Raises ValueError unless a ring between nodes on `axis` can have it."""
-    if inner is None:
-        return None
-    name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
-    if not isinstance(inner, AttentionMethod):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"inner={name} is not a method; pass an instance, such as Ring(mesh['devices'])")
-    if not inner.fits_inside_ring:
-        raise ValueError(
-            f"inner={name} does not fit inside of a Ring; Ring, TokenRing, AllGatherKV and Local do. Put a method on "
-            f"the head axis around it: Ulysses(mesh['ulysses'], inner=Ring(...))"
-        )
-    for inner_axis in inner.axes:
-        check_rank_grid(axis, inner_axis)
-    return inner
 
 
 def check_backward(backward: Backward) -> Backward:

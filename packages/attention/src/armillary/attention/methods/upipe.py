@@ -27,7 +27,7 @@ from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.call.sources import Finished, Heads, QKVSource, select_heads, write_heads
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.head_axis import HeadMethod, PendingTensor, inner_or_local
+from armillary.attention.methods.head_axis import HeadMethod, PendingTensor
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
@@ -71,9 +71,9 @@ class UPipe(HeadMethod, StagedMethod):
         heads_per_stage: int | None = None,
         prefetch: bool = False,
     ) -> None:
-        if inner_or_local(inner).head_axis is not None:
-            raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
         super().__init__(axis, inner)
+        if self.inner.head_axis is not None:
+            raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
         self._set_options(heads_per_stage, flag("prefetch", prefetch))
 
     @classmethod

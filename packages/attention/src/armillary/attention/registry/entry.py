@@ -36,19 +36,22 @@ class Entry:
         plan: called with the options by name.
         options: fields of `MethodOptions` that the method has.
         mesh_options: further fields that only the plan is called with: a mesh tells them the method.
-        resolve: fills in options that are None, for a number of ranks on the method's axis.
+        defaults: values of options that are None, for a number of ranks on the method's axis.
         variants: options worth trying on so many ranks of its axis with so many query heads. None if other methods
             cover them.
-        suffix: options that differ from the default, as shown after the name.
     """
 
     method: Callable[..., Method]
     plan: type[MethodPlan]
     options: tuple[str, ...] = ()
     mesh_options: tuple[str, ...] = ()
-    resolve: Callable[[MethodOptions, int], MethodOptions] = lambda options, ranks: options
+    defaults: Callable[[int], MethodOptions] = lambda ranks: DEFAULT_OPTIONS
     variants: Callable[[int, int], Iterable[MethodOptions]] = lambda ranks, heads: (DEFAULT_OPTIONS,)
-    suffix: Callable[[MethodOptions], str] = lambda options: ""
+
+    def resolve(self, options: MethodOptions, ranks: int) -> MethodOptions:
+        """Fills in options that are None."""
+        values = zip(options, self.defaults(ranks), strict=True)
+        return MethodOptions(*(default if value is None else value for value, default in values))
 
     def arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
         """Returns the keyword arguments of `method` on `ranks` ranks of the method's axis."""

@@ -89,9 +89,13 @@ class NamedMethod:
     options: MethodOptions = DEFAULT_OPTIONS
 
     def __str__(self) -> str:
-        """The name, and options that differ from the default."""
-        head = "" if self.head is None else self.head.suffix(self.options)
-        return f"{self.name}{self.sequence.suffix(self.options)}{head}"
+        """The name, and options that differ from the default, such as "wallfacer C=2 p2p_intra"."""
+        options = self.options
+        team = "" if options.team is None else f" C={options.team}"
+        placement = "" if options.placement == "collect_intra" else f" {options.placement}"
+        nodes = "" if options.nodes is None else f" {options.nodes} nodes"
+        stage = "" if options.heads_per_stage is None else f", {options.heads_per_stage} heads a stage"
+        return f"{self.name}{team}{placement}{nodes}{stage}"
 
     @property
     def axes(self) -> tuple[Role, ...]:

@@ -35,15 +35,9 @@ def wallfacer_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
             yield MethodOptions(team=team, placement=placement)
 
 
-def wallfacer_suffix(options: MethodOptions) -> str:
-    """Returns options such as " C=2 p2p_intra"."""
-    placement = "" if options.placement == "collect_intra" else f" {options.placement}"
-    return f"{'' if options.team is None else f' C={options.team}'}{placement}"
-
-
-def largest_team(options: MethodOptions, ranks: int) -> MethodOptions:
-    """Takes the largest team that fits by default."""
-    return options if options.team is not None else options._replace(team=fitting_teams(ranks)[-1])
+def largest_team(ranks: int) -> MethodOptions:
+    """Returns the largest team that fits."""
+    return MethodOptions(team=fitting_teams(ranks)[-1])
 
 
 def double_ring(nodes: DeviceMesh, devices: DeviceMesh, backward: Backward) -> Method:
@@ -61,16 +55,9 @@ def node_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
     return (MethodOptions(nodes=nodes) for nodes in range(2, ranks // 2 + 1) if ranks % nodes == 0)
 
 
-def node_suffix(options: MethodOptions) -> str:
-    """Returns options such as " 2 nodes"."""
-    return "" if options.nodes is None else f" {options.nodes} nodes"
-
-
-def fewest_nodes(options: MethodOptions, ranks: int) -> MethodOptions:
-    """Takes the fewest nodes above 1 that the ranks can be on by default."""
-    if options.nodes is not None:
-        return options
-    return options._replace(nodes=next((n for n in range(2, ranks + 1) if ranks % n == 0), 1))
+def fewest_nodes(ranks: int) -> MethodOptions:
+    """Returns the fewest nodes above 1 that the ranks can be on."""
+    return MethodOptions(nodes=next((n for n in range(2, ranks + 1) if ranks % n == 0), 1))
 
 
 def upipe_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
@@ -78,14 +65,9 @@ def upipe_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
     return (MethodOptions(heads_per_stage=count) for count in (ranks, 2 * ranks) if count < heads)
 
 
-def upipe_suffix(options: MethodOptions) -> str:
-    """Returns options such as ", 8 heads a stage"."""
-    return "" if options.heads_per_stage is None else f", {options.heads_per_stage} heads a stage"
-
-
-def one_head_per_rank(options: MethodOptions, ranks: int) -> MethodOptions:
-    """Takes one query head per rank and stage by default: the least memory."""
-    return options if options.heads_per_stage is not None else options._replace(heads_per_stage=ranks)
+def one_head_per_rank(ranks: int) -> MethodOptions:
+    """Returns one query head per rank and stage: the least memory."""
+    return MethodOptions(heads_per_stage=ranks)
 
 
 def ulysses(axis: DeviceMesh, inner: Method) -> Method:
@@ -100,9 +82,8 @@ def over_nodes(method: Callable[..., Method], plan: type[SequencePlan]) -> Seque
         plan,
         options=("backward",),
         mesh_options=("nodes",),
-        resolve=fewest_nodes,
+        defaults=fewest_nodes,
         variants=node_variants,
-        suffix=node_suffix,
         axes=("nodes", "devices"),
     )
 
@@ -114,9 +95,8 @@ SEQUENCE_METHODS: dict[str, SequenceEntry] = {
         WallFacer,
         WallFacerPlan,
         options=("team", "placement", "backward"),
-        resolve=largest_team,
+        defaults=largest_team,
         variants=wallfacer_variants,
-        suffix=wallfacer_suffix,
     ),
     "all_gather": SequenceEntry(AllGatherKV, AllGatherPlan),
     "ring+ring": over_nodes(double_ring, DoubleRingPlan),
@@ -128,9 +108,8 @@ HEAD_METHODS: dict[str, HeadEntry] = {
         UPipe,
         UPipePlan,
         options=("heads_per_stage",),
-        resolve=one_head_per_rank,
+        defaults=one_head_per_rank,
         variants=upipe_variants,
-        suffix=upipe_suffix,
     ),
 }
 LOCAL = SequenceEntry(Local, LocalPlan, axes=())

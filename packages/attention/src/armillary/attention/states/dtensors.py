@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from armillary.attention.call.dtensor_checks import check_heads, check_token_placements
 from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
 from armillary.core import Axis, compat
 from armillary.core.placements import (
@@ -20,7 +20,6 @@ from armillary.core.placements import (
     describe,
     dtensor_like,
     local_of,
-    mesh_dim,
 )
 
 
@@ -52,9 +51,10 @@ def run_on_dtensors(
     tokens = _check_same_placements({name: x for name, x in inputs.items() if name != "A"})
     first = next(iter(tokens.values()))
     axis = None if options.axis is None else Axis.of(options.axis)
-    axis_dim = None if axis is None else mesh_dim(first, axis)
+    axes = [] if axis is None else [axis]
     for name, x in tokens.items():
-        _check_placements(name, x, axis_dim)
+        check_token_placements(name, x, axes, (Shard(0), Shard(2), Replicate()))
+        check_heads(name, x)
     if axis is not None and options.layout is not None and options.layout.shards == axis.size:
         check_chunks("the layout's shards", options.layout.sizes, chunk_sizes(first.shape[1], axis.size), axis.name)
     # Placements of A [H] and of states [B, H, ...], from those of tokens [B, T, H, ...].
@@ -103,26 +103,6 @@ def _check_same_placements(inputs: Mapping[str, Tensor]) -> dict[str, DTensor]:
         descriptions = ", ".join(f"{name} {describe(x)}" for name, x in tokens.items())
         raise ValueError(f"{descriptions}: all must be placed alike on one mesh")
     return tokens
-
-
-def _check_placements(name: str, x: DTensor, axis_dim: int | None) -> None:
-    """Raises ValueError for placements of tokens [B, T, H, ...] that `run_on_dtensors` does not accept."""
-    if axis_dim is not None:
-        check_placement(name, x, axis_dim, Shard(1))
-    for dim, placement in enumerate(x.placements):
-        if dim == axis_dim or x.device_mesh.size(dim) == 1 or placement in (Shard(0), Shard(2), Replicate()):
-            continue
-        axis_name = (x.device_mesh.mesh_dim_names or ())[dim]
-        raise ValueError(
-            f"{name} is {placement!r} on axis {axis_name!r} of {describe(x)}; Shard(0), Shard(2) or Replicate() is "
-            "accepted on axes that do not shard tokens; `redistribute` it first"
-        )
-    # Heads must be cut evenly, so that the value heads of a group stay with their key head.
-    head_ranks = prod(x.device_mesh.size(dim) for dim, placement in enumerate(x.placements) if placement == Shard(2))
-    if head_ranks > 1 and (x.ndim < 3 or x.shape[2] % head_ranks):
-        raise ValueError(
-            f"{name} is {describe(x)}; its heads are sharded over {head_ranks} ranks, which must divide them"
-        )
 
 
 def _local_part(name: str, x: Tensor, tokens: DTensor, expected: list[Placement]) -> Tensor:
