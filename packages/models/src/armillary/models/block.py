@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from weakref import ref
 
 import torch
@@ -15,9 +15,6 @@ from armillary.core import SequenceLayout, compat, label
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import StateMixer
-
-if TYPE_CHECKING:
-    from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 
 
 class AttentionFunction(Protocol):
@@ -62,7 +59,7 @@ class Context:
         self, tokens: int, rotation: RotaryEmbedding | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
-        self.previous_checkpoint: list[ref[Checkpoint]] = []
+        self.previous_checkpoint: list[ref[Any]] = []  # a `Checkpoint`, which refers to its block
 
     def for_block(self, block: Any) -> Context:
         """Returns the context with a block's own mask. Built outside of the block: torch.compile traces the block."""

@@ -163,7 +163,7 @@ def run_checkpointed(
 ) -> Tensor:
     """Runs a block as one `autograd.Function` under a checkpoint policy."""
     params = trained(block)
-    previous = context.previous_checkpoint[0]() if context.previous_checkpoint else None
+    previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
         keep = replace(keep, x=True)  # x is not the previous block's result, so no segment can recompute it
     context.previous_checkpoint.clear()
