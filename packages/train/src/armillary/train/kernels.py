@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, default_margin
-from armillary.attention.kernels.choice import ChosenKernel, explain_choice
+from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, default_margin, kernel_candidates
+from armillary.attention.kernels.limits import FAMILIES
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.config import Config
 from armillary.train.config.model_sizes import model_config
@@ -25,11 +25,11 @@ def kernels_of(
     Packages count as installed if they are on this machine.
     """
     if config.train.device == "cpu":
-        return [explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
+        return [_explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
     inputs = inputs_of(config, model, dtype, torch.device("cuda"))
     known_capability = inputs.capability if capability is None else capability
     return [
-        explain_choice(replace(inputs, capability=each), config.parallel.kernel)
+        _explain_choice(replace(inputs, capability=each), config.parallel.kernel)
         for each in ([known_capability] if known_capability else DRY_RUN_CAPABILITIES)
     ]
 
@@ -77,3 +77,40 @@ def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     has_window = isinstance(model, LlamaConfig) and model.window is not None
     return replace(Inputs.of(head, head, device=device), windowed=has_window, documents=config.data.documents)
+
+
+@dataclass(frozen=True)
+class ChosenKernel:
+    """The kernel that runs on one kind of device.
+
+    Args:
+        device: a description such as "compute capability 9.0 (Hopper)".
+        name: name of the kernel; None if the requested kernel is refused for the block.
+        rejected: the reasons against kernels that are preferred to it, or against the requested one, by name.
+    """
+
+    device: str
+    name: str | None
+    rejected: dict[str, str]
+
+
+def _explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKernel:
+    """Returns the kernel for these inputs and the reasons against faster ones."""
+    device = inputs.device
+    if inputs.capability is not None:
+        number = ".".join(map(str, inputs.capability))
+        device = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
+    candidates = [
+        candidate for candidate in kernel_candidates(inputs) if candidate.kernel.limits.device in (None, inputs.device)
+    ]
+    if requested_kernel is not None:
+        refusal = next(
+            (candidate.refusal for candidate in candidates if candidate.kernel.name == requested_kernel),
+            "of another device",
+        )
+        return ChosenKernel(
+            device, requested_kernel if refusal is None else None, {requested_kernel: refusal} if refusal else {}
+        )
+    name = choose_kernel(inputs).name
+    better_candidates = candidates[: [candidate.kernel.name for candidate in candidates].index(name)]
+    return ChosenKernel(device, name, {candidate.kernel.name: candidate.reason for candidate in better_candidates})

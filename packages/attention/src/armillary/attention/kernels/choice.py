@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from armillary.attention.kernels.cpu_flash import CpuFlash
@@ -16,7 +15,6 @@ from armillary.attention.kernels.flash_attn_3 import FlashAttn3
 from armillary.attention.kernels.flash_attn_4 import FlashAttn4
 from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.kernel import Kernel
-from armillary.attention.kernels.limits import FAMILIES
 
 KERNELS: tuple[Kernel, ...] = (
     CpuFlash(),
@@ -88,46 +86,6 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
     usable = [each.kernel.name for each in kernel_candidates(inputs) if each.refusal is None]
     hint = f"; supported by {', '.join(usable)}" if usable and requested_kernel is not None else ""
     raise ValueError(f"no kernel for {inputs}: {reasons}{hint}")
-
-
-# -- explanations -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChosenKernel:
-    """The kernel that runs on one kind of device.
-
-    Args:
-        device: a description such as "compute capability 9.0 (Hopper)".
-        name: name of the kernel; None if the requested kernel is refused for the block.
-        rejected: the reasons against kernels that are preferred to it, or against the requested one, by name.
-    """
-
-    device: str
-    name: str | None
-    rejected: dict[str, str]
-
-
-def explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKernel:
-    """Returns the kernel for these inputs and the reasons against faster ones."""
-    device = inputs.device
-    if inputs.capability is not None:
-        number = ".".join(map(str, inputs.capability))
-        device = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
-    candidates = [
-        candidate for candidate in kernel_candidates(inputs) if candidate.kernel.limits.device in (None, inputs.device)
-    ]
-    if requested_kernel is not None:
-        refusal = next(
-            (candidate.refusal for candidate in candidates if candidate.kernel.name == requested_kernel),
-            "of another device",
-        )
-        return ChosenKernel(
-            device, requested_kernel if refusal is None else None, {requested_kernel: refusal} if refusal else {}
-        )
-    name = choose_kernel(inputs).name
-    better_candidates = candidates[: [candidate.kernel.name for candidate in candidates].index(name)]
-    return ChosenKernel(device, name, {candidate.kernel.name: candidate.reason for candidate in better_candidates})
 
 
 def check_kernel_name(flag: str, name: str | None) -> None:

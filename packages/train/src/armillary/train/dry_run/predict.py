@@ -8,7 +8,6 @@ from math import prod
 
 import torch
 
-from armillary.attention.kernels.choice import ChosenKernel
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import precision, shard_model
@@ -17,7 +16,7 @@ from armillary.train.config.check import check
 from armillary.train.config.model_sizes import model_config
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
-from armillary.train.kernels import Capability, kernels_of
+from armillary.train.kernels import Capability, ChosenKernel, kernels_of
 from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.runtime.fake_world import fake_world

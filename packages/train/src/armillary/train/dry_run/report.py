@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from armillary.attention.kernels.choice import ChosenKernel
 from armillary.data.console.table import Column, print_table
 from armillary.models import GPTConfig
 from armillary.train.config import Config
 from armillary.train.cuda_setup import CudaSetup
 from armillary.train.dry_run.predict import DryRun, dry_run
+from armillary.train.kernels import ChosenKernel
 
 PLANNER = (
     "memory and time of a step: armillary-plan run, with these flags and --cluster 8xh100 (pip install armillary-plan)"
