@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple, NotRequired, TypedDict, TypeVar, cast
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 from torch import Tensor
 
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
-from armillary.attention.tiling.grid import Grid, grid_of
+from armillary.attention.tiling.grid import CachesDerived, Grid, grid_of
 from armillary.attention.tiling.packs import Shards
 from armillary.core import SequenceLayout, TokenRanges
-
-Result = TypeVar("Result")
 
 
 class Saved(NamedTuple):
@@ -62,7 +60,7 @@ class CallArguments(ProjectedArguments):
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionSpec:
+class AttentionSpec(CachesDerived):
     """One checked attention call. Equal on every rank of a method, except for `key_heads`.
 
     Equal calls share one spec, and with it everything derived from it (`cached`).
@@ -93,17 +91,6 @@ class AttentionSpec:
     def grid(self) -> Grid:
         """The visible pairs of each query shard and key shard."""
         return grid_of(self.layout, self.key_layout, self.mask)
-
-    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Returns the result of `make`, computed once for each `key`."""
-        derived = self._derived
-        if key not in derived:
-            derived[key] = make()
-        return cast("Result", derived[key])
-
-    def has(self, key: Hashable) -> bool:
-        """Returns True if `cached` has computed the result for `key`."""
-        return key in self._derived
 
     def with_heads(self, key_heads: tuple[int, ...]) -> AttentionSpec:
         """Returns the call as an inner method sees it, with these heads only."""

@@ -68,9 +68,7 @@ class MethodReport:
         """Prints a table of all errors."""
         rows = [("mask", "layout", "tensor", "error")]
         rows += [(error.mask, error.layout, error.tensor, f"{error.error:.2g}") for error in self.errors]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("\n".join(aligned(rows)))
 
 
 def check_method(
@@ -136,6 +134,12 @@ def relative_error(result: Tensor, expected: Tensor, floor: float = 0.0) -> floa
     if not difference:
         return 0.0
     return float("inf") if isnan(difference) or not size else difference / size
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def root_mean_square(x: Tensor) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from armillary.attention.check.compare import Comparison, TensorError
 from armillary.attention.check.diagnose import Diagnosis, Evidence, diagnose, list_names, spans
+from armillary.attention.check.method import aligned
 
 NOT_CHECKED = ("GPU kernels (all ranks run on the CPU)", "dropout, if the step uses any", "speed and memory")
 
@@ -68,7 +68,7 @@ class ModelReport:
             f"{run.ranks} ranks against one: {run.rows} x {run.tokens} tokens, {str(run.dtype)[6:]}.",
             f"Errors are relative to one rank's norms; up to {limit:.0e} is right.",
             "",
-            *_aligned(rows),
+            *aligned(rows),
             "",
         ]
         for diagnosis in self.diagnoses:
@@ -115,11 +115,6 @@ def _mask(positions: Any, evidence: Evidence) -> Any:
     mask = positions.new_zeros(evidence.plain.run.tokens).bool()
     mask[positions] = True
     return mask
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _run_dict(comparison: Comparison) -> dict[str, Any]:

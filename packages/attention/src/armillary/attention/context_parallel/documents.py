@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention.context_parallel.communication import find_axes, gather_integers
-from armillary.attention.context_parallel.sequence import Documents, check_tokens
+from armillary.attention.context_parallel.sequence import check_tokens
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.content import Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.context_parallel.sequence import Documents
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.content import Documents
 from armillary.core.validation import check_tensor, integer
 
 IGNORED = -100

@@ -17,7 +17,6 @@ from armillary.attention.call.validation import cast_for_autocast
 from armillary.attention.context_parallel.dense_masks import REMEDY, MaskReader
 from armillary.attention.context_parallel.registries import Refusal, refuse_models
 from armillary.attention.context_parallel.sequence import (
-    Documents,
     Sharding,
     check_method,
     check_tokens,
@@ -26,6 +25,7 @@ from armillary.attention.context_parallel.sequence import (
     takes_documents,
 )
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.content import Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout, compat
 

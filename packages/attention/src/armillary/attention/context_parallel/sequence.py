@@ -11,10 +11,9 @@ from torch import Tensor
 
 from armillary.attention.call.validation import check_layout, over_all_ranks
 from armillary.attention.mask import AttentionMask, RowMasks, Tree
+from armillary.attention.mask.content import Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-
-Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class Sharding:

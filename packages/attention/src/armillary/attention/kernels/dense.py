@@ -15,6 +15,7 @@ from armillary.attention.kernels.kernel import Scores
 from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
+from armillary.core import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Dense(Batched):
     def _blocks(self, q: Tensor, k: Tensor, band: Window) -> Iterator[tuple[slice, slice, Window]]:
         """Yields (rows, columns that they see, band) of each block."""
         batch, queries, heads, _ = q.shape
-        row_bytes = batch * heads * k.shape[1] * _accumulation_dtype(q).itemsize
+        row_bytes = batch * heads * k.shape[1] * accumulation_dtype(q.dtype).itemsize
         step = max(1, self.score_bytes // max(1, row_bytes))  # an empty batch has rows of 0 bytes
         tile = Tile(0, queries, 0, k.shape[1], *band)
         for start in range(0, queries, step):
@@ -89,7 +90,7 @@ def _backward(
 
 def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor | float]:
     """Returns scores [B, K, H / K, T, S] in the accumulation dtype, -inf where hidden, and their slope over q k."""
-    dtype = _accumulation_dtype(q)
+    dtype = accumulation_dtype(q.dtype)
     q_groups = rearrange(q.to(dtype), "b t (k g) d -> b t k g d", k=k.shape[2])
     values, slope = einsum(q_groups, k.to(dtype), "b t k g d, b s k d -> b k g t s") * scores.scale, scores.scale
     if scores.softcap is not None:
@@ -106,7 +107,3 @@ def _hidden(q: Tensor, k: Tensor, band: Window) -> Tensor:
     hidden = torch.zeros_like(offset, dtype=torch.bool)
     hidden = hidden if low is None else hidden | (offset < low)
     return hidden if high is None else hidden | (offset > high)
-
-
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -16,6 +16,7 @@ from armillary.attention.kernels.kernel import BackwardTensors, contiguous_rows
 from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import TopLeft
+from armillary.core import accumulation_dtype
 
 _forward: Any = cast(Any, torch.ops.aten)._efficient_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._efficient_attention_backward
@@ -90,4 +91,4 @@ def _sum_head_groups(grad: Tensor, like: Tensor) -> Tensor:
     if grad.shape[2] == like.shape[2]:
         return grad
     groups = rearrange(grad, "b s (k g) d -> b s k g d", k=like.shape[2])
-    return groups.sum(3, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return groups.sum(3, dtype=accumulation_dtype(grad.dtype))

@@ -36,8 +36,7 @@ class FlashAttn3(Flash):
     ) -> tuple[Tensor, Tensor]:
         options = self._options(scores) | {"softmax_scale": scores.scale, "causal": False}
         if lengths is not None:
-            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            options |= dict(zip(names, lengths, strict=True))
+            options |= lengths.by_name
         out, lse, *_ = _call("_flash_attn_forward", (q, k, v), window, options)
         return out, lse
 

@@ -51,5 +51,4 @@ def _options(window: tuple[int, int], scores: Scores, lengths: Lengths | None) -
     options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": left_window is None and right == 0}
     if not options["causal"]:
         options |= {"window_size_left": left_window, "window_size_right": right}
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return options if lengths is None else options | dict(zip(names, lengths, strict=True))
+    return options if lengths is None else options | lengths.by_name

@@ -27,6 +27,12 @@ class Lengths(NamedTuple):
     longest_queries: int
     longest_keys: int
 
+    @property
+    def by_name(self) -> dict[str, torch.Tensor | int]:
+        """The lengths as keyword arguments of flash-attn's versions 3 and 4."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return dict(zip(names, self, strict=True))
+
 
 class Sequences(NamedTuple):
     """The packed sequences of a kernel call: piece after piece, and in a piece row after row of the batch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
+from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
@@ -21,7 +21,7 @@ from armillary.attention.planning.comm_plan import (
     steps,
 )
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
-from armillary.attention.planning.ring import RingPlan, ring_backward_memory, rotates_queries
+from armillary.attention.planning.ring import RingPlan, backward_side, ring_backward_memory, rotates_queries
 from armillary.attention.planning.rotation import ReturnedTokens, hop_tokens, ring_reduce_tokens
 from armillary.attention.planning.send import Send
 from armillary.attention.planning.token_ring import TokenRingPlan
@@ -68,9 +68,7 @@ class NodeRingPlan(SequencePlan):
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         devices = self.devices(work.layout.shards)
         forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), self.inner.comm_plan)
-        queries = (work.layout.length, len(work.key_heads), work.head_dim)
-        keys = (work.key_layout.length, work.kv_heads, work.value_dim)
-        side = cheaper_side(self.backward, queries, keys, work.dtype, work.grid)
+        side = backward_side(work, self.backward)
         backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), self.inner.comm_plan)
         if side == "keys":
             rotating_payload, sums = work.payload("k", "v"), work.payload("dk", "dv")

@@ -63,12 +63,17 @@ def ring_backward_steps(
     work: AttentionShape, backward: Backward, rings: Callable[[RotatingSide], Sequence[RingTopology]]
 ) -> Steps:
     """Steps of `Ring.backward` on all ranks of the rings for the side that rotates."""
-    queries = (work.layout.length, len(work.key_heads), work.head_dim)
-    keys = (work.key_layout.length, work.kv_heads, work.value_dim)
-    side = cheaper_side(backward, queries, keys, work.dtype, work.grid)
+    side = backward_side(work, backward)
     if side == "queries":
         return pass_queries_backward_steps(work, rings(side), ring_reduce_tokens)
     return rotation_steps(work, rings(side), work.payload("k", "v"), work.payload("dk", "dv"), ring_reduce_tokens)
+
+
+def backward_side(work: AttentionShape, backward: Backward) -> RotatingSide:
+    """Returns the side that rotates in backward."""
+    queries = (work.layout.length, len(work.key_heads), work.head_dim)
+    keys = (work.key_layout.length, work.kv_heads, work.value_dim)
+    return cheaper_side(backward, queries, keys, work.dtype, work.grid)
 
 
 def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:

@@ -50,8 +50,8 @@ class Entry:
 
     def resolve(self, options: MethodOptions, ranks: int) -> MethodOptions:
         """Fills in options that are None."""
-        values = zip(options, self.defaults(ranks), strict=True)
-        return MethodOptions(*(default if value is None else value for value, default in values))
+        defaults = self.defaults(ranks)._asdict()
+        return options._replace(**{name: x for name, x in defaults.items() if getattr(options, name) is None})
 
     def arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
         """Returns the keyword arguments of `method` on `ranks` ranks of the method's axis."""

@@ -29,7 +29,24 @@ class VisibleTokens(NamedTuple):
     keys: tuple[range, ...] = ()
 
 
-class Grid:
+class CachesDerived:
+    """An immutable object that caches what is derived from it."""
+
+    _derived: dict[Hashable, object]
+
+    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Returns the result of `make`, computed once for each `key`."""
+        derived = self._derived
+        if key not in derived:
+            derived[key] = make()
+        return cast("Result", derived[key])
+
+    def has(self, key: Hashable) -> bool:
+        """Returns True if `cached` has computed the result for `key`."""
+        return key in self._derived
+
+
+class Grid(CachesDerived):
     """The blocks of a call: the shards of `layout` against the shards of `key_layout`, under a mask.
 
     Caches everything derived from these three (`cached`). A run with a new mask at every step, such as packed
@@ -38,13 +55,7 @@ class Grid:
 
     def __init__(self, layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> None:
         self.layout, self.key_layout, self.mask = layout, key_layout, mask
-        self._derived = dict[Hashable, object]()
-
-    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Returns the result of `make`, computed once for each `key`."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        return cast("Result", self._derived[key])
+        self._derived = {}
 
     @property
     def rows(self) -> range:

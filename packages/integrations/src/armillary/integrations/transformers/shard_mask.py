@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from armillary.attention.context_parallel.sequence import Documents, Sharding
+from armillary.attention.context_parallel.sequence import Sharding
 from armillary.attention.mask import AttentionMask
+from armillary.attention.mask.content import Documents
 from armillary.core import SequenceLayout
 from armillary.integrations.transformers.groups import mask_of
 from armillary.integrations.transformers.masks import Rule
