@@ -7,8 +7,6 @@ neighbouring tiles that form one band are joined. A full rectangle has no bounds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,12 +33,13 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
 
 def join_tiles(array: TileArray) -> tuple[Tile, ...]:
     """Returns the same pairs in fewer tiles: neighbours that form one band are joined, along keys and then queries."""
-    rows = _join(_join(array[:, 1:], KEYS, _join_columns), QUERIES, _join_rows)
+    rows = _transposed(_join(_transposed(_join(array[:, 1:]))))
     return tuple(_tiles_of(rows[np.lexsort(rows[:, 3::-1].T)]))
 
 
-KEYS, QUERIES = slice(2, 4), slice(0, 2)
-"""Columns of a tile's row that hold its edges along one side."""
+def _transposed(rows: Integers) -> Integers:
+    """Returns tiles [n, 6] with queries and keys exchanged: low <= b - a <= high is -high <= a - b <= -low."""
+    return rows[:, (2, 3, 0, 1, 5, 4)] * np.array((1, 1, 1, 1, -1, -1))
 
 
 def _tiles_of(rows: Integers) -> list[Tile]:
@@ -55,64 +54,45 @@ def _rows_of(tiles: list[Tile]) -> Integers:
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
-def _join(rows: Integers, side: slice, join: Callable[[Tile, Tile], Tile | None]) -> Integers:
-    """Joins each tile [n, 6] to one that ends where it starts along `side`, if the two form a band."""
-    near = _may_join(rows, side)
+def _join(rows: Integers) -> Integers:
+    """Joins each tile [n, 6] to one on its left that ends where it starts, if the two form a band."""
+    near = _may_join(rows)
     if not near.any():
         return rows
     by_end = dict[int, list[Tile]]()
-    for tile in sorted(_tiles_of(rows[near]), key=lambda tile: (_edges(tile, side)[0], tile.q0, tile.k0)):
-        candidates = by_end.get(_edges(tile, side)[0], [])
-        previous, union = next(((old, both) for old in candidates if (both := join(old, tile))), (None, tile))
+    for tile in sorted(_tiles_of(rows[near]), key=lambda tile: (tile.k0, tile.q0)):
+        candidates = by_end.get(tile.k0, [])
+        previous, union = next(((old, both) for old in candidates if (both := _joined(old, tile))), (None, tile))
         if previous is not None:
             candidates.remove(previous)
-        by_end.setdefault(_edges(union, side)[1], []).append(union)
-    joined = [tile for same_end in by_end.values() for tile in same_end]
-    return np.concatenate((rows[~near], _rows_of(joined)))
+        by_end.setdefault(union.k1, []).append(union)
+    joined_tiles = [tile for same_end in by_end.values() for tile in same_end]
+    return np.concatenate((rows[~near], _rows_of(joined_tiles)))
 
 
-def _edges(tile: Tile, side: slice) -> tuple[int, int]:
-    return (tile.k0, tile.k1) if side == KEYS else (tile.q0, tile.q1)
-
-
-def _may_join(rows: Integers, side: slice) -> NDArray[np.bool_]:
+def _may_join(rows: Integers) -> NDArray[np.bool_]:
     """Returns which tiles [n, 6] start or end where another one ends or starts that they may form a band with.
 
-    If no tile is bounded from below, as under a causal mask, joined ones must reach the same edge there
-    (`_join_columns`, `_join_rows`); from above likewise. Thousands of documents and their neighbours do not.
+    If no tile is bounded from below, as under a causal mask, joined ones must reach the same edge there (`_joined`);
+    from above likewise. Thousands of documents and their neighbours do not.
     """
     lower, upper = (rows[:, 4] != -FAR).any(), (rows[:, 5] != FAR).any()
     if lower and upper:  # a window: unions have bounds that their tiles lack, so any two may be part of one
         return np.ones(len(rows), dtype=np.bool_)
-    edge = (0 if lower else 1) if side == KEYS else (3 if lower else 2)  # column of `rows` with that edge
+    edge = 0 if lower else 1  # the first or the last query
     # Edges as their ranks, so that two of them make one number.
     rank = np.unique(rows[:, :4], return_inverse=True)[1].reshape(-1, 4)
-    starts, stops = (rank[:, side] + rank[:, edge : edge + 1] * rank.size).T
+    starts, stops = (rank[:, 2:] + rank[:, edge : edge + 1] * rank.size).T
     return np.isin(starts, stops) | np.isin(stops, starts)
 
 
-def _join_columns(a: Tile, b: Tile) -> Tile | None:
+def _joined(a: Tile, b: Tile) -> Tile | None:
     """Returns `a` and `b`, to its right, as one tile; None if no single band has exactly their pairs."""
     if a.k1 != b.k0 or (a.low is b.low is None and a.q1 != b.q1) or (a.high is b.high is None and a.q0 != b.q0):
         return None  # the usual case: a side that is unbounded in both must reach the same edge
-    for tile in _unions(a, b):
-        if tile.columns(tile.k0, b.k0) == a and tile.columns(b.k0, tile.k1) == b:
-            return tile
-    return None
-
-
-def _join_rows(a: Tile, b: Tile) -> Tile | None:
-    """Returns `a` and `b`, below it, as one tile; None if no single band has exactly their pairs."""
-    if a.q1 != b.q0 or (a.low is b.low is None and a.k0 != b.k0) or (a.high is b.high is None and a.k1 != b.k1):
-        return None
-    for tile in _unions(a, b):
-        if tile.rows(tile.q0, b.q0) == a and tile.rows(b.q0, tile.q1) == b:
-            return tile
-    return None
-
-
-def _unions(a: Tile, b: Tile) -> Iterator[Tile]:
-    """Yields the rectangle around both, with each combination of their bounds."""
     for low in dict.fromkeys((a.low, b.low)):
         for high in dict.fromkeys((a.high, b.high)):
-            yield Tile(min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1), low, high)
+            tile = Tile(min(a.q0, b.q0), max(a.q1, b.q1), a.k0, b.k1, low, high)
+            if tile.columns(tile.k0, b.k0) == a and tile.columns(b.k0, tile.k1) == b:
+                return tile
+    return None
