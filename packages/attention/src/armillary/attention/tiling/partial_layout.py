@@ -18,11 +18,11 @@ class PartialLayout(SequenceLayout):
         length: number of positions of the full sequence.
     """
 
-    __slots__ = ("_length",)
+    __slots__ = ()
 
     def __init__(self, spans: Iterable[Iterable[range]], length: int) -> None:
-        self._length = length
         super().__init__(spans)
+        self.length = length
 
     def _check(self) -> None:
         """Accepts any positions: instances are only made from parts of checked layouts."""
@@ -31,10 +31,6 @@ class PartialLayout(SequenceLayout):
         return super().__eq__(other) and isinstance(other, SequenceLayout) and self.length == other.length
 
     __hash__ = SequenceLayout.__hash__
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     def coarsen(self, n: int) -> PartialLayout:
         groups = ([self.spans(shard) for shard in range(i, i + n)] for i in range(0, self.shards, n))
