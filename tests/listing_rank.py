@@ -5,7 +5,7 @@ from runpy import run_path
 
 import torch
 
-from armillary.core.testing.accelerated import accelerated
+from armillary.integrations.testing import accelerated
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)

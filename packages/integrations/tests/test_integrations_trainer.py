@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from armillary.attention import ContextParallel, Local, Ring, Ulysses
 from armillary.core.testing import mesh, relative_error
-from armillary.core.testing.accelerated import accelerated
 from armillary.integrations import ContextParallelTrainer, register_transformers
+from armillary.integrations.testing import accelerated
 from armillary.integrations.transformers.inputs import shard_inputs
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from test_integrations_trl_policy import METHODS, VOCABULARY, folder, quiet, tra
 from armillary.attention import ContextParallel, build_attention
 from armillary.attention.post_training import dpo_loss, grpo_loss
 from armillary.core.testing import mesh, relative_error
-from armillary.core.testing.accelerated import accelerated
+from armillary.integrations.testing import accelerated
 
 trl = pytest.importorskip("trl")
 transformers = pytest.importorskip("transformers")

@@ -5,8 +5,8 @@ import torch
 
 from armillary.attention import build_attention
 from armillary.core.testing import mesh, relative_error
-from armillary.core.testing.accelerated import accelerated
 from armillary.integrations import ContextParallelDPOTrainer, ContextParallelGRPOTrainer, register_transformers
+from armillary.integrations.testing import accelerated
 
 trl = pytest.importorskip("trl")
 datasets, tokenizers, transformers = (pytest.importorskip(name) for name in ("datasets", "tokenizers", "transformers"))

@@ -130,9 +130,14 @@ def dtensor_like(
         changed: other placements, by mesh dim. Gradients get the placements of the result.
     """
     placements = [(changed or {}).get(mesh_dim, old) for mesh_dim, old in enumerate(x.placements)]
-    # Without shape and stride, from_local would communicate to learn them.
+    return from_local(local, x.device_mesh, placements, shape)
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Returns the DTensor of global `shape` with shard `local` on this rank. Communicates nothing."""
+    # Without shape and stride, DTensor.from_local would communicate to learn them.
     stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def describe(x: DTensor | Placed) -> str:

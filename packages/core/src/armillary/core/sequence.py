@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from armillary.core.layout import SequenceLayout
-from armillary.core.placements import check_chunks, chunk_sizes, describe
+from armillary.core.placements import check_chunks, chunk_sizes, describe, from_local
 from armillary.core.validation import check_tensor, integer
 
 SEQUENCE_AXES = ("nodes", "devices", "ring", "ulysses")
@@ -113,9 +113,7 @@ def sequence_from_local(
     shape = list(x.shape)
     shape[dim] = layout.length
     shape[0] *= prod(mesh.size(mesh_dim) for mesh_dim in row_dims)
-    # Without shape and stride, from_local would communicate to learn them.
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return from_local(x, mesh, placements, shape)
 
 
 def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[str] | None = None) -> bool:

@@ -52,7 +52,8 @@ class VocabularyShard:
                 f"{rank_axis.size} ranks"
             )
         all_rows = rows if vocabulary is None else vocabulary
-        row_range = range(all_rows)[own_rows(all_rows, rank_axis)]
+        row_count = ceil(all_rows / rank_axis.size)  # as `torch.chunk` cuts
+        row_range = range(all_rows)[rank_axis.rank * row_count : (rank_axis.rank + 1) * row_count]
         if rows != len(row_range):
             raise ValueError(
                 f"rank {rank_axis.rank} of {rank_axis.size} on axis {rank_axis.name!r} has {len(row_range)} of "
@@ -140,9 +141,3 @@ class VocabularyShard:
     def scale_by_mass(self, x: Tensor, rank_lse: Tensor, lse: Tensor) -> Tensor:
         """Returns `x` times exp(rank_lse - lse), the probability mass of this rank's rows."""
         return x if self.alone else x * (rank_lse - lse).exp()
-
-
-def own_rows(vocabulary: int, axis: Axis) -> slice:
-    """Returns the rank's part of V rows, as `torch.chunk` cuts them."""
-    row_count = ceil(vocabulary / axis.size)
-    return slice(axis.rank * row_count, (axis.rank + 1) * row_count)
