@@ -11,8 +11,7 @@ from torch import Tensor
 
 from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.methods.base import Method
-from armillary.core import Axis, SequenceLayout, all_reduce, compat
-from armillary.core.observe.trace import record, watched
+from armillary.core import Axis, SequenceLayout, all_reduce, compat, start_all_gather
 from armillary.core.validation import check_tensor
 
 
@@ -67,14 +66,11 @@ def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[
     """Returns the rows of integers of all ranks of a method, all rows of one length. Every rank must call it."""
     gathered = [list(row) for row in rows]
     for axis in method_axes(method):
-        width = len(gathered[0])
         local = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
-        # Ranks may have different numbers of rows: their counts are exchanged first, then rows padded to the most.
-        counts = [int(count) for count in _all_gather(axis, torch.tensor([len(gathered)], device=local.device))]
-        padded = local.new_zeros((max(counts), width))
-        padded[: len(local)] = local
-        ranks = zip(_all_gather(axis, padded), counts, strict=True)
-        gathered = [row for rows_of_rank, count in ranks for row in rows_of_rank[:count].tolist()]
+        # Ranks may have different numbers of rows, which are exchanged first.
+        count = torch.tensor([len(gathered)], device=local.device)
+        counts = start_all_gather(count, axis, [1] * axis.size, 0).wait().tolist()
+        gathered = start_all_gather(local, axis, counts, 0).wait().tolist()
     return gathered
 
 
@@ -114,22 +110,13 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
     # Shards differ in length, and torch gathers tensors of one shape.
     padded = x.new_zeros((x.shape[0], max(layout.sizes), *x.shape[2:]))
     padded[:, : x.shape[1]] = x.detach()
-    gathered = [padded]
+    gathered = padded.unsqueeze(0)
     for axis in method_axes(method):
-        ranks = _all_gather(axis, torch.stack(gathered).to(_device(axis)))
-        gathered = [shard for shards_of_rank in ranks for shard in shards_of_rank]
+        gathered = start_all_gather(gathered.to(_device(axis)), axis, [len(gathered)] * axis.size, 0).wait()
     # A method may number its shards in another order than its axes.
     order = [shard for (shard,) in gather_integers([[method.shard]], method)]
     shards = {shard: tokens.to(x.device) for shard, tokens in zip(order, gathered, strict=True)}
     return layout.join([shards[i][:, :size] for i, size in enumerate(layout.sizes)])
-
-
-def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
-    tensors = [torch.empty_like(x) for _ in range(axis.size)]
-    traced = record(axis.name, "all_gather", (axis.size - 1) * x.nbytes, axis.size - 1)
-    work = dist.all_gather(tensors, x, group=axis.group, async_op=True)
-    watched([work], traced)[0].wait()
-    return tensors
 
 
 def _device(axis: Axis) -> torch.device:
