@@ -285,10 +285,10 @@ class NoFlash(Flash):
 
     name = "none"
 
-    def call_forward(self, q, k, v, window, scores, lengths):
+    def call_forward(self, q, k, v, call):
         return q, q.new_zeros(q.shape[:-1]).mT
 
-    def call_backward(self, tensors, window, scores, lengths):
+    def call_backward(self, tensors, call):
         return tensors[1:4]
 
 

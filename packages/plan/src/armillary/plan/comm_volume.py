@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_call
-from armillary.attention.kernels import Inputs, Scores
-from armillary.attention.kernels.packing import Lengths
+from armillary.attention.kernels import Inputs
+from armillary.attention.kernels.flash import FlashCall
 from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method, unplanned
 from armillary.core import CommLedger, accumulation_dtype
 from armillary.core.observe.ledger import phase
@@ -230,10 +230,8 @@ class AnyFlash(SimulatedFlash):
     def refuses(self, inputs: Inputs) -> str | None:
         return None
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = super().call_forward(q, k, v, window, scores, lengths)
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        out, lse = super().call_forward(q, k, v, call)
         return out, lse.to(accumulation_dtype(q.dtype))
 
 

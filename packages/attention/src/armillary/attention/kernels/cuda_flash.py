@@ -8,10 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import Flash
+from armillary.attention.kernels.flash import Flash, FlashCall
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import BackwardTensors, Scores
-from armillary.attention.kernels.packing import Lengths
+from armillary.attention.kernels.kernel import BackwardTensors
 
 _forward: Any = cast(Any, torch.ops.aten)._flash_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._flash_attention_backward
@@ -38,23 +37,18 @@ class CudaFlash(Flash):
             return f"has no backward for head dim {inputs.head_dim} on compute capabilities 8.6 to 8.9 and 12.x"
         return reason
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
-        lengths_or_sizes = lengths or (None, None, q.shape[1], k.shape[1])
-        out, lse, *_ = _forward(q, k, v, *lengths_or_sizes, 0.0, False, False, scale=scores.scale, **_window(window))
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        lengths_or_sizes = call.lengths or (None, None, q.shape[1], k.shape[1])
+        out, lse, *_ = _forward(q, k, v, *lengths_or_sizes, 0.0, False, False, **_options(call))
         return out, lse
 
-    def call_backward(
-        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         q, k = tensors[1:3]
-        lengths_or_sizes = lengths or (None, None, q.shape[1], k.shape[1])
+        lengths_or_sizes = call.lengths or (None, None, q.shape[1], k.shape[1])
         rng_state = q.new_empty(2, dtype=torch.uint64)  # unused without dropout
-        return _backward(
-            *tensors, *lengths_or_sizes, 0.0, False, rng_state, rng_state, scale=scores.scale, **_window(window)
-        )
+        return _backward(*tensors, *lengths_or_sizes, 0.0, False, rng_state, rng_state, **_options(call))
 
 
-def _window(window: tuple[int, int]) -> dict[str, int]:
-    return {"window_size_left": window[0], "window_size_right": window[1]}
+def _options(call: FlashCall) -> dict[str, float]:
+    left, right = call.window
+    return {"scale": call.scores.scale, "window_size_left": left, "window_size_right": right}

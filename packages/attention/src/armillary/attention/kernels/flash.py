@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -23,25 +23,34 @@ FLASH = Limits(
 WITH_SOFTCAP = replace(FLASH, softcap=True)
 
 
+class FlashCall(NamedTuple):
+    """One call of a FlashAttention kernel.
+
+    Args:
+        window: (left, right), as in `window_of`.
+        lengths: of the packed sequences; None: tensors are not packed.
+    """
+
+    window: tuple[int, int]
+    scores: Scores
+    lengths: Lengths | None = None
+
+
 class Flash(PackingKernel):
     """Supports float16 and bfloat16, and nearly any band in one call. Small pieces are packed into one call.
 
-    A subclass makes the call, on tensors [B, T, H, D], or with `lengths` on packed ones [tokens, H, D]. Its lse has
+    A subclass makes the call, on tensors [B, T, H, D], or with lengths on packed ones [tokens, H, D]. Its lse has
     heads before tokens: [B, H, T] or [H, tokens].
     """
 
     limits: ClassVar[Limits] = FLASH
 
     @abstractmethod
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
         """Returns (out, lse)."""
 
     @abstractmethod
-    def call_backward(
-        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (dq, dk, dv)."""
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
@@ -49,7 +58,7 @@ class Flash(PackingKernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = (contiguous_rows(x, ALIGNMENT) for x in (q, k, v))
-        out, lse = self.call_forward(q, k, v, window_of(band, q.shape[1], k.shape[1]), scores, None)
+        out, lse = self.call_forward(q, k, v, FlashCall(window_of(band, q.shape[1], k.shape[1]), scores))
         return out, lse.mT
 
     def backward(
@@ -57,7 +66,7 @@ class Flash(PackingKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (contiguous_rows(x, ALIGNMENT) for x in (dout, q, k, v, out))
         tensors = (dout, q, k, v, out, lse.mT.contiguous())  # lse [B, H, T]
-        return self.call_backward(tensors, window_of(band, q.shape[1], k.shape[1]), scores, None)
+        return self.call_backward(tensors, FlashCall(window_of(band, q.shape[1], k.shape[1]), scores))
 
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
         return window_of(band, queries, keys)  # an argument of the call
@@ -65,15 +74,16 @@ class Flash(PackingKernel):
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        out, lse = self.call_forward(q, k, v, _window(sequences), scores, sequences.lengths(q.device))
+        out, lse = self.call_forward(q, k, v, _packed_call(sequences, scores, q))
         return out, lse.mT
 
     def backward_packed(
         self, tensors: BackwardTensors, sequences: Sequences, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths, lse = sequences.lengths(tensors[0].device), tensors[5].mT.contiguous()  # [H, tokens]
-        return self.call_backward((*tensors[:5], lse), _window(sequences), scores, lengths)
+        lse = tensors[5].mT.contiguous()  # [H, tokens]
+        return self.call_backward((*tensors[:5], lse), _packed_call(sequences, scores, lse))
 
 
-def _window(sequences: Sequences) -> tuple[int, int]:
-    return window_of(sequences.band, sequences.queries[0], sequences.keys[0])
+def _packed_call(sequences: Sequences, scores: Scores, x: Tensor) -> FlashCall:
+    window = window_of(sequences.band, sequences.queries[0], sequences.keys[0])
+    return FlashCall(window, scores, sequences.lengths(x.device))

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash
-from armillary.attention.kernels.kernel import BackwardTensors, Scores
+from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash, FlashCall
+from armillary.attention.kernels.kernel import BackwardTensors
 from armillary.attention.kernels.limits import Limits
-from armillary.attention.kernels.packing import Lengths
 
 INTERFACE = "flash_attn.flash_attn_interface"
 
@@ -24,36 +23,32 @@ class FlashAttn2(Flash):
     name: str = "flash_attn_2"
     limits: ClassVar[Limits] = replace(WITH_SOFTCAP, module=INTERFACE)
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
-        options = _options(window, scores) | {"return_softmax": False}
-        if lengths is None:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        options = _options(call) | {"return_softmax": False}
+        if call.lengths is None:
             out, lse, *_ = _interface()._flash_attn_forward(q, k, v, **options)
         else:
-            out, lse, *_ = _interface()._flash_attn_varlen_forward(q, k, v, *lengths, **options)
+            out, lse, *_ = _interface()._flash_attn_varlen_forward(q, k, v, *call.lengths, **options)
         return out, lse
 
-    def call_backward(
-        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
-        options = _options(window, scores) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-        if lengths is None:
+        options = _options(call) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        if call.lengths is None:
             _interface()._flash_attn_backward(*tensors, dq, dk, dv, **options)
         else:
-            _interface()._flash_attn_varlen_backward(*tensors, dq, dk, dv, *lengths, **options)
+            _interface()._flash_attn_varlen_backward(*tensors, dq, dk, dv, *call.lengths, **options)
         return dq, dk, dv
 
 
-def _options(window: tuple[int, int], scores: Scores) -> dict[str, Any]:
+def _options(call: FlashCall) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
-        "softmax_scale": scores.scale,
+        "softmax_scale": call.scores.scale,
         "causal": False,
-        "window_size_left": window[0],
-        "window_size_right": window[1],
-        "softcap": scores.softcap or 0.0,
+        "window_size_left": call.window[0],
+        "window_size_right": call.window[1],
+        "softcap": call.scores.softcap or 0.0,
         "alibi_slopes": None,
     }
 

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash
+from armillary.attention.kernels.flash import WITH_SOFTCAP, Flash, FlashCall
 from armillary.attention.kernels.installed import parameters
-from armillary.attention.kernels.kernel import BackwardTensors, Scores
+from armillary.attention.kernels.kernel import BackwardTensors
 from armillary.attention.kernels.limits import Limits
-from armillary.attention.kernels.packing import Lengths
 
 INTERFACE = "flash_attn_interface"
 
@@ -31,28 +30,25 @@ class FlashAttn3(Flash):
     sm_margin: int = 0
     limits: ClassVar[Limits] = replace(WITH_SOFTCAP, majors=(9,), module=INTERFACE)
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
-        options = self._options(scores) | {"softmax_scale": scores.scale, "causal": False}
-        if lengths is not None:
-            options |= lengths.by_name
-        out, lse, *_ = _call("_flash_attn_forward", (q, k, v), window, options)
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        options = self._options(call) | {"softmax_scale": call.scores.scale, "causal": False}
+        if call.lengths is not None:
+            options |= call.lengths.by_name
+        out, lse, *_ = _call("_flash_attn_forward", (q, k, v), call.window, options)
         return out, lse
 
-    def call_backward(
-        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
-        ends_q, ends_k, most_q, most_k = lengths or (None, None, None, None)
+        ends_q, ends_k, most_q, most_k = call.lengths or (None, None, None, None)
         lengths_args = (ends_q, ends_k, None, None, most_q, most_k)  # None: all tokens of each sequence are used
         causal = False  # positional, because releases name the parameter differently
-        options = self._options(scores) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-        _call("_flash_attn_backward", (*tensors, *lengths_args, dq, dk, dv, scores.scale, causal), window, options)
+        options = self._options(call) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        arguments = (*tensors, *lengths_args, dq, dk, dv, call.scores.scale, causal)
+        _call("_flash_attn_backward", arguments, call.window, options)
         return dq, dk, dv
 
-    def _options(self, scores: Scores) -> dict[str, Any]:
-        return {"softcap": scores.softcap or 0.0, "sm_margin": self.sm_margin}
+    def _options(self, call: FlashCall) -> dict[str, Any]:
+        return {"softcap": call.scores.softcap or 0.0, "sm_margin": self.sm_margin}
 
 
 def _call(name: str, arguments: tuple[Any, ...], window: tuple[int, int], options: dict[str, Any]) -> Any:

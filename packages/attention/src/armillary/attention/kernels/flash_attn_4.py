@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import FLASH, Flash
-from armillary.attention.kernels.kernel import BackwardTensors, Scores
+from armillary.attention.kernels.flash import FLASH, Flash, FlashCall
+from armillary.attention.kernels.kernel import BackwardTensors
 from armillary.attention.kernels.limits import HeadDims, Limits
-from armillary.attention.kernels.packing import Lengths
 
 INTERFACE = "flash_attn.cute.interface"
 
@@ -29,26 +28,22 @@ class FlashAttn4(Flash):
         module=INTERFACE,
     )
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
-        options = _options(window, scores, lengths) | {"return_lse": True}
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        options = _options(call) | {"return_lse": True}
         out, lse, *_ = import_module(INTERFACE)._flash_attn_fwd(q, k, v, **options)
         return out, lse
 
-    def call_backward(
-        self, tensors: BackwardTensors, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = tensors
-        options = _options(window, scores, lengths) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        options = _options(call) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         dq, dk, dv, *_ = import_module(INTERFACE)._flash_attn_bwd(q, k, v, out, dout, lse, **options)
         return dq, dk, dv
 
 
-def _options(window: tuple[int, int], scores: Scores, lengths: Lengths | None) -> dict[str, Any]:
+def _options(call: FlashCall) -> dict[str, Any]:
     """The interface writes an unbounded side as None, not as -1."""
-    left_window, right = (None if side < 0 else side for side in window)
-    options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": left_window is None and right == 0}
+    left_window, right = (None if side < 0 else side for side in call.window)
+    options: dict[str, Any] = {"softmax_scale": call.scores.scale, "causal": left_window is None and right == 0}
     if not options["causal"]:
         options |= {"window_size_left": left_window, "window_size_right": right}
-    return options if lengths is None else options | lengths.by_name
+    return options if call.lengths is None else options | call.lengths.by_name

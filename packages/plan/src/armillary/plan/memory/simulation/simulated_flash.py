@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import Flash
+from armillary.attention.kernels.flash import Flash, FlashCall
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import Scores
+from armillary.attention.kernels.kernel import BackwardTensors
 from armillary.attention.kernels.packing import Lengths
 
 ROWS = 128
@@ -39,25 +39,17 @@ class SimulatedFlash(Flash):
         device = "cuda" if inputs.device == "cpu" else inputs.device
         return super().refuses(replace(inputs, device=device, capability=None))
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scores: Scores, lengths: Lengths | None
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # heads first
         return torch.empty_like(q), q.new_empty(lse_shape, dtype=torch.float32)
 
-    def call_backward(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        window: tuple[int, int],
-        scores: Scores,
-        lengths: Lengths | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, _ = tensors
         if self.version == 2:
             dout, out = dout.contiguous(), out.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         # All buffers must be alive at once, as in the kernel.
-        buffers = [*self._query_buffers(q, lengths), *self._key_buffers(k, q.shape[-2], lengths)]
+        buffers = [*self._query_buffers(q, call.lengths), *self._key_buffers(k, q.shape[-2], call.lengths)]
         del buffers
         return dq, dk, dv
 
