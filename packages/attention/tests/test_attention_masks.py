@@ -321,7 +321,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: AttentionMask.tree((0, 2, 4, 6, 8), (-1, 0, 0, 1)), "parent 1 of segment 3"),  # its sibling has closed it
     (lambda: AttentionMask.tree((0, 2, 4, 6), (-1, -1, 0)), "parent 0 of segment 2"),
     (lambda: AttentionMask.tree((0, 2, 4), (-1, 0.0)), "0.0"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.tree((0, 2, 4), (-1, 0), window=(-1, 0)), "None is no bound"),
+    (lambda: AttentionMask.tree((0, 2, 4), (-1, 0), window=(-1, 0)), r"window \(-1, 0\)"),
     (lambda: replace(AttentionMask.tree((0, 8), (-1,)), causal=False), "causal=False"),
     (lambda: replace(AttentionMask.tree((0, 8), (-1,)), documents=(0, 8)), "documents"),
     # prefixes

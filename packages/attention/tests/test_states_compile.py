@@ -162,7 +162,9 @@ def refusals_of_dtensors() -> None:
             **good | {"k": tokens(Shard(1), Shard(2))["k"]}, layout=layout, axis=ring
         ),
         r"Shard\(dim=1\)": lambda: gated_delta_rule(**tokens(Replicate(), Replicate()), layout=layout, axis=ring),
-        "redistribute": lambda: gated_delta_rule(**tokens(Shard(1), Partial()), layout=layout, axis=ring),
+        r"q is Partial\(sum\) on axis 'tp'": lambda: gated_delta_rule(
+            **tokens(Shard(1), Partial()), layout=layout, axis=ring
+        ),
         r"\(10, 14\)": lambda: gated_delta_rule(**good, layout=uneven, axis=ring),
         "initial_state": lambda: gated_delta_rule(
             **good,
