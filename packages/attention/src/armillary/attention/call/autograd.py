@@ -158,11 +158,8 @@ class Attention(torch.autograd.Function):
             ctx.key_shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
         else:
             # A method that redistributes its inputs (Ulysses) also returns the tensors for its backward: head shards.
-            ctx.key_shape, saved, local = (
-                tensors[1].shape[1:3],
-                inner_tensors or (*tensors, out, lse),
-                (out, lse, sinks),
-            )
+            saved = inner_tensors or (*tensors, out, lse)
+            ctx.key_shape, local = tensors[1].shape[1:3], (out, lse, sinks)
         ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
         ctx.saved_count = len(saved)
         return tuple(results)

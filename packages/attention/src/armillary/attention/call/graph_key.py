@@ -94,12 +94,8 @@ class GraphKey(NamedTuple):
             ValueError: a kernel object outside of `KERNELS`: the op finds kernels by name.
         """
         mask, kernel = options.mask, options.kernel
-        if (
-            kernel is not None
-            and not isinstance(kernel, str)
-            and not any(kernel is known_kernel for known_kernel in KERNELS)
-        ):
-            names = ", ".join(known_kernel.name for known_kernel in KERNELS)
+        if not (isinstance(kernel, str | None) or any(kernel is each for each in KERNELS)):
+            names = ", ".join(each.name for each in KERNELS)
             raise ValueError(f"torch.compile takes kernels of {names}; got {kernel}")
         return cls(
             method.registered_id,

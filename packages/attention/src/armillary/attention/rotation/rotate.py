@@ -124,19 +124,15 @@ class Rotation:
             if step.next_tokens.runs:
                 send_buffer = buffer.part(step.next_tokens) if buffer else FlatBuffer.of(current, step.next_tokens)
             receive_buffer = buffers.take(last_in_use=True)  # the last buffer is still read by kernels, and sent
-            send, receive = (
-                {next_rank: send_buffer} if send_buffer else {},
-                {previous_rank: receive_buffer} if receive_buffer else {},
-            )
+            send = {next_rank: send_buffer} if send_buffer else {}
+            receive = {previous_rank: receive_buffer} if receive_buffer else {}
             exchange = start_exchange(self.axis, send, receive)
             yield shard  # 2. the caller computes with the current shard
             exchange.wait()  # 3. the next shard has arrived, and the current one has left
             # Drop every reference to the current shard, so that two shards are alive at a time instead of three.
             shard.tensors = ()
-            buffer, current = (
-                receive_buffer,
-                receive_buffer.tensors if receive_buffer else tuple([x[:, :0] for x in tensors]),
-            )
+            buffer = receive_buffer
+            current = buffer.tensors if buffer else tuple([x[:, :0] for x in tensors])
             del exchange, send, receive, send_buffer
 
     @cached_property
