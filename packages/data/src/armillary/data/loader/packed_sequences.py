@@ -164,11 +164,7 @@ class PackedSequences(Batches):
 
 
 def check_length(stores: Sequence[TokenStore], length: int) -> None:
-    """Raises ValueError if a row is longer than all stores together.
-
-    Raises:
-        ValueError: a length above the number of tokens in all stores.
-    """
+    """Raises ValueError if a row is longer than all stores together."""
     tokens = sum(store.tokens for store in stores)
     if length > tokens:
         names = ", ".join(store.name for store in stores)
@@ -176,11 +172,7 @@ def check_length(stores: Sequence[TokenStore], length: int) -> None:
 
 
 def check_vocabularies(stores: Sequence[TokenStore]) -> None:
-    """Raises ValueError if stores cannot be mixed.
-
-    Raises:
-        ValueError: no stores, or different vocabularies, where their files name them.
-    """
+    """Raises ValueError for no stores, and for stores whose files name different vocabularies."""
     if not stores:
         raise ValueError("there are no stores to pack; give at least one")
     stores_with_tokenizer = [store for store in stores if store.vocabulary.tokenizer is not None]

@@ -20,7 +20,7 @@ dout. In 16 bits dx is rounded each time that a stage of heads adds to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -137,18 +137,17 @@ class Checkpointing:
             if self.policy != "none" and not isinstance(block.attention, Method):
                 kind = type(block.attention).__name__
                 raise ValueError(f"policy {self.policy!r} needs an armillary method for attention; {kind} is not one")
-        for block, run in zip(blocks, self.runners(len(blocks)), strict=True):
+        runs = [partial(run_tiled, self.chunk) if self.tiled else run_plainly] * len(blocks)
+        if self.policy != "none":
+            runs = [
+                partial(run_checkpointed, self.chunk, self.prefetch, keep) for keep in self.kept_by_blocks(len(blocks))
+            ]
+        for block, run in zip(blocks, runs, strict=True):
             block.run = run
         for module in model.modules():
             if isinstance(module, Decoder):
                 module.norm_in_chunks = self.tiled or self.policy != "none"
                 module.chunk = self.chunk
-
-    def runners(self, layers: int) -> list[Callable[[Block, Tensor, Context], Tensor]]:
-        """Returns the function that runs each block."""
-        if self.policy == "none":
-            return [partial(run_tiled, self.chunk) if self.tiled else run_plainly] * layers
-        return [partial(run_checkpointed, self.chunk, self.prefetch, keep) for keep in self.kept_by_blocks(layers)]
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
@@ -176,11 +175,6 @@ def run_checkpointed(
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
 
 
-def like_inside(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Returns a view with the shape that x has within attention: all tokens of the tensor-parallel ranks."""
-    return x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
-
-
 @dataclass
 class CheckpointedRun(BlockRun):
     """One run of a block with attention, forward and backward."""
@@ -195,9 +189,11 @@ class CheckpointedRun(BlockRun):
         cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
     ) -> CheckpointedRun:
         method = cast(Method, block.attention)
+        # In attention, x has the tokens of all tensor-parallel ranks. The check needs only a view of that shape.
+        x_in_attention = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
         # Checked by this method, whose cache has the previous block's call; the UPipe below is a new object.
         call = method.check_projected(
-            like_inside(block, x, context),
+            x_in_attention,
             block.projections(context, True),
             mask=context.mask,
             layout=context.layout,

@@ -86,7 +86,9 @@ def weight_map(folder: Path) -> dict[str, str] | None:
         ValueError: file and index are missing, or the index does not map names to files of this folder.
     """
     if not has_weights(folder):
-        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles_in(folder)}")
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
+        hint = f"; {pickles[0]} is a pickle, and only safetensors are read" if pickles else ""
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
     if (folder / WEIGHTS).is_file():
         return None
     files = read_json(folder / INDEX).get("weight_map")
@@ -98,12 +100,6 @@ def weight_map(folder: Path) -> dict[str, str] | None:
         if not os.path.isfile(folder / file):
             raise ValueError(f"{folder / INDEX} has {name} in {file}, and there is no such file")
     return cast("dict[str, str]", files)
-
-
-def pickles_in(folder: Path) -> str:
-    """Returns a hint for the message about missing weights."""
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
-    return f"; {pickles[0]} is a pickle, and only safetensors are read" if pickles else ""
 
 
 def write_partial(path: Path, save: Callable[[Path], object]) -> None:
