@@ -101,8 +101,8 @@ def attention(ring: DeviceMesh) -> Iterator[Boundary]:
 def sums(mesh: DeviceMesh) -> Iterator[Boundary]:
     """Once a step: the norm of all gradients, and a loss."""
     flat = compat.flatten(mesh, ["ring", "tp"], "all")
-    whole = [torch.randn(EMBED, 64) for _ in range(WEIGHTS)]
-    gradients = [distribute_tensor(x, flat, [Shard(0)], src_data_rank=None) for x in whole]
+    full = [torch.randn(EMBED, 64) for _ in range(WEIGHTS)]
+    gradients = [distribute_tensor(x, flat, [Shard(0)], src_data_rank=None) for x in full]
     loss = torch.zeros(())
 
     def whole_norm() -> Tensor:
@@ -133,13 +133,13 @@ def batch(ring: DeviceMesh) -> Iterator[Boundary]:
 
 def microseconds(calls: int, *ways: Call) -> list[float]:
     """Of processor time of this thread, medians of calls that take turns, after a few to warm up."""
-    found: list[list[float]] = [[] for _ in ways]
+    durations: list[list[float]] = [[] for _ in ways]
     for _ in range(calls + 5):
-        for way, times in zip(ways, found, strict=True):
+        for way, times in zip(ways, durations, strict=True):
             start = time.thread_time_ns()
             way()
             times.append((time.thread_time_ns() - start) / 1e3)
-    return [median(times[5:]) for times in found]
+    return [median(times[5:]) for times in durations]
 
 
 def measure(calls: int) -> list[dict[str, Any]]:
@@ -148,11 +148,11 @@ def measure(calls: int) -> list[dict[str, Any]]:
     def rows() -> list[dict[str, Any]]:
         mesh = mesh_of({"ring": 4, "tp": 2})
         groups = batch(mesh["ring"]), interleaved(mesh["tp"]), between(mesh["tp"]), attention(mesh["ring"])
-        found = list[dict[str, Any]]()
+        table = list[dict[str, Any]]()
         for name, *ways in (boundary for group in (*groups, sums(mesh["ring", "tp"])) for boundary in group):
             local, global_ = microseconds(calls, *ways)
-            found.append({"boundary": name, "local us": local, "DTensor us": global_, "ratio": global_ / local})
-        return found
+            table.append({"boundary": name, "local us": local, "DTensor us": global_, "ratio": global_ / local})
+        return table
 
     return in_world(8, rows)
 
@@ -161,9 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=count_argument(), default=200, help="calls of each way (default 200)")
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
-    asked = parser.parse_args()
-    rows = measure(asked.calls)
-    print(json.dumps(rows) if asked.json else report.write("boundaries", "Host time of a boundary, both ways", rows))
+    options = parser.parse_args()
+    rows = measure(options.calls)
+    print(json.dumps(rows) if options.json else report.write("boundaries", "Host time of a boundary, both ways", rows))
 
 
 if __name__ == "__main__":

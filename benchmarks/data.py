@@ -57,14 +57,14 @@ def main() -> None:
 
 def by_turns(runs: dict[str, Callable[[], int]], repeat: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each, one after the other in every round, and what each returned in the first, which is not timed."""
-    found = {name: run() for name, run in runs.items()}
+    results = {name: run() for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    return seconds, found
+    return seconds, results
 
 
 # -- preparing --------------------------------------------------------------------------------------------------------
@@ -80,9 +80,9 @@ def preparing(folder: Path, repeat: int) -> str:
     for workers in sorted({1, cores}):
         runs[f"prepare, {workers}"] = lambda workers=workers: by_prepare(folder, workers)
         runs[f"datasets.map, {workers}"] = lambda workers=workers: by_map(folder, workers)
-    seconds, found = by_turns(runs, repeat)
-    assert len(set(found.values())) == 1, f"tokens differ: {found}"
-    tokens = next(iter(found.values()))
+    seconds, result = by_turns(runs, repeat)
+    assert len(set(result.values())) == 1, f"tokens differ: {result}"
+    tokens = next(iter(result.values()))
     rows: list[dict[str, Any]] = []
     for workers in sorted({1, cores}):
         ours, theirs = seconds[f"prepare, {workers}"], seconds[f"datasets.map, {workers}"]
@@ -117,7 +117,7 @@ def by_map(folder: Path, workers: int) -> int:
     # Libraries' own threads fight with processes: each side has one thread in each of its processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     mapped = rows.map(
-        lambda batch: {"input_ids": [found.ids for found in tokenizer.encode_batch_fast(batch["text"])]},
+        lambda batch: {"input_ids": [result.ids for result in tokenizer.encode_batch_fast(batch["text"])]},
         batched=True,
         num_proc=workers if workers > 1 else None,
         remove_columns=["text"],

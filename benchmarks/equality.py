@@ -155,7 +155,7 @@ def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequ
                     config = mesh.config(base, steps=steps, precision=precision)
                     losses.setdefault(precision, {})[mesh.name] = on(world, config).losses
                     print(f"{mesh.name}, {precision}: {losses[precision][mesh.name][-1]:.6f}", flush=True)
-    furthest = {precision: {name: max(apart(found, name)) for name in found} for precision, found in losses.items()}
+    furthest = {precision: {name: max(apart(result, name)) for name in result} for precision, result in losses.items()}
     rows = [
         {
             "mesh": mesh.name,
@@ -172,7 +172,7 @@ def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequ
     title = "Loss curves on 4 ranks and on one"
     print(report.write(name, f"{title}: a hybrid" if base is not SMALL else title, rows, notes, options.out))
     draw(losses, options.out / f"{name}.png")
-    return all(value <= LIMITS[precision] for precision, found in furthest.items() for value in found.values())
+    return all(value <= LIMITS[precision] for precision, result in furthest.items() for value in result.values())
 
 
 def apart(losses: dict[str, list[float]], name: str) -> list[float]:
@@ -184,10 +184,10 @@ def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Curves over each other, as figure 6 of USP (arXiv 2405.07719); below them how far each was from one rank's."""
     figure = Figure((9, 7.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
-    for i, (name, found) in enumerate(losses["float32"].items()):
-        steps = range(1, len(found) + 1)
+    for i, (name, result) in enumerate(losses["float32"].items()):
+        steps = range(1, len(result) + 1)
         # Thinner from curve to curve, so that those underneath are seen.
-        above.plot(steps, found, color=f"C{i}", linewidth=11 - 1.4 * i, label=name)
+        above.plot(steps, result, color=f"C{i}", linewidth=11 - 1.4 * i, label=name)
         for precision, style in {"float32": "-", "float64": ":"}.items() if i else ():
             furthest = [x or math.nan for x in accumulate(apart(losses[precision], name), max)]
             below.plot(steps, furthest, style, color=f"C{i}", linewidth=1.5)

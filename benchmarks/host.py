@@ -167,8 +167,8 @@ def of_torch(calls: int) -> dict[str, Any]:
     def forward() -> Any:
         return cp._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True, dropout_p=0.0)
 
-    def backward(found: Any) -> Any:
-        out, lse, *_ = found
+    def backward(result: Any) -> Any:
+        out, lse, *_ = result
         options = {"is_causal": True, "dropout_p": 0.0}
         return cp._templated_ring_attention_backward(group, 2, gradients, out, "grad_out", q, k, v, out, lse, **options)
 
@@ -283,21 +283,21 @@ def main() -> None:
     parser.add_argument("--layer", action="store_true", help="count and time a LLaMA block with each method instead")
     parser.add_argument("--mask", choices=MASKS, default="causal", help="of the calls (default causal)")
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
-    asked = parser.parse_args()
-    if asked.train_step:
-        rows = [of_train_step(), *(elsewhere(asked.against, "--train-step") if asked.against else [])]
-    elif asked.layer:
-        rows = counted(asked.against) if asked.against else layers(asked.calls)
+    options = parser.parse_args()
+    if options.train_step:
+        rows = [of_train_step(), *(elsewhere(options.against, "--train-step") if options.against else [])]
+    elif options.layer:
+        rows = counted(options.against) if options.against else layers(options.calls)
     else:
-        pairs = (asked.calls, asked.pairs, asked.mask)
-        rows = paired(asked.against, *pairs) if asked.against else measure(asked.calls, asked.mask)
-    if asked.json or asked.train_step:
+        pairs = (options.calls, options.pairs, options.mask)
+        rows = paired(options.against, *pairs) if options.against else measure(options.calls, options.mask)
+    if options.json or options.train_step:
         print(json.dumps(rows))
         return
     columns = list(rows[0])
     rows = [{column: row.get(column) for column in columns} for row in rows]
-    name = "host-layer" if asked.layer else "host" if asked.mask == "causal" else f"host-{asked.mask}"
-    what = "a LLaMA block" if asked.layer else f"a call, {asked.mask}"
+    name = "host-layer" if options.layer else "host" if options.mask == "causal" else f"host-{options.mask}"
+    what = "a LLaMA block" if options.layer else f"a call, {options.mask}"
     title = f"Host time of {what}, {TOKENS} tokens a shard, a kernel that computes nothing"
     print(report.write(name, title, rows))
 

@@ -107,11 +107,11 @@ def main() -> None:
     measured: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
     for name in options.only:
         print(f"\n== {PARTS[name].title}: python {PARTS[name].command}", flush=True)
-        if (found := measure(PARTS[name], options.out)) is not None:
-            measured = {key: (measured | {name: found})[key] for key in PARTS if key in {*measured, name}}
+        if (result := measure(PARTS[name], options.out)) is not None:
+            measured = {key: (measured | {name: result})[key] for key in PARTS if key in {*measured, name}}
             stored.write_text(json.dumps(measured, indent=1) + "\n")
     (options.out / "index.md").write_text(page(measured))
-    print(f"\n{sum(found['seconds'] for found in measured.values()):.0f} s in all; read {options.out / 'index.md'}")
+    print(f"\n{sum(result['seconds'] for result in measured.values()):.0f} s in all; read {options.out / 'index.md'}")
 
 
 def measure(part: Part, out: Path) -> dict[str, Any] | None:
@@ -125,14 +125,14 @@ def measure(part: Part, out: Path) -> dict[str, Any] | None:
         file = Path(name) / f"{part.report}.json"
         if not file.exists():
             return None
-        found = json.loads(file.read_text())
+        result = json.loads(file.read_text())
         for picture in Path(name).glob("*.png"):
             (out / picture.name).write_bytes(picture.read_bytes())
-    rows = [{column: row[column] for column in part.columns} for row in found["rows"]]
+    rows = [{column: row[column] for column in part.columns} for row in result["rows"]]
     if part.bars is not None:
         draw_bars(rows, *part.bars, out / part.picture)
     seconds = time.monotonic() - begun
-    return {"machine": found["machine"], "seconds": seconds, "rows": rows, "notes": found["notes"]}
+    return {"machine": result["machine"], "seconds": seconds, "rows": rows, "notes": result["notes"]}
 
 
 def draw_bars(rows: list[dict[str, Any]], name: str, value: str, path: Path) -> None:
@@ -150,9 +150,9 @@ def draw_bars(rows: list[dict[str, Any]], name: str, value: str, path: Path) -> 
 
 def page(measured: dict[str, Any]) -> str:
     """Markdown of what has been measured."""
-    minutes = sum(found["seconds"] for found in measured.values()) / 60
-    parts = [section(PARTS[name], found) for name, found in measured.items()]
-    machine = next((found["machine"] for found in measured.values()), "")
+    minutes = sum(result["seconds"] for result in measured.values()) / 60
+    parts = [section(PARTS[name], result) for name, result in measured.items()]
+    machine = next((result["machine"] for result in measured.values()), "")
     return f"""# Results to repeat on a laptop
 
 ```console
@@ -166,18 +166,18 @@ measures all of this anew, into `outputs/results`; it takes no GPU and no downlo
 """
 
 
-def section(part: Part, found: dict[str, Any]) -> str:
+def section(part: Part, result: dict[str, Any]) -> str:
     picture = f"![{part.title}]({part.picture})\n\n" if part.picture else ""
-    notes = "".join(f"- {note}\n" for note in found["notes"])
+    notes = "".join(f"- {note}\n" for note in result["notes"])
     return f"""## {part.title}
 
 ```console
 $ uv run python {part.command}
 ```
 
-{part.text} {found["seconds"]:.0f} seconds.
+{part.text} {result["seconds"]:.0f} seconds.
 
-{picture}{report.as_table(found["rows"])}
+{picture}{report.as_table(result["rows"])}
 
 {notes}
 """

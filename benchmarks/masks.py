@@ -88,8 +88,8 @@ def resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def tenth(steps: int, layout: SequenceLayout, asked: argparse.Namespace, generator: random.Random) -> dict[str, Any]:
-    documents, attended, kind = asked.documents, asked.attended, asked.kind
+def tenth(steps: int, layout: SequenceLayout, options: argparse.Namespace, generator: random.Random) -> dict[str, Any]:
+    documents, attended, kind = options.documents, options.attended, options.kind
     derived, attending = list[float](), list[float]()
     for step in range(steps):
         ends = boundaries(layout.length, documents, generator)
@@ -109,18 +109,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=count_argument(), default=8)
     parser.add_argument("--attended", type=count_argument(), default=8192)
     parser.add_argument("--kind", choices=KINDS, default="documents")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    generator, layout = random.Random(0), SequenceLayout.zigzag(asked.tokens, asked.ranks)
-    tenth(20, layout, asked, generator)  # warm up: libraries load, caches fill
+    generator, layout = random.Random(0), SequenceLayout.zigzag(options.tokens, options.ranks)
+    tenth(20, layout, options, generator)  # warm up: libraries load, caches fill
     rows = list[dict[str, Any]]()
     for i in range(10):
-        row = tenth(asked.masks // 10, layout, asked, generator)
-        rows.append({"masks": (i + 1) * (asked.masks // 10)} | row)
+        row = tenth(options.masks // 10, layout, options, generator)
+        rows.append({"masks": (i + 1) * (options.masks // 10)} | row)
         print(f"{rows[-1]}", file=sys.stderr)
-    of, over = f"{asked.masks:,} new masks of {asked.documents:,} parts ({asked.kind})", f"{asked.tokens:,} tokens"
-    name = "masks" if asked.kind == "documents" else f"masks-{asked.kind}"
-    print(report.write(name, f"{of} over {over} on {asked.ranks} ranks", rows))
+    of, over = (
+        f"{options.masks:,} new masks of {options.documents:,} parts ({options.kind})",
+        f"{options.tokens:,} tokens",
+    )
+    name = "masks" if options.kind == "documents" else f"masks-{options.kind}"
+    print(report.write(name, f"{of} over {over} on {options.ranks} ranks", rows))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def stages() -> list[Row]:
     """q, k, v and out that are held at a time in a forward pass, in heads of a rank's tokens."""
     rows: list[Row] = []
     for heads, key_heads, stage in ((64, 64, 8), (64, 8, 8), (64, 8, 16), (32, 8, 8)):
-        whole, closed = 2 * heads + 2 * key_heads, 2 * stage + 2 * min(key_heads, stage)
+        full, closed = 2 * heads + 2 * key_heads, 2 * stage + 2 * min(key_heads, stage)
         held, early = (
             attention_intermediates(partial(upipe, stage, early), {"ulysses": 8}, heads, key_heads)
             for early in (False, True)
@@ -80,11 +80,11 @@ def stages() -> list[Row]:
                 "H": heads,
                 "K": key_heads,
                 "S": stage,
-                "2H + 2K": whole,
+                "2H + 2K": full,
                 "2S + 2min(K, S)": closed,
-                "saved": f"{1 - closed / whole:.1%}",
+                "saved": f"{1 - closed / full:.1%}",
                 "UPipe": held,
-                "saved, counted": f"{1 - held / whole:.1%}",
+                "saved, counted": f"{1 - held / full:.1%}",
                 "with prefetch": early,
                 "Ulysses, counted": ulysses,
             }
@@ -97,16 +97,16 @@ def wallfacer() -> list[Row]:
     model = LlamaConfig(vocab_size=32_000, dim=6656, layers=64, heads=52, kv_heads=52, hidden_dim=17_920)
     rows: list[Row] = []
     for name, team in (("Ring", 1), *((f"WallFacer, C = {n}", n) for n in (2, 4, 8))):
-        found = memory_before_attention(model, {"ring": 64}, partial(teams, team), 65_536)
+        memory = memory_before_attention(model, {"ring": 64}, partial(teams, team), 65_536)
         rows.append(
             {
                 "method": name,
                 "paper": 65 + 3 * team,
-                "checkpoints": found.checkpoints,
+                "checkpoints": memory.checkpoints,
                 "gradient": 1,
-                "q, k, v at hand": found.qkv,
-                "sum": found.checkpoints + 1 + found.qkv,
-                "all activations": found.activations + 1,
+                "q, k, v at hand": memory.qkv,
+                "sum": memory.checkpoints + 1 + memory.qkv,
+                "all activations": memory.activations + 1,
             }
         )
     return rows
@@ -117,22 +117,22 @@ def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
     rows: list[Row] = []
     for plan in plans:
         with console.status(f"{plan.model} {plan.cluster} {plan.attention}"):
-            found = plan_memory(replace(plan, max_context=True))
-        assert found.fit is not None
-        axes = " x ".join(f"{name} {size}" for name, size in found.axes.items() if size > 1)
+            result = plan_memory(replace(plan, max_context=True))
+        assert result.fit is not None
+        axes = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1)
         rows.append(
             {
                 "model": plan.model,
-                "cluster": found.cluster.name,
+                "cluster": result.cluster.name,
                 "attention": f"{plan.attention} ({axes})",
-                "tokens, M": found.length / 1e6,
-                "device GiB": found.memory.device / 2**30,
-                "of": found.room.device / 2**30,
-                "host TB a node": found.memory.host * found.cluster.ranks_per_node / 1e12,
-                "full": found.room.limit(found.fit.longer),
-                "+1M: device GiB": found.fit.longer.device / 2**30,
-                "+1M: host TB": found.fit.longer.host * found.cluster.ranks_per_node / 1e12,
-                "s": round(found.memory.seconds),
+                "tokens, M": result.length / 1e6,
+                "device GiB": result.memory.device / 2**30,
+                "of": result.room.device / 2**30,
+                "host TB a node": result.memory.host * result.cluster.ranks_per_node / 1e12,
+                "full": result.room.limit(result.fit.longer),
+                "+1M: device GiB": result.fit.longer.device / 2**30,
+                "+1M: host TB": result.fit.longer.host * result.cluster.ranks_per_node / 1e12,
+                "s": round(result.memory.seconds),
             }
         )
         console.print(rows[-1])
@@ -144,23 +144,25 @@ def planned(console: Console) -> list[Row]:
     every block; simulated."""
     rows: list[Row] = []
     for cluster, tokens in (("8xh100", "1M"), ("8xh100", "8M"), ("8xh100", "12M"), ("16xh100", "16M")):
-        found = search(SearchPlan(cluster=cluster, tokens=tokens, attention=() if tokens == "1M" else ("upipe+ring",)))
-        best = found.fitting[0]
+        search_result = search(
+            SearchPlan(cluster=cluster, tokens=tokens, attention=() if tokens == "1M" else ("upipe+ring",))
+        )
+        best = search_result.fitting[0]
         with console.status(f"{cluster} {tokens}"):
             memory = simulate(best.job)
         rows.append(
             {
-                "cluster": found.cluster.name,
-                "tokens, M": found.length / 1e6,
+                "cluster": search_result.cluster.name,
+                "tokens, M": search_result.length / 1e6,
                 "attention": str(best.candidate),
                 "keeps": stored_text(best),
                 "step, s": round(best.time.seconds, 1),
                 "MFU, %": round(100 * best.mfu, 1),
                 "device GiB": memory.device / 2**30,
-                "of": found.room.device / 2**30,
+                "of": search_result.room.device / 2**30,
                 "planned": best.memory.device / 2**30,
                 "host GiB a rank": memory.host / 2**30,
-                "of it": found.room.host / 2**30,
+                "of it": search_result.room.host / 2**30,
                 "planned host": best.memory.host / 2**30,
                 "s": round(memory.seconds),
             }
@@ -182,13 +184,13 @@ def policies() -> list[Row]:
     for attention, ulysses in (("upipe", 8), ("usp", 4)):
         for name, checkpointing in options.items():
             plan = MemoryPlan(attention=attention, ulysses=ulysses, tokens="1M", checkpointing=checkpointing)
-            found = plan_memory(plan).memory
+            result = plan_memory(plan).memory
             rows.append(
                 {
                     "attention": attention,
                     "policy": name,
-                    "device GiB": found.device / 2**30,
-                    "host GiB a rank": found.host / 2**30,
+                    "device GiB": result.device / 2**30,
+                    "host GiB a rank": result.host / 2**30,
                 }
             )
     return rows

@@ -202,9 +202,9 @@ def verdict(expected: Answer, answers: list[Answer], how: str) -> tuple[str, str
     if isinstance(expected, str) and not all(error.startswith("ValueError") for error in errors or {""}):
         return "not built", expected
     if errors:
-        said = " | ".join(sorted(errors))
+        message = " | ".join(sorted(errors))
         alike = len(errors) == 1 and all(isinstance(answer, str) for answer in answers)
-        return ("refused" if alike and said.startswith("ValueError") else "unlike"), said
+        return ("refused" if alike and message.startswith("ValueError") else "unlike"), message
     first = answers[0][0] if how == "loss" else torch.cat([answer[0] for answer in answers], 1)
     forward, worst = relative_error(first, expected[0]), 0.0
     for gradient, *parts in zip(expected[1], *(answer[1] for answer in answers), strict=True):

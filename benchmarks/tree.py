@@ -52,26 +52,26 @@ def inputs(batch: int, tokens: int, heads: int, key_heads: int, dim: int) -> lis
     return [torch.randn(shape, requires_grad=i < 3) for i, shape in enumerate(shapes)]
 
 
-def timed(asked: argparse.Namespace, tree: AttentionMask, tokens: int, length: int) -> float:
-    sizes = (asked.heads, asked.key_heads, asked.dim)
-    packed, apart = inputs(1, tokens, *sizes), inputs(asked.answers, length, *sizes)
+def timed(options: argparse.Namespace, tree: AttentionMask, tokens: int, length: int) -> float:
+    sizes = (options.heads, options.key_heads, options.dim)
+    packed, apart = inputs(1, tokens, *sizes), inputs(options.answers, length, *sizes)
     ratios = list[float]()
-    for turn in range(asked.turns + 1):
+    for turn in range(options.turns + 1):
         ratio = step(tree, packed) / step(AttentionMask(), apart)
         ratios += [ratio] * (turn > 0)  # the first warms up
         print(f"turn {turn}: {ratio:.3f}", file=sys.stderr)
     return median(ratios)
 
 
-def sent(name: str, asked: argparse.Namespace, mask: AttentionMask, tokens: int, batch: int) -> int:
+def sent(name: str, options: argparse.Namespace, mask: AttentionMask, tokens: int, batch: int) -> int:
     """Bytes of all ranks, both ways, of a layout that is balanced for the mask."""
     ulysses = 2 if name.startswith("ulysses") else 1
-    ring = asked.ranks // ulysses
+    ring = options.ranks // ulysses
     layout = SequenceLayout.balanced(tokens, ring, mask=mask)
-    sizes: dict[str, Any] = {"heads": asked.heads, "kv_heads": asked.key_heads, "head_dim": asked.dim}
+    sizes: dict[str, Any] = {"heads": options.heads, "kv_heads": options.key_heads, "head_dim": options.dim}
     work = AttentionShape.of(layout, mask, batch=batch, dtype=torch.bfloat16, **sizes)
     plan = build_comm_plan(name, work, ring, ulysses)
-    return sum(plan.bytes(rank) for rank in range(asked.ranks))
+    return sum(plan.bytes(rank) for rank in range(options.ranks))
 
 
 def main() -> None:
@@ -88,18 +88,20 @@ def main() -> None:
     }
     for name, value in given.items():
         parser.add_argument(f"--{name}", type=count_argument(), default=value)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    length, tokens = asked.prompt + asked.answer, asked.prompt + asked.answers * asked.answer
-    tree, each = tree_mask(asked.prompt, asked.answers, asked.answer), AttentionMask()
-    pairs = tree.pairs(tokens) / (asked.answers * each.pairs(length))
-    least, rows = tokens / (asked.answers * length), list[dict[str, Any]]()
+    length, tokens = options.prompt + options.answer, options.prompt + options.answers * options.answer
+    tree, each = tree_mask(options.prompt, options.answers, options.answer), AttentionMask()
+    pairs = tree.pairs(tokens) / (options.answers * each.pairs(length))
+    least, rows = tokens / (options.answers * length), list[dict[str, Any]]()
     for name in METHODS:
-        ratio = sent(name, asked, tree, tokens, 1) / sent(name, asked, each, length, asked.answers)
+        ratio = sent(name, options, tree, tokens, 1) / sent(name, options, each, length, options.answers)
         rows.append({"what": f"bytes, {name}", "ratio": ratio, "least": least, "of least": ratio / least})
-    ratio = timed(asked, tree, tokens, length)
+    ratio = timed(options, tree, tokens, length)
     rows.append({"what": "forward + backward time", "ratio": ratio, "least": pairs, "of least": ratio / pairs})
-    title = f"A tree of {asked.prompt:,} tokens with {asked.answers} times {asked.answer}, against sequences apart"
+    title = (
+        f"A tree of {options.prompt:,} tokens with {options.answers} times {options.answer}, against sequences apart"
+    )
     print(report.write("tree", title, rows))
     sys.exit(any(row["of least"] > BAR for row in rows))
 

@@ -226,12 +226,12 @@ def cuda(monkeypatch):
     }
     answers |= {"memory_allocated": 5, "memory_reserved": 6, "max_memory_allocated": 9, "max_memory_reserved": 20}
     answers |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode"))
-    asked = list[object]()
+    requests = list[object]()
     for name, answer in answers.items():
-        stub = answer if answer is Event else lambda *args, answer=answer: (asked.append(args), answer)[1]
+        stub = answer if answer is Event else lambda *args, answer=answer: (requests.append(args), answer)[1]
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    return asked
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", requests.append)
+    return requests
 
 
 def test_a_gpu_is_asked_for_time_memory_and_waits(cuda):

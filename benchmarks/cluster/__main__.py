@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[], help="beside the ring; by default all")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and the picture")
     options = parser.parse_args()
-    if (why := obstacle()) is not None:
-        print(f"skipped: {why}", file=sys.stderr)
+    if (reason := obstacle()) is not None:
+        print(f"skipped: {reason}", file=sys.stderr)
         return
     leave_on_signals()
     for name in options.clusters:
@@ -54,17 +54,17 @@ def main() -> None:
 def run(chosen: Race, name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """What `measure.py` has found on the cluster."""
     with TemporaryDirectory() as folder, EmulatedCluster(chosen.cluster) as emulated:
-        found = Path(folder) / "found.json"
-        options = ["--tokens", str(asked.tokens), "--repeats", str(asked.repeats), "--out", str(found)]
+        path = Path(folder) / "found.json"
+        options = ["--tokens", str(asked.tokens), "--repeats", str(asked.repeats), "--out", str(path)]
         options += ["--methods", *asked.methods]
         program = [sys.executable, str(HERE / "measure.py"), name, *options]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
-        return json.loads(found.read_text())
+        return json.loads(path.read_text())
 
 
-def write(name: str, chosen: Race, found: dict[str, Any], folder: Path) -> str:
+def write(name: str, chosen: Race, result: dict[str, Any], folder: Path) -> str:
     """The report of one cluster, as files; returns its table."""
-    tables = [rows_of(chosen, turns) for turns in found["turns"]]
+    tables = [rows_of(chosen, turns) for turns in result["turns"]]
     link = chosen.cluster.within if chosen.cluster.nodes == 1 else chosen.cluster.between
     shapes = chosen.shapes[0]
     notes = [
@@ -73,9 +73,9 @@ def write(name: str, chosen: Race, found: dict[str, Any], folder: Path) -> str:
         "over ring: tokens a second, as a multiple of ring's; busy: processor seconds of all ranks together, gloo's "
         "own included; kernels: seconds of those alone, as many as ring calls",
         f"every contender's out, dq, dk and dv agree with attention on one rank, largest relative error "
-        f"{max(error for turns in found['turns'] for error in turns['errors'].values()):.1e}",
+        f"{max(error for turns in result['turns'] for error in turns['errors'].values()):.1e}",
         "seconds that sends took, and that they should have taken: "
-        + "; ".join(f"{w['sends']} {w['seconds']:.4f} ({w['expected']:.4f})" for w in found["wires"]),
+        + "; ".join(f"{w['sends']} {w['seconds']:.4f} ({w['expected']:.4f})" for w in result["wires"]),
     ]
     notes += [verdict(rows) for rows in tables]
     rows, title = [row for rows in tables for row in rows], f"Attention on {chosen.cluster.name}"

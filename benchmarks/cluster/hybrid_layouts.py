@@ -176,8 +176,8 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
-    if (why := obstacle()) is not None:
-        print(f"skipped: {why}", file=sys.stderr)
+    if (reason := obstacle()) is not None:
+        print(f"skipped: {reason}", file=sys.stderr)
         return
     leave_on_signals()
     with TemporaryDirectory() as folder, EmulatedCluster(network()) as emulated:

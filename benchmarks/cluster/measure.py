@@ -42,9 +42,9 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = race(options.cluster, options.tokens, options.methods)
     methods = methods_of(chosen)
-    found = {"wires": wires(chosen), "turns": [measure(methods, shapes, options.repeats) for shapes in chosen.shapes]}
+    results = {"wires": wires(chosen), "turns": [measure(methods, shapes, options.repeats) for shapes in chosen.shapes]}
     if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(found))
+        options.out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -43,8 +43,8 @@ class Namespaces:
     def __init__(self, count: int) -> None:
         if not 1 <= count <= 250:
             raise ValueError(f"{count} namespaces: between 1 and 250 can be joined")
-        if (why := obstacle()) is not None:
-            raise ValueError(why)
+        if (reason := obstacle()) is not None:
+            raise ValueError(reason)
         prefix = f"armillary-{os.getpid()}-{next(_numbers)}"
         self.names = [f"{prefix}-{i}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]

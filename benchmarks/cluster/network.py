@@ -68,8 +68,8 @@ class EmulatedCluster:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        if (why := obstacle()) is not None:
-            raise ValueError(why)
+        if (reason := obstacle()) is not None:
+            raise ValueError(reason)
         self.cluster, self.wiring = cluster, Wiring(cluster)
         self.hosts = Namespaces(self.wiring.spine + 1)
 

@@ -26,7 +26,7 @@ TEXT = {"va": "center", "fontsize": 8}
 
 def draw(folder: Path = report.RESULTS) -> Path:
     """Of those clusters whose reports are in a folder; one row each, one panel for each of the shapes."""
-    races = {name: found for name in RACES if (found := measured(name, folder))}
+    races = {name: result for name in RACES if (result := measured(name, folder))}
     width = max(len(panels) for panels in races.values())
     figure = Figure((4.6 * width, 2.6 * len(races)), layout="constrained")
     rows = figure.subplots(len(races), width, squeeze=False)

@@ -35,8 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=count_argument(), default=2)
     options = parser.parse_args()
-    if (why := obstacle()) is not None:
-        print(f"skipped: {why}", file=sys.stderr)
+    if (reason := obstacle()) is not None:
+        print(f"skipped: {reason}", file=sys.stderr)
         return
     leave_on_signals()
     print(write([tuned(options.iterations) for _ in range(2)]))

@@ -91,11 +91,11 @@ class Wiring:
 
     def crossing(self) -> Mapping[End, Sequence[tuple[int, int]]]:
         """By end of a wire: (source, target) of all that leaves there."""
-        found = defaultdict[End, list[tuple[int, int]]](list)
+        crossing_sends = defaultdict[End, list[tuple[int, int]]](list)
         for source, target in permutations(range(self.cluster.ranks), 2):
             for end in self.way(source, target):
-                found[end].append((source, target))
-        return found
+                crossing_sends[end].append((source, target))
+        return crossing_sends
 
     def interface(self, rank: int, other: int) -> str:
         """Through which a rank reaches another."""

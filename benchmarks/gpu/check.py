@@ -63,17 +63,17 @@ class Setting:
         """Of the run, or of the rehearsal."""
         return fake if self.fake else real
 
-    def is_so(self, what: str, measured: float | str, so: bool, bar: str, source: str) -> Row:
+    def is_so(self, label: str, measured: float | str, so: bool, bar: str, source: str) -> Row:
         """A fact, which is judged on a GPU alone."""
-        return Row(what, measured, "", bar, source, None if self.fake else so)
+        return Row(label, measured, "", bar, source, None if self.fake else so)
 
-    def at_least(self, what: str, measured: float, bar: float, unit: str, source: str) -> Row:
+    def at_least(self, label: str, measured: float, bar: float, unit: str, source: str) -> Row:
         """A speed or a share, which only a GPU can be held to."""
-        return Row(what, measured, unit, f"at least {bar:.4g}", source, None if self.fake else measured >= bar)
+        return Row(label, measured, unit, f"at least {bar:.4g}", source, None if self.fake else measured >= bar)
 
-    def at_most(self, what: str, measured: float, bar: float, unit: str, source: str) -> Row:
+    def at_most(self, label: str, measured: float, bar: float, unit: str, source: str) -> Row:
         """A time or a ratio, likewise."""
-        return Row(what, measured, unit, f"at most {bar:.4g}", source, None if self.fake else measured <= bar)
+        return Row(label, measured, unit, f"at most {bar:.4g}", source, None if self.fake else measured <= bar)
 
     @contextmanager
     def alone(self) -> Generator[DeviceMesh]:
@@ -91,9 +91,9 @@ class Setting:
             yield mesh
 
 
-def correct(what: str, error: float, limit: float, source: str) -> Row:
+def correct(label: str, error: float, limit: float, source: str) -> Row:
     """A relative error, which holds anywhere."""
-    return Row(what, error, "", f"at most {limit:.2g}", source, error <= limit)
+    return Row(label, error, "", f"at most {limit:.2g}", source, error <= limit)
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for."""
     known = checks()
     options = parsed(known, arguments)
-    if why := obstacle(options.fake):
-        print(why, file=sys.stderr)
+    if reason := obstacle(options.fake):
+        print(reason, file=sys.stderr)
         return 2
     began, outcomes = time.monotonic(), dict[str, Outcome]()
     for run in runs([known[name] for name in options.chosen], options):

@@ -76,14 +76,14 @@ class Device(ABC):
 
     def host_seconds(self, work: Work, repeats: int = 5, warmup: int = 2) -> float:
         """Of a call, on the host, which finds an idle device and does not wait for it: the median."""
-        found = list[float]()
+        seconds = list[float]()
         for _ in range(warmup + repeats):
             self.synchronize()
             start = time.perf_counter()
             work()
-            found.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
         self.synchronize()
-        return median(found[warmup:])
+        return median(seconds[warmup:])
 
     def labelled(self, work: Work, name: str) -> float:
         """Seconds of what has this label in a profile of one call."""
@@ -175,8 +175,8 @@ class CpuDevice(Device):
     def peak(self, work: Work) -> Peak:
         from armillary.plan.memory import measured_peak
 
-        found = measured_peak(work)
-        return Peak(found, found)
+        result = measured_peak(work)
+        return Peak(result, result)
 
     def syncs(self, work: Work) -> list[str]:
         with Reads() as reads:

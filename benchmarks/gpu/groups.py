@@ -91,11 +91,12 @@ def check_hang(setting: Setting) -> Iterator[Row]:
     for way in STUCK:
         with TemporaryDirectory() as folder:
             failure_on_ranks(setting, hang, stuck, way, limit, folder, seconds=12 * limit + 60)
-            found = [named_in(path) for path in sorted(Path(folder).glob("rank-*.txt"))]
-        said = f"{found.count({stuck})} of {len(found)} reports, which name {sorted(set().union(*found)) or 'nobody'}"
-        alone = len(found) >= setting.ranks - 1 and all(names == {stuck} for names in found)
-        what = f"rank {stuck} on a disk, the others {way}: named alone"
-        yield setting.is_so(what, said, alone, f"all, which name {stuck}", "armillary.train.runtime.health")
+            named_ranks = [named_in(path) for path in sorted(Path(folder).glob("rank-*.txt"))]
+        named = sorted(set().union(*named_ranks)) or "nobody"
+        message = f"{named_ranks.count({stuck})} of {len(named_ranks)} reports, which name {named}"
+        alone = len(named_ranks) >= setting.ranks - 1 and all(names == {stuck} for names in named_ranks)
+        label = f"rank {stuck} on a disk, the others {way}: named alone"
+        yield setting.is_so(label, message, alone, f"all, which name {stuck}", "armillary.train.runtime.health")
 
 
 def named_in(report: Path) -> set[int]:
@@ -157,11 +158,11 @@ def fault(place: Place) -> tuple[str, str]:
 def check_mixed(setting: Setting) -> Iterator[Row]:
     """Sums over each axis, of device and host tensors, where the launcher's device is not this rank's."""
     for host_too in (False, True):
-        found = on_ranks(setting, sums_over_axes, host_too)
-        for name in found[0]:
-            what = f"{'gloo and NCCL' if host_too else 'NCCL'}, GPUs in reverse order: {name}"
-            wrongs = [each[name] for each in found if each[name]]
-            yield setting.is_so(what, wrongs[0] if wrongs else "right", not wrongs, "right", "sums of ranks")
+        sums = on_ranks(setting, sums_over_axes, host_too)
+        for name in sums[0]:
+            label = f"{'gloo and NCCL' if host_too else 'NCCL'}, GPUs in reverse order: {name}"
+            wrongs = [each[name] for each in sums if each[name]]
+            yield setting.is_so(label, wrongs[0] if wrongs else "right", not wrongs, "right", "sums of ranks")
 
 
 def sums_over_axes(place: Place, host_too: bool) -> dict[str, str]:
@@ -171,12 +172,12 @@ def sums_over_axes(place: Place, host_too: bool) -> dict[str, str]:
         mesh = mesh_of_all(place, ring=ranks)
         axis = Axis.of(mesh["ring"])
         groups = {"the default group": dist.group.WORLD, "ring": axis.group, "ring's duplicate": axis.duplicate().group}
-        found = {name: wrong_sum(group, place.device, ranks) for name, group in groups.items()}
+        wrong_sums = {name: wrong_sum(group, place.device, ranks) for name, group in groups.items()}
         if host_too:
-            found["the host's tensors"] = wrong_sum(dist.group.WORLD, "cpu", ranks)
+            wrong_sums["the host's tensors"] = wrong_sum(dist.group.WORLD, "cpu", ranks)
             waits = compat.host_timeout(dist.group.WORLD, "cpu")
-            found["gloo's time-out"] = "" if waits == ASKED else f"{waits}"
-        return found
+            wrong_sums["gloo's time-out"] = "" if waits == ASKED else f"{waits}"
+        return wrong_sums
 
 
 def wrong_sum(group: Any, device: str, ranks: int) -> str:

@@ -62,10 +62,10 @@ def shapes(setting: Setting) -> dict[str, Shape]:
         "packed documents": AttentionMask(documents=ends),
     }
     heads, dims = setting.size((32, 8), (4, 1)), setting.size((64, 128, 256), (128,))
-    found = {f"D {dim}, {name}": Shape(tokens, dim, masks[name], 1, *heads) for dim in dims for name in masks}
-    found["D 128, one query"] = Shape(1, 128, masks["full"], 1, *heads, keys=tokens)
-    found["D 128, batch 3, as many key heads"] = Shape(tokens // 2, 128, masks["causal"], 3, 8, 8)
-    return found
+    by_name = {f"D {dim}, {name}": Shape(tokens, dim, masks[name], 1, *heads) for dim in dims for name in masks}
+    by_name["D 128, one query"] = Shape(1, 128, masks["full"], 1, *heads, keys=tokens)
+    by_name["D 128, batch 3, as many key heads"] = Shape(tokens // 2, 128, masks["causal"], 3, 8, 8)
+    return by_name
 
 
 def attended(kernel: Kernel, mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
@@ -101,21 +101,21 @@ def check_kernels(setting: Setting) -> Iterator[Row]:
             if dtype != torch.bfloat16 and "D 128" not in name:
                 continue
             tensors = shape.tensors(dtype, setting.device.torch)
-            wanted = exact(shape.mask, tensors)
+            expected = exact(shape.mask, tensors)
             for kernel in usable(setting, dtype, shape.head_dim, shape.mask):
-                what = f"{kernel.name}, {str(dtype).removeprefix('torch.')}, {name}"
-                yield held(what, partial(attended, kernel, shape.mask, tensors), wanted, LIMITS[dtype])
+                label = f"{kernel.name}, {str(dtype).removeprefix('torch.')}, {name}"
+                yield held(label, partial(attended, kernel, shape.mask, tensors), expected, LIMITS[dtype])
     yield from check_large(setting)
 
 
-def held(what: str, run: Callable[[], dict[str, Tensor]], wanted: dict[str, Tensor], limit: float) -> Row:
+def held(label: str, run: Callable[[], dict[str, Tensor]], expected: dict[str, Tensor], limit: float) -> Row:
     """The largest relative error of what is computed, and whose it is. A kernel that raises is one that is wrong."""
     try:
-        found = run()
+        tensors = run()
     except (RuntimeError, ValueError) as error:
-        return Row(what, f"{type(error).__name__}: {error}".splitlines()[0], "", f"at most {limit:.2g}", SOURCE, False)
-    error, tensor = max((relative_error(found[name], wanted[name]), name) for name in wanted)
-    return correct(f"{what}: {tensor}", error, limit, SOURCE)
+        return Row(label, f"{type(error).__name__}: {error}".splitlines()[0], "", f"at most {limit:.2g}", SOURCE, False)
+    error, tensor = max((relative_error(tensors[name], expected[name]), name) for name in expected)
+    return correct(f"{label}: {tensor}", error, limit, SOURCE)
 
 
 def check_large(setting: Setting) -> Iterator[Row]:
@@ -134,13 +134,13 @@ def last(setting: Setting, name: str, shape: Shape, near: tuple[slice, slice], t
     """The last tokens of the last row, which see and are seen by those that are `near` alone."""
     tensors = shape.tensors(torch.bfloat16, setting.device.torch)
     q, k, v, dout = (x[near] for x in tensors)
-    wanted = {name: x[:, -tail:] for name, x in exact(shape.mask, (q, k, v, dout)).items()}
+    expected = {name: x[:, -tail:] for name, x in exact(shape.mask, (q, k, v, dout)).items()}
     for kernel in usable(setting, torch.bfloat16, 128, shape.mask):
         inputs = Inputs.of(q, v, None, shape.mask)
         if kernel.drawback(inputs) or kernel.name == "dense":  # their time is quadratic, or they cut a window up
             continue
-        what = f"{kernel.name}, bfloat16, {tensors[0].numel():,} elements of q in {name}"
-        yield held(what, partial(ends, kernel, shape.mask, tensors, tail), wanted, LIMITS[torch.bfloat16])
+        label = f"{kernel.name}, bfloat16, {tensors[0].numel():,} elements of q in {name}"
+        yield held(label, partial(ends, kernel, shape.mask, tensors, tail), expected, LIMITS[torch.bfloat16])
         setting.device.clean()
 
 
@@ -182,12 +182,12 @@ def paces(
     for way, (factor, call) in work.items():
         rate = factor * pairs * shape.heads * shape.head_dim / setting.device.seconds(call, setting.size(10, 1))
         share = "" if peak is None else f", {rate / peak:.1%} of peak"
-        what = f"{kernel.name}, {way} {name}, {shape.tokens:,} tokens{share}"
+        label = f"{kernel.name}, {way} {name}, {shape.tokens:,} tokens{share}"
         bar = None if known is None else known.backward if way == "backward" else getattr(known, name)
         if bar is None or peak is None or (way, name) == ("backward", "causal"):  # nobody has published that
-            yield Row(what, rate / 1e12, "TFLOP/s", source="" if known is None else known.source)
+            yield Row(label, rate / 1e12, "TFLOP/s", source="" if known is None else known.source)
         else:
-            yield setting.at_least(what, rate / 1e12, NEAR * bar * peak / 1e12, "TFLOP/s", f"{NEAR} x {known.source}")
+            yield setting.at_least(label, rate / 1e12, NEAR * bar * peak / 1e12, "TFLOP/s", f"{NEAR} x {known.source}")
 
 
 # -- merging partial results -------------------------------------------------------------------------------------------
@@ -206,15 +206,15 @@ def check_merge(setting: Setting) -> Iterator[Row]:
     for tokens, name in ((setting.size(4096, 24), "tokens first"), (setting.size(4093, 23), "heads first")):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             given = partial_results(setting, tokens, dtype, name == "heads first")
-            wanted, found = [x.double() for x in given], [x.clone() for x in given]
-            merge_by_ops_(*wanted)
-            merge(*found)
-            what = f"{str(dtype).removeprefix('torch.')}, {tokens:,} {name}"
-            for tensor, x, y in zip(("out", "lse"), found, wanted, strict=False):
+            expected, result = [x.double() for x in given], [x.clone() for x in given]
+            merge_by_ops_(*expected)
+            merge(*result)
+            label = f"{str(dtype).removeprefix('torch.')}, {tokens:,} {name}"
+            for tensor, x, y in zip(("out", "lse"), result, expected, strict=False):
                 seen = y.isfinite()
                 same = torch.equal(seen, x.isfinite())
                 error = relative_error(x[seen], y[seen]) if same else torch.inf
-                yield correct(f"{what}: {tensor}", error, MERGED_LIMIT, SOURCE)
+                yield correct(f"{label}: {tensor}", error, MERGED_LIMIT, SOURCE)
     given = partial_results(setting, setting.size(32_768, 24), torch.bfloat16, heads_first=False)
     fused, ops = (setting.device.seconds(partial(how, *given), 10) for how in (merge, merge_by_ops_))
     moved = given[0].numel() * (4 + 2 + 4) / fused

@@ -79,6 +79,6 @@ def joined(
             dist.destroy_process_group()
 
 
-def worst(found: list[list[float]]) -> Iterator[float]:
+def worst(results: list[list[float]]) -> Iterator[float]:
     """The largest of each figure over ranks."""
-    return map(max, zip(*found, strict=True))
+    return map(max, zip(*results, strict=True))

@@ -41,16 +41,16 @@ def check_memory(setting: Setting) -> Iterator[Row]:
         job = Job(model=config, axes={}, attention=AttentionChoice("local"), length=length, checkpointing=policy)
         expected = (estimate(job) if name == "none" else simulate(replace(job, kernel=simulated))).device
         with setting.alone() as mesh:
-            found = setting.device.peak(partial(one_step, replace(job, kernel=kernel), mesh))
-        what, source = (
+            peak = setting.device.peak(partial(one_step, replace(job, kernel=kernel), mesh))
+        label, source = (
             f"{name}, {length:,} tokens",
             "closed formulas" if name == "none" else "armillary.plan's simulation",
         )
-        within = abs(found.allocated / expected - 1) <= WITHIN
+        within = abs(peak.allocated / expected - 1) <= WITHIN
         bar = f"{expected / 2**30:.2f} within {WITHIN:.0%}"
-        yield Row(f"{what}: allocated", found.allocated / 2**30, "GiB", bar, source, None if setting.fake else within)
-        spare = (found.reserved - found.allocated) / 2**30
-        yield setting.at_most(f"{what}: reserved beyond that", spare, RESERVE / 2**30, "GiB", "the planner's reserve")
+        yield Row(f"{label}: allocated", peak.allocated / 2**30, "GiB", bar, source, None if setting.fake else within)
+        spare = (peak.reserved - peak.allocated) / 2**30
+        yield setting.at_most(f"{label}: reserved beyond that", spare, RESERVE / 2**30, "GiB", "the planner's reserve")
 
 
 def product_of(setting: Setting) -> list[tuple[str, int]]:
@@ -72,16 +72,16 @@ def one_step(job: Any, mesh: DeviceMesh) -> None:
 def check_upipe(setting: Setting) -> Iterator[Row]:
     """q, k, v and out that a forward pass from hidden states holds beyond what stays: UPipe's, beside those of all."""
     for heads, key_heads, saved in ((64, 8, 0.778), (64, 64, 0.875))[: setting.size(None, 1)]:
-        whole = 2 * heads + 2 * key_heads
+        full = 2 * heads + 2 * key_heads
         for name, bar in (("UPipe, stages of 8", saved - 0.01), ("Ulysses", None)):
             with setting.one_of(ulysses=8) as mesh:
                 axis = mesh["ulysses"]
                 method = Ulysses(axis) if bar is None else UPipe(axis, heads_per_stage=8)
                 held = intermediates(setting, method, heads, key_heads)
-            what = f"{name}, H {heads}, K {key_heads}: {held:.1f} heads at once, saved of {whole}"
+            label = f"{name}, H {heads}, K {key_heads}: {held:.1f} heads at once, saved of {full}"
             source = "UPipe (arXiv 2602.21196): (2 S + 2 min(K, S)) / (2 H + 2 K) are left"
-            share = 1 - held / whole
-            yield Row(what, share) if bar is None else setting.at_least(what, share, bar, "", source)
+            share = 1 - held / full
+            yield Row(label, share) if bar is None else setting.at_least(label, share, bar, "", source)
 
 
 def intermediates(setting: Setting, method: Method, heads: int, key_heads: int) -> float:
@@ -135,11 +135,11 @@ def check_length(setting: Setting) -> Iterator[Row]:
     yield Row("longest by the planner", fit.length, "tokens", source=f"{room.device / 2**30:.4g} GiB")
     length = int(0.95 * fit.length) // step * step
     with setting.one_of(ulysses=8) as mesh:
-        found = setting.device.peak(partial(one_step, replace(job, length=length, kernel=kernel), mesh))
-    what = f"a step of {length:,} tokens, 95% of it: reserved"
+        peak = setting.device.peak(partial(one_step, replace(job, length=length, kernel=kernel), mesh))
+    label = f"a step of {length:,} tokens, 95% of it: reserved"
     bar = f"at most {setting.device.memory / 2**30:.4g}"
-    fits = found.reserved <= setting.device.memory
-    yield Row(what, found.reserved / 2**30, "GiB", bar, "the device's memory: it did not run out", fits)
+    fits = peak.reserved <= setting.device.memory
+    yield Row(label, peak.reserved / 2**30, "GiB", bar, "the device's memory: it did not run out", fits)
 
 
 CHECKS = (

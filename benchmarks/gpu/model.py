@@ -74,8 +74,8 @@ class Training:
 
     def gradients(self) -> dict[str, Tensor]:
         """Those of the last `backward`, on the host."""
-        found = {name: p.grad for name, p in self.model.named_parameters()}
-        return {name: local_of(grad).cpu() for name, grad in found.items() if grad is not None}
+        result = {name: p.grad for name, p in self.model.named_parameters()}
+        return {name: local_of(grad).cpu() for name, grad in result.items() if grad is not None}
 
     def loss(self) -> Tensor:
         def head(hidden: Tensor, weight: Tensor) -> Any:

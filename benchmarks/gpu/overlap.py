@@ -63,19 +63,19 @@ def check_overlap(setting: Setting) -> Iterator[Row]:
     tokens = setting.size(16_384, 16)
     kernels = [each for each in usable(setting, torch.bfloat16, DIM, AttentionMask()) if each.name != "dense"][:3]
     margins = [replaced for each in kernels for replaced in with_margins(each)]
-    found = dict[str, RingTimes]()
+    times = dict[str, RingTimes]()
     for name, kernel in margins:
-        found[name] = RingTimes(*worst(on_ranks(setting, ring_times, kernel, tokens)))
-        what = f"{name}, {tokens:,} tokens a rank: share of the exchanges that forward hides"
+        times[name] = RingTimes(*worst(on_ranks(setting, ring_times, kernel, tokens)))
+        label = f"{name}, {tokens:,} tokens a rank: share of the exchanges that forward hides"
         if name == f"{FlashAttn3.name}, margin 0":
-            yield setting.at_most(what, found[name].hidden, 0.3, "", "the planner assumes none")
+            yield setting.at_most(label, times[name].hidden, 0.3, "", "the planner assumes none")
         else:
-            yield setting.at_least(what, found[name].hidden, 0.7, "", "the planner assumes 90% to 100%")
-    without, with_margin = (found.get(f"{FlashAttn3.name}, margin {margin}") for margin in (0, SM_MARGIN))
+            yield setting.at_least(label, times[name].hidden, 0.7, "", "the planner assumes 90% to 100%")
+    without, with_margin = (times.get(f"{FlashAttn3.name}, margin {margin}") for margin in (0, SM_MARGIN))
     if without and with_margin:
         bar = 1.05 * MULTIPROCESSORS / (MULTIPROCESSORS - SM_MARGIN)
-        what = f"{FlashAttn3.name}: forward with margin {SM_MARGIN} over margin 0, nothing sent"
-        yield setting.at_most(what, with_margin.alone / without.alone, bar, "", "by multiprocessors")
+        label = f"{FlashAttn3.name}: forward with margin {SM_MARGIN} over margin 0, nothing sent"
+        yield setting.at_most(label, with_margin.alone / without.alone, bar, "", "by multiprocessors")
         both = with_margin.together / without.together
         yield setting.at_most(f"{FlashAttn3.name}: the same with exchanges", both, 1.0, "", "the default margin")
 
@@ -129,8 +129,8 @@ def nothing_sent() -> Generator[None]:
 def check_queue(setting: Setting) -> Iterator[Row]:
     """An all-to-all of a head axis over all ranks, behind an all-gather of FSDP's that has just begun."""
     shared, own = (max(on_ranks(setting, seconds_behind_fsdp, own)) for own in (False, True))
-    what = f"all-to-all on a communicator of its own ({1e3 * own:.3g} ms) over FSDP's ({1e3 * shared:.3g} ms)"
-    yield setting.at_most(what, own / shared, 0.7, "", "streams of high priority")
+    label = f"all-to-all on a communicator of its own ({1e3 * own:.3g} ms) over FSDP's ({1e3 * shared:.3g} ms)"
+    yield setting.at_most(label, own / shared, 0.7, "", "streams of high priority")
 
 
 def seconds_behind_fsdp(place: Place, own: bool) -> float:
@@ -169,8 +169,8 @@ def check_ring_memory(setting: Setting) -> Iterator[Row]:
         ahead, waiting = (
             max(on_ranks(setting, reserved_by_layers, tokens, layers, way, waits)) for waits in (False, True)
         )
-        what = f"{layers} layers, {way}, {tokens:,} tokens a rank: reserved where the host runs ahead, over one by one"
-        yield setting.at_most(what, ahead / waiting, 1.1, "", "two receive buffers a ring")
+        label = f"{layers} layers, {way}, {tokens:,} tokens a rank: reserved where the host runs ahead, over one by one"
+        yield setting.at_most(label, ahead / waiting, 1.1, "", "two receive buffers a ring")
 
 
 def reserved_by_layers(place: Place, tokens: int, layers: int, way: str, waits: bool) -> int:
@@ -221,11 +221,11 @@ def check_streams(setting: Setting) -> Iterator[Row]:
     """Kernels of one thread on a dozen streams, over one of them: above 1 where streams wait for each other."""
     for queues in (8, 32):
         over = 1.0 if setting.fake else at_once(queues)
-        what = f"{STREAMS} streams on {queues} work queues: time over that of one"
+        label = f"{STREAMS} streams on {queues} work queues: time over that of one"
         if queues == 8:
-            yield Row(what, over, source="CUDA's default")
+            yield Row(label, over, source="CUDA's default")
         else:
-            yield setting.at_most(what, over, 1.3, "", "--cuda.connections")
+            yield setting.at_most(label, over, 1.3, "", "--cuda.connections")
 
 
 def at_once(queues: int) -> float:

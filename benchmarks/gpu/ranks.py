@@ -46,8 +46,8 @@ def check_conformance(setting: Setting) -> Iterator[Row]:
     for failure in failed[:20]:
         yield Row(failure, "wrong", passed=False)
     limits = "conformance.limits"
-    what = f"failed of {tried} cases of {len(every)} methods and meshes, {ranks} ranks on {backend}"
-    yield Row(what, len(failed), "", "0", limits, not failed)
+    label = f"failed of {tried} cases of {len(every)} methods and meshes, {ranks} ranks on {backend}"
+    yield Row(label, len(failed), "", "0", limits, not failed)
 
 
 def take_gpu() -> None:
@@ -71,8 +71,8 @@ def check_train(setting: Setting) -> Iterator[Row]:
         metrics = Path(folder) / "metrics.jsonl"
         lines = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
         losses = [line["loss"] for line in lines if "loss" in line]
-    said = "" if outcome.returncode == 0 else f": {' '.join(outcome.stderr.split())[-300:]}"
-    yield Row(f"exit code{said}", outcome.returncode, "", "0", "armillary-train", outcome.returncode == 0)
+    message = "" if outcome.returncode == 0 else f": {' '.join(outcome.stderr.split())[-300:]}"
+    yield Row(f"exit code{message}", outcome.returncode, "", "0", "armillary-train", outcome.returncode == 0)
     if losses:
         fell = losses[-1] < losses[0]
         yield Row(f"loss after {len(losses)} steps, of {losses[0]:.4g} at first", losses[-1], "", "lower", "", fell)

@@ -27,21 +27,21 @@ def check_step(setting: Setting) -> Iterator[Row]:
     with setting.alone() as mesh:
         for name in setting.size(tuple(POLICIES), ("attention_output, offloaded",)):
             for dtype, limit in LIMITS.items():
-                what = f"{name}, {str(dtype).removeprefix('torch.')}"
+                label = f"{name}, {str(dtype).removeprefix('torch.')}"
                 training = Training.on(mesh, config, length, POLICIES[name], dtype)
                 training.take_weights(weights)
                 off = abs(float(training.backward()) / loss - 1)
-                yield correct(f"{what}: loss", off, limit / 10, FLOAT32)
-                yield correct(f"{what}: gradients", together(training.gradients(), gradients), limit, FLOAT32)
+                yield correct(f"{label}: loss", off, limit / 10, FLOAT32)
+                yield correct(f"{label}: gradients", together(training.gradients(), gradients), limit, FLOAT32)
                 waits = setting.device.syncs(training.backward)
                 where = f": {', '.join(sorted(set(waits))[:3])}" if waits else ""
                 bar = "none, the metrics' reads apart"
-                yield Row(f"{what}: waits of the host{where}", len(waits), "", "0", bar, not waits)
+                yield Row(f"{label}: waits of the host{where}", len(waits), "", "0", bar, not waits)
 
 
-def together(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def together(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The relative error of all tensors as one."""
-    return relative_error(*(torch.cat([x[name].flatten().float() for name in wanted]) for x in (found, wanted)))
+    return relative_error(*(torch.cat([x[name].flatten().float() for name in expected]) for x in (result, expected)))
 
 
 def check_mfu(setting: Setting) -> Iterator[Row]:
@@ -53,12 +53,12 @@ def check_mfu(setting: Setting) -> Iterator[Row]:
         for name, bar in bars.items():
             training = Training.on(mesh, config, length, POLICIES[name])
             seconds = setting.device.seconds(training.step, setting.size(5, 1), setting.size(2, 0))
-            what = f"{config.layers} layers, {length:,} tokens, {name}: {length / seconds:,.0f} tokens/s"
+            label = f"{config.layers} layers, {length:,} tokens, {name}: {length / seconds:,.0f} tokens/s"
             peak, source = setting.device.peak_flops, "aim; torchtitan has 35% at 8k, TRL 34% at 1M, on 8 H100"
             if bar is None or peak is None:
-                yield Row(what, flops / seconds / 1e12, "TFLOP/s", source="" if peak else "peak of this GPU not known")
+                yield Row(label, flops / seconds / 1e12, "TFLOP/s", source="" if peak else "peak of this GPU not known")
             else:
-                yield setting.at_least(what, flops / seconds / peak, bar, "MFU", source)
+                yield setting.at_least(label, flops / seconds / peak, bar, "MFU", source)
             del training
             setting.device.clean()
 
@@ -80,8 +80,8 @@ def check_offload(setting: Setting) -> Iterator[Row]:
                 times.append(setting.device.seconds(training.step, setting.size(5, 1), setting.size(2, 0)))
                 del training
                 setting.device.clean()
-            what = f"{name}: step of {length:,} tokens offloaded, over one that is not"
-            yield setting.at_most(what, times[1] / times[0], 1.03, "", "aim: copies are hidden")
+            label = f"{name}: step of {length:,} tokens offloaded, over one that is not"
+            yield setting.at_most(label, times[1] / times[0], 1.03, "", "aim: copies are hidden")
 
 
 def there(setting: Setting, x: torch.Tensor) -> float:

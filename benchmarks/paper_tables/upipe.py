@@ -85,18 +85,22 @@ NODE = {"upipe": 8, "ulysses": 8, "usp": 4, "ring": 1}
 def throughput_1() -> Table:
     rows = list[Row]()
     for length, (name, ulysses) in product((1, 3, 5), NODE.items()):
-        found = predicted("llama3-8b", "8xh100", length * M, AttentionChoice(name), ulysses, OFFLOADED, on_host=True)
-        tokens = length * M / found.time.seconds / 8
-        shown = f"{tokens:.0f} tokens a second and GPU, MFU {found.mfu:.1%}"
-        verdict = "" if found.fits else f"does not fit: {found.gib:.1f} of {found.room.device / 2**30:.1f} GiB"
+        prediction = predicted(
+            "llama3-8b", "8xh100", length * M, AttentionChoice(name), ulysses, OFFLOADED, on_host=True
+        )
+        tokens = length * M / prediction.time.seconds / 8
+        shown = f"{tokens:.0f} tokens a second and GPU, MFU {prediction.mfu:.1%}"
+        verdict = (
+            "" if prediction.fits else f"does not fit: {prediction.gib:.1f} of {prediction.room.device / 2**30:.1f} GiB"
+        )
         rows.append(Row(f"{name}, {length}M", NOT_AVAILABLE, shown, verdict))
     for length in (1, 3, 5):
         fpdt = fpdt_of(length * M)
         tokens = length * M / fpdt.seconds / 8
         mfu = fpdt.ulysses.mfu * fpdt.ulysses.time.seconds / fpdt.seconds
         shown = f"{tokens:.0f} tokens a second and GPU, MFU {mfu:.1%}"
-        why = f"{fpdt.copies:.0f} s of copies to and from the host in a step of {fpdt.seconds:.0f} s"
-        rows.append(Row(f"FPDT, {length}M, by formulas", NOT_AVAILABLE, shown, why))
+        reason = f"{fpdt.copies:.0f} s of copies to and from the host in a step of {fpdt.seconds:.0f} s"
+        rows.append(Row(f"FPDT, {length}M, by formulas", NOT_AVAILABLE, shown, reason))
     text = (
         "Predicted: each block's input on the host, no prefetch. The text says that UPipe matches the throughput of "
         "other methods; curves are not available. FPDT (arXiv 2408.16978) exchanges as many bytes as Ulysses, 64Ki "
@@ -116,11 +120,15 @@ def figure_2() -> Table:
     policies = {"AC": Checkpointing("layer"), "AO": OFFLOADED}
     rows = list[Row]()
     for (label, policy), (name, ulysses) in product(policies.items(), NODE.items()):
-        found = predicted("llama3-8b", "8xh100", 3 * M, AttentionChoice(name), ulysses, policy, on_host=True)
-        parts = {part: size / 2**30 for part, size in list(found.memory.device_breakdown.items())[:4]}
-        verdict = "" if found.fits else f"out of memory: {found.gib:.1f} of {found.room.device / 2**30:.1f} GiB"
+        prediction = predicted("llama3-8b", "8xh100", 3 * M, AttentionChoice(name), ulysses, policy, on_host=True)
+        parts = {part: size / 2**30 for part, size in list(prediction.memory.device_breakdown.items())[:4]}
+        verdict = (
+            ""
+            if prediction.fits
+            else f"out of memory: {prediction.gib:.1f} of {prediction.room.device / 2**30:.1f} GiB"
+        )
         shown = ", ".join(f"{part} {size:.1f}" for part, size in parts.items())
-        rows.append(Row(f"{label}, {name}", NOT_AVAILABLE, f"{found.gib:.1f} GiB: {shown}", verdict))
+        rows.append(Row(f"{label}, {name}", NOT_AVAILABLE, f"{prediction.gib:.1f} GiB: {shown}", verdict))
     fpdt = fpdt_of(3 * M)
     attention = f"attention {fpdt.attention_memory / 2**30:.1f}"
     rows.append(
@@ -157,7 +165,7 @@ def figure_5() -> Table:
             for name in ("upipe+ring", "usp")
         ]
         upipe, usp = steps
-        why = f"{upipe.gib:.1f} and {usp.gib:.1f} GiB: {upipe.gib / usp.gib:.2f} of the memory"
-        rows.append(Row(f"{length}M: throughput over USP", 1.0, usp.time.seconds / upipe.time.seconds, why))
+        reason = f"{upipe.gib:.1f} and {usp.gib:.1f} GiB: {upipe.gib / usp.gib:.2f} of the memory"
+        rows.append(Row(f"{length}M: throughput over USP", 1.0, usp.time.seconds / upipe.time.seconds, reason))
     text = f"LLaMA-3-8B on 16 x H100: lengths simulated by `{command}`, throughput predicted, memory by formulas."
     return Table("Figure 5, lengths, memory and throughput on 16 H100", text, rows, ["curves are not available"])

@@ -101,8 +101,10 @@ TWICE = "paper inconsistent: an all-reduce of parameters counts once (12), one o
 
 def table_2() -> Table:
     """Table 2, on the real FSDP2, attention methods and tensor parallelism."""
-    found = {name: block_costs(axes, attention, stage) for name, (axes, attention, stage, *_) in TABLE_2.items()}
-    rows = [row for name, costs in found.items() for row in block_rows(name, costs)]
+    costs_by_name = {
+        name: block_costs(axes, attention, stage) for name, (axes, attention, stage, *_) in TABLE_2.items()
+    }
+    rows = [row for name, costs in costs_by_name.items() for row in block_rows(name, costs)]
     activations, stored = plain_tensor_parallel()
     rows += [
         Row("TP: parameters, d^2", 0, 0),
@@ -125,7 +127,7 @@ def table_2() -> Table:
 def block_rows(name: str, costs: BlockCosts) -> list[Row]:
     """Communication and memory of a row of table 2."""
     parameters, formula, activations = TABLE_2[name][3:]
-    why = {
+    reason = {
         "SP-Ring": "dK and dV travel too: 2 + 2 + 2 in 16 bits; visible halves under a causal mask and 7 / 8 sent",
         "TP-sp": "8 transfers of 7 / 8 in place of 10: gathered inputs are stored, not gathered again",
     }.get(name, STAYS + "; a causal mask sends half of the ring's keys")
@@ -137,7 +139,7 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
         Row(
             f"{name}: parameters, d^2", parameters, costs.parameters, f"{TWICE} {2 * parameters}" if parameters else ""
         ),
-        Row(f"{name}: activations ({formula}), bs L d", activations, costs.activations, why),
+        Row(f"{name}: activations ({formula}), bs L d", activations, costs.activations, reason),
         Row(
             f"{name}: optimizer, bytes a parameter",
             12 if name.startswith("SP-") or name == "DP" else 12 / sharing,
@@ -229,13 +231,13 @@ def forward(cluster: Cluster, length: int, split: int, kind: str) -> Span:
 def pass_row(title: str, paper: float, span: Span, length: int, cluster: Cluster) -> Row:
     """A row, with attained FLOPs as its reason."""
     flops = FORWARD * 128 * 32 * (length * 1024) ** 2 / 2 / 8
-    why = (
+    reason = (
         f"the paper attains {flops * paper / 1e12:.0f} TFLOPS a GPU, ours {flops / span.seconds / 1e12:.0f}: a kernel "
         f"of {cluster.accelerator.flops * cluster.accelerator.attention_shares(length * 1024)[0] / 1e12:.0f}, and "
         f"{span.exposed / span.seconds:.0%} of the time waiting"
     )
     ratio = 1 / span.seconds / paper
-    return Row(title, paper, 1 / span.seconds, why if abs(ratio - 1) > 0.05 else "")
+    return Row(title, paper, 1 / span.seconds, reason if abs(ratio - 1) > 0.05 else "")
 
 
 # -- data parallelism, convergence ------------------------------------------------------------------------------------
@@ -248,13 +250,13 @@ def figure_5() -> Table:
         plan = SearchPlan(
             model="llama2-7b", cluster="8xa800", tokens=tokens, rows=8, attention=("local", "ulysses", "ring")
         )
-        found = search(plan)
-        best = found.fitting[0]
+        result = search(plan)
+        best = result.fitting[0]
         other = next(
-            each for each in found.fitting if each.candidate.mesh.replicas == 1 and each.candidate.mesh.tp == 1
+            each for each in result.fitting if each.candidate.mesh.replicas == 1 and each.candidate.mesh.tp == 1
         )
         rows.append(
-            Row(f"{tokens}, fastest", "DP", str(best.candidate.mesh), f"{other.candidate.mesh}: {found.reason(other)}")
+            Row(f"{tokens}, fastest", "DP", str(best.candidate.mesh), f"{other.candidate.mesh}: {result.reason(other)}")
         )
     text = "LLaMA2-7B on 8 x A800, a global batch of 8 (tip 2): the search chooses among all meshes, and says why."
     return Table("Figure 5, data parallelism before sequence parallelism", text, rows, ["the curves are not available"])
@@ -266,8 +268,8 @@ def figure_6() -> Table:
     rows = list[Row]()
     for row in stored["rows"]:
         meshes, seeds = float(row["USP and DP apart"]), float(row["seeds apart"])
-        why = f"two seeds are {seeds:.5f} apart, {seeds / max(meshes, 1e-5):.1f} times as much"
-        rows.append(Row(f"{row['precision']}: USP and DP apart, nats", "coincide", f"{meshes:.5f}", why))
+        reason = f"two seeds are {seeds:.5f} apart, {seeds / max(meshes, 1e-5):.1f} times as much"
+        rows.append(Row(f"{row['precision']}: USP and DP apart, nats", "coincide", f"{meshes:.5f}", reason))
     rows.append(Row("Section 6, MoE with expert parallelism", "mentioned", None, "out of scope"))
     text = (
         f"Loss over 10,000 steps of a small LLaMA on 2 ranks, stored by `{stored['command']}`: mean absolute "

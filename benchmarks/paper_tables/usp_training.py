@@ -242,16 +242,16 @@ class Predicted:
     def compared(self) -> Row:
         """MFU beside the paper's."""
         published = self.row.tflops * 1e12 / self.cluster.accelerator.flops
-        why = ""
+        reason = ""
         if abs(self.mfu / published - 1) > 0.05:
             tensor = self.micro_batches * self.time.tensor
-            why = (
+            reason = (
                 f"the paper's step takes {self.paper_seconds:.2f} s, ours {self.seconds:.2f} s: tensor parallelism "
                 f"{tensor:.2f}, parameters and gradients {self.transfers:.2f}, memory passes {self.memory_bound:.2f}. "
                 f"{self.paper_seconds - self.seconds:.2f} s are outside of the model{self.efficiency()}"
             )
         title = f"{self.row.length}K, batch {self.row.batch}, {self.row}"
-        return Row(title, round(published, 3), round(self.mfu, 3), why)
+        return Row(title, round(published, 3), round(self.mfu, 3), reason)
 
 
 def predictions(rows: Sequence[Published], model: str, cluster: str) -> list[Predicted]:
@@ -268,9 +268,11 @@ def best_rows(predicted: Sequence[Predicted], one_card: bool = False) -> list[Ro
         ours = max(alike, key=lambda each: each.throughput(one_card))
         behind = 1 - theirs.throughput(one_card) / ours.throughput(one_card)
         theirs_behind = 1 - ours.row.tflops / theirs.row.tflops
-        why = "" if ours is theirs else f"we have theirs {behind:.1%} behind; they have ours {theirs_behind:.1%} behind"
+        reason = (
+            "" if ours is theirs else f"we have theirs {behind:.1%} behind; they have ours {theirs_behind:.1%} behind"
+        )
         title = f"best of {length}K, batch {alike[0].row.batch}{ONE_CARD if one_card else ''}"
-        rows.append(Row(title, str(theirs.row), str(ours.row), why))
+        rows.append(Row(title, str(theirs.row), str(ours.row), reason))
     return rows
 
 
@@ -290,7 +292,7 @@ def spearman(predicted: Sequence[Predicted], one_card: bool = False) -> float:
 
 
 def table_5() -> Table:
-    found = predictions(TABLE_5, "llama2-7b", "8xa800")
+    results = predictions(TABLE_5, "llama2-7b", "8xa800")
     stored = Predicted(Published(30, 16, 1, 8, 1, 0), "llama2-7b", Cluster.named("8xa800"))
     sixteen = estimate(replace(stored.job, rows=16)).device / 2**30
     note = (
@@ -298,20 +300,20 @@ def table_5() -> Table:
         "16 micro-batches"
     )
     return Table(
-        "Table 5, LLaMA2-7B on 8 x A800", TEXT, [*(each.compared() for each in found), *best_rows(found)], [note]
+        "Table 5, LLaMA2-7B on 8 x A800", TEXT, [*(each.compared() for each in results), *best_rows(results)], [note]
     )
 
 
 def table_6() -> Table:
-    found = predictions(TABLE_6, "llama3-8b", "16xa800")
-    by_degrees = {each.row[:5]: each for each in found}
+    results = predictions(TABLE_6, "llama3-8b", "16xa800")
+    by_degrees = {each.row[:5]: each for each in results}
 
     def lost(length: int) -> float:
         """Seconds that the paper's tp 2 x U 4 x R 2 takes more than its tp 4 x U 2 x R 2."""
         slow, fast = by_degrees[length, 1, 2, 4, 2], by_degrees[length, 1, 4, 2, 2]
         return slow.paper_seconds - fast.paper_seconds
 
-    others = [each for each in found if each.row.tp != 2]
+    others = [each for each in results if each.row.tp != 2]
     two, four = by_degrees[64, 1, 2, 4, 2], by_degrees[64, 1, 4, 2, 2]
     assumption = (
         "an assumption of ours, the same for all rows, on which the cost of tp 2 and tp 4 depends: a group that shares "
@@ -322,12 +324,12 @@ def table_6() -> Table:
         "paper does not say which cards NCCL used"
     )
     rows = [
-        *(each.compared() for each in found),
-        *best_rows(found),
-        Row("rank correlation (Spearman), 26 rows", "-", round(spearman(found), 3)),
+        *(each.compared() for each in results),
+        *best_rows(results),
+        Row("rank correlation (Spearman), 26 rows", "-", round(spearman(results), 3)),
         Row(f"rank correlation (Spearman), {len(others)} rows without tp 2", "-", round(spearman(others), 3)),
-        *best_rows(found, one_card=True),
-        Row(f"rank correlation (Spearman), 26 rows{ONE_CARD}", "-", round(spearman(found, one_card=True), 3)),
+        *best_rows(results, one_card=True),
+        Row(f"rank correlation (Spearman), 26 rows{ONE_CARD}", "-", round(spearman(results, one_card=True), 3)),
     ]
     notes = [
         "paper inconsistent: its tp 2 x U 4 x R 2 takes "
@@ -341,8 +343,8 @@ def table_6() -> Table:
 
 
 def table_7() -> Table:
-    found = predictions(TABLE_7, "llama3-8b", "16xa800")
-    rows = [each.compared() for each in found]
+    results = predictions(TABLE_7, "llama3-8b", "16xa800")
+    rows = [each.compared() for each in results]
     return Table("Table 7, longest sequences of LLaMA3-8B on 2 x 8 A800", TEXT, rows)
 
 
@@ -360,13 +362,13 @@ def fits() -> Table:
     rows = list[Row]()
     for verdict, settings in (("does not fit", refused), ("fits", ran)):
         for row, model, cluster in settings:
-            found = Predicted(row, model, Cluster.named(cluster))
-            room = Room.of(found.cluster).device / 2**30
-            ours = "fits" if found.device <= room else "does not fit"
-            why = f"{found.device:.1f} of {room:.1f} GiB; our own step {found.memory.device / 2**30:.1f}"
+            prediction = Predicted(row, model, Cluster.named(cluster))
+            room = Room.of(prediction.cluster).device / 2**30
+            ours = "fits" if prediction.device <= room else "does not fit"
+            reason = f"{prediction.device:.1f} of {room:.1f} GiB; our own step {prediction.memory.device / 2**30:.1f}"
             if ours != verdict:
-                why += f". It would fit with {room + 5 - found.device:.1f} GiB reserved in place of 5"
-            rows.append(Row(f"{model}, {row.length}K, batch {row.batch}, {row}", verdict, ours, why))
+                reason += f". It would fit with {room + 5 - prediction.device:.1f} GiB reserved in place of 5"
+            rows.append(Row(f"{model}, {row.length}K, batch {row.batch}, {row}", verdict, ours, reason))
     text = (
         "Memory without recomputation by our formulas, on Megatron-LM's terms: with the float32 buffer of whole "
         "gradients that its ZeRO-1 keeps (4 bytes a parameter), without one of four inner tensors of the MLP (fused "

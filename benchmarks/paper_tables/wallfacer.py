@@ -78,20 +78,20 @@ def example() -> Table:
 
 def figure_1() -> Table:
     """Peer-to-peer bytes of LLaMA-7B for every C."""
-    found = plan_bytes(BytesPlan(**LLAMA_7B, attention=("ring", "wallfacer"), team=TEAMS, of_ranks=(1,)))
+    byte_rows = plan_bytes(BytesPlan(**LLAMA_7B, attention=("ring", "wallfacer"), team=TEAMS, of_ranks=(1,)))
     p2p = dict[tuple[int, str], int]()
-    for row in found:
+    for row in byte_rows:
         p2p[row.candidate.attention.team or 1, row.phase] = row.counted.p2p
     base = p2p[1, "forward"]
     rows = [Row("bars of the figure, GB", NOT_AVAILABLE, f"Ring {base / 1e9:.2f} forward at 64Ki tokens")]
     for team in TEAMS:
         # Ring makes P - 1 sends, and a team's first exchange is one of P / C^2.
-        why = (
+        reason = (
             f"Ring makes 63 sends of 64: {1 / team:.4g} x 64 / 63"
             if abs(team * p2p[team, "forward"] / base - 1)
             else ""
         )
-        rows.append(Row(f"forward, C = {team}, share of Ring's", 1 / team, p2p[team, "forward"] / base, why))
+        rows.append(Row(f"forward, C = {team}, share of Ring's", 1 / team, p2p[team, "forward"] / base, reason))
     for team in TEAMS:
         ratio = p2p[team, "backward"] / p2p[1, "backward"]
         rows.append(Row(f"backward, C = {team}, share of Ring's", NOT_AVAILABLE, ratio))
@@ -168,9 +168,9 @@ def step(model: str, cluster: str, length: int, choice: AttentionChoice, crossin
 
 def gain(model: str, cluster: str, length: int, crossing: float | None = None) -> float:
     """Percent by which WallFacer's best is faster than Ring, whose sends between nodes attain `crossing`."""
-    found = by_team(model, cluster, length)
+    by_size = by_team(model, cluster, length)
     ring = step(model, cluster, length, AttentionChoice("ring"), crossing).time.seconds
-    return 100 * (ring / found[best_team(found)][1].time.seconds - 1)
+    return 100 * (ring / by_size[best_team(by_size)][1].time.seconds - 1)
 
 
 def by_team(model: str, cluster: str, length: int) -> dict[int, tuple[AttentionChoice, Step]]:
@@ -187,14 +187,14 @@ def by_team(model: str, cluster: str, length: int) -> dict[int, tuple[AttentionC
     return {team: min(options, key=lambda each: each[1].time.seconds) for team, options in steps.items()}
 
 
-def best_team(found: dict[int, tuple[AttentionChoice, Step]]) -> int:
+def best_team(by_size: dict[int, tuple[AttentionChoice, Step]]) -> int:
     """The fastest of WallFacer's team sizes."""
-    return min((team for team in found if team > 1), key=lambda team: found[team][1].time.seconds)
+    return min((team for team in by_size if team > 1), key=lambda team: by_size[team][1].time.seconds)
 
 
-def waiting(found: dict[int, tuple[AttentionChoice, Step]]) -> str:
+def waiting(by_size: dict[int, tuple[AttentionChoice, Step]]) -> str:
     """Where the times of Ring and of the best team differ."""
-    ring, best = found[1][1].time, found[best_team(found)][1].time
+    ring, best = by_size[1][1].time, by_size[best_team(by_size)][1].time
     return (
         f"of {ring.seconds:.2f} s Ring waits {ring.exchange:.2f} s for exchanges, WallFacer {best.exchange:.2f} of "
         f"{best.seconds:.2f}"
@@ -205,20 +205,20 @@ def figure_7() -> Table:
     gains, rows, assumed = list[tuple[float, str, str]](), list[Row](), list[tuple[float, str]]()
     for name, (model, cluster) in SETTINGS.items():
         for length in LENGTHS:
-            found = by_team(model, cluster, length)
-            best = best_team(found)
+            by_size = by_team(model, cluster, length)
+            best = best_team(by_size)
             title = f"{name}, {length // 1024}K, C = {best}"
-            gains.append((gain(model, cluster, length), title, waiting(found)))
+            gains.append((gain(model, cluster, length), title, waiting(by_size)))
             assumed.append((gain(model, cluster, length, CROSSING[name]), title))
             if name in BEST_TEAMS:
                 rows.append(Row(f"best C, {name}, {length // 1024}K", BEST_TEAMS[name], best, "C = 2 or 4"))
     ordered = sorted(gains, reverse=True)
-    for paper_gain, (ours, title, why) in zip(GAINS, ordered, strict=True):
-        rows.append(Row(f"gain over Ring, % ({title})", paper_gain, round(ours, 2), why))
+    for paper_gain, (ours, title, reason) in zip(GAINS, ordered, strict=True):
+        rows.append(Row(f"gain over Ring, % ({title})", paper_gain, round(ours, 2), reason))
     for paper_gain, (ours, title) in zip(GAINS, sorted(assumed, reverse=True), strict=True):
         crossing = CROSSING[title.split(",")[0]] / 1e9
-        why = f"Ring's connection between nodes at {crossing:g} GB/s"
-        rows.append(Row(f"gain, % ({title}), Ring's crossing assumed", paper_gain, round(ours, 2), why))
+        reason = f"Ring's connection between nodes at {crossing:g} GB/s"
+        rows.append(Row(f"gain, % ({title}), Ring's crossing assumed", paper_gain, round(ours, 2), reason))
     text = (
         "32 GPUs of three clusters, GPT 3B and 7B, two lengths each. The text gives six gains without their settings, "
         "so both sets are sorted; its second lengths are not available, ours are 128K. Predicted with the published "
@@ -241,17 +241,17 @@ def figure_8() -> Table:
     rows = list[Row]()
     for name, (model, cluster) in SETTINGS.items():
         for length in LENGTHS:
-            found = by_team(model, cluster, length)
-            best = best_team(found)
-            ring, team = found[1][1], found[best][1]
+            by_size = by_team(model, cluster, length)
+            best = best_team(by_size)
+            ring, team = by_size[1][1], by_size[best][1]
             a = length // 32 * 4096 * 2 / 2**30
-            why = f"{team.gib - ring.gib:.2f} GiB more; equation 10 has 3 (C - 1) A = {3 * (best - 1) * a:.2f}"
+            reason = f"{team.gib - ring.gib:.2f} GiB more; equation 10 has 3 (C - 1) A = {3 * (best - 1) * a:.2f}"
             rows.append(
                 Row(
                     f"{name}, {length // 1024}K, C = {best}: WallFacer over Ring",
                     "1.086 to 1.445",
                     team.gib / ring.gib,
-                    why,
+                    reason,
                 )
             )
     text = (
@@ -264,15 +264,15 @@ def figure_8() -> Table:
 def scaling(heading: str, lengths: dict[int, int]) -> Table:
     rows = list[Row]()
     for ranks, length in lengths.items():
-        found = by_team("gpt-7b", f"{ranks}xh100", length)
-        best = best_team(found)
+        by_size = by_team("gpt-7b", f"{ranks}xh100", length)
+        best = best_team(by_size)
         ours = gain("gpt-7b", f"{ranks}xh100", length)
-        title, why = f"{ranks} H100, {length // 1024}K, C = {best}: gain, %", waiting(found)
+        title, reason = f"{ranks} H100, {length // 1024}K, C = {best}: gain, %", waiting(by_size)
         if ranks > 8:
             two_cards = gain("gpt-7b", f"{ranks}xh100", length, crossing=2 * 46e9)
-            why += f"; {two_cards:.1f}% if Ring's sends between nodes use two cards"
+            reason += f"; {two_cards:.1f}% if Ring's sends between nodes use two cards"
         paper_gain = 60.71 if lengths is STRONG and ranks == 64 else NOT_AVAILABLE
-        rows.append(Row(title, paper_gain, round(ours, 2), why))
+        rows.append(Row(title, paper_gain, round(ours, 2), reason))
     grows = "the gain grows with the ranks" if lengths is STRONG else "the gain grows less than in strong scaling"
     return Table(heading, f"GPT 7B; the text says that {grows}. Curves are not available.", rows)
 
@@ -311,8 +311,8 @@ def longest() -> Table:
     for row in stored["rows"]:
         if row["cluster"].startswith("8 ") and row["attention"].split()[0] in ("ring", "wallfacer"):
             per_million = row["+1M: device GiB"] - row["device GiB"]
-            title, why = f"{row['attention']}: longest, million tokens", f"{per_million:.1f} GiB a million"
-            rows.append(Row(title, NOT_AVAILABLE, row["tokens, M"], why))
+            title, reason = f"{row['attention']}: longest, million tokens", f"{per_million:.1f} GiB a million"
+            rows.append(Row(title, NOT_AVAILABLE, row["tokens, M"], reason))
     for heads in (8, 4):
         choice = AttentionChoice("upipe+wallfacer", heads_per_stage=heads, team=2)
         title = f"upipe+wallfacer, C = 2, stages of {heads} heads: longest, million tokens, by formulas"

@@ -35,19 +35,19 @@ MARK = "<!-- written by benchmarks/scoreboard: what follows is its table -->\n"
 
 def main() -> int:
     options = parsed()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         for cls in options.chosen:
             cases = [case for case in cls.settings() if not options.case or case in options.case]
-            found += [measured(cls, cases, Path(folder))] if cases else []
+            results += [measured(cls, cases, Path(folder))] if cases else []
             if options.json:  # time and again: a run may be cut short
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"\n{text(found)}")
-    for each in [outcome for one in found for outcome in outcomes(one)] if options.case else []:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\n{text(results)}")
+    for each in [outcome for one in results for outcome in outcomes(one)] if options.case else []:
         print(f"{each.setting}: {each.outcome} {each.said or figures([each])}")
     if not options.case:
-        store(found)
-    mine = [one for one in found if one["name"].startswith("armillary")]
+        store(results)
+    mine = [one for one in results if one["name"].startswith("armillary")]
     return int(any(one["why"] or cell(outcomes(one)) != str(len(one["outcomes"])) for one in mine))
 
 
@@ -63,15 +63,15 @@ def parsed() -> argparse.Namespace:
     }
     if unknown := [name for name, chosen in named.items() if not chosen]:
         parser.error(f"no contender {', '.join(unknown)}; known: {'; '.join(known)}")
-    wanted = {name for chosen in named.values() for name in chosen} or set(known)
-    options.chosen = [cls for name, cls in known.items() if name in wanted]
+    requested = {name for chosen in named.values() for name in chosen} or set(known)
+    options.chosen = [cls for name, cls in known.items() if name in requested]
     return options
 
 
 def measured(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> dict[str, Any]:
     """One contender: says what came of it, in a line. What cannot be run is told with its reason, and no case."""
     date = datetime.now(UTC).date().isoformat()
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "name": cls.name,
         "note": cls.note,
         "date": date,
@@ -82,12 +82,12 @@ def measured(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> di
     print(f"{cls.name:36}", end="", flush=True)
     try:
         for line in lines(cls, cases, folder):
-            found |= line if "versions" in line else {}
-            found["outcomes"] += [line] if "outcome" in line else []
+            result |= line if "versions" in line else {}
+            result["outcomes"] += [line] if "outcome" in line else []
     except RuntimeError as failure:
-        found["why"] = str(failure)
-    print(found["why"] or cell(outcomes(found)), flush=True)
-    return found
+        result["why"] = str(failure)
+    print(result["why"] or cell(outcomes(result)), flush=True)
+    return result
 
 
 def lines(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> Iterator[dict[str, Any]]:
@@ -108,10 +108,10 @@ def last_line(log: Path) -> str:
     return (log.read_text().strip().splitlines() or [""])[-1]
 
 
-def store(found: Sequence[dict[str, Any]]) -> None:
+def store(results: Sequence[dict[str, Any]]) -> None:
     """As JSON, and into the page."""
     before = json.loads(RESULTS.read_text())["contenders"] if RESULTS.exists() else []
-    newest = {one["name"]: one for one in (*before, *found)}
+    newest = {one["name"]: one for one in (*before, *results)}
     machine = f"Python {platform.python_version()}, {platform.machine()}, gloo on CPU ranks"
     data = {"machine": machine, "contenders": [newest[name] for name in contenders() if name in newest]}
     each_in_a_line = ",\n".join(json.dumps(one) for one in data["contenders"])

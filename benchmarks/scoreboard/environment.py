@@ -18,8 +18,8 @@ def environment(cls: type[Contender], folder: Path) -> str:
     """The Python to run a contender with: this one if it asks for nothing, else one of `folder`, made once."""
     if not cls.requirements:
         return sys.executable
-    wanted = "".join(sorted((*cls.requirements, *cls.alone)))
-    home = folder / f"env-{sha256(wanted.encode()).hexdigest()[:12]}"
+    requirements = "".join(sorted((*cls.requirements, *cls.alone)))
+    home = folder / f"env-{sha256(requirements.encode()).hexdigest()[:12]}"
     python = home / "bin" / "python"
     if home.exists():
         return str(python)

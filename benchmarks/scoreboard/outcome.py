@@ -82,10 +82,10 @@ def try_all(cls: type[Contender], settings: Sequence[Setting], file: Path) -> No
     """What one rank does: each setting, until one raises. Rank 0 writes down what came of it."""
     torch.set_num_threads(1)
     for setting in settings:
-        found = judged(cls, setting)
+        outcome = judged(cls, setting)
         if dist.get_rank() == 0:
             with file.open("a") as lines:
-                lines.write(json.dumps(asdict(found)) + "\n")
+                lines.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def judged(cls: type[Contender], setting: Setting) -> Outcome:

@@ -17,8 +17,8 @@ SHOWN = {"right": "", "wrong": " WRONG"}
 """How a kind is called in a cell, if not by its name."""
 
 
-def outcomes(found: Found) -> list[Outcome]:
-    return [Outcome(**each) for each in found["outcomes"]]
+def outcomes(result: Found) -> list[Outcome]:
+    return [Outcome(**each) for each in result["outcomes"]]
 
 
 def cell(chosen: Iterable[Outcome]) -> str:
@@ -27,27 +27,27 @@ def cell(chosen: Iterable[Outcome]) -> str:
     return ", ".join(f"{count[kind]}{SHOWN.get(kind, f' {kind}')}" for kind in OUTCOMES if count[kind]) or "-"
 
 
-def rows(found: Sequence[Found]) -> list[dict[str, str]]:
+def rows(results: Sequence[Found]) -> list[dict[str, str]]:
     """One for each contender and layout; a column for each mask."""
     made: list[dict[str, str]] = []
-    for each in found:
+    for each in results:
         every = [(Setting.read(one.setting), one) for one in outcomes(each)]
         for layout in dict.fromkeys(setting.layout for setting, _ in every):
-            here = [(setting, one) for setting, one in every if setting.layout == layout]
-            cells = {mask: cell(one for setting, one in here if setting.mask == mask) for mask in MASKS}
-            made.append({"contender": each["name"], "layout": layout} | cells | {"of limit": share(here)})
+            entries = [(setting, one) for setting, one in every if setting.layout == layout]
+            cells = {mask: cell(one for setting, one in entries if setting.mask == mask) for mask in MASKS}
+            made.append({"contender": each["name"], "layout": layout} | cells | {"of limit": share(entries)})
         if not every:
             made.append({"contender": each["name"], "layout": "-"} | dict.fromkeys((*MASKS, "of limit"), "not run"))
     return made
 
 
-def share(here: Iterable[tuple[Setting, Outcome]]) -> str:
+def share(entries: Iterable[tuple[Setting, Outcome]]) -> str:
     """The largest error of all that are right, as a share of its limit."""
-    right = [one.worst for _, one in here if one.outcome == "right"]
+    right = [one.worst for _, one in entries if one.outcome == "right"]
     return f"{max(right):.2f}" if right else "-"
 
 
-def text(found: Sequence[Found]) -> str:
+def text(results: Sequence[Found]) -> str:
     """A table for a terminal, of no more than 100 columns: a line for each mask that was tried."""
     head = f"{'contender':36}{'layout':12}{'mask':11}outcomes"
     return "\n".join(
@@ -55,7 +55,7 @@ def text(found: Sequence[Found]) -> str:
             head,
             *(
                 f"{row['contender']:36}{row['layout']:12}{mask:11}{row[mask]}"
-                for row in rows(found)
+                for row in rows(results)
                 for mask in MASKS
                 if row[mask] != "-"
             ),
@@ -63,10 +63,10 @@ def text(found: Sequence[Found]) -> str:
     )
 
 
-def groups(found: Found, kind: str) -> list[list[Outcome]]:
+def groups(result: Found, kind: str) -> list[list[Outcome]]:
     """Outcomes of one kind that belong together: wrong under the same mask, rough in the same dtype, the same words."""
     grouped: dict[str, list[Outcome]] = {}
-    for each in outcomes(found):
+    for each in outcomes(result):
         setting = Setting.read(each.setting)
         alike = {"rough": setting.dtype, "refused": re.sub(r"\d+", "", each.said)}.get(kind, setting.mask)
         if each.outcome == kind:
@@ -96,33 +96,33 @@ def command(name: str, case: str) -> str:
 
 def markdown(data: Mapping[str, Any]) -> str:
     """All of it, for docs/scoreboard.md."""
-    found: list[Found] = data["contenders"]
-    cases = sum(len(each["outcomes"]) for each in found)
-    parts = [f"`uv run python benchmarks/scoreboard`, {data['machine']}: {cases} cases.", _table(rows(found))]
+    result: list[Found] = data["contenders"]
+    cases = sum(len(each["outcomes"]) for each in result)
+    parts = [f"`uv run python benchmarks/scoreboard`, {data['machine']}: {cases} cases.", _table(rows(result))]
     shown = {"wrong": "Wrong", "rough": "Rough", "hung": "Hung", "crashed": "Crashed", "refused": "Refused"}
     for kind, title in shown.items():
-        lines = [line for each in found for line in _listed(each, kind)]
+        lines = [line for each in result for line in _listed(each, kind)]
         parts += [f"### {title}", "\n".join(lines)] if lines else []
-    parts += ["### How each was called", "\n".join(_called(each) for each in found)]
+    parts += ["### How each was called", "\n".join(_called(each) for each in result)]
     return "\n\n".join(parts) + "\n"
 
 
-def _listed(found: Found, kind: str) -> list[str]:
+def _listed(result: Found, kind: str) -> list[str]:
     lines: list[str] = []
-    for chosen in groups(found, kind):
+    for chosen in groups(result, kind):
         worst = max(chosen, key=lambda each: each.worst)
-        again = f"\n  `{command(found['name'], worst.setting)}`" if kind != "refused" else ""
-        lines.append(f"- **{found['name']}** ({where(chosen, outcomes(found))}): {figures(chosen)}{again}")
+        again = f"\n  `{command(result['name'], worst.setting)}`" if kind != "refused" else ""
+        lines.append(f"- **{result['name']}** ({where(chosen, outcomes(result))}): {figures(chosen)}{again}")
     return lines
 
 
-def _called(found: Found) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    why = f" Not run here: {found['why']}" if found["why"] else ""
-    return f"- **{found['name']}** ({versions}; {found['date']}): {found['note']}.{why}"
+def _called(result: Found) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    reason = f" Not run here: {result['why']}" if result["why"] else ""
+    return f"- **{result['name']}** ({versions}; {result['date']}): {result['note']}.{reason}"
 
 
-def _table(found: Sequence[Mapping[str, str]]) -> str:
-    head = list(found[0])
-    lines = [head, ["---"] * len(head), *(list(row.values()) for row in found)]
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    head = list(rows[0])
+    lines = [head, ["---"] * len(head), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -26,9 +26,9 @@ def mesh_of(ring: int, ulysses: int, named: bool) -> DeviceMesh:
     axes, ranks = ("ring", "ulysses"), torch.arange(ring * ulysses).view(ring, ulysses)
     if not named:
         return DeviceMesh("cpu", ranks, mesh_dim_names=axes)
-    whole = dist.new_group(backend="cpu:gloo")
+    full = dist.new_group(backend="cpu:gloo")
     alone = [dist.new_group([rank], backend="cpu:gloo") for rank in range(dist.get_world_size())][dist.get_rank()]
-    groups = [whole, alone] if ulysses == 1 else [alone, whole]
+    groups = [full, alone] if ulysses == 1 else [alone, full]
     return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=axes)
 
 

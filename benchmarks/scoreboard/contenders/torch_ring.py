@@ -68,8 +68,8 @@ class TorchContextParallel(Contender):
         from torch.distributed.tensor.experimental import context_parallel
 
         _private(self)
-        whole = torch.zeros(1, 1, self.setting.length, 1)
-        return context_parallel(init_device_mesh("cpu", (dist.get_world_size(),)), buffers=[whole], buffer_seq_dims=[2])
+        full = torch.zeros(1, 1, self.setting.length, 1)
+        return context_parallel(init_device_mesh("cpu", (dist.get_world_size(),)), buffers=[full], buffer_seq_dims=[2])
 
 
 class TorchBalanced(TorchContextParallel):

@@ -76,7 +76,7 @@ def compile_method(name: str, axes: Mapping[str, int], key_heads: int, masks: Se
 
 
 def compile_methods() -> list[list[bool]]:
-    return [compile_method(*given) for given in METHODS]
+    return [compile_method(*arguments) for arguments in METHODS]
 
 
 def test_methods_are_in_the_graph(worlds):

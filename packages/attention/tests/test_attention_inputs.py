@@ -86,16 +86,16 @@ def made(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Ten
     return q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype)
 
 
-def worst(attend: Method, whole: tuple[Tensor, ...], order: Order = lambda x: x, **options) -> float:
+def worst(attend: Method, full: tuple[Tensor, ...], order: Order = lambda x: x, **options) -> float:
     """The largest error of out, dq, dk, dv, each relative to its norm, against float64; inputs laid out by `order`."""
     layout = attend.layout(N)
-    q, k, v, dout = (order(layout.take(x, attend.shard)) for x in whole)
+    q, k, v, dout = (order(layout.take(x, attend.shard)) for x in full)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, mask=CAUSAL, layout=layout, **options)
     result = (out, *torch.autograd.grad(out, inputs, dout.to(out.dtype)))
-    exact = [x.double().requires_grad_() for x in whole[:3]]
+    exact = [x.double().requires_grad_() for x in full[:3]]
     expected = reference_attention(*exact, mask=CAUSAL, scale=options.get("scale"), softcap=options.get("softcap"))
-    expected = [expected, *torch.autograd.grad(expected, exact, whole[3].double())]
+    expected = [expected, *torch.autograd.grad(expected, exact, full[3].double())]
     expected = [layout.take(x, attend.shard) for x in expected]
     # A gradient that is 0 (with scale 0) has no norm of its own.
     return max(
@@ -161,8 +161,8 @@ def test_kernels_are_called_with_rows_that_are_whole(monkeypatch, kernel, kind):
         monkeypatch.setattr(module, "_forward", lambda q, k, v, *_, **__: forward(q, k, v))
         monkeypatch.setattr(module, "_backward", lambda *tensors, **_: backward(tensors))
     else:
-        monkeypatch.setattr(type(kernel), "call_forward", lambda self, *given: forward(*given))
-        monkeypatch.setattr(type(kernel), "call_backward", lambda self, *given: backward(*given))
+        monkeypatch.setattr(type(kernel), "call_forward", lambda self, *arguments: forward(*arguments))
+        monkeypatch.setattr(type(kernel), "call_backward", lambda self, *arguments: backward(*arguments))
     q, k, v, dout = ({**ORDERS, **SAME}[kind](x) for x in made(torch.float32))
     kernel.forward(q, k, v, (None, 0), Scores(0.3))
     kernel.backward(dout, q, k, v, dout, torch.zeros(2, N, HEADS), (None, 0), Scores(0.3))

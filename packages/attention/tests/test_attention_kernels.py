@@ -326,7 +326,9 @@ def test_small_tiles_of_no_rows_are_a_batch_of_none(kernel):
 def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
     mask, calls = AttentionMask(documents=documents, window=(5, 0)), list[int]()
     together, forward = run_block(kernel, mask), type(kernel).forward
-    monkeypatch.setattr(type(kernel), "forward", lambda *given: calls.append(len(given[1])) or forward(*given))
+    monkeypatch.setattr(
+        type(kernel), "forward", lambda *arguments: calls.append(len(arguments[1])) or forward(*arguments)
+    )
     run_block(kernel, mask)
     assert len(calls) <= sum(calls) / 4, f"batches of {calls}"
     monkeypatch.setattr(type(kernel), "pack_key", lambda *piece: None)

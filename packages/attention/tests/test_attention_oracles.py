@@ -69,11 +69,11 @@ def both(ranks: int, method: str, dtype: torch.dtype, causal: bool) -> dict[str,
     q, k, v, dout = (torch.randn(B, T, H, D, dtype=dtype, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attend(*leaves, mask=AttentionMask(causal), layout=layout, return_lse=True)
-    ours = (out.detach(), lse, *torch.autograd.grad(out, leaves, dout))
+    actual = (out.detach(), lse, *torch.autograd.grad(out, leaves, dout))
     with torch.no_grad():
-        theirs = by_torch(axis.get_group(), q, k, v, dout, causal)
+        reference = by_torch(axis.get_group(), q, k, v, dout, causal)
     names = ("out", "lse", "dq", "dk", "dv")
-    return {n: float((a - b).norm() / b.norm()) for n, a, b in zip(names, ours, theirs, strict=True)}
+    return {n: float((a - b).norm() / b.norm()) for n, a, b in zip(names, actual, reference, strict=True)}
 
 
 CASES = list(product(["keys", "queries", "token_ring"], LIMITS, [True, False]))

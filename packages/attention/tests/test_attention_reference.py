@@ -51,8 +51,8 @@ def test_out_and_gradients_match_torch(name, scale):
         out = F.scaled_dot_product_attention(*moved, attn_mask=visible, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
 
-    ours = with_gradients(lambda q, k, v: reference_attention(q, k, v, mask=MASKS[name], scale=scale), q, k, v, dout)
-    for result, expected in zip(ours, with_gradients(with_torch, q, k, v, dout), strict=True):
+    actual = with_gradients(lambda q, k, v: reference_attention(q, k, v, mask=MASKS[name], scale=scale), q, k, v, dout)
+    for result, expected in zip(actual, with_gradients(with_torch, q, k, v, dout), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 

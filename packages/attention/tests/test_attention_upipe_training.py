@@ -60,11 +60,11 @@ class Guarded(Projected):
     frozen: tuple[str, ...] = ()
     x_is_frozen = False
 
-    def freeze(self, what: str) -> None:
-        self.x_is_frozen = what in ("x", "everything")
-        if what in ("all weights", "everything"):
+    def freeze(self, case: str) -> None:
+        self.x_is_frozen = case in ("x", "everything")
+        if case in ("all weights", "everything"):
             self.requires_grad_(False)
-        for name in {"queries": "q", "keys": "k", "keys and values": "kv"}.get(what, ""):
+        for name in {"queries": "q", "keys": "k", "keys and values": "kv"}.get(case, ""):
             self.weights[name].requires_grad_(False)
         self.frozen = tuple(name for name, weight in self.weights.items() if not weight.requires_grad)
 
@@ -458,6 +458,6 @@ def refusals() -> list[tuple[str, int]]:
 
 def test_invalid_requests_are_refused_on_every_rank_before_communication(worlds):
     for rank in worlds(4).run(refusals):
-        for (what, words), (messages, sent) in zip(REFUSED.items(), rank, strict=True):
-            assert messages != "accepted" and sent == 0, what
-            assert all(word in messages for word in words), (what, messages)
+        for (case, words), (messages, sent) in zip(REFUSED.items(), rank, strict=True):
+            assert messages != "accepted" and sent == 0, case
+            assert all(word in messages for word in words), (case, messages)

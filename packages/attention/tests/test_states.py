@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 def test_random_cases_are_the_recurrence(worlds, ranks):
     seeds = list(range(1000 * ranks, 1000 * ranks + 15))
     for errors in worlds(ranks).run(worst_errors, seeds):
-        assert not {seed: found for seed, found in errors.items() if not found[0] < TOLERANCE}
+        assert not {seed: actual for seed, actual in errors.items() if not actual[0] < TOLERANCE}
 
 
 @pytest.mark.long
@@ -29,7 +29,7 @@ def test_random_cases_are_the_recurrence(worlds, ranks):
 def test_a_thousand_random_cases_are_the_recurrence(worlds, ranks):
     seeds = list(range(100_000 * ranks, 100_000 * ranks + 200))
     for errors in worlds(ranks).run(worst_errors, seeds, timeout=3000):
-        assert not {seed: found for seed, found in errors.items() if not found[0] < TOLERANCE}
+        assert not {seed: actual for seed, actual in errors.items() if not actual[0] < TOLERANCE}
     print(f"{len(seeds)} random cases on {ranks} ranks")
 
 
@@ -139,15 +139,15 @@ def test_bytes_are_those_of_states_and_maps_whatever_the_length(worlds, kind):
             SequenceLayout.zigzag(length, 4),
             SequenceLayout([[range(factor * a, factor * b) for a, b in shard] for shard in ragged]),
         ]
-        found = list[object]()
+        actual = list[object]()
         for layout in layouts:
             for ends in ([0, length], [0, 13 * factor, 24 * factor, length]):
                 arguments = kind, layout, AttentionMask(documents=ends), inputs_of(kind, length)
-                found.append(worlds(4).run(gathered_bytes, *arguments))
-                assert found[-1] == expected_bytes(kind, layout, ends)
+                actual.append(worlds(4).run(gathered_bytes, *arguments))
+                assert actual[-1] == expected_bytes(kind, layout, ends)
         if factor == 1:
-            before = found
-    assert found == before
+            before = actual
+    assert actual == before
     # A zigzag shard has two spans: two states and two maps of each row, and the gradients of the three others'.
     state, one_map = 4 * 6 * 5, 4 if kind == "ssd" else 4 * 6 * 6
     assert before[2][1][0] == 3 * 2 * 8 * 2 * (state + one_map)

@@ -89,13 +89,13 @@ def worst_errors(seeds: list[int]) -> dict[int, tuple[float, str]]:
     with patch.dict(sys.modules, STAND_INS):
         for seed in seeds:
             case = random_case(seed, get_world_size())
-            found = errors(case, AnyMamba() if case.kind == "ssd" else AnyFla())
-            name = max(found, key=lambda name: found[name])
-            results[seed] = found[name], name
+            actual = errors(case, AnyMamba() if case.kind == "ssd" else AnyFla())
+            name = max(actual, key=lambda name: actual[name])
+            results[seed] = actual[name], name
     return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_cases_with_other_packages_kernels_are_the_recurrence(worlds, ranks):
-    for found in worlds(ranks).run(worst_errors, [*range(500 * ranks, 500 * ranks + 9)]):
-        assert not {seed: worst for seed, worst in found.items() if not worst[0] < TOLERANCE}
+    for actual in worlds(ranks).run(worst_errors, [*range(500 * ranks, 500 * ranks + 9)]):
+        assert not {seed: worst for seed, worst in actual.items() if not worst[0] < TOLERANCE}

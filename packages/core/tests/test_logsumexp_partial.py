@@ -91,11 +91,11 @@ def test_the_placement_equals_only_its_own_kind():
 
 def test_packing_refuses_gradients():
     out, lse = partial(0)
-    for given in ((out.clone().requires_grad_(), lse), (out, lse.clone().requires_grad_())):
+    for arguments in ((out.clone().requires_grad_(), lse), (out, lse.clone().requires_grad_())):
         with pytest.raises(ValueError, match=r"requires a gradient.*merge_scatter\(out, lse, axis\)"):
-            pack_partial(*given)
+            pack_partial(*arguments)
         with torch.no_grad():
-            assert not pack_partial(*given).requires_grad
+            assert not pack_partial(*arguments).requires_grad
     with pytest.raises(ValueError, match=r"do not fit together; lse must be \(2, 11, 6\)"):
         pack_partial(out, lse[:, :3])
     with pytest.raises(ValueError, match="both floating"):

@@ -66,7 +66,7 @@ def errors(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]
 
 
 def each(function: Callable, todo: list[tuple]) -> list:
-    return [function(*given) for given in todo]
+    return [function(*arguments) for arguments in todo]
 
 
 # -- each against one process -----------------------------------------------------------------------------------------

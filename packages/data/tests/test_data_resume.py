@@ -170,7 +170,7 @@ def test_proportional_weights_have_equal_states():
     assert alone(STORES, N, weights=[2, 4][: len(STORES)]).load_state_dict(state).state_dict() == state
 
 
-@pytest.mark.parametrize("packing", [partial(greedy), lambda *given: greedy(*given)], ids=["partial", "lambda"])
+@pytest.mark.parametrize("packing", [partial(greedy), lambda *arguments: greedy(*arguments)], ids=["partial", "lambda"])
 def test_a_packing_without_a_name_is_refused(packing):
     with pytest.raises(ValueError, match=r"packing .* name") as failure:
         alone(STORES, N, packing=packing)

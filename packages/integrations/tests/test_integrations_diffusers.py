@@ -27,8 +27,12 @@ def context_parallel(name: str = "token_ring") -> ContextParallel:
 
 def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
     """The last output, and all gradients of means over all outputs."""
-    inputs = [{name: x.clone().requires_grad_() for name, x in given.items() if name in LEARNED} for given in calls]
-    outs = [model(**given | learned, return_dict=False)[0] for given, learned in zip(calls, inputs, strict=True)]
+    inputs = [
+        {name: x.clone().requires_grad_() for name, x in arguments.items() if name in LEARNED} for arguments in calls
+    ]
+    outs = [
+        model(**arguments | learned, return_dict=False)[0] for arguments, learned in zip(calls, inputs, strict=True)
+    ]
     torch.stack([(out * draw(*out.shape)).mean() for out in outs]).sum().backward()
     of_parts = {name: p.grad for name, p in [*model.named_parameters(), *inputs[-1].items()]}
     return {"out": outs[-1].detach()} | {name: x for name, x in of_parts.items() if x is not None}
@@ -67,27 +71,27 @@ def errors(name: str, methods: list[str]) -> list[tuple[float, str]]:
     ],
 )
 def test_ranks_compute_what_one_does(worlds, name, methods):
-    for found in worlds(RANKS).run(errors, name, methods):
-        assert max(found) < (LIMITS[name], ""), found
+    for actual in worlds(RANKS).run(errors, name, methods):
+        assert max(actual) < (LIMITS[name], ""), actual
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BUILD)
 def test_ranks_compute_what_one_does_by_other_methods(worlds, name):
     methods = ["ring", "ring", "ulysses", "ulysses", "usp", "all_gather", "wallfacer", "token_ring"]
-    for found in worlds(RANKS).run(errors, name, methods):
-        assert max(found) < (LIMITS[name], ""), found
+    for actual in worlds(RANKS).run(errors, name, methods):
+        assert max(actual) < (LIMITS[name], ""), actual
 
 
 def fully_sharded() -> tuple[float, str]:
     """Qwen-Image under FSDP2, its blocks run again in backward."""
-    (model, inputs), (whole, _) = qwen(), qwen()
+    (model, inputs), (full, _) = qwen(), qwen()
     model.enable_gradient_checkpointing()
     context_parallel("usp").prepare(model)
     ranks = mesh(**AXES["usp"])["ring", "ulysses"]._flatten("sequence")
     for part in (*model.transformer_blocks, model):
         fully_shard(part, mesh=ranks)
-    expected, actual = graded(whole, inputs), graded(model, inputs)
+    expected, actual = graded(full, inputs), graded(model, inputs)
     for name, x in actual.items():
         if name in LEARNED:
             dist.all_reduce(x)
@@ -103,11 +107,11 @@ def test_under_fsdp2(worlds):
 
 def two_lengths() -> tuple[float, str]:
     """A copy of a model runs forward on two videos, and only then backward, in which their blocks are run again."""
-    (model, inputs), (whole, _) = wan(), wan()
+    (model, inputs), (full, _) = wan(), wan()
     longer = {**inputs, "hidden_states": draw(2, 4, 2, 14, 4)}  # 28 tokens after 27: some ranks have as many of both
     model.enable_gradient_checkpointing()
     context_parallel().prepare(model)
-    return error(deepcopy(model), graded(whole, inputs, longer), inputs, longer)
+    return error(deepcopy(model), graded(full, inputs, longer), inputs, longer)
 
 
 def test_blocks_run_again_find_the_length_of_their_own_forward(worlds):
@@ -206,29 +210,29 @@ def refusals() -> list[str]:
 
 
 def test_what_is_refused(worlds):
-    for said in worlds(RANKS).run(refusals):
-        for message, expected in zip(said, REFUSED.values(), strict=True):
+    for messages in worlds(RANKS).run(refusals):
+        for message, expected in zip(messages, REFUSED.values(), strict=True):
             assert expected in message
 
 
-def said_where_ranks_differ(what: str) -> str:
+def said_where_ranks_differ(case: str) -> str:
     model, inputs = flux()
-    if what == "timestep":
+    if case == "timestep":
         inputs["timestep"] = inputs["timestep"] + dist.get_rank()
-    elif what == "hidden_states":
+    elif case == "hidden_states":
         inputs["hidden_states"] = inputs["hidden_states"][:, dist.get_rank() :]
     else:
-        model.get_parameter(what).data += dist.get_rank()
+        model.get_parameter(case).data += dist.get_rank()
     context_parallel("usp").prepare(model)
     with pytest.raises(ValueError) as error:
         model(**inputs)
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["timestep", "hidden_states", "proj_out.bias"])
-def test_ranks_that_are_given_different_things_all_say_so(worlds, what):
-    for message in worlds(RANKS).run(said_where_ranks_differ, what):
-        assert message.startswith(f"{what}: not the same on all 4 ranks")
+@pytest.mark.parametrize("case", ["timestep", "hidden_states", "proj_out.bias"])
+def test_ranks_that_are_given_different_things_all_say_so(worlds, case):
+    for message in worlds(RANKS).run(said_where_ranks_differ, case):
+        assert message.startswith(f"{case}: not the same on all 4 ranks")
 
 
 # -- more of the same --------------------------------------------------------------------------------------------------
@@ -267,10 +271,10 @@ VARIANTS = {
 
 def error_of_variant(name: str) -> tuple[float, str]:
     build, config, more = VARIANTS[name]
-    (model, inputs), (whole, _) = build(**config), build(**config)
+    (model, inputs), (full, _) = build(**config), build(**config)
     inputs |= more()
     context_parallel().prepare(model)
-    return error(model, graded(whole, inputs), inputs)
+    return error(model, graded(full, inputs), inputs)
 
 
 @pytest.mark.long
@@ -281,18 +285,18 @@ def test_what_else_models_are_called_with(worlds, name):
 
 def compiled_error(name: str, whole_model: bool) -> tuple[float, str]:
     """Of Qwen-Image two calls, of the same shapes, but with other padding."""
-    (model, inputs), (whole, _) = BUILD[name](), BUILD[name]()
+    (model, inputs), (full, _) = BUILD[name](), BUILD[name]()
     context_parallel().prepare(model)
     if whole_model:
         model.compile(backend="aot_eager")
     else:
         model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    result = error(model, graded(whole, inputs), inputs)
+    result = error(model, graded(full, inputs), inputs)
     if name != "qwen":
         return result
-    model.zero_grad(), whole.zero_grad()
+    model.zero_grad(), full.zero_grad()
     inputs["encoder_hidden_states_mask"] = inputs["encoder_hidden_states_mask"].flip(0)
-    return max(result, error(model, graded(whole, inputs), inputs))
+    return max(result, error(model, graded(full, inputs), inputs))
 
 
 @pytest.mark.long

@@ -136,16 +136,16 @@ def on_ranks(folder):
 
 def refused_on_ranks(folder):
     """What is said of rows that differ, and of a loss that is not of the next token."""
-    said = []
+    messages = []
     run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(14, seed=dist.get_rank() // 3), **SHORT)
     tagger = model("armillary", "MistralForTokenClassification")
     batch = run.cp.shard(torch.ones(2, 16, dtype=torch.long))
     with pytest.raises(ValueError) as raised:
         run.train()
-    said.append(str(raised.value))
+    messages.append(str(raised.value))
     with pytest.raises(ValueError) as raised, batch:
         tagger(**batch.inputs)
-    return [*said, str(raised.value)]
+    return [*messages, str(raised.value)]
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +162,10 @@ def runs(worlds, tmp_path_factory):
 
 
 def check_logs(actual, expected):
-    for mine, whole in zip(actual, expected, strict=True):
-        for name in whole:
+    for sharded, full in zip(actual, expected, strict=True):
+        for name in full:
             if not any(word in name for word in MEASURED):
-                assert mine[name] == pytest.approx(whole[name], rel=1e-6), name  # losses are logged in float32
+                assert sharded[name] == pytest.approx(full[name], rel=1e-6), name  # losses are logged in float32
 
 
 def check_parameters(actual, expected):
@@ -185,15 +185,15 @@ def test_steps_are_those_of_one_rank_and_go_on_from_a_checkpoint(runs, run):
 def test_predictions_are_those_of_one_rank_in_sequence_order(runs, run):
     one, ranks = runs
     for rank in ranks:
-        _, _, found, unlabelled = rank[run]
-        whole = one[run][2]
-        assert np.array_equal(found.label_ids, whole.label_ids)
-        seen = (whole.label_ids != -100).nonzero()
-        for mine, expected in ((found.predictions, whole.predictions), (unlabelled, one[run][3])):
-            assert mine.shape == expected.shape
-            assert relative_error(torch.tensor(mine[seen]), torch.tensor(expected[seen])) < 1e-12
+        _, _, actual, unlabelled = rank[run]
+        full = one[run][2]
+        assert np.array_equal(actual.label_ids, full.label_ids)
+        seen = (full.label_ids != -100).nonzero()
+        for sharded, expected in ((actual.predictions, full.predictions), (unlabelled, one[run][3])):
+            assert sharded.shape == expected.shape
+            assert relative_error(torch.tensor(sharded[seen]), torch.tensor(expected[seen])) < 1e-12
         if run == "ddp":  # of a last batch that some groups lack, Trainer's loss is another on several ranks
-            assert found.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+            assert actual.metrics["test_loss"] == pytest.approx(full.metrics["test_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -205,8 +205,8 @@ def test_variants_are_those_of_one_rank(runs, variant):
 
 def test_what_ranks_cannot_train_on_is_refused_by_all(runs):
     _, ranks = runs
-    for said in zip(*(rank["refused"] for rank in ranks), strict=True):
-        assert len(set(said)) == 1
+    for messages in zip(*(rank["refused"] for rank in ranks), strict=True):
+        assert len(set(messages)) == 1
     assert "shards 0 and 3 were given different input_ids" in ranks[0]["refused"][0]
     assert "ForTokenClassification takes no shift_labels" in ranks[0]["refused"][1]
 
@@ -235,13 +235,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_what_would_be_wrong_on_shards_is_refused_when_a_trainer_is_made(tmp_path, wrong):
-    given, said = REFUSED[wrong]
+    given, message = REFUSED[wrong]
     given = dict(given)
     register_transformers(Local())
     kind, named = given.pop("kind", LongTrainer), given.pop("implementation", "armillary")
     of_model = {name: given.pop(name) for name in ("family", "output_router_logits") if name in given}
     of_trainer = {name: given.pop(name) for name in ("compute_loss_func",) if name in given}
-    with accelerated(), pytest.raises(ValueError, match=said):
+    with accelerated(), pytest.raises(ValueError, match=message):
         kind(model(named, **of_model), arguments(tmp_path, **SHORT | given), padded, rows(2), rows(2), **of_trainer)
 
 
@@ -259,11 +259,11 @@ def test_padding_before_and_behind_tokens_is_seen_by_nobody():
     batch = ContextParallel(attend).shard(ids, attention_mask=seen, position_ids=position_ids)
     with batch:
         output = model("armillary")(**batch.inputs, use_cache=False)
-    whole = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
+    full = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
     at = seen.bool()
-    assert relative_error(output.logits[at], whole.logits[at]) < 1e-12
+    assert relative_error(output.logits[at], full.logits[at]) < 1e-12
     assert batch.labelled == 6 + 8
-    assert float(output.loss.detach()) == pytest.approx(loss_without_the_first(whole.logits, ids, seen), rel=1e-6)
+    assert float(output.loss.detach()) == pytest.approx(loss_without_the_first(full.logits, ids, seen), rel=1e-6)
 
 
 def loss_without_the_first(logits, ids, seen):
@@ -273,7 +273,7 @@ def loss_without_the_first(logits, ids, seen):
 
 
 @pytest.mark.parametrize(
-    ("mask", "labels", "said"),
+    ("mask", "labels", "message"),
     [
         ([1, 1, 0, 1], None, "hides tokens 2 to 2 between others"),
         ([0, 1, 0, 1], None, "hides tokens 2 to 2 between others"),
@@ -283,9 +283,9 @@ def loss_without_the_first(logits, ids, seen):
         ([1, 1, 1, 0], [5, 6, 7, 8], "hides have labels"),
     ],
 )
-def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, said):
+def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, message):
     shifted = None if labels is None else torch.tensor([labels])
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ContextParallel(Local()).shard(torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
 
 

@@ -150,17 +150,17 @@ def test_a_layer_may_have_several_sinks_a_head():
 
 
 def each_on_a_shard(todo: list[tuple]):
-    return [on_a_shard(*given) for given in todo]
+    return [on_a_shard(*arguments) for arguments in todo]
 
 
 def errors(worlds, *todo: tuple) -> list[float]:
     """For each set of arguments of `on_a_shard` the largest error, of the logits or of a gradient."""
     answers = worlds(4).run(each_on_a_shard, todo)
-    return [errors_of(given, ranks) for given, *ranks in zip(todo, *answers, strict=True)]
+    return [errors_of(arguments, ranks) for arguments, *ranks in zip(todo, *answers, strict=True)]
 
 
-def errors_of(given: tuple, ranks: list) -> float:
-    name, kind, documents, *told = given
+def errors_of(arguments: tuple, ranks: list) -> float:
+    name, kind, documents, *told = arguments
     expected, gradients = on_one_rank(name, documents)
     outs, shares = zip(*ranks, strict=True)
     logits = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2).join(outs)
@@ -181,8 +181,8 @@ TOLERANCE = 1e-9
 
 @pytest.mark.parametrize("some", [list(MODELS)[:5], list(MODELS)[5:]], ids=", ".join)
 def test_a_shard_computes_what_one_rank_does(worlds, some):
-    found = errors(worlds, *((name, "zigzag", None, "") for name in some))
-    assert max(found) < TOLERANCE, dict(zip(some, found, strict=True))
+    actual = errors(worlds, *((name, "zigzag", None, "") for name in some))
+    assert max(actual) < TOLERANCE, dict(zip(some, actual, strict=True))
 
 
 ENDS = (0, 3, 4, 25, 40, LENGTH)
@@ -200,8 +200,8 @@ PACKED = [
 
 def test_packed_rows(worlds):
     """Rotary positions are relative, so that global ones and restarting ones give the same."""
-    for given, error in zip(PACKED, errors(worlds, *PACKED), strict=True):
-        assert error < (TOLERANCE if given[3] == "restarts" else 1e-5), given
+    for arguments, error in zip(PACKED, errors(worlds, *PACKED), strict=True):
+        assert error < (TOLERANCE if arguments[3] == "restarts" else 1e-5), arguments
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------
@@ -267,17 +267,17 @@ def unlike_one_rank(wrong: str) -> str:
     attend = usp()
     register_transformers(attend)
     batch = ContextParallel(attend).shard(tokens()[0])
-    given = batch.inputs
+    arguments = batch.inputs
     options = {"output_router_logits": True} if wrong == "routers" else {}
-    given |= {"output_router_logits": True} if wrong == "routers now" else {}
-    if wrong in given:
-        del given[wrong]
+    arguments |= {"output_router_logits": True} if wrong == "routers now" else {}
+    if wrong in arguments:
+        del arguments[wrong]
     try:
         with batch:
             if wrong == "of its own":
-                whisper()(**given)
+                whisper()(**arguments)
             else:
-                model("gpt-oss" if "routers" in wrong else "llama", "armillary", **options)(**given)
+                model("gpt-oss" if "routers" in wrong else "llama", "armillary", **options)(**arguments)
     except ValueError as refused:
         return str(refused)
     return "accepted"
@@ -305,8 +305,8 @@ def each_unlike_one_rank() -> list[str]:
 
 def test_a_loss_that_is_no_share_of_the_whole_one_is_refused(worlds):
     for rank in worlds(4).run(each_unlike_one_rank):
-        for said, answer in zip(LOSSES.values(), rank, strict=True):
-            assert said in answer
+        for message, answer in zip(LOSSES.values(), rank, strict=True):
+            assert message in answer
 
 
 def test_on_one_rank_the_loss_is_the_models_own():
@@ -332,7 +332,7 @@ def test_a_batch_is_shifted_before_it_is_sharded():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"ids": torch.zeros(6)}, "whole batch"),
         ({"labels": torch.zeros(2, 5)}, "one shape"),
@@ -351,16 +351,16 @@ def test_a_batch_is_shifted_before_it_is_sharded():
         ({"layout": "zigzag"}, "layout is 'zigzag'; a SequenceLayout"),
     ],
 )
-def test_a_batch_that_cannot_be_sharded_is_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        ContextParallel(Local()).shard(**{"ids": torch.zeros(2, 6, dtype=torch.long)} | given)
+def test_a_batch_that_cannot_be_sharded_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(Local()).shard(**{"ids": torch.zeros(2, 6, dtype=torch.long)} | arguments)
 
 
-@pytest.mark.parametrize("given", [None, "ring", Local])
-def test_what_is_no_method_is_refused(given):
+@pytest.mark.parametrize("arguments", [None, "ring", Local])
+def test_what_is_no_method_is_refused(arguments):
     for call in (register_transformers, sdpa_parallel, ContextParallel):
         with pytest.raises(ValueError, match=r"not a method|method='ring'"):
-            call(given)
+            call(arguments)
 
 
 @pytest.mark.parametrize("share", [1.0, None, np.float32(1), torch.tensor(1), torch.tensor(True), torch.ones(1)])
@@ -411,53 +411,53 @@ def refusal(wrong: str) -> str:
     layout = attend.layout(LENGTH, "contiguous")
     ids, _ = (layout.take(x, attend.shard) for x in tokens())
     built = model("llama", "armillary")
-    given = {"position_ids": layout.positions(attend.shard)[None], "use_cache": False}
+    arguments = {"position_ids": layout.positions(attend.shard)[None], "use_cache": False}
     held = {"layout": layout}
     ones = torch.ones_like(ids)
     match wrong:
         case "padding":  # on one rank only
-            given["attention_mask"] = ones.index_fill(1, torch.tensor([0]), int(attend.shard != 2))
+            arguments["attention_mask"] = ones.index_fill(1, torch.tensor([0]), int(attend.shard != 2))
         case "whole padding mask":
-            given["attention_mask"] = torch.ones(2, LENGTH)
+            arguments["attention_mask"] = torch.ones(2, LENGTH)
         case "own mask":
-            given["attention_mask"] = torch.zeros(2, 1, LENGTH // 4, LENGTH // 4)
+            arguments["attention_mask"] = torch.zeros(2, 1, LENGTH // 4, LENGTH // 4)
         case "no layout":
             held = {}
         case "layout of others":
             held = {"layout": SequenceLayout.contiguous(LENGTH, 3)}
         case "whole sequence":
             ids, _ = tokens()
-            del given["position_ids"]
+            del arguments["position_ids"]
         case "no positions":
-            del given["position_ids"]
+            del arguments["position_ids"]
         case "no positions, documents":
-            del given["position_ids"]
+            del arguments["position_ids"]
             held["documents"] = [0, LENGTH]
         case "jumps":
-            given["position_ids"] = given["position_ids"] + 3 * (given["position_ids"] > 30)
+            arguments["position_ids"] = arguments["position_ids"] + 3 * (arguments["position_ids"] > 30)
         case "late":
-            given["position_ids"] = given["position_ids"] + 1
+            arguments["position_ids"] = arguments["position_ids"] + 1
         case "counting from 0, documents":
-            given["position_ids"] = torch.arange(ids.shape[1])[None]
+            arguments["position_ids"] = torch.arange(ids.shape[1])[None]
             held["documents"] = [0, 5, LENGTH]
         case "falling, documents":
-            given["position_ids"] = given["position_ids"] - 2 * (given["position_ids"] > 30)
+            arguments["position_ids"] = arguments["position_ids"] - 2 * (arguments["position_ids"] > 30)
             held["documents"] = [0, 5, LENGTH]
         case "a shard too long":  # on one rank only
             ids, _ = tokens()
             ids = ids[:, : LENGTH // 4 + (attend.shard == 1)]
-            given["position_ids"] = torch.arange(ids.shape[1])[None]
+            arguments["position_ids"] = torch.arange(ids.shape[1])[None]
         case "too many positions":
-            given["position_ids"] = torch.arange(1)[None] if attend.shard == 1 else given["position_ids"]
+            arguments["position_ids"] = torch.arange(1)[None] if attend.shard == 1 else arguments["position_ids"]
         case "cu_seq_lens of a shard":
-            given["cu_seq_lens_q"] = torch.tensor([0, LENGTH // 4])
+            arguments["cu_seq_lens_q"] = torch.tensor([0, LENGTH // 4])
         case "dropout":
             built = model("llama", "armillary", attention_dropout=0.1)
         case "weights":
             built.set_attn_implementation("armillary")
-            given["output_attentions"] = True
+            arguments["output_attentions"] = True
         case "bias":
-            given["position_bias"] = torch.zeros(1)
+            arguments["position_bias"] = torch.zeros(1)
         case "window without keys":
             built = model("mistral, one token", "armillary", sliding_window=0)
         case "not causal":
@@ -466,7 +466,7 @@ def refusal(wrong: str) -> str:
             raise AssertionError(wrong)
     try:
         with sequence(**held):
-            built(ids, **given)
+            built(ids, **arguments)
     except ValueError as refused:
         return str(refused)
     return "accepted"
@@ -501,8 +501,8 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_done_is_refused(worlds):
-    for (wrong, said), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
-        assert said in answers[0], (wrong, answers)
+    for (wrong, message), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
+        assert message in answers[0], (wrong, answers)
         assert len(set(answers)) == 1, (wrong, answers)
 
 
@@ -528,10 +528,10 @@ def each_at_other_positions():
 def test_position_ids_may_start_anywhere_and_skip(worlds):
     layout, ones = SequenceLayout.zigzag(LENGTH, 2).refine(2), torch.ones(2, LENGTH)
     built = model("mistral, narrow", "eager")
-    for found in zip(*worlds(4).run(each_at_other_positions), strict=True):
+    for actual in zip(*worlds(4).run(each_at_other_positions), strict=True):
         with InFloat64():  # a mask of ones, or transformers would take what skips for packed rows
-            expected = built(tokens()[0], position_ids=found[0][1], attention_mask=ones).logits
-        assert relative_error(layout.join([logits for logits, _ in found]), expected) < TOLERANCE
+            expected = built(tokens()[0], position_ids=actual[0][1], attention_mask=ones).logits
+        assert relative_error(layout.join([logits for logits, _ in actual]), expected) < TOLERANCE
 
 
 def test_a_filled_cache_is_refused_an_empty_one_is_not():
@@ -576,8 +576,8 @@ def test_models_that_see_tokens_by_other_means_are_refused_by_name(family):
         if family not in STATES and hasattr(config, field):
             setattr(config, field, value)
     made = transformers.AutoModelForCausalLM if family in STATES else transformers.AutoModel
-    said = f"{family}.*(state along the sequence|layers of kind|attention itself)"
-    with torch.device("meta"), pytest.raises(ValueError, match=said):
+    message = f"{family}.*(state along the sequence|layers of kind|attention itself)"
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
         made.from_config(config, attn_implementation="armillary")
 
 

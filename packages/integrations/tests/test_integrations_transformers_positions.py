@@ -85,10 +85,12 @@ def on_a_shard(family: str, padding: str):
     attend = usp()
     register_transformers(attend)
     built, (ids, mask, dout) = model(family, "armillary"), tokens(padding == "padded")
-    given = {"documents": DOCUMENTS} if padding == "packed" else {"attention_mask": mask} if padding == "padded" else {}
+    arguments = (
+        {"documents": DOCUMENTS} if padding == "packed" else {"attention_mask": mask} if padding == "padded" else {}
+    )
     cp = ContextParallel(attend)
     cp.padding_idx = padding_idx_of(built)
-    batch = cp.shard(ids, **given)
+    batch = cp.shard(ids, **arguments)
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "attention_mask": batch.attention_mask}
     with batch, InFloat64():
         logits = built(**inputs).logits
@@ -106,9 +108,9 @@ def on_one_rank(family: str, padding: str):
             for low, high in pairwise(DOCUMENTS[row] if padding == "packed" else (0, LENGTH)):
                 part = slice(row, row + 1), slice(low, high)
                 logits.append(built(ids[part], attention_mask=mask[part]).logits)
-    whole = torch.cat(logits, 1).view(2, LENGTH, VOCABULARY)
-    whole.backward(dout)
-    return whole.detach() * mask[..., None], [p.grad for p in built.parameters()]
+    full = torch.cat(logits, 1).view(2, LENGTH, VOCABULARY)
+    full.backward(dout)
+    return full.detach() * mask[..., None], [p.grad for p in built.parameters()]
 
 
 CASES = [(family, "packed") for family in FAMILIES]
@@ -123,10 +125,10 @@ def each_on_a_shard():
 def test_shards_have_the_position_ids_that_a_model_makes_of_whole_rows(worlds):
     for case, *answers in zip(CASES, *worlds(4).run(each_on_a_shard), strict=True):
         logits, gradients = on_one_rank(*case)
-        whole = torch.zeros_like(logits)
+        full = torch.zeros_like(logits)
         for part, _, positions in answers:
-            whole[:, positions] = part
-        assert relative_error(whole, logits) < 1e-12, case
+            full[:, positions] = part
+        assert relative_error(full, logits) < 1e-12, case
         for gradient, *shares in zip(gradients, *(answer[1] for answer in answers), strict=True):
             if gradient is not None and gradient.norm() > 1e-9:
                 total = sum(share for share in shares if share is not None)

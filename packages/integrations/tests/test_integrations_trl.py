@@ -85,11 +85,11 @@ def test_steps_and_metrics_are_those_of_one_rank(worlds, tmp_path, case):
     ranks = worlds(4).run(on_ranks, tmp_path, case)
     with accelerated():
         log, learned = trained(trl.SFTTrainer, "sdpa", tmp_path / "one", case)
-    for (found, parameters), refused in ranks:
+    for (actual, parameters), refused in ranks:
         assert "router_aux_loss_coef=0.0" in refused
-        for mine, whole in zip(found, log, strict=True):
-            measured = {name for name in whole if "runtime" in name or "per_second" in name or "flos" in name}
-            for name in whole.keys() - measured:
-                assert mine[name] == pytest.approx(whole[name], rel=1e-6), name
+        for sharded, full in zip(actual, log, strict=True):
+            measured = {name for name in full if "runtime" in name or "per_second" in name or "flos" in name}
+            for name in full.keys() - measured:
+                assert sharded[name] == pytest.approx(full[name], rel=1e-6), name
         assert max(relative_error(a, b) for a, b in zip(parameters, learned, strict=True)) < 1e-6  # TRL has float32
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= log[0].keys()

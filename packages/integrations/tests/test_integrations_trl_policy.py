@@ -129,10 +129,12 @@ def in_groups(folder, output):
 
 
 def check(actual, expected):
-    for mine, whole in zip(actual[0], expected[0], strict=True):
-        for name in whole:
+    for sharded, full in zip(actual[0], expected[0], strict=True):
+        for name in full:
             if not any(word in name for word in MEASURED):
-                assert mine[name] == pytest.approx(whole[name], rel=2e-6, abs=5e-6), name  # differences of float32 sums
+                assert sharded[name] == pytest.approx(full[name], rel=2e-6, abs=5e-6), (
+                    name
+                )  # differences of float32 sums
     assert max(relative_error(a, b) for a, b in zip(actual[1], expected[1], strict=True)) < 1e-6
 
 
@@ -182,6 +184,6 @@ def refused(folder, output):
 
 @pytest.mark.long
 def test_settings_that_are_wrong_on_shards_are_refused(worlds, folder, tmp_path):
-    for said in worlds(2).run(refused, folder, tmp_path):
+    for messages in worlds(2).run(refused, folder, tmp_path):
         named = ("log_completions", "num_generations=4", "precompute_ref_log_probs")
-        assert all(name in message for name, message in zip(named, said, strict=True)), said
+        assert all(name in message for name, message in zip(named, messages, strict=True)), messages

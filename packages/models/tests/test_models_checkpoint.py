@@ -179,10 +179,14 @@ def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
 def through_views(policy: str, view: str) -> list[Tensor]:
     """Gradients, where the block's own comes in as a view of a tensor that somebody else has."""
     block, x, context = block_and_input(policy)
-    y, other, given = block(x, context), torch.ones_like(x, requires_grad=True), torch.ones(16, 32, dtype=torch.float64)
+    y, other, gradient = (
+        block(x, context),
+        torch.ones_like(x, requires_grad=True),
+        torch.ones(16, 32, dtype=torch.float64),
+    )
     if view == "given":
-        y.flatten(0, 1).backward(given)
-        return [x.grad, given]
+        y.flatten(0, 1).backward(gradient)
+        return [x.grad, gradient]
     if view == "asked for":
         flat = y.flatten(0, 1)
         return list(torch.autograd.grad((flat * flat.sin()).sum(), [flat, x]))

@@ -47,8 +47,8 @@ def test_absent_fields_have_the_defaults_of_transformers(kind, extra):
         extra = {}
     if kind == "mistral" and "num_key_value_heads" in extra:
         pytest.skip("transformers refuses it")
-    theirs = getattr(transformers, {"llama": "Llama", "mistral": "Mistral"}.get(kind, kind.title()) + "Config")
-    expected = theirs(**REQUIRED, **extra)
+    reference = getattr(transformers, {"llama": "Llama", "mistral": "Mistral"}.get(kind, kind.title()) + "Config")
+    expected = reference(**REQUIRED, **extra)
     config = parse({"model_type": kind, **REQUIRED, **extra})
     assert config.norm_eps == expected.rms_norm_eps
     assert config.rope_theta == expected.rope_parameters["rope_theta"]

@@ -77,15 +77,15 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     model.save_pretrained(tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == kind
 
-    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+    reference, loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
     )
     assert not any(loaded[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        expected, result = theirs.eval()(IDS).logits, model(IDS)
+        expected, result = reference.eval()(IDS).logits, model(IDS)
     assert relative_error(result, expected) < 1e-5
 
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference.save_pretrained(tmp_path / "theirs")
     reloaded = type(model).from_pretrained(tmp_path / "theirs")
     assert reloaded.config == config
     assert torch.equal(reloaded(IDS), result)

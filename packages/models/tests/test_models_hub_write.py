@@ -42,8 +42,8 @@ def test_files_and_index_equal_those_of_transformers(tmp_path, limit):
     if limit != LIMIT:
         return
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
     assert same(Llama.from_pretrained(tmp_path / "theirs"), model)
 
 

@@ -106,9 +106,9 @@ def test_offloaded_tensors_are_referenced_until_the_next_block_is_done(simulated
     model = build(Checkpointing("attention_output", offload=True, on_device=1), torch.float64)
     inputs, alive = list[ref[torch.UntypedStorage]](), list[list[bool]]()
 
-    def look(module, given):
+    def look(module, arguments):
         alive.append([x() is not None for x in inputs])
-        inputs.append(ref(given[0].untyped_storage()))
+        inputs.append(ref(arguments[0].untyped_storage()))
 
     for layer in model.model.layers:
         layer.register_forward_pre_hook(look)

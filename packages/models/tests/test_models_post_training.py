@@ -176,8 +176,8 @@ def under_fsdp():
 
 def test_weights_sharded_by_fsdp2_give_them_too(worlds):
     exact = unshared("grpo")
-    for found in worlds(4).run(under_fsdp):
-        check(found, exact)
+    for actual in worlds(4).run(under_fsdp):
+        check(actual, exact)
 
 
 def with_tensor_parallelism():

@@ -50,7 +50,7 @@ def test_parameters_match_transformers(preset, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = PRESETS[preset][0]()
     (tmp_path / "config.json").write_text(json.dumps(hub.describe(config, torch.bfloat16)))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    reference = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(theirs)
+        model = transformers.AutoModelForCausalLM.from_config(reference)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters()

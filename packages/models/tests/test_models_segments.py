@@ -270,7 +270,7 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         ({"policy": "none", "inputs": 2}, "inputs 2: policy 'none'"),
         ({"policy": "layer", "outputs": 2}, "outputs 2: only policy 'attention_output'"),
@@ -280,13 +280,13 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
         ({"policy": "layer", "offload": True, "on_device": -1}, "on_device -1: at least 0 is needed"),
     ],
 )
-def test_options_without_meaning_are_refused(options, why):
-    with pytest.raises(ValueError, match=why):
+def test_options_without_meaning_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
         Checkpointing(**options)
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         (replace(LAYER, inputs=8), "inputs 8: the model has 7 blocks"),
         (replace(OUTPUT, outputs=9), "outputs 9: the model has 7 blocks"),
@@ -294,10 +294,10 @@ def test_options_without_meaning_are_refused(options, why):
         (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3: the last 3 blocks"),
     ],
 )
-def test_counts_that_a_model_does_not_have_are_refused(options, why):
+def test_counts_that_a_model_does_not_have_are_refused(options, reason):
     model = build(Checkpointing())
     before = [block.run for block in model.model.layers]
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=reason):
         options.apply(model)
     assert [block.run for block in model.model.layers] == before
 

@@ -115,7 +115,7 @@ def of_dtensors():
     expected = token_logprobs(hidden.requires_grad_(), weight, labels, bias=bias)
     expected.sum().backward()
     results = (logprobs, expected), (placed.grad, hidden.grad)
-    errors = [relative_error(found.full_tensor(), whole) for found, whole in results]
+    errors = [relative_error(actual.full_tensor(), full) for actual, full in results]
     return errors, [x.placements for x in (logprobs, *statistics)]
 
 

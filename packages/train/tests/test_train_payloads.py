@@ -192,13 +192,13 @@ def test_a_payload_in_an_exported_file_is_not_executed(checkpoint, tmp_path, mar
         assert not marker.exists(), name
 
 
-def with_entries(whole: bytes, **fields: object) -> bytes:
+def with_entries(full: bytes, **fields: object) -> bytes:
     """Returns a safetensors file with these fields in the entry of every tensor of its header."""
-    size = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + size])
+    size = int.from_bytes(full[:8], "little")
+    header = json.loads(full[8 : 8 + size])
     header |= {name: entry | fields for name, entry in header.items() if name != "__metadata__"}
     text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + whole[8 + size :]
+    return len(text).to_bytes(8, "little") + text + full[8 + size :]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
 
 def test_torch_reads_the_tensors_of_a_checkpoint(checkpoint):
     place = checkpoint / "checkpoint/step-1"
-    ours = TensorReader(place, Manifest.read(place).files).read_metadata()
+    actual = TensorReader(place, Manifest.read(place).files).read_metadata()
     torchs = dcp.HuggingFaceStorageReader(str(place)).read_metadata()
-    assert ours.storage_data == torchs.storage_data and len(ours.storage_data) > 20
-    assert ours.state_dict_metadata == torchs.state_dict_metadata
+    assert actual.storage_data == torchs.storage_data and len(actual.storage_data) > 20
+    assert actual.state_dict_metadata == torchs.state_dict_metadata

@@ -114,10 +114,10 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rest = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, False
     rows = zip(_cut(cu_seqlens_q, q), _cut(cu_seqlens_k, k), _cut(cu_seqlens_k, v), strict=True)
-    found = [_flash_attn_forward(*(x[None] for x in row), *rest) for row in rows]
-    out = torch.cat([each[0][0] for each in found])
-    lse = torch.cat([each[1][0] for each in found], dim=1)
-    return out, lse, found[0][2], found[0][3]
+    results = [_flash_attn_forward(*(x[None] for x in row), *rest) for row in rows]
+    out = torch.cat([each[0][0] for each in results])
+    lse = torch.cat([each[1][0] for each in results], dim=1)
+    return out, lse, results[0][2], results[0][3]
 
 
 def _flash_attn_varlen_backward(
