@@ -28,16 +28,16 @@ DEFAULT_OPTIONS = MethodOptions()
 
 @dataclass(frozen=True)
 class Entry:
-    """Entry of a method, on either axis. `plan` may override any part of its base class, and none by default.
+    """Entry of a method, on either axis.
 
     Args:
         method: the class. Called with the axis of a mesh, on the head axis also with the inner method, and with the
             options by name.
-        plan: called with the options by name.
+        plan: class of the communication plan, called with the options by name.
         options: fields of `MethodOptions` that the method has.
-        mesh_options: further fields that only the plan is called with: a mesh tells them the method.
+        mesh_options: further fields that only the plan is called with; the method reads them from its mesh.
         defaults: values of options that are None, for a number of ranks on the method's axis.
-        variants: options worth trying on so many ranks of its axis with so many query heads. None if other methods
+        variants: function of (ranks of its axis, query heads): the options that a search tries; none if other methods
             cover them.
     """
 

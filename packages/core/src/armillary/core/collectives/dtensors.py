@@ -75,12 +75,12 @@ def on_local_tokens(
     Args:
         sizes: shard sizes before and after, which must be DTensor's own.
     """
-    places = [_tokens("x", x, axis, Shard(dim), dim, shards)[0] for shards in sizes]
-    return dtensor_like(x, function(local_of(x)), x.shape, {places[0]: Shard(dim)})
+    axis_dims = [_tokens("x", x, axis, Shard(dim), dim, shards)[0] for shards in sizes]
+    return dtensor_like(x, function(local_of(x)), x.shape, {axis_dims[0]: Shard(dim)})
 
 
 class _AllGather(torch.autograd.Function):
-    """`all_gather` of a DTensor. The placement of the gradient decides if it is summed over the axis: `Partial`."""
+    """`all_gather` of a DTensor. Backward sums the gradient over the axis only if the gradient is `Partial` there."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, axis_dim: int) -> DTensor:
@@ -126,7 +126,7 @@ def _all_to_all(
 
 
 def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
-    """Returns the heads of each rank of the axis, counted from the first head of this rank's column of the mesh."""
+    """Returns the heads of each rank of the axis. 0 is the first head of those that outer axes left to this rank."""
     outer_heads = outer_length(x, 2, axis_dim)
     inner_ranks = prod(
         x.device_mesh.size(i) for i in range(axis_dim + 1, x.device_mesh.ndim) if x.placements[i] == Shard(2)

@@ -20,25 +20,25 @@ from armillary.train.reporting.sink import Sink
 from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
 from armillary.train.runtime.background import GuardedSink
 
-SAYING, CLOSING = 5.0, 60.0
-"""Longest wait, in seconds, for a line to be printed, and for queued reports at the end."""
+PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
+"""Maximum wait, in seconds, for a line to be printed, and for queued reports at the end."""
 
 
 class Reporter:
     """Passes steps, validations and events of a run to its sinks, on rank 0 alone. Used in a `with` block.
 
-    No error here stops training, or blocks it for longer than `SAYING` and `CLOSING`.
+    No error here stops training, or blocks it for longer than `PRINT_TIMEOUT` and `CLOSE_TIMEOUT`.
 
     Args:
-        fence: raises where the output folder is another run's by now; see `OutputLock`.
+        fence: raises if another run has taken over the output folder; see `OutputLock`.
     """
 
     def __init__(self, config: Config, fence: Callable[[], None] = lambda: None) -> None:
         self.config, self.last_step, self._begun = config, 0, False
         first = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
-        self._shown = [GuardedSink(self._screen, complain=_ignore)] if first else []
-        self._sinks = self._shown + [
+        self._screens = [GuardedSink(self._screen, complain=_ignore)] if first else []
+        self._sinks = self._screens + [
             GuardedSink(sink, complain=self._complain) for sink in file_sinks(config, fence) if first
         ]
 
@@ -51,7 +51,7 @@ class Reporter:
         if error is not None:
             self.event("failed", self.last_step, f"{type(error).__name__}: {error}")
         for sink in reversed(self._sinks):  # the screen last: it prints errors of the others
-            sink.close(CLOSING)
+            sink.close(CLOSE_TIMEOUT)
 
     def resumed(self, step: int) -> None:
         """Tells all sinks that training starts after `step`: 0, or the checkpoint's. Before that, only `say` prints."""
@@ -75,9 +75,9 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Prints a line; it is printed when this returns, unless the screen blocks."""
-        for screen in self._shown:
+        for screen in self._screens:
             screen.submit(lambda: self._screen.print(line))
-            screen.flush(SAYING)
+            screen.flush(PRINT_TIMEOUT)
 
     def finished(self, step: int) -> Path | None:
         """Tells all sinks that the run ends after `step`. Returns the path of its picture, if one was drawn."""
@@ -85,10 +85,10 @@ class Reporter:
         if not (self._sinks and self.config.log.plot):
             return None
         for sink in self._sinks:
-            sink.flush(SAYING)
-        return self._drawn()
+            sink.flush(PRINT_TIMEOUT)
+        return self._draw()
 
-    def _drawn(self) -> Path | None:
+    def _draw(self) -> Path | None:
         folder = self.config.train.output
         try:
             return plot_runs([folder], folder / "loss.png")
@@ -101,12 +101,12 @@ class Reporter:
             guarded.submit(lambda sink=guarded.sink: report(sink))
 
     def _complain(self, error: str) -> None:
-        for screen in self._shown:
+        for screen in self._screens:
             screen.submit(lambda: self._screen.print(error))
 
 
 def file_sinks(config: Config, fence: Callable[[], None]) -> list[Sink]:
-    """The configured sinks that write files."""
+    """Returns the configured sinks that write files."""
     folder = config.train.output
     sinks: list[Sink] = [Journal(folder / "metrics.jsonl", fence)]
     if config.log.tensorboard:
