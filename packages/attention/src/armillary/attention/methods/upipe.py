@@ -71,9 +71,9 @@ class UPipe(HeadMethod, StagedMethod):
         heads_per_stage: int | None = None,
         prefetch: bool = False,
     ) -> None:
-        super().__init__(axis, inner)
-        if self.inner.head_axis is not None:
+        if isinstance(inner, Method) and inner.head_axis is not None:
             raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
+        super().__init__(axis, inner)
         self._set_options(heads_per_stage, flag("prefetch", prefetch))
 
     @classmethod
