@@ -154,6 +154,6 @@ class CachedAttention:
 
 
 def check_mask(mask: AttentionMask) -> None:
-    """Refuses masks that cannot be continued by new tokens."""
+    """Raises ValueError for masks that cannot be continued by new tokens."""
     if not mask.causal or mask.documents is not None or mask.pattern is not None:
         raise ValueError(f"{mask}: only causal masks, with or without a window, can be continued token by token")

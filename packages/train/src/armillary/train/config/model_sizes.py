@@ -106,11 +106,7 @@ def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
 
 
 def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
-    """Refuses configured sizes that differ from the pretrained folder's.
-
-    Raises:
-        ValueError: names the flag and both values.
-    """
+    """Raises ValueError, with the flag and both values, for sizes that differ from the pretrained folder's."""
     plain = ModelConfig()
     family = "gpt" if isinstance(sizes, GPTConfig) else "llama"
     for name in (*SIZES, "vocab_size"):
@@ -124,11 +120,7 @@ def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
 
 
 def check_gpt(config: ModelConfig) -> None:
-    """Refuses fields that only a LLaMA has.
-
-    Raises:
-        ValueError: names the flag.
-    """
+    """Raises ValueError, with the flag, for fields that only a LLaMA has."""
     plain = ModelConfig()
     for field in fields(config):
         value = getattr(config, field.name)
