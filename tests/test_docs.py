@@ -82,7 +82,7 @@ PAGES = [
     if ".venv" not in path.parts
 ]
 WITH_SCRIPTS = sorted(page for page in PAGES if scripts(page))
-WITH_DIFFS = [page for page in WITH_SCRIPTS if any(block.language == "diff" for block in blocks(page))]
+WITH_DIFFS = [page for page in WITH_SCRIPTS if any(b.language == "diff" and b.title for b in blocks(page))]
 EXCERPTS = ["docs/one-call.md"]
 """Pages whose blocks are lines of the packages' own code, held to it by other tests."""
 WITH_EXCERPTS = [page for page in PAGES if any(b.language == "diff" and not b.title for b in blocks(page))]
