@@ -30,7 +30,7 @@ def test_presets_have_the_right_numbers_of_nodes():
         1,
     ]
     assert Cluster.named("64xh100").name == "64 x H100 80 GB" and Cluster.named("64xh100").ranks == 64
-    assert Cluster.named("16xh100").host_memory_per_rank == 250 * GB
+    assert Cluster.named("16xh100").host_memory == 2000 * GB
     for name in EMULATED:
         assert Cluster.named(name).ranks in (8, 16)
     for name in ("tpu", "12xh100", "0xh100", "xh100", "8x", "h100"):

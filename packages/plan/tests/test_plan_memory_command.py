@@ -57,7 +57,7 @@ def test_presets():
     clusters = {"8xh100": 8, "64xh100": 64, "8xa100-40": 8, "16xa100-80": 16, "8xh200": 8}
     assert {name: cluster_of(name).ranks for name in clusters} == clusters
     assert (cluster_of("64xh100").nodes, cluster_of("64xh100").name) == (8, "64 x H100 80 GB")
-    assert cluster_of("16xh100").host_memory_per_rank == 250 * 10**9
+    assert cluster_of("16xh100").host_memory == 2 * 10**12
 
 
 def test_defaults_of_mesh_axes():

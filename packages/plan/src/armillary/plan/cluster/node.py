@@ -123,8 +123,3 @@ class Node:
     def device_memory(self) -> int:
         """Bytes of each accelerator."""
         return self.accelerator.memory
-
-    @property
-    def host_memory_per_rank(self) -> int:
-        """Bytes of host memory per accelerator."""
-        return self.host_memory // self.ranks_per_node
