@@ -47,7 +47,7 @@ def overlaid(
     """Returns the configuration with the settings of the file `source` in it. Keys may have dashes or underscores.
 
     Args:
-        renamed: keys of earlier versions; a file that has one is refused with the new name.
+        new_names: keys of earlier versions; a file that has one is refused with the new name.
 
     Raises:
         ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from pydantic import TypeAdapter
+
 from armillary.train.runtime.flight_recorder import recorded_collectives
 
 
@@ -51,14 +53,15 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Heartbeat:
-        fields = json.loads(text)
-        fields["calls"] = {group: Calls(**calls) for group, calls in fields["calls"].items()}
-        return cls(**fields)
+        return HEARTBEATS.validate_json(text)
 
     @property
     def position(self) -> str:
         """Step and phase, such as "step 7" or "step 7 (saving)"."""
         return f"step {self.step}" + ("" if self.phase == "training" else f" ({self.phase})")
+
+
+HEARTBEATS = TypeAdapter(Heartbeat)
 
 
 def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> dict[int, str]:

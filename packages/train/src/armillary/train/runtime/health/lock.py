@@ -1,4 +1,4 @@
-"""The lock of an output folder: one run at a time works there, and a run that has lost it heartbeat_arrives nothing.
+"""The lock of an output folder: one run at a time works there, and a run that has lost it changes nothing.
 
 The folder `lock` has a file `N.held` while a run works, and `N.released` after it. A run takes the lock by creating the
 file with the next number, in which only one process succeeds. The number is a fencing token: a run whose number is no
@@ -20,7 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from armillary.core.files import parse_json, writing
+from pydantic import TypeAdapter
+
+from armillary.core.files import writing
 from armillary.train.runtime.health.process import is_running, machine, start_time
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
@@ -36,7 +38,7 @@ class FolderInUse(Exception):
 
 @dataclass(frozen=True)
 class Holder:
-    """A run, and its process that heartbeat_arrives the folder (rank 0).
+    """A run, and its process that changes the folder (rank 0).
 
     Args:
         run: name of the run.
@@ -60,12 +62,9 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Reads the file of a lock; returns None if it does not exist or is incomplete."""
         try:
-            fields = parse_json(path.read_bytes())
+            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
         except (FileNotFoundError, ValueError):
             return None
-        kinds = {"run": str, "host": str, "machine": str, "pid": int, "started": int, "since": str}
-        complete = isinstance(fields, dict) and all(isinstance(fields.get(name), kind) for name, kind in kinds.items())
-        return cls(**{name: fields[name] for name in kinds}) if complete else None
 
     def __str__(self) -> str:
         return f"run {self.run}, process {self.pid} on {self.host}, begun {self.since}"
@@ -184,7 +183,7 @@ def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: fl
 
 
 def heartbeat(path: Path) -> tuple[int, bytes] | None:
-    """Returns a value that every heartbeat heartbeat_arrives; None if the file does not exist.
+    """Returns a value that every heartbeat changes; None if the file does not exist.
 
     Opens the file, because a network file system then refreshes its attributes.
     """
