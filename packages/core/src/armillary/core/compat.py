@@ -356,6 +356,11 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
     return isinstance(x, DTensor)
 
 
+def local_part(x: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor; a plain tensor itself."""
+    return x.to_local() if is_dtensor(x) else x
+
+
 def constant_when_traced(function: F) -> F:
     """`torch.compiler.assume_constant_result` without importing the compiler, which takes seconds."""
     cast(Any, function)._dynamo_marked_constant = True

@@ -61,7 +61,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     # 2.11.
     on_device = defaultdict[torch.device, list[Tensor]](list)
     for gradient in gradients:
-        on_device[gradient.device].append(gradient.to_local() if compat.is_dtensor(gradient) else gradient)
+        on_device[gradient.device].append(compat.local_part(gradient))
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # the epsilon of torch.nn.utils.clip_grad_norm_
     for device, tensors in on_device.items():
         compat.scale(tensors, factor.to(device))

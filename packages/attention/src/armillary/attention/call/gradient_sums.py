@@ -43,7 +43,7 @@ class GradientSums:
         """
         i = self._places.get(id(parameter))
         if i is not None and i not in self._buffers:
-            local = local_part(self.parameters[i])
+            local = compat.local_part(self.parameters[i].detach())
             self._buffers[i] = torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
         return None if i is None else self._buffers[i]
 
@@ -63,12 +63,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Returns the dtype of a parameter's gradient; FSDP may request float32 for a bfloat16 parameter."""
     requested_dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if requested_dtype is None else requested_dtype
-
-
-def local_part(x: Tensor) -> Tensor:
-    """Returns this rank's local part of a tensor, detached."""
-    x = x.detach()
-    return x.to_local() if compat.is_dtensor(x) else x
 
 
 def gradient_of(parameter: Tensor, local_gradient: Tensor) -> Tensor:

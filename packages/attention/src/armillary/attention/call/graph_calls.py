@@ -146,5 +146,4 @@ def _local_gradient(grad: Tensor | None, parameter: Tensor) -> Tensor:
     """Returns the gradient of the local part of a parameter, zeros if it has none."""
     if grad is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    local = grad.to_local() if compat.is_dtensor(grad) else grad
-    return local.to(parameter.dtype).clone(memory_format=torch.contiguous_format)
+    return compat.local_part(grad).to(parameter.dtype).clone(memory_format=torch.contiguous_format)

@@ -234,7 +234,7 @@ class _Recorder:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
             x = first_tensor(output)
             if x is not None and x.ndim >= 3 and not in_backward():
-                x = _local(x).detach().double().flatten(2)
+                x = compat.local_part(x).detach().double().flatten(2)
                 self.fingerprints[name].append(x @ _projection(x.shape[2]))
 
         return keep
@@ -253,9 +253,9 @@ class _Recorder:
         return RankRecord(
             float(_full(result.loss.detach())),
             positions if positions is None else positions.detach().cpu().flatten(),
-            _last_full_output([_local(x) for x in logits], tokens),
-            _last_full_output([_local(x) for x in gradients], tokens),
-            _last_full_output([_local(x.grad) for x in self.embeddings if x.grad is not None], tokens),
+            _last_full_output([compat.local_part(x) for x in logits], tokens),
+            _last_full_output([compat.local_part(x) for x in gradients], tokens),
+            _last_full_output([compat.local_part(x.grad) for x in self.embeddings if x.grad is not None], tokens),
             {WRAPPERS.sub("", n): _gradient(p) for n, p in self.model.named_parameters() if p.requires_grad},
             activations,
         )
@@ -293,10 +293,6 @@ def _last_full_output(calls: list[Tensor], tokens: int) -> Tensor | None:
 def _projection(width: int) -> Tensor:
     generator = torch.Generator().manual_seed(width)
     return torch.randn(width, FINGERPRINT, generator=generator, dtype=torch.float64) / width**0.5
-
-
-def _local(x: Any) -> Tensor:
-    return x.to_local() if compat.is_dtensor(x) else x
 
 
 def _full(x: Any) -> Tensor:

@@ -87,11 +87,6 @@ class FlatBuffer(NamedTuple):
             buffer = memory[: prod(shape) * first.element_size()].view(first.dtype).view(shape)
         return cls(buffer, (buffer,) if len(tensors) == 1 else ())
 
-    @staticmethod
-    def nbytes(tensors: Sequence[Tensor], tokens: int) -> int:
-        """Returns the bytes of a buffer for tensors like these with `tokens` on dim 1."""
-        return sum(x.element_size() * x.shape[0] * tokens * prod(x.shape[2:]) for x in tensors)
-
     def part(self, tokens: TokenRanges) -> FlatBuffer:
         """Returns a buffer with some tokens on dim 1 of each tensor; this buffer itself for all tokens."""
         if tokens.count == self.tokens:
@@ -147,7 +142,8 @@ class ReceiveBuffers:
         block, other = (self._other, self._last) if last_in_use else (self._last, self._other)
         if block is None:
             # A block is as large as the largest step from here on.
-            size = FlatBuffer.nbytes(self.tensors, max(count, *self.tokens, 0))
+            token_bytes = sum(x.element_size() * x.shape[0] * prod(x.shape[2:]) for x in self.tensors)
+            size = token_bytes * max(count, *self.tokens, 0)
             block = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
         # After the last step only the buffers keep their blocks alive.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)

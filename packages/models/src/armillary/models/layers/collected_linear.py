@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.gradient_sums import GradientSums, local_part
+from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.sources import head_slices, select_heads, update_heads
+from armillary.core import compat
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class CollectedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: HeadRows, totals: GradientSums
     ) -> Tensor:
-        used_weight = rows.of(local_part(weight))
-        y = F.linear(x, used_weight, None if bias is None else rows.of(local_part(bias)))
+        used_weight = rows.of(compat.local_part(weight.detach()))
+        y = F.linear(x, used_weight, None if bias is None else rows.of(compat.local_part(bias.detach())))
         ctx.rows, ctx.totals, ctx.parameters = rows, totals, (weight, bias)
         ctx.save_for_backward(x, used_weight)
         return y

@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from armillary.core import compat
 from armillary.core.mesh import check_axes
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import precision, shard_model
@@ -15,7 +16,7 @@ from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.config.model_sizes import model_config
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
-from armillary.train.dry_run.shapes import Parameter, largest_of, local_part, shapes_of
+from armillary.train.dry_run.shapes import Parameter, largest_of, shapes_of
 from armillary.train.kernels import Capability, ChosenKernel, kernels_of
 from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.rows import open_stores, vocabulary_size
@@ -82,7 +83,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
         precision=str(dtype).removeprefix("torch."),
         shapes=shapes_of(config, axes, model.config, attention),
         parameters=model.config.parameters(),
-        local_parameters=sum(local_part(parameter).numel() for parameter in model.parameters()),
+        local_parameters=sum(compat.local_part(parameter).numel() for parameter in model.parameters()),
         largest=largest_of(model),
         tokens_per_step=tokens,
         flops=tokens * model.config.flops_per_token(config.data.sequence_length),

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from armillary.attention import Method
 from armillary.attention.planning.upipe import head_stages
+from armillary.core import compat
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
 
@@ -49,14 +47,10 @@ def shapes_of(
     return shapes
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def largest_of(model: Llama | GPT) -> list[Parameter]:
     """Returns the largest parameters; the same one of all blocks is one entry."""
     counts = Counter(
-        (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(local_part(parameter).shape))
+        (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(compat.local_part(parameter).shape))
         for name, parameter in model.named_parameters()
     )
     entries = [Parameter(name, count, shape, local) for (name, shape, local), count in counts.items()]
