@@ -11,7 +11,7 @@ from armillary.attention.call.calls import AttentionCall, ProjectedCall, head_si
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.recompute import capture_autocast
-from armillary.attention.call.spec import AttentionOptions, AttentionSpec
+from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_projected_call, check_transforms
 
 
@@ -19,19 +19,12 @@ def project_eagerly(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E], differentiable."""
-    spec = check_projected_call(method, x, projections, sinks, options)
-    sinks = head_sinks(sinks)
+    spec, sinks = check_projected_call(method, x, projections, sinks, options), head_sinks(sinks)
     if method.projects_in_stages:
         staged_method = cast(StagedMethod, method)
         call = ProjectedCall(staged_method, spec, projections, capture_autocast(x.device.type))
         return run_projected_call(call, x, sinks)
-    return _project_at_once(method, x, projections, sinks, spec)
-
-
-def _project_at_once(
-    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, spec: AttentionSpec
-) -> Tensor:
-    """Projects all heads. Queries are in flight while keys and values are projected."""
+    # All heads at once. Queries are in flight while keys and values are projected.
     q = projections.q(x, range(projections.heads))
     check_transforms(q)
     transfer = method.prefetch_queries(q.detach(), spec.key_heads, spec.layout)

@@ -81,7 +81,7 @@ class AttentionMask:
         content: Content | None = None,
     ) -> None:
         # `replace` passes the content of the old mask, and often its documents and pattern too.
-        if content is None or not content.holds(documents, pattern):
+        if content is None or documents is not content.documents or pattern is not content.pattern:
             content = Content(documents_of(documents), pattern)
         values = (flag("causal", causal), window_of(window), content.documents, pattern, content, content.numbers)
         for name, value in zip(("causal", "window", "documents", "pattern", "content", "numbers"), values, strict=True):

@@ -31,10 +31,6 @@ class Content:
         """Equal in every process."""
         return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
 
-    def holds(self, documents: object, pattern: object) -> bool:
-        """True if these very objects are its documents and pattern."""
-        return documents is self.documents and pattern is self.pattern
-
 
 def _encode(documents: Documents | None, pattern: Pattern | None) -> Integers:
     per_row = documents is not None and isinstance(documents[0], tuple)

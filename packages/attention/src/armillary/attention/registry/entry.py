@@ -53,15 +53,10 @@ class Entry:
         defaults = self.defaults(ranks)._asdict()
         return options._replace(**{name: x for name, x in defaults.items() if getattr(options, name) is None})
 
-    def arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
-        """Returns the keyword arguments of `method` on `ranks` ranks of the method's axis."""
-        resolved = self.resolve(options, ranks)
-        return {name: getattr(resolved, name) for name in self.options}
-
-    def plan_arguments(self, options: MethodOptions, ranks: int) -> dict[str, Any]:
-        """Returns the keyword arguments of `plan` on `ranks` ranks of the method's axis."""
-        resolved = self.resolve(options, ranks)
-        return {name: getattr(resolved, name) for name in (*self.options, *self.mesh_options)}
+    def arguments(self, options: MethodOptions, ranks: int, plan: bool = False) -> dict[str, Any]:
+        """Returns the keyword arguments of `method`, or of `plan`, on `ranks` ranks of the method's axis."""
+        resolved, names = self.resolve(options, ranks), (*self.options, *(self.mesh_options if plan else ()))
+        return {name: getattr(resolved, name) for name in names}
 
 
 @dataclass(frozen=True)

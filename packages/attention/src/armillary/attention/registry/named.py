@@ -140,13 +140,13 @@ class NamedMethod:
 
     def sequence_plan(self, ring: int) -> SequencePlan:
         """Returns the plan of the sequence method on `ring` ranks."""
-        return self.sequence.plan(**self.sequence.plan_arguments(self.options, ring), method=self.name)
+        return self.sequence.plan(**self.sequence.arguments(self.options, ring, plan=True), method=self.name)
 
     def head_plan(self, ulysses: int) -> HeadPlan | None:
         """Returns the plan of the head method on `ulysses` ranks; None: there is no head method."""
         if self.head is None:
             return None
-        return self.head.plan(**self.head.plan_arguments(self.options, ulysses), method=self.name)
+        return self.head.plan(**self.head.arguments(self.options, ulysses, plan=True), method=self.name)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """Returns the communication plan, as `build_comm_plan`."""

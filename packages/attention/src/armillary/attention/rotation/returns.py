@@ -118,14 +118,11 @@ class RingReduce(Reduction):
         if passing_sums:
             for total, partial in zip(passing_sums.tensors, partials, strict=True):
                 total += partial
-
-        def sums(tokens: TokenRanges) -> FlatBuffer:
-            return passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widened(partials), tokens)
-
-        if schedule.next_tokens.runs:
-            send[self.rotation.ahead(1)] = sums(schedule.next_tokens)
-        if schedule.final_tokens.runs:
-            send[self.rotation.ahead(-schedule.step)] = sums(schedule.final_tokens)
+        # Sums that a later rank sees go on with their shard; the others return to the owner.
+        for tokens, steps in ((schedule.next_tokens, 1), (schedule.final_tokens, -schedule.step)):
+            if tokens.runs:
+                sums = passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widened(partials), tokens)
+                send[self.rotation.ahead(steps)] = sums
         return send
 
 

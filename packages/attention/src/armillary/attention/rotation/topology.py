@@ -6,7 +6,6 @@ queries past keys. A token is sent no further than to the last rank that sees it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,12 +53,12 @@ class RingTopology:
         """
         # Counted over all ranks from the grid, which is the same everywhere: no communication decides it.
         reach, opposite = self.reach(grid), self.opposite
-        opposite_reach = grid.cached(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
-        return opposite if _tokens_sent(opposite_reach) < _tokens_sent(reach) else self
+        grid.cached(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))  # cheaper than `reach`
+        return opposite if opposite.tokens_sent(grid) < self.tokens_sent(grid) else self
 
     def tokens_sent(self, grid: Grid) -> int:
         """Returns the number of tokens that all ranks send, counting a token once for each hop."""
-        return _tokens_sent(self.reach(grid))
+        return sum(sum(shard.counts[1:]) for shard in self.reach(grid))
 
     def origin(self, place: int, step: int) -> int:
         """Returns the place that owns the rotating shard which is at `place` at `step`."""
@@ -89,7 +88,3 @@ class RingTopology:
         """Returns the tokens of the rotating shard of `origin` that take part in a visible pair at `place`."""
         visible = grid.visible(*self.query_key_shards(place, origin))
         return TokenRanges(visible.keys if self.rotating_side == "keys" else visible.queries)
-
-
-def _tokens_sent(reach: Iterable[Reach]) -> int:
-    return sum(sum(shard.counts[1:]) for shard in reach)
