@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, Protocol, cast, runtime_checkable
 from weakref import ref
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, compat, label
 from armillary.models.layers.chunked import in_chunks
+from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import StateMixer
 
@@ -41,11 +43,6 @@ HeadFunction = Callable[..., Any]
 """From hidden states [B, T, E] and the head's weight [V, E] to the model's result: logits, a loss."""
 
 
-def unsharded_head(head: HeadFunction, tokens: int) -> HeadFunction:
-    """Returns `head` itself: the `prepare_head` of a model whose vocabulary is not sharded."""
-    return head
-
-
 class Context:
     """The tokens of a forward pass: their number, rotation, mask and layout, shared by all blocks.
 
@@ -61,14 +58,19 @@ class Context:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
         self.previous_checkpoint: list[ref[Any]] = []  # a `Checkpoint`, which refers to its block
 
-    def for_block(self, block: Any) -> Context:
+    def for_block(self, block: Block) -> Context:
         """Returns the context with a block's own mask. Built outside of the block: torch.compile traces the block."""
-        mask = block.layer_mask(self.mask)
-        if mask is self.mask:
+        if block.window is None:
             return self
-        context = Context(self.tokens, self.rotation, mask, self.layout)
+        context = Context(self.tokens, self.rotation, with_window(self.mask, block.window - 1), self.layout)
         context.previous_checkpoint = self.previous_checkpoint
         return context
+
+
+@lru_cache(maxsize=8)
+def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
+    """Returns the mask with a window. Cached, so that all layers share one object: a mask may hold many documents."""
+    return mask.narrowed(left_width)
 
 
 class Block(nn.Module):
@@ -81,6 +83,8 @@ class Block(nn.Module):
 
     run: Callable[[Block, Tensor, Context], Tensor]
     gathered_ranks: int = 1
+    window: int | None = None
+    """The largest number of keys that a query of this layer sees, its own included; None for all keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,29 +95,26 @@ class Block(nn.Module):
 
     @property
     @abstractmethod
-    def attention(self) -> AttentionFunction:
-        """The layer's attention; can be set."""
-
-    @attention.setter
-    @abstractmethod
-    def attention(self, attention: AttentionFunction) -> None: ...
-
-    def layer_mask(self, mask: AttentionMask) -> AttentionMask:
-        """Returns the mask of this layer: the model's, unless overridden (sliding windows)."""
-        return mask
+    def mixer(self) -> ProjectionModule | StateMixer:
+        """Attention, or the layer with a state in its place."""
 
     @property
-    def state_mixer(self) -> StateMixer | None:
-        """The layer with a state that mixes the tokens; None for attention."""
-        return None
-
     @abstractmethod
-    def norm(self, x: Tensor) -> Tensor:
-        """Returns x, normed for the projections."""
+    def norm(self) -> nn.Module:
+        """The norm before the mixer."""
 
-    @abstractmethod
-    def projections(self, context: Context, normed: bool) -> TokenProjections:
+    @property
+    def attention(self) -> AttentionFunction:
+        """The layer's attention; can be set."""
+        return self.mixer.attention
+
+    @attention.setter
+    def attention(self, attention: AttentionFunction) -> None:
+        self.mixer.attention = attention
+
+    def projections(self, context: Context, normed: bool) -> HeadProjections:
         """Returns the projections to q, k and v: of x after `norm` if `normed`, else of x, with the norm included."""
+        return cast(ProjectionModule, self.mixer).projections(context.rotation, None if normed else self.norm)
 
     @abstractmethod
     def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
@@ -125,15 +126,16 @@ def attend(block: Block, x: Tensor, context: Context) -> Tensor:
     normed_x = block.norm(x)
     if block.gathered_ranks > 1:
         normed_x = normed_x[:, : context.tokens]  # gathered tokens are padded to a multiple of ranks
+    mixer = block.mixer
     with label("attention"):
-        if block.state_mixer is not None:
-            return block.state_mixer(normed_x, mask=context.mask, layout=context.layout)
-        projections = block.projections(context, normed=True)
-        if isinstance(block.attention, TakesProjections):  # UPipe projects a few heads at a time, others overlap
-            return block.attention.projected(normed_x, projections, mask=context.mask, layout=context.layout)
+        if isinstance(mixer, StateMixer):
+            return mixer(normed_x, mask=context.mask, layout=context.layout)
+        projections = mixer.projections(context.rotation, norm=None)
+        if isinstance(mixer.attention, TakesProjections):  # UPipe projects a few heads at a time, others overlap
+            return mixer.attention.projected(normed_x, projections, mask=context.mask, layout=context.layout)
         q = projections.q(normed_x, range(projections.heads))
         k, v = projections.kv(normed_x, range(projections.key_heads))
-        return block.attention(q, k, v, mask=context.mask, layout=context.layout)
+        return mixer.attention(q, k, v, mask=context.mask, layout=context.layout)
 
 
 def run_plainly(block: Block, x: Tensor, context: Context) -> Tensor:
@@ -175,7 +177,7 @@ class Decoder(nn.Module):
 
     @property
     @abstractmethod
-    def blocks(self) -> Iterable[nn.Module]:
+    def blocks(self) -> Iterable[Block]:
         """The blocks, in order."""
 
     @property

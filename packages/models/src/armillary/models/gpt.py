@@ -7,19 +7,18 @@ that queries, keys and values have a projection each; files have Hugging Face's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import Axis, SequenceLayout
-from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unsharded_head
+from armillary.models.block import AttentionFunction, Block, Decoder, HeadFunction
 from armillary.models.config import GPTConfig
 from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
-from armillary.models.layers.projections import HeadProjections, ProjectionModule
-from armillary.models.layers.rope import RotaryEmbedding
+from armillary.models.layers.projections import ProjectionModule
 
 
 class GPT(Pretrained):
@@ -33,14 +32,14 @@ class GPT(Pretrained):
     kind = GPTConfig
     lm_head = None
     """The embedding table is the head."""
-    prepare_head: Callable[[HeadFunction, int], HeadFunction]
+    prepare_head: Callable[[HeadFunction, int], HeadFunction] | None = None
     """See `Llama.prepare_head`."""
     tensor_axis: Axis | None = None
     """See `Llama.tensor_axis`."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
-        self.config, self.prepare_head = config, unsharded_head
+        self.config = config
         self.transformer = Transformer(config, Local() if attention is None else attention)
 
     @takes_dtensors
@@ -59,7 +58,8 @@ class GPT(Pretrained):
             ValueError: also more tokens than learned positions.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
-        return self.prepare_head(head, ids.shape[1])(hidden, self.head_weight)
+        head = head if self.prepare_head is None else self.prepare_head(head, ids.shape[1])
+        return head(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:
@@ -90,8 +90,8 @@ class Transformer(Decoder):
         return self.wte(ids) + self.wpe(positions)
 
     @property
-    def blocks(self) -> Iterable[nn.Module]:
-        return self.h
+    def blocks(self) -> Iterable[Block]:
+        return cast(Iterable[Block], self.h)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -109,18 +109,12 @@ class GPTBlock(Block):
         self.mlp = GPTMLP(config)
 
     @property
-    def attention(self) -> AttentionFunction:
-        return self.attn.attention
+    def mixer(self) -> GPTAttention:
+        return self.attn
 
-    @attention.setter
-    def attention(self, attention: AttentionFunction) -> None:
-        self.attn.attention = attention
-
-    def projections(self, context: Context, normed: bool) -> HeadProjections:
-        return self.attn.projections(context.rotation, None if normed else self.ln_1)
-
-    def norm(self, x: Tensor) -> Tensor:
-        return self.ln_1(x)
+    @property
+    def norm(self) -> nn.Module:
+        return self.ln_1
 
     def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.attn.c_proj(out.flatten(-2))
@@ -131,24 +125,9 @@ class GPTAttention(ProjectionModule):
     """Projections and attention of multi-head attention."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
-        super().__init__()
-        self.attention = attention
-        self.heads, self.key_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        super().__init__(config.heads, config.kv_heads, config.head_dim, attention)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, config.dim) for _ in range(3))
         self.c_proj = nn.Linear(config.dim, config.dim)
-
-    def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
-        return HeadProjections(
-            query=self.q_proj,
-            key=self.k_proj,
-            value=self.v_proj,
-            projector=self.projector,
-            heads=self.heads,
-            key_heads=self.key_heads,
-            head_dim=self.head_dim,
-            rotation=rotation,
-            norm=norm,
-        )
 
 
 class GPTMLP(nn.Module):

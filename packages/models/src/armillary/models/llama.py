@@ -8,7 +8,6 @@ token-wise. So it runs on a full sequence or on one shard of it. Attributes have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
 from armillary.core import Axis, SequenceLayout
-from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction, unsharded_head
+from armillary.models.block import AttentionFunction, Block, Decoder, HeadFunction
 from armillary.models.config import LlamaConfig
 from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
-from armillary.models.layers.projections import HeadProjections, ProjectionModule
+from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import STATE_MIXERS, StateMixer
 from armillary.models.state_config import Mixer
@@ -36,14 +35,14 @@ class Llama(Pretrained):
     """
 
     kind = LlamaConfig
-    prepare_head: Callable[[HeadFunction, int], HeadFunction]
-    """Returns the function to call for a `head` and a number of tokens: `head` itself, unless the weight is sharded."""
+    prepare_head: Callable[[HeadFunction, int], HeadFunction] | None = None
+    """Returns the function to call for a `head` and a number of tokens if the head's weight is sharded; else None."""
     tensor_axis: Axis | None = None
     """The axis of tensor parallelism (`tensor_parallel`), or None."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
-        self.config, self.prepare_head = config, unsharded_head
+        self.config = config
         self.model = LlamaDecoder(config, Local() if attention is None else attention)
         # Tied weights are one attribute, not two names of one parameter: `to_empty` would untie the two.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
@@ -76,10 +75,8 @@ class Llama(Pretrained):
             ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard;
                 DTensors with other placements, naming the expected one.
         """
-        hidden, head = (
-            self.model(ids, positions=positions, mask=mask, layout=layout),
-            self.prepare_head(head, ids.shape[1]),
-        )
+        hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
+        head = head if self.prepare_head is None else self.prepare_head(head, ids.shape[1])
         return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)
 
     @property
@@ -114,8 +111,8 @@ class LlamaDecoder(Decoder):
         return self.embed_tokens(ids)
 
     @property
-    def blocks(self) -> Iterable[nn.Module]:
-        return self.layers
+    def blocks(self) -> Iterable[Block]:
+        return cast(Iterable[Block], self.layers)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -149,76 +146,35 @@ class LlamaBlock(Block):
         else:
             assert config.states is not None  # checked by the config
             self.linear_attn = STATE_MIXERS[mixer](config.dim, config.states, config.norm_eps, attention)
-            self.window = None
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = LlamaMLP(config)
 
     @property
     def mixer(self) -> LlamaAttention | StateMixer:
-        """Attention, or the layer with a state in its place."""
-        return self.self_attn if self.state_mixer is None else self.state_mixer
+        return self.linear_attn if "linear_attn" in self._modules else self.self_attn
 
     @property
-    def state_mixer(self) -> StateMixer | None:
-        return cast(StateMixer | None, self._modules.get("linear_attn"))
-
-    @property
-    def attention(self) -> AttentionFunction:
-        return self.mixer.attention
-
-    @attention.setter
-    def attention(self, attention: AttentionFunction) -> None:
-        self.mixer.attention = attention
-
-    def layer_mask(self, mask: AttentionMask) -> AttentionMask:
-        return mask if self.window is None else with_window(mask, self.window - 1)
-
-    def projections(self, context: Context, normed: bool) -> HeadProjections:
-        return self.self_attn.projections(context.rotation, None if normed else self.input_layernorm)
-
-    def norm(self, x: Tensor) -> Tensor:
-        return self.input_layernorm(x)
+    def norm(self) -> nn.Module:
+        return self.input_layernorm
 
     def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.mixer.o_proj(out.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-@lru_cache(maxsize=8)
-def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
-    """Returns the mask with a window. Cached, so that all layers share one object: a mask may hold many documents."""
-    return mask.narrowed(left_width)
-
-
 class LlamaAttention(ProjectionModule):
     """Projections and attention of grouped-query attention with RoPE."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction) -> None:
-        super().__init__()
-        self.attention = attention
-        self.heads, self.key_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        super().__init__(config.heads, config.kv_heads, config.head_dim, attention)
         queries, keys, bias = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.qkv_bias
         self.q_proj = nn.Linear(config.dim, queries, bias=bias)
         self.k_proj = nn.Linear(config.dim, keys, bias=bias)
         self.v_proj = nn.Linear(config.dim, keys, bias=bias)
         self.o_proj = nn.Linear(queries, config.dim, bias=config.out_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-
-    def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
-        return HeadProjections(
-            query=self.q_proj,
-            key=self.k_proj,
-            value=self.v_proj,
-            projector=self.projector,
-            heads=self.heads,
-            key_heads=self.key_heads,
-            head_dim=self.head_dim,
-            rotation=rotation,
-            norm=norm,
-            query_norm=self.q_norm,
-            key_norm=self.k_norm,
-        )
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
 
 class LlamaMLP(nn.Module):

@@ -78,13 +78,10 @@ def simulated_stream() -> Generator[None]:
 
 def side_stream(device: torch.device) -> SideStream | SimulatedStream | None:
     """Returns the copy stream of a device; None where copies are synchronous."""
-    return stream_of_gpu(device) if device.type == "cuda" else _simulated.get()
+    return _stream_of_gpu(device) if device.type == "cuda" else _simulated.get()
 
 
-@cache
-def stream_of_gpu(device: torch.device) -> SideStream:
-    """Returns the copy stream of a GPU, created once per device."""
-    return SideStream(device)
+_stream_of_gpu = cache(SideStream)
 
 
 def settle(device: torch.device) -> None:

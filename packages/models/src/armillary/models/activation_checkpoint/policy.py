@@ -43,6 +43,7 @@ from armillary.models.activation_checkpoint.state_run import StateRun
 from armillary.models.block import Block, Context, Decoder, attend, run_plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained
+from armillary.models.layers.state_mixers import StateMixer
 
 Policy = Literal["none", "layer", "attention_output"]
 POLICIES: tuple[Policy, ...] = ("none", "layer", "attention_output")
@@ -168,10 +169,10 @@ def run_checkpointed(
     context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
-    if block.state_mixer is None:
-        work = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
-    else:
+    if isinstance(block.mixer, StateMixer):
         work = StateRun(block, context, replace(keep, attention_output=False), chunk, prefetch)
+    else:
+        work = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
 
 

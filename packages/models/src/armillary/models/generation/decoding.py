@@ -20,6 +20,7 @@ from armillary.models.generation.cache import CachedAttention, CacheLayout, chec
 from armillary.models.generation.decode_collectives import axes_of, broadcast_from_shard
 from armillary.models.generation.state_cache import CachedStates
 from armillary.models.layers.interleaved import all_gather_interleaved
+from armillary.models.layers.state_mixers import StateMixer
 from armillary.models.parallel.tensor import gathered_logits
 
 BlockRunner = Callable[[Block, Tensor, Context], Tensor]
@@ -49,7 +50,7 @@ class Decoding:
         self.mask = AttentionMask(causal=True) if mask is None else mask
         check_mask(self.mask)
         self.blocks = [module for module in model.modules() if isinstance(module, Block)]
-        if self.mask.window is not None and any(block.state_mixer is not None for block in self.blocks):
+        if self.mask.window is not None and any(isinstance(block.mixer, StateMixer) for block in self.blocks):
             raise ValueError(f"{self.mask}: layers with a state have no window; only causal masks are accepted")
         methods = methods_of(model, self.blocks)
         self.method = methods[0]
@@ -61,9 +62,9 @@ class Decoding:
         self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
         methods = methods_of(self.model, self.blocks)
         self.layers = [
-            CachedAttention(method, self.holdings, self.completions)
-            if block.state_mixer is None
-            else CachedStates(method)
+            CachedStates(method)
+            if isinstance(block.mixer, StateMixer)
+            else CachedAttention(method, self.holdings, self.completions)
             for block, method in zip(self.blocks, methods, strict=True)
         ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -112,19 +111,43 @@ class HeadProjections:
 
 
 class ProjectionModule(nn.Module):
-    """A module that makes `HeadProjections`. An op rebuilds them from its registered number."""
+    """Attention of a layer and its projections. An op rebuilds `HeadProjections` from the module's registered number.
 
-    def __init__(self) -> None:
+    Args:
+        attention: an `AttentionFunction`.
+    """
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+    def __init__(self, heads: int, key_heads: int, head_dim: int, attention: Any) -> None:
         super().__init__()
+        self.heads, self.key_heads, self.head_dim, self.attention = heads, key_heads, head_dim, attention
+        self.q_norm = self.k_norm = None
         self.projector = register_as_tensor(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.projector = register_as_tensor(self)  # a copy needs a number of its own
 
-    @abstractmethod
     def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
         """Returns the projections from x [B, T, E] to q, k and v, with `norm` before them."""
+        return HeadProjections(
+            query=self.q_proj,
+            key=self.k_proj,
+            value=self.v_proj,
+            projector=self.projector,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            rotation=rotation,
+            norm=norm,
+            query_norm=self.q_norm,
+            key_norm=self.k_norm,
+        )
 
     def projections_of(self, tensors: Sequence[Tensor]) -> HeadProjections:
         return self.projections(RotaryEmbedding(*tensors) if tensors else None, None)

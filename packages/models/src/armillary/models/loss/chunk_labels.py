@@ -55,7 +55,7 @@ class TokenLabels(Protocol):
         ...
 
     def any_of(self, chunk: slice) -> bool:
-        """False if the host knows, without a device sync, that these tokens of each rank have no labels."""
+        """See `ChunkedLabels`."""
         ...
 
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
@@ -69,7 +69,8 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
         return MultiLabels.of(labels, ranks)
     if labels.is_floating_point() or labels.ndim != 2:
         raise ValueError(f"labels must be integers [B, T]; got {labels.dtype} {tuple(labels.shape)}")
-    return SingleLabels((labels != ignore).sum(), pad_to_multiple(labels, ranks, ignore), ignore, ranks)
+    padded = pad_to_multiple(labels, ranks, ignore)
+    return SingleLabels((len(padded), padded.shape[1]), (labels != ignore).sum(), padded, ignore, ranks)
 
 
 # -- one label per token ----------------------------------------------------------------------------------------------
@@ -79,18 +80,18 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
 class SingleLabels:
     """One label, or `ignore`, for each token [B, T]."""
 
+    shape: tuple[int, int]
     count: Tensor
     labels: Tensor
     ignore: int
     ranks: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, tokens = self.labels.shape
-        return rows, tokens
-
     def check(self, rows: VocabularyShard) -> None:
-        rows.check_labels(self.labels, self.ignore)
+        if not rows.alone:
+            # An op that raises as an unsharded loss does, on every rank: an index into the full vocabulary, on memory
+            # of one element.
+            labels = self.labels.flatten()
+            labels.new_zeros(1).expand(rows.total_rows).gather(0, labels.where(labels != self.ignore, 0))
 
     def any_of(self, chunk: slice) -> bool:
         return True

@@ -7,25 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from armillary.attention.call import token_chunks
 from armillary.models.loss.chunk_labels import TokenLabels
-from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_
+from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scale
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
-@dataclass(frozen=True)
-class LinearLossSpec:
-    """The options of a call, and the labels of all T tokens."""
+class ChunkedLabels(Protocol):
+    """Labels of (B, T) tokens of all ranks, padded to a multiple of the ranks."""
 
-    labels: TokenLabels
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def any_of(self, chunk: slice) -> bool:
+        """False if the host knows, without a device sync, that these tokens of each rank have no labels."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """How a call divides its tokens into chunks."""
+
+    labels: ChunkedLabels
     chunk: int
     dtype: torch.dtype  # of the matmuls
-    z_loss: float
     vocabulary: VocabularyShard
 
     @property
@@ -39,23 +51,42 @@ class LinearLossSpec:
         return [tokens for tokens in slices if self.labels.any_of(tokens)]
 
 
+@dataclass(frozen=True)
+class LinearLossSpec(ChunkSpec):
+    """The options of a call, and the labels of all T tokens."""
+
+    labels: TokenLabels
+    z_loss: float
+
+
 def chunk_slices(shape: tuple[int, int], chunk: int, ranks: int) -> list[slice]:
     """Returns the slices of a rank's tokens, one per chunk, for `shape` (B, T) padded tokens of all ranks."""
     own_tokens = shape[0] * shape[1] // ranks
     return token_chunks.chunks(own_tokens, max(1, chunk // ranks)) if own_tokens else []
 
 
-def loss_and_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, needs_grad: Sequence[bool]
-) -> tuple[Tensor, Gradients]:
-    """Returns the summed loss, and its gradients by hidden [t, E], weight [V_r, E] and bias [V_r], where needed."""
-    gradients = Gradients.empty(hidden, weight, spec.wide, needs_grad)
-    weight, bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
-    losses = hidden.new_zeros(len(hidden), dtype=spec.wide)
-    # The next chunk is gathered while this one is computed.
-    for tokens, chunk_hidden in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
-        losses[tokens] = add_chunk(tokens, chunk_hidden, weight, bias, spec, gradients)
-    return spec.vocabulary.total(losses), gradients
+class LinearLoss(torch.autograd.Function):
+    """The summed loss. Its gradients are computed in forward, and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, needs_grad: Sequence[bool]
+    ) -> Tensor:
+        # A chunk's logits are freed in forward, so its gradients are computed while they exist.
+        gradients = Gradients.empty(hidden, weight, spec.wide, needs_grad)
+        matrix, offset = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
+        losses = hidden.new_zeros(len(hidden), dtype=spec.wide)
+        for tokens, chunk_hidden in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
+            losses[tokens] = add_chunk(tokens, chunk_hidden, matrix, offset, spec, gradients)
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return spec.vocabulary.total(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if x is None else scale(x, grads[0], dtype) for x, dtype in gradients), None, None
 
 
 def chunks(
@@ -80,15 +111,16 @@ def add_chunk(
 ) -> Tensor:
     """Returns the losses [c] of one chunk, hidden [C, E]. A function, so that its buffers are freed on return."""
     logits = at_least_one(F.linear(hidden, weight, bias))  # [C, V_r], which the gradient overwrites
+    needs_grad = not (gradients.hidden is gradients.weight is gradients.bias is None)
     losses = cross_entropy_(
         logits.to(spec.wide),
         logits,
         spec.labels.of_chunk(tokens, spec.vocabulary, spec.wide),
         spec.vocabulary,
         z_loss=spec.z_loss,
-        gradient=logits if gradients.any_needed else None,
+        gradient=logits if needs_grad else None,
     )
-    if gradients.any_needed:
+    if needs_grad:
         gradients.add(tokens, logits.narrow(1, 0, len(weight)), hidden, weight, spec.vocabulary)
     return losses
 
@@ -111,10 +143,6 @@ class Gradients:
             torch.zeros_like(weight, dtype=wide) if needs_grad[1] else None,
             weight.new_zeros(len(weight), dtype=wide) if needs_grad[2] else None,
         )
-
-    @property
-    def any_needed(self) -> bool:
-        return not (self.hidden is self.weight is self.bias is None)
 
     def add(self, tokens: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> None:
         """Adds a chunk's gradients, from the gradient of its logits [C, V_r] in the dtype of matmuls."""

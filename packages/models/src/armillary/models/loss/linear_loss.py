@@ -5,21 +5,20 @@ For 5M tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB in bfloat16, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import ceil, prod
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.validation import autocast_enabled
 from armillary.core import Axis, LabelTriples
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import SingleLabels, token_labels
-from armillary.models.loss.cross_entropy import scale
-from armillary.models.loss.linear_chunks import LinearLossSpec, loss_and_gradients
+from armillary.models.loss.linear_chunks import LinearLoss, LinearLossSpec
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 Backend = Literal["own", "torch"]
@@ -98,7 +97,7 @@ def linear_token_loss(
         raise ValueError(f"backend 'torch' takes one label per token; got {labels}, which backend='own' takes")
     chunk = chunk or chunk_rows(prod(label_lookup.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
     label_lookup.check(rows)
-    spec = LinearLossSpec(label_lookup, chunk, dtype, z_loss, rows)
+    spec = LinearLossSpec(label_lookup, chunk, dtype, rows, z_loss)
     return run(hidden.flatten(0, 1), weight, bias, spec), label_lookup.count
 
 
@@ -147,26 +146,6 @@ def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLo
     return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, needs_grad))
 
 
-class LinearLoss(torch.autograd.Function):
-    """The summed loss. Its gradients are computed in forward, and scaled in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, needs_grad: Sequence[bool]
-    ) -> Tensor:
-        # A chunk's logits are freed in forward, so its gradients are computed while they exist.
-        total, gradients = loss_and_gradients(hidden, weight, bias, spec, needs_grad)
-        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if x is None else scale(x, grads[0], dtype) for x, dtype in gradients), None, None
-
-
 def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
     """Returns the function of a backend.
 
@@ -185,13 +164,8 @@ def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
     """Returns the dtype of `hidden`, or autocast's, which applies to every dtype except float64."""
-    is_lowered = autocasts(hidden) and hidden.dtype != torch.float64
+    is_lowered = autocast_enabled(hidden) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(hidden.device.type) if is_lowered else hidden.dtype
-
-
-def autocasts(x: Tensor) -> bool:
-    """True if autocast is on for the device of `x`; the meta device, which would raise, has none."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def check(
@@ -209,7 +183,7 @@ def check(
         shapes = ", ".join(str(tuple(shape)) for group in tensors for shape in group)
         raise ValueError(f"hidden [{hidden_shape}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
-    if not autocasts(hidden) and len({*dtypes}) > 1:
+    if not autocast_enabled(hidden) and len({*dtypes}) > 1:
         raise ValueError(f"hidden, weight and bias need one dtype outside of autocast; got {dtypes}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be at least 1 token; got {chunk}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from armillary.models.dtensors import sums_dtensors
 from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.chunk_labels import MultiChunkLabels
 from armillary.models.loss.cross_entropy import at_least_one
-from armillary.models.loss.linear_chunks import Gradients, chunk_slices, chunks
+from armillary.models.loss.linear_chunks import ChunkSpec, Gradients, chunks
 from armillary.models.loss.linear_loss import check, chunk_rows, matmul_dtype
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -43,6 +43,17 @@ class TokenStatistics(NamedTuple):
     """True where no token is more likely than the label."""
 
 
+class LogprobOptions(TypedDict, total=False):
+    """The keyword arguments of `token_logprobs` except `statistics`."""
+
+    bias: Tensor | None
+    temperature: float
+    ignore: int
+    chunk: int | None
+    axis: DeviceMesh | Axis | None
+    vocabulary: int | None
+
+
 @overload
 def token_logprobs(
     hidden: Tensor,
@@ -50,13 +61,8 @@ def token_logprobs(
     labels: Tensor,
     positions: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    ignore: int = -100,
-    chunk: int | None = None,
-    axis: DeviceMesh | Axis | None = None,
-    vocabulary: int | None = None,
     statistics: Literal[False] = False,
+    **options: Unpack[LogprobOptions],
 ) -> Tensor: ...
 
 
@@ -67,13 +73,8 @@ def token_logprobs(
     labels: Tensor,
     positions: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    ignore: int = -100,
-    chunk: int | None = None,
-    axis: DeviceMesh | Axis | None = None,
-    vocabulary: int | None = None,
     statistics: Literal[True],
+    **options: Unpack[LogprobOptions],
 ) -> tuple[Tensor, TokenStatistics]: ...
 
 
@@ -135,7 +136,7 @@ def token_logprobs(
     # `gather` raises for a label outside of the vocabulary, without a host sync on a GPU.
     label_list.labels.new_zeros(1).expand(rows.total_rows).gather(0, label_list.labels.where(label_list.valid, 0))
     chunk = chunk or chunk_rows(prod(label_list.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
-    spec = LogprobsSpec(label_list, chunk, dtype, temperature, rows, statistics)
+    spec = LogprobsSpec(label_list, chunk, dtype, rows, temperature, statistics)
     run = cast(Callable[..., list[Tensor]], log_probabilities)  # torch.compiler.disable loses the signature
     logprobs, *columns = run(hidden.flatten(0, 1), weight, bias, spec)
     result = label_list.in_caller_order(logprobs)
@@ -204,6 +205,10 @@ class LabelList:
             return slice(*bounds)
         return slice(*torch.searchsorted(self.host_positions, torch.tensor(bounds)).tolist())
 
+    def any_of(self, chunk: slice) -> bool:
+        indices = self.slice_of(chunk)
+        return indices.stop > indices.start
+
     def of_chunk(self, tokens: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
         indices = self.slice_of(tokens)
         offsets = self.positions[indices] - tokens.start * self.ranks
@@ -238,25 +243,12 @@ class ChunkLabelList(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LogprobsSpec:
+class LogprobsSpec(ChunkSpec):
     """The options of a call, and its labels."""
 
     labels: LabelList
-    chunk: int
-    dtype: torch.dtype  # of the matmuls
     temperature: float
-    vocabulary: VocabularyShard
     statistics: bool
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of sums."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def token_slices(self) -> list[slice]:
-        """Returns the slices of a rank's tokens, one per chunk, without chunks that have no labels."""
-        slices = chunk_slices(self.labels.shape, self.chunk, self.vocabulary.axis.size)
-        return [tokens for tokens in slices if self.labels.slice_of(tokens).stop > self.labels.slice_of(tokens).start]
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns a chunk's logits [C, V_r] in the dtype of matmuls, and in `wide`, divided by the temperature."""

@@ -125,11 +125,6 @@ class VocabularyShard:
 
     # -- labels and logits --------------------------------------------------------------------------------------------
 
-    def check_labels(self, labels: Tensor, ignore: int) -> None:
-        """Makes torch raise on every rank for a label outside of the vocabulary, as it does without sharding."""
-        if not self.alone:  # an indexing op with the full vocabulary's bounds, on memory of one element
-            labels.new_zeros(1).expand(self.total_rows).gather(0, labels.flatten().where(labels.flatten() != ignore, 0))
-
     def local_columns(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the labels' columns among this rank's logits, and a mask of labels on this rank; 0 for all others."""
         if self.alone:

@@ -16,6 +16,7 @@ from armillary.core import Axis
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, run_plainly
 from armillary.models.gpt import GPT
+from armillary.models.layers.state_mixers import StateMixer
 from armillary.models.llama import Llama
 from armillary.models.parallel.fsdp import ZeroStage, shard_parameters, sharding_axes
 from armillary.models.parallel.tensor import styles_for, tensor_parallel
@@ -101,7 +102,7 @@ def check(
         for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
     for block in model.modules():
-        if isinstance(block, Block) and block.state_mixer is not None:
+        if isinstance(block, Block) and isinstance(block.mixer, StateMixer):
             method = block.attention if attention is None else attention
             if isinstance(method, Method):
                 sequence_axis(method)  # refuses ranks on which a layer with a state cannot share a sequence
