@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
+from armillary.core.placements import chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ class VocabularyShard:
                 f"{rank_axis.size} ranks"
             )
         all_rows = rows if vocabulary is None else vocabulary
-        row_count = ceil(all_rows / rank_axis.size)  # as `torch.chunk` cuts
-        row_range = range(all_rows)[rank_axis.rank * row_count : (rank_axis.rank + 1) * row_count]
-        if rows != len(row_range):
+        sizes = chunk_sizes(all_rows, rank_axis.size)
+        if rows != sizes[rank_axis.rank]:
             raise ValueError(
-                f"rank {rank_axis.rank} of {rank_axis.size} on axis {rank_axis.name!r} has {len(row_range)} of "
+                f"rank {rank_axis.rank} of {rank_axis.size} on axis {rank_axis.name!r} has {sizes[rank_axis.rank]} of "
                 f"vocabulary={vocabulary} rows, as Shard(0) cuts them; got {rows}"
             )
-        return cls(rank_axis, row_range.start, rows, all_rows)
+        return cls(rank_axis, sum(sizes[: rank_axis.rank]), rows, all_rows)
 
     @property
     def alone(self) -> bool:

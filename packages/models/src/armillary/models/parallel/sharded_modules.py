@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from armillary.core import Axis, compat
+from armillary.core.placements import chunk_sizes
 from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2
 from armillary.models.llama import Head
@@ -155,7 +156,8 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         table = self.weight
-        rows = checked_indices(input, self.num_embeddings) - first_row(self.num_embeddings, self.axis)
+        first = sum(chunk_sizes(self.num_embeddings, self.axis.size)[: self.axis.rank])
+        rows = checked_indices(input, self.num_embeddings) - first
         on_this_rank = (rows >= 0) & (rows < len(table))
         # A rank without rows looks up a row of zeros, so that it takes part in the collectives of backward.
         x = F.embedding(rows.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
@@ -168,11 +170,6 @@ def checked_indices(indices: Tensor, count: int) -> Tensor:
     A rank's own lookup would not notice an index that is out of range for all ranks.
     """
     return indices + indices.new_zeros(1).expand(count)[indices]
-
-
-def first_row(rows: int, axis: Axis) -> int:
-    """Returns this rank's first row of a tensor sharded by rows, cut as by `DTensor` and torch.chunk."""
-    return min(rows, axis.rank * -(-rows // axis.size))
 
 
 class InterleavedEmbedding(ShardedModule, nn.Embedding):
