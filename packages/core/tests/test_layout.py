@@ -114,3 +114,12 @@ def test_equal_layouts_compare_and_hash_equal():
 def test_bad_layouts_are_refused_with_the_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_shards_at_positions_are_those_that_hold_them(shards):
+    strided = SequenceLayout([[range(0, 12, 2), range(13, 20)], [range(1, 12, 2), range(12, 13)]])
+    kinds = (SequenceLayout.zigzag, SequenceLayout.contiguous, SequenceLayout.striped)
+    for layout in (strided, SequenceLayout.striped(20, shards, 3), *(kind(20, shards) for kind in kinds)):
+        for shard in range(layout.shards):
+            assert (layout.shards_at(layout.positions(shard).numpy()) == shard).all()

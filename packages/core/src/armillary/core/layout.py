@@ -13,13 +13,14 @@ from functools import lru_cache
 from math import inf
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from armillary.core.balancing.balance import balanced_spans
 from armillary.core.balancing.spread import TRAFFIC
 from armillary.core.balancing.traffic import PositionRuns, token_hops
-from armillary.core.slices import KeyCounts, Sliced, Slices, mask_slices, mirrored
+from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirrored
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.validation import check_choice, flag, integer
 
@@ -182,6 +183,18 @@ class SequenceLayout:
         """Returns the global positions of the tokens of `shard`, a LongTensor [T] on the CPU."""
         return torch.cat([torch.arange(s.start, s.stop, s.step) for s in self.spans(shard)])
 
+    def shards_at(self, positions: Integers) -> Integers:
+        """Returns the shard of each of some positions. Memory is O(spans), not O(N)."""
+        starts, shards_of_runs, strided = _runs_by_start(self)
+        shards = np.zeros_like(positions)
+        if len(starts):
+            # A position belongs to the last run that starts before it, unless it is in a strided span.
+            shards = shards_of_runs[np.searchsorted(starts, positions, side="right") - 1]
+        for span, shard in strided:
+            inside = (positions >= span.start) & (positions < span.stop)
+            shards[inside & (positions % span.step == span.start % span.step)] = shard
+        return shards
+
     # -- between the sequence and its shards ------------------------------------------------------------------------
 
     def take(self, x: Tensor, shard: int, dim: int = 1) -> Tensor:
@@ -224,6 +237,15 @@ class SequenceLayout:
     def coarsen(self, n: int) -> SequenceLayout:
         """Joins every `n` adjacent shards into one: the inverse of `refine`."""
         return _coarsened(self, integer("n", n))
+
+
+@lru_cache(maxsize=16)  # a layout of a million stripes takes a while to read
+def _runs_by_start(layout: SequenceLayout) -> tuple[Integers, Integers, list[tuple[range, int]]]:
+    """Returns the starts of all spans of step 1, in order, their shards, and the other spans with their shards."""
+    spans = [(span, shard) for shard in range(layout.shards) for span in layout.spans(shard)]
+    runs = sorted((span.start, shard) for span, shard in spans if span.step == 1)
+    starts, shards = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    return starts, shards, [(span, shard) for span, shard in spans if span.step > 1]
 
 
 # Cached: every attention call of every layer derives the same layouts.

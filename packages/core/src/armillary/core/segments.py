@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from armillary.core.slices import Integers
+from armillary.core.slices import FAR, Integers, Slices
 from armillary.core.validation import documents_of
 
 NONE = -1
@@ -66,6 +66,33 @@ class Segments:
             steps_left[beyond[parent == NONE]] = 0
         return np.where(position == NONE, NONE, position - steps_left)
 
+    @cached_property
+    def last_descendants(self) -> list[int]:
+        """The last descendant of each segment, itself if it has none. Segments are in depth-first order."""
+        last = list(range(len(self.parents)))
+        for segment in range(len(last) - 1, 0, -1):
+            if (parent := self.parents[segment]) != NONE:
+                last[parent] = max(last[parent], last[segment])
+        return last
+
+    def slices(self, length: int) -> list[Slices]:
+        """Returns the slices of the mask in which a token sees its path up to itself. Segments are depth first.
+
+        One slice for each segment: its queries run from its start to the end of its last descendant. Segments in a
+        chain of only children, one after another, share a slice.
+        """
+        (ends, parents), children = self._arrays, np.zeros(len(self.parents), dtype=np.int64)
+        np.add.at(children, parents[parents != NONE], 1)
+        # Depth-first order: all descendants of a segment follow it without a gap.
+        only_child = (parents != NONE) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
+        first = np.flatnonzero(~only_child)
+        last = np.append(first[1:], len(parents)) - 1
+        slices = np.empty((len(first), 6), dtype=np.int64)
+        slices[:, 0] = slices[:, 2] = ends[first]
+        slices[:, 1], slices[:, 3] = ends[np.array(self.last_descendants)[last] + 1], ends[last + 1]
+        slices[:, 4], slices[:, 5] = -FAR, 0
+        return [slices]
+
     def runs(self, spans: Iterable[range]) -> list[range]:
         """Returns the runs of a shard's spans in local order: cut at the boundaries of segments and at steps."""
         return [run for span in spans for run in self.cut(span)]
@@ -80,6 +107,29 @@ class Segments:
         ends, _ = self._arrays
         inner = ends[np.searchsorted(ends, span.start, "right") : np.searchsorted(ends, span.stop, "left")].tolist()
         return [range(a, b) for a, b in pairwise((span.start, *inner, span.stop))]
+
+
+def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Returns the number of tokens before each segment on its path."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent == NONE else depths[parent] + lengths[parent])
+    return depths
+
+
+def misplaced_segment(parents: Sequence[int]) -> int | None:
+    """Returns the first segment that is not in depth-first order; None if all are.
+
+    The parent of a segment must be the segment before it, an ancestor of that one, or -1.
+    """
+    path: list[int] = []  # from the root to the previous segment, on which the next parent must be
+    for segment, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent != NONE and not path:
+            return segment
+        path.append(segment)
+    return None
 
 
 class Segmented(Protocol):

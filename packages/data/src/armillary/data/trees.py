@@ -6,13 +6,13 @@ tree is the path from its root to a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.segments import misplaced_segment, path_depths
 from armillary.data.console.exit import DamagedInput
 from armillary.data.shuffle import Index
 
@@ -51,10 +51,7 @@ class SegmentTree:
     @cached_property
     def depths(self) -> list[int]:
         """Number of tokens before each segment on its path."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + int(self.lengths[parent]))
-        return depths
+        return path_depths(self.parents, self.lengths.tolist())
 
     @property
     def label_weights(self) -> npt.NDArray[np.float64]:
@@ -140,21 +137,12 @@ class SegmentTable:
         rows, ends = self.table[first:last], self._ends[first:last] - start
         starts = np.concatenate([[0], ends[:-1]])
         parents = tuple(rows["parent"].tolist())
-        self._check_depth_first(parents, f"tokens {start} to {stop}")
+        if (segment := misplaced_segment(parents)) is not None:
+            raise DamagedInput(
+                f"{self.name}, tokens {start} to {stop}: segment {segment} follows segment {parents[segment]}, which "
+                "is neither the one before it nor one of its ancestors; trees are stored depth first"
+            )
         return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
-
-    def _check_depth_first(self, parents: Sequence[int], place: str) -> None:
-        # `path` is the path to the last segment: in depth-first order, the next parent is on it.
-        path: list[int] = []
-        for s, parent in enumerate(parents):
-            while path and path[-1] != parent:
-                path.pop()
-            if parent != -1 and not path:
-                raise DamagedInput(
-                    f"{self.name}, {place}: segment {s} follows segment {parent}, which is neither the one before it "
-                    "nor one of its ancestors; trees are stored depth first"
-                )
-            path.append(s)
 
     def count_sequences(self, starts: Index, stops: Index) -> dict[str, int]:
         """Counts segments and sequences of some documents, and the tokens of these sequences if nothing were shared."""
@@ -163,11 +151,9 @@ class SegmentTable:
         offsets = np.repeat(np.cumsum(counts) - counts, counts)  # segments of the documents before each segment's own
         segments = np.repeat(first, counts) + np.arange(counts.sum()) - offsets
         parents = self.table["parent"][segments]
-        parents = np.where(parents < 0, -1, parents + offsets)
-        path_lengths: list[int] = []
-        for parent, length in zip(parents.tolist(), np.diff(self._ends, prepend=0)[segments].tolist(), strict=True):
-            path_lengths.append(length + (path_lengths[parent] if parent >= 0 else 0))
+        parents, lengths = np.where(parents < 0, -1, parents + offsets), np.diff(self._ends, prepend=0)[segments]
+        path_lengths = np.array(path_depths(parents.tolist(), lengths.tolist()), np.int64) + lengths
         # In depth-first order the first child directly follows its parent.
         leaves = np.append(parents[1:], -1) != np.arange(len(parents))
-        tokens = int(np.array(path_lengths, np.int64)[leaves].sum())
+        tokens = int(path_lengths[leaves].sum())
         return {"segments": len(parents), "sequences": int(leaves.sum()), "unshared_tokens": tokens}

@@ -381,7 +381,7 @@ class AttentionMask:
                     f"mask {mask!r}: a layer with a state takes causal documents or trees without a window"
                 )
         return [
-            Segments(mask.pattern.ends, mask.pattern.parents)
+            mask.pattern.segments
             if isinstance(mask.pattern, Tree)
             else Segments.documents(mask.boundaries() or (0, length))
             for mask in rows

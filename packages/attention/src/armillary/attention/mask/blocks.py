@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
 from armillary.core.slices import FAR, Integers, Slices
@@ -63,23 +64,21 @@ class Blocks(RowPattern):
             raise ValueError(f"visible has {count} {name}; {tokens} tokens in blocks of {self.block} need {blocks}")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        rectangles = np.array([*self._rectangles()], dtype=np.int64).reshape(-1, 4) * self.block
+        sorted_rectangles = sorted(rectangles(self._table), key=lambda rectangle: rectangle[1:])
+        corners = np.array(sorted_rectangles, dtype=np.int64).reshape(-1, 4) * self.block
         limits = np.array([queries, queries, keys, keys], dtype=np.int64)
-        open_bands = np.full((len(rectangles), 2), FAR, dtype=np.int64) * np.array([-1, 1])
-        return np.concatenate((np.minimum(rectangles, limits), open_bands), axis=1)
-
-    def _rectangles(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields rectangles r0, r1, c0, c1 of visible blocks: runs of columns, joined over consecutive rows."""
-        open_runs = dict[tuple[int, int], int]()
-        for row in range(len(self._table) + 1):
-            row_runs = _runs(self._table[row]) if row < len(self._table) else set[tuple[int, int]]()
-            for run in sorted(open_runs.keys() - row_runs):  # ends above this row
-                yield open_runs.pop(run), row, *run
-            for run in row_runs - open_runs.keys():
-                open_runs[run] = row
+        open_bands = np.full((len(corners), 2), FAR, dtype=np.int64) * np.array([-1, 1])
+        return np.concatenate((np.minimum(corners, limits), open_bands), axis=1)
 
 
-def _runs(row: Any) -> set[tuple[int, int]]:
-    """Returns the (start, stop) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], row, [False])).astype(np.int8)))
-    return {(start, stop) for start, stop in edges.reshape(-1, 2).tolist()}
+def rectangles(table: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:
+    """Yields disjoint rectangles r0, r1, c0, c1 of true cells: runs of columns, joined over consecutive rows."""
+    open_runs = dict[tuple[int, int], int]()  # columns of a rectangle, and its first row
+    for row in range(len(table) + 1):
+        cells = table[row] if row < len(table) else np.zeros(0, np.bool_)
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], cells, [False])).astype(np.int8)))
+        runs = dict.fromkeys((start, stop) for start, stop in edges.reshape(-1, 2).tolist())
+        for run in [run for run in open_runs if run not in runs]:  # ends above this row
+            yield open_runs.pop(run), row, *run
+        for run in runs:
+            open_runs.setdefault(run, row)

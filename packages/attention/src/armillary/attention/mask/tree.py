@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
+from armillary.core.segments import Segments, misplaced_segment, path_depths
 from armillary.core.slices import FAR, Integers, Slices
 from armillary.core.validation import Window, boundaries_of, integer
 
@@ -35,21 +37,22 @@ class Tree(RowPattern):
     def _check_parents(self) -> None:
         if len(self.parents) != len(self.ends) - 1:
             raise ValueError(f"{len(self.parents)} parents for {len(self.ends) - 1} segments; each needs one, or -1")
-        path = list[int]()  # from the root to the previous segment, on which the next parent must be
-        for segment, parent in enumerate(self.parents):
-            before = list(path[-4:])
-            while path and path[-1] != parent:
-                path.pop()
-            if parent != -1 and not path:
-                raise ValueError(
-                    f"parent {parent} of segment {segment}: segments are in depth-first order, so it must be "
-                    f"{segment - 1}, an ancestor of that ({', '.join(map(str, before[:-1])) or 'it has none'}), or -1"
-                )
-            path.append(segment)
+        if (segment := misplaced_segment(self.parents)) is not None:
+            ancestors, ancestor = list[int](), segment - 1
+            while ancestor >= 0 and len(ancestors) < 3 and (ancestor := self.parents[ancestor]) >= 0:
+                ancestors.insert(0, ancestor)
+            raise ValueError(
+                f"parent {self.parents[segment]} of segment {segment}: segments are in depth-first order, so it must "
+                f"be {segment - 1}, an ancestor of that ({', '.join(map(str, ancestors)) or 'it has none'}), or -1"
+            )
 
     @cached_property
     def numbers(self) -> Integers:
         return integers(self.ends, self.parents)
+
+    @cached_property
+    def segments(self) -> Segments:
+        return Segments(self.ends, self.parents)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Tree:
@@ -65,35 +68,8 @@ class Tree(RowPattern):
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         if window is None or window[0] is None:
-            return self._causal_slices()
+            return self.segments.slices(queries)[0]
         return np.array(list(self._window_slices(window[0])), dtype=np.int64)
-
-    def _causal_slices(self) -> Slices:
-        """Returns one slice for each segment: its queries run from its start to the end of its last descendant.
-
-        Segments in a chain of only children, one after another, share a slice.
-        """
-        starts, stops = np.array(self.ends[:-1]), np.array(self.ends[1:])
-        parents, children = np.array(self.parents), np.zeros(len(starts), dtype=np.int64)
-        np.add.at(children, parents[parents >= 0], 1)
-        # Depth-first order: all descendants of a segment follow it without a gap.
-        only_child = (parents >= 0) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
-        first = np.flatnonzero(~only_child)
-        last = np.append(first[1:], len(starts)) - 1
-        slices = np.empty((len(first), 6), dtype=np.int64)
-        slices[:, 0] = slices[:, 2] = starts[first]
-        slices[:, 1], slices[:, 3] = stops[np.array(self._last_descendants)[last]], stops[last]
-        slices[:, 4], slices[:, 5] = -FAR, 0
-        return slices
-
-    @cached_property
-    def _last_descendants(self) -> list[int]:
-        """The last descendant of each segment, itself if it has none."""
-        last = list(range(len(self.parents)))
-        for segment in range(len(last) - 1, 0, -1):
-            if (parent := self.parents[segment]) >= 0:
-                last[parent] = max(last[parent], last[segment])
-        return last
 
     def _window_slices(self, tokens: int) -> Iterator[tuple[int, ...]]:
         """Yields a band for each segment and each ancestor that a window of `tokens` tokens along the path reaches."""
@@ -113,11 +89,8 @@ class Tree(RowPattern):
     @cached_property
     def _shifts(self) -> list[int]:
         """Depth along the path minus position, for the tokens of each segment; at most 0."""
-        shifts = list[int]()
-        for segment, parent in enumerate(self.parents):
-            depth = 0 if parent < 0 else self.ends[parent + 1] + shifts[parent]
-            shifts.append(depth - self.ends[segment])
-        return shifts
+        lengths = [b - a for a, b in pairwise(self.ends)]
+        return [depth - start for depth, start in zip(path_depths(self.parents, lengths), self.ends, strict=False)]
 
     def positions(self, ends: Ends, length: int) -> Integers:
         return np.arange(length) + np.repeat(np.array(self._shifts), np.diff(np.array(self.ends)))

@@ -57,10 +57,7 @@ def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> N
     for i, name in enumerate(names):
         layout = layout_for(name, row, shards)
         assert layout is not None
-        owner = np.empty(length)
-        for shard in range(shards):
-            owner[layout.positions(shard).numpy()] = shard
-        owners[i] = owner[np.arange(columns) * length // columns]
+        owners[i] = layout.shards_at(np.arange(columns) * length // columns)
     with picture(path, (11, 1.2 + 0.75 * len(names)), "armillary-data") as figure:
         axes, bars, balances = figure.subplots(1, 3, width_ratios=[5, 1, 1], sharey=True)
         for i in range(len(names)):

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from armillary.core import LabelTriples
-from armillary.core.slices import Slices, slice_array
+from armillary.core import LabelTriples, Segments
 from armillary.data.loader.batch import IGNORE
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste
 from armillary.data.packing import DocumentSlice, Packed, Packing, greedy
@@ -20,23 +19,6 @@ from armillary.data.store import TokenStore
 from armillary.data.trees import SegmentTree
 
 Weights = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentMask:
-    """Mask of trees: a token attends to its own segment up to itself, and to the ancestors of the segment."""
-
-    ends: Sequence[int]
-    parents: Sequence[int]
-
-    def slices(self, length: int) -> list[Slices]:
-        """Returns a slice (`armillary.core.slices`) for each segment, seen by itself and all of its descendants."""
-        last = list(range(len(self.parents)))  # the last descendant of each segment
-        for s in range(len(last) - 1, 0, -1):
-            if (parent := self.parents[s]) >= 0:
-                last[parent] = max(last[parent], last[s])
-        segments = zip(self.ends[:-1], self.ends[1:], last, strict=True)
-        return [slice_array((start, self.ends[s + 1], start, stop, None, 0) for start, stop, s in segments)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +51,9 @@ class TreeRow(PackedRow):
         return cls(store, slices, ends, tuple(parents), np.concatenate(weights), tuple(depths))
 
     @property
-    def mask(self) -> SegmentMask:
-        return SegmentMask(self.ends, self.parents)
+    def mask(self) -> Segments:
+        """The mask in which a token sees its path up to itself."""
+        return Segments(self.ends, self.parents)
 
     @property
     def origins(self) -> Sequence[int]:

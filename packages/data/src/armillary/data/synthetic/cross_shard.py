@@ -2,39 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
-from armillary.core import SequenceLayout
 from armillary.data.shuffle import Index
-
-
-class ShardLookup:
-    """Maps positions to the shards of a layout that hold them. Memory is O(spans), not O(N)."""
-
-    def __init__(self, layout: SequenceLayout) -> None:
-        spans = [(span, shard) for shard in range(layout.shards) for span in layout.spans(shard)]
-        runs = sorted((span.start, shard) for span, shard in spans if span.step == 1)
-        self._starts, self._shards = (
-            (np.array(column, np.int64) for column in zip(*runs, strict=True)) if runs else ([], [])
-        )
-        self._strided = [(span, shard) for span, shard in spans if span.step > 1]
-
-    def __call__(self, positions: Index) -> Index:
-        shards = np.zeros_like(positions)
-        if len(self._starts):
-            # A position belongs to the last run that starts before it, unless it is in a strided span.
-            shards = np.asarray(self._shards)[np.searchsorted(self._starts, positions, side="right") - 1]
-        for span, shard in self._strided:
-            inside = (positions >= span.start) & (positions < span.stop)
-            shards[inside & (positions % span.step == span.start % span.step)] = shard
-        return shards
-
-
-@lru_cache(maxsize=16)  # every row looks positions up; a layout of a million stripes takes a while to read
-def shard_lookup(layout: SequenceLayout) -> ShardLookup:
-    return ShardLookup(layout)
 
 
 def match_pairs(query_shards: Index, pair_shards: Index) -> Index:

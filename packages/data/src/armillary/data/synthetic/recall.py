@@ -11,7 +11,7 @@ import numpy.typing as npt
 from armillary.core import SequenceLayout
 from armillary.data.loader.batches import check_minimum
 from armillary.data.shuffle import Index, permutation, stable_hash
-from armillary.data.synthetic.cross_shard import match_pairs, shard_lookup
+from armillary.data.synthetic.cross_shard import match_pairs
 from armillary.data.synthetic.task import Task, draw
 
 
@@ -103,15 +103,14 @@ def _places(task: AssociativeRecall, row: int) -> tuple[Index, Index]:
     queries = room + permutation(count, f"{key}, queries")
     if task.across is None:
         return _distinct(f"{key}, pairs", room, count), queries
-    shards = shard_lookup(task.across)
-    query_shards = shards(task.length % 2 + 2 * queries)
+    query_shards = task.across.shards_at(task.length % 2 + 2 * queries)
     candidates = count
     while True:
         # Doubles the candidates until every query has a pair: few rows need more than the first round.
         candidates = min(2 * candidates, room)
         pairs = _distinct(f"{key}, pairs", room, candidates)
         key_positions = task.length % 2 + 2 * pairs
-        matches = match_pairs(query_shards, shards(np.stack([key_positions, key_positions + 1])))
+        matches = match_pairs(query_shards, task.across.shards_at(np.stack([key_positions, key_positions + 1])))
         if (matches >= 0).all():
             return pairs[matches], queries
         if candidates == room:

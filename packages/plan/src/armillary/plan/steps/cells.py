@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from armillary.attention import AttentionMask
+from armillary.attention.mask.blocks import rectangles
 from armillary.core import SequenceLayout
 
 MOST_CELLS = 64
@@ -50,13 +51,13 @@ class MaskCells:
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             middle = (start + stop) // 2
             candidates = np.arange(middle, min(stop, middle + layout.shards))
-            shards = shards_at(layout, candidates)
+            shards = layout.shards_at(candidates)
             best = int(uses[shards].argmin())
             uses[shards[best]] += 1
             chosen_positions.append(int(candidates[best]))
             chosen_shards.append(int(shards[best]))
         positions, tensor = np.array(chosen_positions), torch.tensor(chosen_positions)
-        owners = shards_at(layout.refine(ulysses), positions)
+        owners = layout.refine(ulysses).shards_at(positions)
         return cls(positions, np.array(chosen_shards), owners, mask.visible(tensor, tensor).numpy())
 
     def block(self, queries: Sequence[int], keys: Sequence[int]) -> Cells2D:
@@ -64,30 +65,6 @@ class MaskCells:
         return self.visible & np.isin(self.shards, queries)[:, None] & np.isin(self.shards, keys)[None, :]
 
 
-def shards_at(layout: SequenceLayout, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the shard of each position."""
-    shards = np.zeros(len(positions), np.int64)
-    for shard in range(layout.shards):
-        for span in layout.spans(shard):
-            inside = (span.start <= positions) & (positions < span.stop)
-            shards[inside & ((positions - span.start) % span.step == 0)] = shard
-    return shards
-
-
 def outline(cells: Cells2D) -> str:
     """Returns an SVG path of rectangles that cover the cells: a cell is one unit."""
-    path, open_runs = list[str](), dict[tuple[int, int], int]()  # columns of a rectangle, and its first row
-    for row in range(len(cells) + 1):
-        runs = set(row_runs(cells[row])) if row < len(cells) else set[tuple[int, int]]()
-        for run in [run for run in open_runs if run not in runs]:
-            start, (left, right) = open_runs.pop(run), run
-            path.append(f"M{left} {start}h{right - left}v{row - start}h{left - right}z")
-        for run in sorted(runs):
-            open_runs.setdefault(run, row)
-    return "".join(path)
-
-
-def row_runs(row: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Returns (start, stop) of runs of true cells."""
-    changes = np.flatnonzero(np.diff(np.concatenate(([0], row.astype(np.int8), [0]))))
-    return list(zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True))
+    return "".join(f"M{c0} {r0}h{c1 - c0}v{r1 - r0}h{c0 - c1}z" for r0, r1, c0, c1 in rectangles(cells))
