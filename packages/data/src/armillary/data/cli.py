@@ -23,7 +23,7 @@ from armillary.data.inspection.plot import plot_layouts, plot_lengths
 from armillary.data.inspection.statistics import describe, histogram, measure_packings
 from armillary.data.inspection.tables import print_info, print_layouts, print_omissions, print_packings
 from armillary.data.loader.batches import check_minimum
-from armillary.data.packing import best_fit, greedy, one_per_row
+from armillary.data.packing import PACKINGS
 from armillary.data.parsing import parse
 from armillary.data.prepare import Preparation, Progress, prepare
 from armillary.data.progress import Bar
@@ -178,10 +178,11 @@ class Inspect:
             check_picture(self.plot, "--plot")
         check_minimum(1, kv_heads=self.kv_heads, head_dim=self.head_dim)
         store, token_bytes = open_store(self.store), bytes_per_token_hop(self.kv_heads, self.head_dim)
-        packing = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}[self.packing]
         with Bar("measuring rows", quiet=self.json) as bar:
             show = partial(bar.show, "measuring rows")
-            rows, layouts = inspect_layouts(store, self.length, self.shards, self.rows, packing, token_bytes, show)
+            rows, layouts = inspect_layouts(
+                store, self.length, self.shards, self.rows, PACKINGS[self.packing], token_bytes, show
+            )
         documents = sum(len(row.ends) - 1 for row in rows) / len(rows)
         if self.plot is not None:
             plot_layouts(rows[0], self.shards, token_bytes, self.plot)

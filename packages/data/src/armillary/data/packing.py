@@ -148,3 +148,7 @@ class FreeRows:
             if room not in self._rows:
                 insort(self._spaces, room)
             self._rows.setdefault(room, []).extend(rows)
+
+
+PACKINGS: dict[str, Packing] = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
+"""Packings by name."""

@@ -6,22 +6,13 @@ from pathlib import Path
 
 from armillary.attention import Method
 from armillary.core import SequenceLayout
-from armillary.data import (
-    PackedSequences,
-    TokenStore,
-    best_fit,
-    check_length,
-    greedy,
-    one_per_row,
-    python_corpus,
-)
+from armillary.data import PackedSequences, TokenStore, check_length, python_corpus
 from armillary.data.detection import open_tokens, read_tokenizer
 from armillary.data.loader.batch import Batch, Documents, Parents
+from armillary.data.packing import PACKINGS
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
 from armillary.train.run import batch_mask
-
-PACKINGS = {"greedy": greedy, "best_fit": best_fit, "one_per_row": one_per_row}
 
 
 def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[TokenStore]:
