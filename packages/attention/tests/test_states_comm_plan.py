@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from test_states import inputs_of, layer_of, own_inputs
 
 from armillary.attention import AttentionMask
-from armillary.attention.planning.states import relayout_comm_plan, state_comm_plan
-from armillary.core import Axis, CommLedger, SequenceLayout, relayout
+from armillary.attention.planning.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
+from armillary.core import Axis, CommLedger, SequenceLayout, relayout, short_convolution
 from armillary.core.testing import mesh
 
 LENGTH = 48
@@ -61,6 +63,21 @@ def test_plans_of_a_new_layout_are_what_ranks_send(worlds):
             plan = relayout_comm_plan(source, target, 2 * 3 * 4)
             expected = [[plan.bytes(r, phase=phase) for phase in ("forward", "backward")] for r in range(4)]
             assert worlds(4).run(moved, source, target) == expected
+
+
+def convolved(layout: SequenceLayout, mask: AttentionMask | None, width: int) -> list[int]:
+    ring = mesh(ring=4)["ring"]
+    x = layout.take(torch.zeros(2, LENGTH, 3, dtype=torch.bfloat16), Axis.of(ring).rank).requires_grad_()
+    with CommLedger() as ledger:
+        short_convolution(x, x.new_zeros(3, width), layout, ring, mask=mask).sum().backward()
+    return [ledger.bytes(phase=phase) for phase in ("forward", "backward")]
+
+
+def test_plans_of_halos_are_what_ranks_send(worlds):
+    for layout, mask, width in product(LAYOUTS.values(), MASKS.values(), (1, 4)):
+        plan = halo_comm_plan(layout, width - 1, 3, torch.bfloat16, 2, mask)
+        expected = [[plan.bytes(r, phase=phase) for phase in ("forward", "backward")] for r in range(4)]
+        assert worlds(4).run(convolved, layout, mask, width) == expected, (layout, mask, width)
 
 
 def test_one_rank_sends_nothing_and_unknown_layers_are_refused():

@@ -9,10 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, UPipe, WallFacer
 from armillary.attention.call.spec import AttentionSpec, Saved, key_heads_of
+from armillary.attention.call.token_chunks import simulating
 from armillary.attention.kernels import Scores
 from armillary.attention.planning.memory import Sizes
-from armillary.models import Checkpointing, GPTConfig, LlamaConfig
-from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, fake_world, simulate
+from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
+from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, fake_world, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
@@ -91,6 +92,45 @@ def test_the_estimate_agrees_when_blocks_store_different_checkpoints(checkpointi
     simulated, estimated = simulate(one), estimate(one)
     assert estimated.device == pytest.approx(simulated.device, rel=0.01)
     assert estimated.host == pytest.approx(simulated.host, rel=0.01)
+
+
+DELTA, MAMBA, MIXED = ("delta_rule",), ("mamba2",), ("delta_rule", "mamba2", "attention")
+
+
+def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
+    """A step of `tokens` tokens a rank, whose states have half of LLaMA-3-8B's attention's width."""
+    states = StateConfig(heads=16, key_heads=8, key_dim=128, value_dim=128)
+    model = replace(LLAMA, layers=layers, vocab_size=16_000, mixers=mixers, states=states)
+    ranks = axes.get("ring", 1) * axes.get("ulysses", 1)
+    return job(model, axes, name, tokens * ranks, checkpointing, on_host=False, **options)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        hybrid(DELTA, {}, "local", 4096, LAYER, layers=1),
+        hybrid(DELTA, {"ring": 8}, "ring", 4096, Checkpointing("none"), layers=1, rows=2),
+        hybrid(MAMBA, {"ring": 4}, "ring", 8192, OUTPUT, layers=2),
+        hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 4096, replace(LAYER, offload=True)),
+        hybrid(MIXED, {"ring": 4}, "upipe+ring", 4096, Checkpointing("none", tiled=True), zero_stage=2),
+        hybrid(MIXED, {"ring": 2, "tp": 2}, "ring", 4096, LAYER),
+        pytest.param(hybrid(MIXED, {"ring": 4}, "ring", 4096, replace(OUTPUT, inputs=2), 5), marks=pytest.mark.long),
+    ],
+    ids=lambda job: f"{'-'.join(job.model.mixers)}-{job.checkpointing.policy}",
+)
+def test_the_estimate_of_a_hybrid_agrees_with_the_simulation(job):
+    simulated, estimated = simulate(job), estimate(job)
+    assert estimated.device == pytest.approx(simulated.device, rel=0.04)
+    assert estimated.host == pytest.approx(simulated.host, rel=0.04)
+
+
+def test_a_hybrid_is_simulated_on_a_rank_that_states_enter_from_others():
+    one = hybrid(DELTA, {"ring": 4}, "ring", 4096, LAYER, layers=1)
+    with fake_world(**one.axes) as mesh:
+        step = SimulatedStep.of(one, mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True), simulating():
+            first = step.run()
+    assert one.rank == 1 and first.device < 0.97 * simulate(one).device
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])

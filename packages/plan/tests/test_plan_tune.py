@@ -32,6 +32,7 @@ from armillary.train import (
 )
 from armillary.train.command import read_command
 from armillary.train.config import LogConfig, ValidationConfig
+from armillary.train.runtime.fake_world import fake_world
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
@@ -254,6 +255,13 @@ def test_the_fastest_are_compared_in_turns(worlds, tmp_path):
     assert tuned.choice == near[0] and "not compared: not all at once\n" in output
 
 
+def test_a_hybrid_is_measured_on_the_blocks_that_it_repeats(worlds):
+    model = replace(SMALL.model, layers=4, mixers=("mamba2", "attention"))
+    candidate = Candidate(Mesh(1, 2, 1), AttentionChoice("ring"), "contiguous")
+    actual = worlds(2).run(built, replace(SMALL, model=model), candidate)
+    assert [blocks for blocks, *_ in actual] == [2, 2]
+
+
 def turns(config: Config) -> list[float]:
     expected = [Candidate(Mesh(1, 2, 1), AttentionChoice("ring")), Candidate(Mesh(1, 1, 2), AttentionChoice("ulysses"))]
     return bench.compare(config, expected, torch.device("cpu"), 3)
@@ -352,6 +360,18 @@ def test_invalid_plans_are_refused(flags, words):
 
 
 # -- the choice ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hybrid_is_predicted_beside_a_process_group_in_every_layout():
+    model = replace(BIG.model, mixers=("delta_rule", "mamba2", "attention"), layers=6)
+    run = replace(BIG, model=model, data=DataConfig(sequence_length=16_384, global_batch_size=1))
+    plan = TunePlan(run=run, cluster="8xh100")
+    rings = [each for each in all_candidates(plan, 8) if each.mesh.ring == 8 and each.attention.name == "ring"]
+    assert {each.layout for each in rings} == {"zigzag", "contiguous"}
+    predict = predictor(plan, 8, torch.bfloat16)
+    with fake_world(ring=8):  # the tuner's own, in which rank 0 predicts
+        predictions = {each.layout: predict(each) for each in rings}
+    assert predictions["zigzag"].seconds != predictions["contiguous"].seconds
 
 
 CHOSEN = Candidate(Mesh(1, 2, 2), AttentionChoice("upipe+ring", 2))

@@ -13,7 +13,6 @@ from armillary.data.console.table import print_table
 from armillary.data.parsing import parse
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.hybrid_time import hybrid_time
 from armillary.plan.comm_time.step_time import StepTime, step_time
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice
@@ -102,8 +101,7 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
     job = job_of(config, run.axes, run.model, precision_of(config))
     room = Room.of(machines)
     assert isinstance(job.attention, AttentionChoice)
-    # Hybrids have no formulas of memory.
-    if not is_hybrid(job.model) and not job.attention.method.missing("forward_memory", "backward_memory"):
+    if not job.attention.method.missing("forward_memory", "backward_memory"):
         check_simulated(job, machines, room, "--data.sequence-length")
     return Prediction(
         run=run,
@@ -137,21 +135,14 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     mesh = Mesh(**job.axes)
     rows = job.rows * mesh.replicas
     kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
-    passes = passes_of(Candidate(mesh, job.attention), job.model, cluster, job.length, rows, kernel, margin)
-    if is_hybrid(job.model):
-        micro_batch = hybrid_time(job, passes, cluster, config.data.layout)
-    else:
-        micro_batch = step_time(job, passes, cluster)
+    candidate = Candidate(mesh, job.attention, config.data.layout)
+    passes = passes_of(candidate, job.model, cluster, job.length, rows, kernel, margin, precision=job.precision)
+    micro_batch = step_time(job, passes, cluster)
     seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
     once = {"optimizer": micro_batch.optimizer}
     if job.zero_stage == 1:  # gathers parameters and reduces gradients once a step
         once["parameters"] = micro_batch.parameters
     return StepTime(**seconds_by_part | once)
-
-
-def is_hybrid(model: LlamaConfig | GPTConfig) -> bool:
-    """True if some blocks have a state in attention's place."""
-    return isinstance(model, LlamaConfig) and model.states is not None
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:

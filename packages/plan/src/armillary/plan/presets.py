@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, TypeGuard
 
 import tyro
 
 from armillary.data.console.quantity import quantity
-from armillary.models import GPTConfig, LlamaConfig
+from armillary.models import GPTConfig, LlamaConfig, StateConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.train.config.overlay import flag
 from armillary.train.dry_run import MOST_RANKS
@@ -16,6 +17,14 @@ from armillary.train.dry_run import MOST_RANKS
 Model = LlamaConfig | GPTConfig
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
 """Tokens or bytes, such as 65536 or "128Ki"; `amount` converts it."""
+
+
+def hybrid_8b() -> LlamaConfig:
+    """LLaMA-3-8B with Gated DeltaNet of Qwen3-Next's sizes in three of four layers."""
+    states = StateConfig(heads=32, key_heads=16, key_dim=128, value_dim=128)
+    mixers = ("delta_rule", "delta_rule", "delta_rule", "attention")
+    return replace(LlamaConfig.llama3_8b(), mixers=mixers, states=states)
+
 
 MODELS: dict[str, Callable[[int], Model]] = {
     "debug": lambda _: LlamaConfig.debug(),
@@ -25,6 +34,7 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "qwen3-32b": lambda _: LlamaConfig.qwen3_32b(),
     "gpt-3b": GPTConfig.wallfacer_3b,
     "gpt-7b": GPTConfig.wallfacer_7b,
+    "hybrid-8b": lambda _: hybrid_8b(),
 }
 """Functions of the sequence length, which is the number of a GPT's learned positions."""
 
@@ -38,6 +48,11 @@ def model_of(name: str, length: int) -> Model:
     if name not in MODELS:
         raise ValueError(f"--model {name}: must be one of {', '.join(MODELS)}")
     return MODELS[name](length)
+
+
+def is_hybrid(model: Model) -> TypeGuard[LlamaConfig]:
+    """True if some blocks have a state in attention's place."""
+    return isinstance(model, LlamaConfig) and model.states is not None
 
 
 def cluster_of(name: str) -> Cluster:

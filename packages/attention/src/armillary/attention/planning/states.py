@@ -23,7 +23,7 @@ from armillary.attention.planning.comm_plan import (
 )
 from armillary.attention.states.chunks import TorchChunks
 from armillary.attention.states.plan import plan_scan
-from armillary.core import SequenceLayout
+from armillary.core import Segments, SequenceLayout, accumulation_dtype
 from armillary.core.collectives.token_moves import Owners
 from armillary.core.segments import segments_of
 from armillary.core.validation import check_choice
@@ -52,20 +52,58 @@ def state_comm_plan(
     Raises:
         ValueError: an unknown layer; a mask that layers with a state do not take.
     """
-    layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
-    check_choice("layer", layer, layers)
+    elements = gathered_elements(
+        layer, layout, heads=heads, key_dim=key_dim, value_dim=value_dim, batch=batch, mask=mask
+    )
     if layout.shards == 1:
         return CommPlan((), ())
-    rows = segments_of(layout.length, mask=mask)
-    exchange = plan_scan(layout, rows * (batch // len(rows)), 0, torch.device("cpu"), TorchChunks.max_chunk).exchange
-    assert exchange is not None
-    state, state_map = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
-    elements = [n * state + m * state_map for n, m in zip(exchange.states, exchange.maps, strict=True)]
     payload, ranks = Payload(("states", "maps"), element_size), range(layout.shards)
     return CommPlan(
         steps(Step((all_gather([ranks], elements, payload),))),
         steps(Step((reduce_scatter([ranks], elements, payload),))),
     )
+
+
+def gathered_elements(
+    layer: StateLayer,
+    layout: SequenceLayout,
+    *,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    batch: int = 1,
+    mask: AttentionMask | None = None,
+) -> list[int]:
+    """Returns the elements of states and maps that each rank has gathered. Arguments as in `state_comm_plan`."""
+    layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
+    check_choice("layer", layer, layers)
+    rows = segments_of(layout.length, mask=mask)
+    exchange = plan_scan(layout, rows * (batch // len(rows)), 0, torch.device("cpu"), TorchChunks.max_chunk).exchange
+    if exchange is None:
+        return [0]
+    state, state_map = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
+    return [n * state + m * state_map for n, m in zip(exchange.states, exchange.maps, strict=True)]
+
+
+def halo_comm_plan(
+    layout: SequenceLayout,
+    left: int,
+    channels: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    mask: AttentionMask | None = None,
+) -> CommPlan:
+    """Returns the plan of `halo`, or of `short_convolution` with left = W - 1: tokens [B, T, C] before each run.
+
+    Backward returns their gradients in the accumulation dtype, because a token that another rank needs is also used by
+    its own.
+    """
+    rows = segments_of(layout.length, mask=mask)
+    counts = _halo_tokens(layout, rows, left)
+    elements = channels * (batch // len(rows))  # one row of segments stands for all rows of the batch
+    there = _all_to_all(counts, elements * dtype.itemsize)
+    back = _all_to_all(counts.T, elements * accumulation_dtype(dtype).itemsize)
+    return CommPlan(steps(there), steps(back))
 
 
 def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_bytes: int) -> CommPlan:
@@ -86,6 +124,20 @@ def _moved_tokens(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
     positions, shards = np.arange(source.length), source.shards
     owners, new_owners = (Owners.of(layout).find(positions)[0] for layout in (source, target))
     counts = np.bincount(owners * shards + new_owners, minlength=shards**2).reshape(shards, shards)
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
+def _halo_tokens(layout: SequenceLayout, rows: Sequence[Segments], left: int) -> np.ndarray:
+    """Returns [P, P], the number of tokens of one rank that another needs before its runs, each once."""
+    owners, counts = Owners.of(layout), np.zeros((layout.shards, layout.shards), dtype=np.int64)
+    for target in range(layout.shards):
+        for row in rows:
+            starts = np.array([run.start for run in row.runs(layout.spans(target))], dtype=np.int64)
+            before = [row.ancestors(starts, distance) for distance in range(1, left + 1)]
+            positions = np.unique(np.concatenate([starts[:0], *before]))
+            sources, _ = owners.find(positions[positions >= 0])
+            counts[:, target] += np.bincount(sources, minlength=layout.shards)
     np.fill_diagonal(counts, 0)
     return counts
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from armillary.attention.planning.comm_plan import CommPlan
+from armillary.core.observe.ledger import PHASES
+from armillary.models.state_config import Mixer
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, all_gather_seconds, plan_seconds
 from armillary.plan.memory import Job
@@ -15,6 +18,9 @@ ADAM = 7 * MASTER
 """Bytes that AdamW reads and writes per parameter: the parameter, its gradient and both moments."""
 HOST_BANDWIDTH = 200e9
 """Memory bandwidth of a machine in bytes a second, for an optimizer on the host."""
+
+SentBytes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Bytes by rank: (in forward, in backward)."""
 
 Seconds = tuple[float, float]
 """(in forward, in backward) of one block."""
@@ -63,11 +69,27 @@ class Passes:
 
     Args:
         overlap: False if nothing is sent while forward computes.
+        sent: bytes that each rank sends, in forward and in backward.
+        states: the same for the blocks of each mixer with a state.
+        relayout: one move of hidden states to the layout of blocks with a state, and back with the gradients.
+        relayouts: number of these in a step, there and back.
     """
 
     forward: Span
     backward: Span
     overlap: bool = True
+    sent: SentBytes = ((), ())
+    states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
+    relayout: Passes | None = None
+    relayouts: int = 0
+
+    def both(self) -> Span:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    def at(self, mixer: Mixer) -> Passes:
+        """Returns the passes of a block with this mixer."""
+        return self.states.get(mixer, self)
 
     @classmethod
     def of(
@@ -98,7 +120,14 @@ class Passes:
             plan_seconds(plan.forward, cluster, forward, copies, overlap, stride),
             plan_seconds(plan.backward, cluster, backward, copies, stride=stride),
             overlap,
+            sent_bytes(plan, cluster.ranks // copies),
         )
+
+
+def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
+    """Bytes that each of a plan's ranks sends, in forward and in backward."""
+    forward, backward = (tuple(plan.bytes(r, phase=phase) for r in range(ranks)) for phase in PHASES)
+    return forward, backward
 
 
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
@@ -111,34 +140,59 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     Raises:
         ValueError: as `estimate`.
     """
-    return sizes_time(StepSizes.of(job), passes, cluster)
-
-
-def sizes_time(step: StepSizes, passes: Passes, cluster: Cluster) -> StepTime:
-    """Seconds of a step with these sizes; see `step_time`."""
-    device = cluster.accelerator
+    step, device = StepSizes.of(job), cluster.accelerator
     products = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
-    # Two FLOPs per parameter and token in forward, and twice as many in backward.
-    dense = 2 * step.model.block * tokens / products
-    recomputed, recomputed_attention = recomputed_blocks(step, dense, passes.forward)
-    attention = (passes.forward + passes.backward).times(layers)
+    dense = recomputed = 0.0
+    attention, recomputed_attention = Span() if passes.relayout is None else passes.relayout.both(), Span()
+    attention = attention.times(passes.relayouts)
+    computing, gathers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers
     segment_ends = {segment[-1] for segment in step.segments}
-    computing = [block_computation(step, i, i in segment_ends, dense, passes) for i in range(layers)]
-    gather = parameter_transfers(step, cluster)
+    for sizes, blocks in step.by_mixer(range(layers)):
+        mixer_passes = passes.at(sizes.mixer)
+        # Two FLOPs per parameter and token in forward, and twice as many in backward.
+        block_dense = 2 * sizes.model.block * tokens / products
+        dense += 3 * block_dense * len(blocks)
+        recomputed += recomputed_products(step, sizes, blocks, block_dense)
+        recomputed_attention += mixer_passes.forward.times(recomputed_attentions(step, blocks))
+        attention += mixer_passes.both().times(len(blocks))
+        gather = parameter_transfers(sizes, cluster)
+        for i in blocks:
+            computing[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
+            gathers[i] = gather
     segment_gathers, segment_copies = recomputed_segments(step, cluster)
+    parameters = sum(map(exposed, gathers, computing)) + segment_gathers + root_transfers(step, cluster)
     return StepTime(
-        dense=3 * dense * layers,
+        dense=dense,
         attention=attention.compute,
         recomputed=recomputed + recomputed_attention.compute,
         head=6 * step.model.vocabulary * step.model.dim * tokens / products,
         exchange=attention.exposed + recomputed_attention.exposed,
         steps=attention.overhead + recomputed_attention.overhead,
         tensor=tensor_transfers(step, cluster),
-        parameters=sum(exposed(gather, each) for each in computing) + segment_gathers + root_transfers(step, cluster),
+        parameters=parameters,
         offload=sum(block_offload(step, i, cluster, each) for i, each in enumerate(computing)) + segment_copies,
         optimizer=optimizer_update(step, cluster),
     )
+
+
+def step_bytes(job: Job, passes: Passes) -> list[int]:
+    """Bytes that each rank of the sequence axes sends in a step to mix tokens, recomputation and moves included.
+
+    Not counted: under a checkpoint policy, methods with a head axis send q, k, v and out once more in backward.
+    """
+    step, total = StepSizes.of(job), [0] * len(passes.sent[0])
+
+    def add(sent: Sequence[int], times: int) -> None:
+        total[:] = [a + times * b for a, b in zip(total, sent, strict=True)]
+
+    for sizes, blocks in step.by_mixer(range(step.model.layers)):
+        forward, backward = passes.at(sizes.mixer).sent
+        add(forward, len(blocks) + recomputed_attentions(step, blocks))
+        add(backward, len(blocks))
+    for sent in passes.relayout.sent if passes.relayout is not None else ():
+        add(sent, passes.relayouts)
+    return total
 
 
 def exposed(transfers: Seconds, computing: Seconds) -> float:
@@ -146,21 +200,29 @@ def exposed(transfers: Seconds, computing: Seconds) -> float:
     return sum(max(0.0, transfer - compute) for transfer, compute in zip(transfers, computing, strict=True))
 
 
-def recomputed_blocks(step: StepSizes, dense: float, forward: Span) -> tuple[float, Span]:
-    """Recomputation in backward, over all blocks: (seconds of matrix products, attention).
+def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int], dense: float) -> float:
+    """Seconds of matrix products that backward recomputes in the blocks of one mixer.
 
     - Policy "none" recomputes the projections of staged methods, and chunked MLPs.
-    - With a block's input, all its products are recomputed; with attention's output, all but attention.
+    - With a block's input, all its products are recomputed.
     - Without its input, the part after attention of the block below is recomputed once more.
+
+    Args:
+        sizes: sizes of these blocks.
+        dense: seconds of one block's products in forward.
     """
-    layers, after_attention = step.model.layers, step.model.after_attention / step.model.block * dense
+    after_attention = sizes.model.after_attention / sizes.model.block * dense
     if step.checkpointing.policy == "none":
-        projections = dense - after_attention if step.projects_in_stages else 0.0
-        return layers * (projections + (after_attention if step.checkpointing.tiled else 0.0)), Span()
+        projections = dense - after_attention if sizes.projects_in_stages else 0.0
+        return len(blocks) * (projections + (after_attention if step.checkpointing.tiled else 0.0))
     # `keeps` has the checkpoints of each block; see `armillary.models.activation_checkpoint`.
-    without_input = sum(not keep.x for keep in step.keeps)
-    without_attention = sum(not keep.attention_output for keep in step.keeps)
-    return layers * dense + without_input * after_attention, forward.times(without_attention)
+    without_input = sum(not step.keeps[i].x for i in blocks)
+    return len(blocks) * dense + without_input * after_attention
+
+
+def recomputed_attentions(step: StepSizes, blocks: Sequence[int]) -> int:
+    """Number of these blocks that recompute attention in backward: those that do not keep its output."""
+    return 0 if step.checkpointing.policy == "none" else sum(not step.keeps[i].attention_output for i in blocks)
 
 
 def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> Seconds:
@@ -173,7 +235,7 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
     backward, by_parts = passes.backward, step.checkpointing.policy != "none"
     if by_parts and passes.overlap and ends_segment and not step.keeps[i].attention_output:
         backward += passes.forward
-    recomputed = dense if by_parts else recomputed_blocks(step, dense, passes.forward)[0] / step.model.layers
+    recomputed = dense if by_parts else recomputed_products(step, step.at(i), [i], dense)
 
     def idle_links(span: Span) -> float:
         # Attention's own exchanges use the links first; the rest of its time is free for other transfers.
@@ -189,15 +251,15 @@ def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
     The last two blocks' parameters are gathered at that time in any case. Copied are the other blocks' checkpoints,
     from the host, and the tensors that recomputation stores there for them.
     """
-    peaks, gathers, copied = Peaks(step), 0, 0.0
+    peaks, gathers, copied = Peaks(step), 0.0, 0.0
     if len(step.segments) == len(step.keeps):
         return 0.0, 0.0  # every block stores its input
     for segment in step.segments:
-        gathers += len(segment[:-2])
+        gathers += sum(parameter_transfers(step.at(i), cluster)[0] for i in segment[:-2])
         copied += sum(
             (peaks.stored(segment[:-1], host=True) + peaks.recomputed_checkpoints(segment[:-1], host=True)).values()
         )
-    return gathers * parameter_transfers(step, cluster)[0], copied / cluster.accelerator.host_bandwidth
+    return gathers, copied / cluster.accelerator.host_bandwidth
 
 
 def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
@@ -261,7 +323,7 @@ def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds)
 def optimizer_update(step: StepSizes, cluster: Cluster) -> float:
     """AdamW on a rank's shard. On the host, gradients are copied there and parameters back."""
     # AdamW is bound by memory bandwidth; on the host all ranks of a node share it.
-    owned = step.model.all / step.sharing
+    owned = step.all_parameters / step.sharing
     if not step.on_host:
         return ADAM * owned / cluster.accelerator.memory_bandwidth
     copied = 2 * MASTER * owned / cluster.accelerator.host_bandwidth

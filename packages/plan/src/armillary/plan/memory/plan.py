@@ -42,7 +42,7 @@ class MemoryPlan:
     """
 
     model: str = "llama3-8b"
-    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
+    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
     """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file."""
     tokens: Quantity = "1M"

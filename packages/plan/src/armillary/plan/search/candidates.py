@@ -15,6 +15,13 @@ from armillary.train.config import Config
 Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")
 """Layouts to weigh for packed documents. Striped ones send most."""
+STATE_LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous")
+"""Layouts to weigh for hybrids: contiguous shards exchange fewer states, and zigzag ones balance attention."""
+
+
+def layouts_of(hybrid: bool, documents: bool) -> tuple[Layout, ...]:
+    """Returns the layouts to weigh for a model and its rows; none if every layout but zigzag is worse."""
+    return LAYOUTS if documents else STATE_LAYOUTS if hybrid else ()
 
 
 @dataclass(frozen=True)

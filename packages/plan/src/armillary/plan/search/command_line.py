@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.models import GPTConfig
-from armillary.plan.presets import Model
+from armillary.plan.presets import Model, is_hybrid
 from armillary.plan.search.search import Choice, SearchResult
 from armillary.plan.train_config import flags, recipe_config, write_toml
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
@@ -22,6 +22,7 @@ RECIPES = {
     "qwen3-32b": "llama3_70b_128k",
     "gpt-3b": "gpt_wallfacer_3b",
     "gpt-7b": "gpt_wallfacer_7b",
+    "hybrid-8b": "llama3_8b_128k",
 }
 """Recipe with suitable hyperparameters for each model preset."""
 
@@ -51,10 +52,9 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
 
 def data_config(result: SearchResult, choice: Choice) -> DataConfig:
     """The trainer's data section."""
-    data = DataConfig(sequence_length=result.length, global_batch_size=result.plan.rows)
-    if result.documents is None:
-        return data
-    return replace(data, documents=True, packing="best_fit", layout=choice.candidate.layout)
+    layout, rows = choice.candidate.layout, result.plan.rows
+    data = DataConfig(sequence_length=result.length, global_batch_size=rows, layout=layout)
+    return data if result.documents is None else replace(data, documents=True, packing="best_fit")
 
 
 def model_flags(model: Model) -> ModelConfig:
@@ -62,6 +62,9 @@ def model_flags(model: Model) -> ModelConfig:
     is_gpt = isinstance(model, GPTConfig)
     names = [name for name in (OF_GPT if is_gpt else SIZES) if name not in ("family", "pretrained")]
     sizes: dict[str, Any] = {name: getattr(model, name) for name in (*names, "vocab_size")}
+    if is_hybrid(model) and (states := model.states) is not None:
+        names = ("heads", "key_heads", "key_dim", "value_dim")
+        sizes |= {f"state_{name}": getattr(states, name) for name in names} | {"conv_width": states.conv_width}
     if not isinstance(model, GPTConfig):
         sizes |= {"rope_theta": model.rope_theta, "rope_scaling": "none"}
         sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim

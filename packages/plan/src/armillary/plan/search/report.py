@@ -15,7 +15,7 @@ from armillary.data.console.quantity import gib
 from armillary.data.console.table import Column, print_table
 from armillary.plan.memory.report import policy_text
 from armillary.plan.memory.room import more_devices
-from armillary.plan.presets import model_size
+from armillary.plan.presets import is_hybrid, model_size
 from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import NEEDED, Choice, SearchResult
 
@@ -24,6 +24,10 @@ CHOICES = (
     *(Column(name, text=True) for name in ("attention", "mesh")),
     *FIGURES,
     *(Column(name, text=True, own_line=True) for name in ("keeps", "reason")),
+)
+STATE_LAYOUTS = (
+    *(Column(name, text=True) for name in ("layout", "attention", "mesh")),
+    *map(Column, ("step (s)", "sent by a rank (MB)")),
 )
 POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
 DRAWN_SHARE = 0.002
@@ -52,6 +56,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
                 "seconds": choice.time.seconds,
                 "parts": choice.time.parts(),
                 "mfu": choice.mfu,
+                "sent": choice.sent,
                 "device": choice.memory.device,
                 "host": choice.memory.host,
                 "reason": None if choice.fits and choice is result.fitting[0] else result.reason(choice),
@@ -88,6 +93,9 @@ def show(result: SearchResult) -> None:
     )
     print("\nits other checkpoint policies\n")
     print_table(POLICIES, policy_rows(result))
+    if is_hybrid(result.model):
+        print("\nthe best with each layout\n")
+        print_table(STATE_LAYOUTS, layout_rows(result))
     print(f"\n{summary_of_others(result)}\n\n{command_line(result, best[0], result.plan.out)}")
 
 
@@ -113,7 +121,8 @@ def figures(choice: Choice, first: Choice) -> list[str]:
 def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
     """Yields the table row of each choice; the first choice, the best, has no reason."""
     for choice in best:
-        layout = "" if result.documents is None or choice.candidate.mesh.ring == 1 else f", {choice.candidate.layout}"
+        weighed = result.documents is not None or is_hybrid(result.model)
+        layout = f", {choice.candidate.layout}" if weighed and choice.candidate.mesh.ring > 1 else ""
         names = f"{choice.candidate.attention}{layout}", str(choice.candidate.mesh)
         reason = "" if choice is best[0] else result.reason(choice)
         yield [*names, *figures(choice, best[0]), stored_text(choice), reason]
@@ -140,6 +149,17 @@ def policy_rows(result: SearchResult) -> Iterator[list[str]]:
             shown.add(kind)
             fits = "yes" if choice.fits else f"no: {result.room.comparison(choice.memory)}"
             yield [stored_text(choice), *figures(choice, result.fitting[0]), fits]
+
+
+def layout_rows(result: SearchResult) -> Iterator[list[str]]:
+    """A table row for the fastest choice with each layout of a ring; ranks on the head axis alone have one layout."""
+    for layout in dict.fromkeys(choice.candidate.layout for choice in result.choices):
+        for choice in result.fitting:
+            candidate = choice.candidate
+            if candidate.layout == layout and candidate.mesh.ring > 1:
+                seconds, *_ = figures(choice, result.fitting[0])
+                yield [layout, str(candidate.attention), str(candidate.mesh), seconds, f"{choice.sent / 1e6:,.1f}"]
+                break
 
 
 def summary_of_others(result: SearchResult) -> str:

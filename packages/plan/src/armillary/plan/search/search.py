@@ -17,12 +17,13 @@ from armillary.attention.planning.comm_plan import AttentionShape
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.step_time import Passes, StepTime, step_time
+from armillary.plan.comm_time.state_time import with_states
+from armillary.plan.comm_time.step_time import Passes, StepTime, step_bytes, step_time
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
-from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
-from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors
+from armillary.plan.presets import Model, Quantity, amount, cluster_of, is_hybrid, model_of
+from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors, layouts_of
 from armillary.plan.search.documents import Rows, drawn_rows, mask_of, rows_of_store
 from armillary.plan.search.fit_policy import POLICIES, fitted
 from armillary.train.config.limits import Count, check_limits
@@ -51,7 +52,7 @@ class SearchPlan:
     """
 
     model: str = "llama3-8b"
-    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, gpt-3b, gpt-7b or debug."""
+    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b or debug."""
     cluster: str = "8xh100"
     """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file."""
     tokens: Quantity = "128Ki"
@@ -86,6 +87,7 @@ class Choice:
 
     Args:
         job: one rank's step, as `armillary.plan.memory` simulates it.
+        sent: bytes that the busiest rank sends in a step to mix tokens: attention's, states', moves between layouts.
     """
 
     candidate: Candidate
@@ -94,6 +96,7 @@ class Choice:
     memory: Estimate
     fits: bool
     mfu: float
+    sent: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
     replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica holds whole nodes
     documents = documents_of(plan, length)
-    layouts = LAYOUTS[:1] if documents is None else LAYOUTS
+    layouts = layouts_of(is_hybrid(model), documents is not None) or LAYOUTS[:1]
     all_candidates = list(
         candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate, layouts)
     )
@@ -202,7 +205,8 @@ def documents_of(plan: SearchPlan, length: int) -> Rows | None:
 def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
     """Sizes of `tp` that divide heads, key heads, the MLP's width and the ranks of a node: tp never crosses nodes."""
     width = model.hidden_dim if isinstance(model, LlamaConfig) else 4 * model.dim
-    return divisors(gcd(model.heads, model.kv_heads, width, ranks_per_node))
+    state_heads = model.states.key_heads if is_hybrid(model) and model.states is not None else 0
+    return divisors(gcd(model.heads, model.kv_heads, width, state_heads, ranks_per_node))
 
 
 def passes_of(
@@ -214,6 +218,7 @@ def passes_of(
     kernel: str | None = None,
     margin: int | None = None,
     documents: Rows | None = None,
+    precision: torch.dtype = torch.bfloat16,
 ) -> Passes:
     """Time of a block's attention, on causal sequences in the candidate's layout.
 
@@ -230,14 +235,18 @@ def passes_of(
         heads=model.heads // tp,
         kv_heads=model.kv_heads // tp,
         head_dim=model.head_dim,
-        dtype=torch.bfloat16,
+        dtype=precision,
         batch=rows // mesh.replicas,
     )
     # Groups along replicate, shard and tp run the same plan side by side and share the links between nodes.
     plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     copies = mesh.replicas * tp
-    return Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
+    passes = Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
+    if not is_hybrid(model):
+        return passes
+    layout = shape.layout if mesh.ulysses == 1 else shape.layout.refine(mesh.ulysses)
+    return with_states(passes, model, layout, layout, cluster, rows // mesh.replicas, tp, precision, mask)
 
 
 def choices_of(
@@ -288,7 +297,7 @@ def choices_of(
             job, usage = replace(job, checkpointing=checkpointing), memory(checkpointing)
             time = step_time(job, passes, cluster)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
-            choice = Choice(candidate, job, time, usage, room.share(usage) <= 1, mfu)
+            choice = Choice(candidate, job, time, usage, room.share(usage) <= 1, mfu, max(step_bytes(job, passes)))
             choices.append(choice)
             fastest = min(fastest, time.seconds if choice.fits else inf)
             if checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:

@@ -1,4 +1,4 @@
-"""Times forward and backward of one block of the model, on a candidate's mesh."""
+"""Times forward and backward of one block of the model, or of each that a hybrid repeats, on a candidate's mesh."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout, world_size
 from armillary.models import GPT, Llama, initialize, linear_token_loss
 from armillary.models.config import one_block
+from armillary.plan.presets import is_hybrid
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune.measurements import Measurement
 from armillary.train.build import mesh_of, precision, shard_model
@@ -34,7 +35,7 @@ VOCABULARY = 256
 
 @dataclass
 class Bench:
-    """A model of one block, sharded as by the trainer, with this rank's tokens and labels [B, T]."""
+    """A model of few blocks, sharded as by the trainer, with this rank's tokens and labels [B, T]."""
 
     model: Llama | GPT
     tokens: Tensor
@@ -54,7 +55,9 @@ class Bench:
         check(config)
         axes, dtype = choose_axes(config, world_size()), precision(config, device)
         mesh = mesh_of(config, device, axes)
-        block = one_block(model_config(config.model, VOCABULARY, config.data.sequence_length))
+        block = model_config(config.model, VOCABULARY, config.data.sequence_length)
+        # The blocks that a hybrid repeats; one of any other model.
+        block = replace(block, layers=len(block.mixers)) if is_hybrid(block) else one_block(block)
         block = replace(block, vocab_size=VOCABULARY)
         model, attention = shard_model(block, config, mesh, dtype)
         attention.kernel = kernel_with_margin(config, block, dtype, device, axes["ring"])

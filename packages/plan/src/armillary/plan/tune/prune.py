@@ -10,8 +10,8 @@ import torch
 from armillary.plan.dry_run import job_of, time_of
 from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.room import Room
-from armillary.plan.presets import cluster_of
-from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates
+from armillary.plan.presets import cluster_of, is_hybrid
+from armillary.plan.search.candidates import Candidate, candidates, layouts_of
 from armillary.plan.tune.bench import VOCABULARY
 from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.measurements import Measurement
@@ -40,10 +40,11 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
         raise ValueError(
             f"--parallel.replicate {parallel.replicate} x --parallel.tp {parallel.tp} do not divide {ranks} ranks"
         )
-    heads = model_config(config.model, VOCABULARY, config.data.sequence_length).heads // parallel.tp
+    model = model_config(config.model, VOCABULARY, config.data.sequence_length)
+    heads = model.heads // parallel.tp
     rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
-    # The run's own layout, and with packed documents the others that may send less or be more even.
-    layouts = tuple(dict.fromkeys((config.data.layout, *LAYOUTS))) if config.data.documents else (config.data.layout,)
+    # The run's own layout, and others that may send less or be more even.
+    layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
     every = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts))
     if not every:
         raise ValueError(f"--attention {' '.join(plan.attention)}: nothing to measure on {ranks} ranks; name others")

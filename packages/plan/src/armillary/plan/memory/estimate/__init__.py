@@ -58,11 +58,11 @@ def host_peaks(step: StepSizes) -> list[CategoryBytes]:
     """Host memory in the last block's backward, in backward of recomputed segments, and in the optimizer's step."""
     model, peaks = step.model, Peaks(step)
     shard, last = MASTER / step.sharing if step.on_host else 0, model.layers - 1
-    state = CategoryBytes(parameters=shard * model.all, optimizer=2 * shard * model.all)
+    state = CategoryBytes(parameters=shard * step.all_parameters, optimizer=2 * shard * step.all_parameters)
 
     def in_backward(i: int) -> CategoryBytes:
-        reduced = CategoryBytes(gradients=shard * (model.head + (last - i) * model.block))
+        reduced = CategoryBytes(gradients=shard * (model.head + step.parameters(range(i + 1, model.layers))))
         return state + peaks.stored_before(i, host=True) + reduced
 
     blocks = {last, *peaks.recomputed_segment_ends()}
-    return [*(in_backward(i) for i in blocks), state + CategoryBytes(gradients=shard * model.all)]
+    return [*(in_backward(i) for i in blocks), state + CategoryBytes(gradients=shard * step.all_parameters)]

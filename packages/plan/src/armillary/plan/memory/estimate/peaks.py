@@ -25,13 +25,14 @@ class Peaks:
         policy = self.step.checkpointing
         # Without prefetch, a recomputed segment fetches its checkpoints from the host one by one, so it is no peak.
         segment_ends = [] if policy.offload and not policy.prefetch else self.recomputed_segment_ends()
-        # Block 1 counts because it prefetches block 0's checkpoints.
-        for i in sorted({0, min(1, last), max(0, last - 1), last, *segment_ends}, reverse=True):
+        # Block 1 counts because it prefetches block 0's checkpoints. The last ones meet all checkpoints of others.
+        last_blocks = range(max(0, last - len(self.step.mixers)), last + 1)
+        for i in sorted({0, min(1, last), *last_blocks, *segment_ends}, reverse=True):
             yield f"backward: mlp of block {i}", self.backward_mlp(i)
             yield f"backward: attention of block {i}", self.backward_attention(i)
             yield f"backward: gradients of block {i}", self.backward_gradients(i)
         yield "backward: tables", self.tables()
-        yield "optimizer", self.state() + CategoryBytes(gradients=self.shard(self.step.model.all))
+        yield "optimizer", self.state() + CategoryBytes(gradients=self.shard(self.step.all_parameters))
 
     # -- persistent state ---------------------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ class Peaks:
 
     def state(self) -> CategoryBytes:
         """Master weights and AdamW's two moments."""
-        weights = self.shard(self.step.model.all)
+        weights = self.shard(self.step.all_parameters)
         return CategoryBytes(parameters=weights, optimizer=2 * weights)
 
     def always(self, unreduced_blocks: int | None = None) -> CategoryBytes:
@@ -59,16 +60,18 @@ class Peaks:
         memory = self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
         if not step.keeps_gradients:
             return memory
-        reduced = 0 if unreduced_blocks is None else model.head + (model.layers - unreduced_blocks) * model.block
+        reduced = 0
+        if unreduced_blocks is not None:
+            reduced = model.head + step.parameters(range(unreduced_blocks, model.layers))
         unsharded = CategoryBytes(
-            parameters=step.e * (model.all - model.root), gradients=MASTER * (model.all - reduced)
+            parameters=step.e * (step.all_parameters - model.root), gradients=MASTER * (step.all_parameters - reduced)
         )
         return memory + unsharded
 
     def kept_gathered(self, blocks: int) -> float:
         """Bytes of parameters that ZeRO stage 2 keeps gathered: the embedding's and the first `blocks` blocks'."""
         step = self.step
-        return step.e * (blocks * step.model.block + step.model.table) if step.zero_stage <= 2 else 0
+        return step.e * (step.parameters(range(blocks)) + step.model.table) if step.zero_stage <= 2 else 0
 
     def gathered(self, size: float) -> float:
         """Bytes of gathered parameters, unless `always` counts all of them."""
@@ -83,11 +86,11 @@ class Peaks:
         """
         step, model = self.step, self.step.model
         last = i == model.layers - 1
-        unit_below = model.block if i else model.table
-        reducing = MASTER * (model.head if last else model.block)
-        reduced = self.shard(model.head + (model.layers - 1 - i) * model.block)
+        unit_below = step.at(i - 1).model.block if i else model.table
+        reducing = MASTER * (model.head if last else step.at(i + 1).model.block)
+        reduced = self.shard(model.head + step.parameters(range(i + 1, model.layers)))
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
-        gathered = self.kept_gathered(i + 1) or step.e * (model.block + unit_below)
+        gathered = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + unit_below)
         memory = CategoryBytes(parameters=self.gathered(gathered), gradients=reducing + reduced + tied)
         return self.always(i + 1) + memory
 
@@ -101,7 +104,10 @@ class Peaks:
         """Tensors that `blocks` store in forward, on device or host: checkpoints, or autograd's under policy "none"."""
         step = self.step
         if step.checkpointing.policy == "none":
-            return (self.saved_to_attention() + self.saved_after_attention()).times(0 if host else len(blocks))
+            saved = CategoryBytes()
+            for sizes, own in step.by_mixer([] if host else blocks):
+                saved += (self.saved_to_attention(sizes) + self.saved_after_attention(sizes)).times(len(own))
+            return saved
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
@@ -117,9 +123,10 @@ class Peaks:
 
     def recomputed_checkpoints(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
         """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
-        keeps = [self.step.keeps[i] for i in blocks if i + 1 < len(self.step.keeps) and not self.step.keeps[i + 1].x]
-        keeps = [keep for keep in keeps if keep.host == host]
-        return self.checkpoints(sum(not keep.x for keep in keeps), sum(not keep.attention_output for keep in keeps))
+        step, keeps = self.step, self.step.keeps
+        recomputed = [i for i in blocks if i + 1 < len(keeps) and not keeps[i + 1].x and keeps[i].host == host]
+        without_output = sum(not keeps[i].attention_output for i in recomputed if step.at(i) is step)
+        return self.checkpoints(sum(not keeps[i].x for i in recomputed), without_output)
 
     def checkpoints(self, inputs: int, outputs: int) -> CategoryBytes:
         """Checkpoints of `inputs` block inputs and `outputs` attention outputs."""
@@ -130,19 +137,17 @@ class Peaks:
         first = next((segment.start for segment in self.step.segments if i in segment), i)
         return self.stored(range(i + 1), host) + self.recomputed_checkpoints(range(first, i), host)
 
-    def saved_to_attention(self) -> CategoryBytes:
-        """Tensors that autograd saves up to attention: x, its norm, and attention's own."""
-        step = self.step
+    def saved_to_attention(self, step: StepSizes) -> CategoryBytes:
+        """Tensors that autograd saves up to attention in a block: x, its norm, and attention's own."""
         return CategoryBytes(other=step.x + (step.gathered or step.x), attention=step.kept_attention())
 
-    def saved_after_attention(self) -> CategoryBytes:
-        """Tensors that autograd saves after attention: out, unless attention saves the same tensor, and the MLP's.
+    def saved_after_attention(self, step: StepSizes) -> CategoryBytes:
+        """Tensors that autograd saves after attention in a block: out, unless attention saves it too, and the MLP's.
 
         The MLP's are its input, the input's norm, and gate, silu(gate), up and their product; without a gate, the
         tensors before and after GELU.
         """
-        step = self.step
-        out = step.out if step.ulysses > 1 and not step.projects_in_stages else 0
+        out = step.out if step.ulysses > 1 and not step.projects_in_stages and step is self.step else 0
         mlp = step.x + (step.gathered or step.x) + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
         return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
@@ -164,19 +169,23 @@ class Peaks:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def forward_attention(self) -> CategoryBytes:
-        """Attention in the last block, or in the block after the one that copies the most to the host.
+        """Attention in the last block of each mixer, or in the block after the one that copies the most to the host.
 
         The block holds x and a buffer for its output. Its parameters count twice: the all-gather copies them out of its
         buffer.
         """
-        step, model = self.step, self.step.model
-        largest_copy = max(range(model.layers - 1), key=lambda i: sum(self.outgoing(i).values()), default=-1)
-        candidates = (self.stored_below(i) for i in {model.layers - 1, largest_copy + 1})
-        lower_blocks = max(candidates, key=lambda stored: sum(stored.values()))
+        last = self.step.model.layers - 1
+        largest_copy = max(range(last), key=lambda i: sum(self.outgoing(i).values()), default=-1)
+        last_blocks = range(max(0, last + 1 - len(self.step.mixers)), last + 1)
+        candidates = (self.stored_below(i) + self.in_forward(i) for i in {*last_blocks, largest_copy + 1})
+        return self.always() + max(candidates, key=lambda memory: sum(memory.values()))
+
+    def in_forward(self, i: int) -> CategoryBytes:
+        """Memory of block i in its forward, at attention's peak."""
+        step = self.step.at(i)
         attention = step.out + step.lse + step.attention_forward() + step.gathered
-        parameters = 2 * step.e * model.block + self.kept_gathered(model.layers - 1)
-        block = CategoryBytes(parameters=self.gathered(parameters), checkpoints=step.x, attention=attention)
-        return self.always() + lower_blocks + block
+        parameters = self.gathered(2 * step.e * step.model.block + self.kept_gathered(i))
+        return CategoryBytes(parameters=parameters, checkpoints=step.x, attention=attention)
 
     def loss(self) -> CategoryBytes:
         """The last block's output, its norm and gradient, the head's float32 gradient, and a chunk's logits twice.
@@ -196,13 +205,15 @@ class Peaks:
         step, model = self.step, self.step.model
         table = model.vocabulary * model.dim
         loss = 2 * step.x + (MASTER + step.e) * table
-        parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * model.block)
+        last_block = step.at(model.layers - 1).model.block
+        parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * last_block)
         head = CategoryBytes(parameters=self.gathered(parameters), other=step.x, loss=loss)
         return self.always() + self.stored_below(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
         """Backward of block i after attention, at the MLP's peak: dy, dx, dout and the MLP's tensors."""
-        step, model = self.step, self.step.model
+        step = self.step.at(i)
+        model = step.model
         memory = self.in_backward(i) + self.stored_at(i) + CategoryBytes(gradients=step.x)
         last_matrix = step.e * model.inner * model.dim
         if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
@@ -214,7 +225,7 @@ class Peaks:
         return (
             memory
             + self.recomputed_output(i)
-            + CategoryBytes(attention=step.out, mlp=step.total * model.after_attention + chunk)
+            + CategoryBytes(attention=step.out + step.recorded, mlp=step.total * model.after_attention + chunk)
         )
 
     def mlp_chunk(self) -> float:
@@ -229,40 +240,32 @@ class Peaks:
 
     def recomputed_output(self, i: int) -> CategoryBytes:
         """Out and lse of block i in its backward, if they are recomputed."""
-        recomputed = self.step.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
-        return CategoryBytes(attention=self.step.out + self.step.lse if recomputed else 0)
+        step = self.step.at(i)
+        recomputed = step.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
+        return CategoryBytes(attention=step.out + step.lse if recomputed else 0)
 
     def backward_attention(self, i: int) -> CategoryBytes:
-        """Backward of attention in block i, at its peak: dx, dout, and accumulated gradients of later layers.
-
-        Under tensor parallelism also the gathered input and its gradient.
-        """
-        step = self.step
+        """Backward of attention in block i, at its peak: dx, dout, and accumulated gradients of later layers."""
+        step = self.step.at(i)
         if step.checkpointing.policy == "none":
             return self.backward_saved_attention(i)
         memory = self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i)
         accumulated = step.total * step.model.after_attention
-        attention = step.out + self.projection_gradients() + step.attention_backward() + 2 * step.gathered
+        attention = step.out + step.recomputed_backward()
         return memory + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
-
-    def projection_gradients(self) -> float:
-        """Accumulated gradients of projections: of queries after the first stage, of keys after the first round."""
-        step, model, stages = self.step, self.step.model, self.step.stages
-        queries = model.heads if stages.several else 0
-        keys = 2 * model.key_heads if stages.rounds else 0
-        return step.total * (queries + keys) * model.head_dim * model.dim
 
     def backward_saved_attention(self, i: int) -> CategoryBytes:
         """`backward_attention` under policy "none": the part after attention has freed its tensors."""
-        step, model = self.step, self.step.model
-        memory = self.in_backward(i) + self.stored(range(i)) + self.saved_to_attention()
-        projections = step.x + self.projection_gradients() if step.projects_in_stages else 0
+        step = self.step.at(i)
+        memory = self.in_backward(i) + self.stored(range(i)) + self.saved_to_attention(step)
+        projections = step.x + step.projection_gradients() if step.projects_in_stages else 0
         attention = step.out + (projections + step.attention_backward())
-        return memory + CategoryBytes(gradients=step.x + step.e * model.after_attention, attention=attention)
+        return memory + CategoryBytes(gradients=step.x + step.e * step.model.after_attention, attention=attention)
 
     def backward_gradients(self, i: int) -> CategoryBytes:
         """End of block i's backward: accumulated gradients of its parameters, and a copy in the compute dtype."""
-        step, model = self.step, self.step.model
+        step = self.step.at(i)
+        model = step.model
         if step.checkpointing.policy == "none":
             return self.in_backward(i) + self.stored(range(i)) + CategoryBytes(gradients=step.x + step.e * model.block)
         rounded = step.e if step.total != step.e else 0
@@ -273,8 +276,8 @@ class Peaks:
         """Gradient of the embedding, with a tied head's and the positions'; then its float32 reduction."""
         step, model = self.step, self.step.model
         numbers = model.root if model.tied else model.table
-        reduced = self.shard(model.all - numbers)
-        before_reduction = step.e * numbers * 2 + step.x + MASTER * model.block
+        reduced = self.shard(step.all_parameters - numbers)
+        before_reduction = step.e * numbers * 2 + step.x + MASTER * step.at(0).model.block
         before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0
         if step.tp > 1:
             # The gradient of positions, which each rank has whole, is a partial sum: copied, and still beside them.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise, starmap
 
@@ -13,19 +14,21 @@ from armillary.attention.call.token_chunks import chunks
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.registry import NamedMethod
-from armillary.models import Checkpointing
+from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.activation_checkpoint.segments import Keep
+from armillary.models.state_config import Mixer, StateConfig
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulation.simulate import Job
+from armillary.plan.memory.simulation.state_memory import LinearBytes, StateMemory, gathered_bytes
 
 MASTER = float32.itemsize
 """Bytes of a number in master weights, gradients and AdamW's two moments."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """Sizes of a job's tensors on a rank, in bytes.
+    """Sizes of a job's tensors on a rank, in bytes: of its blocks with attention, and by `at` of any block.
 
     Args:
         model: widths of one tensor-parallel rank's part of the model.
@@ -35,6 +38,9 @@ class StepSizes:
         tp: number of tensor-parallel ranks, which split the T tokens between blocks (sequence parallelism).
         zero_stage: as in `Job`.
         keeps_gradients: ZeRO stage 1 with several micro-batches, which keeps parameters and gradients unsharded.
+        mixer: mixer of the blocks that have these sizes.
+        mixers: mixers of the blocks, repeated to their number.
+        state_blocks: sizes of the blocks of each mixer with a state.
     """
 
     model: Widths
@@ -50,6 +56,9 @@ class StepSizes:
     tp: int
     zero_stage: int
     keeps_gradients: bool
+    mixer: Mixer = "attention"
+    mixers: tuple[Mixer, ...] = ("attention",)
+    state_blocks: Mapping[Mixer, StateSizes] = field(default_factory=dict[Mixer, "StateSizes"])
 
     @classmethod
     def of(cls, job: Job) -> StepSizes:
@@ -59,7 +68,7 @@ class StepSizes:
         ring, ulysses, tp = (axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
         method = job.attention.method
         method.check_used(method.mesh_axes({"ring": ring, "ulysses": ulysses}))
-        return cls(
+        sizes = cls(
             model=Widths.of(job.model).sharded(tp),
             method=method,
             checkpointing=job.checkpointing,
@@ -74,6 +83,34 @@ class StepSizes:
             zero_stage=job.zero_stage,
             keeps_gradients=job.zero_stage == 1 and job.micro_batches > 1,
         )
+        if not isinstance(job.model, LlamaConfig) or job.model.states is None:
+            return sizes
+        blocks = {
+            mixer: StateSizes.beside(sizes, job, job.model, mixer) for mixer in job.model.mixers if mixer != "attention"
+        }
+        return replace(sizes, mixers=job.model.mixers, state_blocks=blocks)
+
+    def at(self, i: int) -> StepSizes:
+        """Returns the sizes of block i."""
+        return self.state_blocks.get(self.mixers[i % len(self.mixers)], self)
+
+    def by_mixer(self, blocks: Sequence[int]) -> list[tuple[StepSizes, Sequence[int]]]:
+        """Returns (sizes, those of `blocks`) of each mixer."""
+        if not self.state_blocks:
+            return [(self, blocks)]
+        indices = defaultdict[Mixer, list[int]](list)
+        for i in blocks:
+            indices[self.mixers[i % len(self.mixers)]].append(i)
+        return [(self.state_blocks.get(mixer, self), own) for mixer, own in indices.items()]
+
+    def parameters(self, blocks: Sequence[int]) -> int:
+        """Number of parameters of these blocks."""
+        return sum(len(own) * sizes.model.block for sizes, own in self.by_mixer(blocks))
+
+    @cached_property
+    def all_parameters(self) -> int:
+        """Number of parameters of the model."""
+        return self.parameters(range(self.model.layers)) + self.model.outside_blocks
 
     def tensor(self, width: float, tokens: int | None = None, size: int | None = None) -> float:
         """Bytes of [B, T, width]; by default of all local tokens, in the compute dtype."""
@@ -126,8 +163,13 @@ class StepSizes:
 
     @cached_property
     def keeps(self) -> tuple[Keep, ...]:
-        """Checkpoints of each block, unless the policy is "none"."""
-        return self.checkpointing.kept_by_blocks(self.model.layers)
+        """Checkpoints of each block, unless the policy is "none". Layers with a state keep no output."""
+        keeps = self.checkpointing.kept_by_blocks(self.model.layers)
+        if not self.state_blocks:
+            return keeps
+        return tuple(
+            replace(keep, attention_output=keep.attention_output and self.at(i) is self) for i, keep in enumerate(keeps)
+        )
 
     @cached_property
     def segments(self) -> tuple[range, ...]:
@@ -169,6 +211,25 @@ class StepSizes:
         head = self.method.head_plan(self.ulysses)
         return inner if head is None else head.backward_memory(self.attended, inner, self.stages, alone)
 
+    def recomputed_backward(self) -> float:
+        """Memory of attention's backward under a checkpoint policy, besides out, lse and dout.
+
+        Under tensor parallelism also the gathered input and its gradient.
+        """
+        return self.projection_gradients() + self.attention_backward() + 2 * self.gathered
+
+    @property
+    def recorded(self) -> float:
+        """Tensors that autograd records for attention's backward under a checkpoint policy: none."""
+        return 0.0
+
+    def projection_gradients(self) -> float:
+        """Accumulated gradients of projections: of queries after the first stage, of keys after the first round."""
+        model, stages = self.model, self.stages
+        queries = model.heads if stages.several else 0
+        keys = 2 * model.key_heads if stages.rounds else 0
+        return self.total * (queries + keys) * model.head_dim * model.dim
+
     def kept_attention(self) -> float:
         """Tensors that autograd saves for attention's backward: q, k, v, out and lse.
 
@@ -179,3 +240,73 @@ class StepSizes:
         x, model = self.attended, self.model
         before = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
         return 2 * x.q + 2 * x.k + x.lse + before
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSizes(StepSizes):
+    """Sizes of blocks whose mixer is a layer with a state, which is simulated by itself (`StateMemory`).
+
+    Args:
+        layer: sizes of the layer on all tensor-parallel ranks.
+        gathered_states: bytes of states and maps that it gathers, likewise.
+    """
+
+    layer: StateConfig
+    memory: StateMemory
+    gathered_states: int
+
+    @classmethod
+    def beside(cls, sizes: StepSizes, job: Job, config: LlamaConfig, mixer: Mixer) -> StateSizes:
+        """Returns the sizes of the blocks with a mixer, in a model that has `sizes` with attention."""
+        assert isinstance(job.attention, AttentionChoice) and config.states is not None
+        common = {each.name: getattr(sizes, each.name) for each in fields(StepSizes)}
+        common |= {"mixer": mixer, "model": Widths.of(config, mixer).sharded(sizes.tp)}
+        layout = job.attention.layout(job.length, sizes.ring)
+        layout = layout if sizes.ulysses == 1 else layout.refine(sizes.ulysses)
+        return cls(
+            **common,
+            layer=config.states,
+            memory=StateMemory.of(mixer, config.states, job.precision, layout.shards > 1),
+            gathered_states=gathered_bytes(mixer, config.states, layout, sizes.rows),
+        )
+
+    def bytes(self, memory: LinearBytes) -> float:
+        """Bytes of all rows. Tensor parallelism shards heads, and so all tensors of the layer."""
+        return memory.at(self.rows * self.tokens, self.gathered_states) / self.tp
+
+    @property
+    def out(self) -> float:
+        return self.tensor(self.layer.values / self.tp)
+
+    @property
+    def lse(self) -> float:
+        return 0.0
+
+    @property
+    def projects_in_stages(self) -> bool:
+        return False
+
+    def attention_forward(self) -> float:
+        """Memory of the layer in forward, with its normed input and without out."""
+        memory = self.memory.recording if self.checkpointing.policy == "none" else self.memory.forward
+        return self.bytes(memory) - self.out + (0 if self.gathered else self.x)
+
+    def attention_backward(self) -> float:
+        """Memory of the layer in backward, without out, dout and the tensors that autograd recorded in forward."""
+        return self.bytes(self.memory.backward) - self.bytes(self.memory.kept)
+
+    def recomputed_backward(self) -> float:
+        return self.recorded + self.attention_backward()
+
+    @property
+    def recorded(self) -> float:
+        """Tensors from the normed input to out, recorded before the backward of the part after attention begins.
+
+        Under policy "none" they are counted among the stored tensors.
+        """
+        if self.checkpointing.policy == "none":
+            return 0.0
+        return self.kept_attention() - self.out + (self.gathered or self.x)
+
+    def kept_attention(self) -> float:
+        return self.bytes(self.memory.kept)

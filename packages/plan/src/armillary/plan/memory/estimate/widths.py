@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from armillary.models import GPTConfig, LlamaConfig
+from armillary.models.state_config import Mixer
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Widths:
         gated: the MLP has a gate (SwiGLU), and positions are rotations (RoPE).
         head_norms: queries and keys have norms.
         block: parameters of a block, `after_attention` of them in the part after attention.
+        output_norm: parameters of the norm of the delta rule's outputs, 0 in other blocks.
         table, head: parameters of embedding and head, if they are units; 0 if they are tied.
         root: parameters that stay gathered until the end of backward: norms, and a tied table with positions.
     """
@@ -31,28 +33,27 @@ class Widths:
     head_norms: bool
     block: int
     after_attention: int
+    output_norm: int
     table: int
     head: int
     root: int
 
     @classmethod
-    def of(cls, model: LlamaConfig | GPTConfig) -> Widths:
-        """Returns the widths of a model.
-
-        Raises:
-            ValueError: a hybrid, whose blocks differ.
-        """
-        if isinstance(model, LlamaConfig) and model.states is not None:
-            raise ValueError(f"mixers={model.mixers}: formulas of memory and time know attention alone")
-        block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
-        outside_blocks = model.parameters() - model.layers * block
+    def of(cls, model: LlamaConfig | GPTConfig, mixer: Mixer = "attention") -> Widths:
+        """Returns the widths of a model, and of its blocks with one mixer."""
         llama = isinstance(model, LlamaConfig)
+        if llama:
+            block = model.block_parameters(mixer)
+            blocks = sum(count * model.block_parameters(each) for each, count in model.mixer_counts().items())
+        else:
+            block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
+            blocks = model.layers * block
+        outside_blocks = model.parameters() - blocks
         inner = model.hidden_dim if llama else 4 * model.dim
-        attention_width = model.heads * model.head_dim
+        states = model.states if llama and mixer != "attention" else None
+        mixed_width = model.heads * model.head_dim if states is None else states.values
         after_attention = (
-            attention_width * model.dim
-            + (3 if llama else 2) * model.dim * inner
-            + (model.dim if llama else 8 * model.dim)
+            mixed_width * model.dim + (3 if llama else 2) * model.dim * inner + (model.dim if llama else 8 * model.dim)
         )
         unit = 0 if not llama or model.tied_embeddings else model.vocab_size * model.dim
         return cls(
@@ -64,9 +65,10 @@ class Widths:
             vocabulary=model.vocab_size,
             layers=model.layers,
             gated=llama,
-            head_norms=llama and model.qk_norm,
+            head_norms=llama and model.qk_norm and states is None,
             block=block,
             after_attention=after_attention,
+            output_norm=states.value_dim if states is not None and mixer == "delta_rule" else 0,
             table=unit,
             head=unit,
             root=outside_blocks - 2 * unit,
@@ -76,7 +78,8 @@ class Widths:
         """The widths of one of `ranks` tensor-parallel ranks: norms, a GPT's output biases and positions are whole."""
         if ranks == 1:
             return self
-        unsharded_in_block = (2 if self.gated else 6) * self.dim + (2 * self.head_dim if self.head_norms else 0)
+        unsharded_in_block = (2 if self.gated else 6) * self.dim + self.output_norm
+        unsharded_in_block += 2 * self.head_dim if self.head_norms else 0
         unsharded_after = self.dim if self.gated else 4 * self.dim
         table = self.vocabulary * self.dim
         unsharded_root = self.root - (table if self.tied else 0)
@@ -98,9 +101,9 @@ class Widths:
         )
 
     @property
-    def all(self) -> int:
-        """Number of all parameters."""
-        return self.layers * self.block + self.table + self.head + self.root
+    def outside_blocks(self) -> int:
+        """Number of parameters of embedding, norm and head."""
+        return self.table + self.head + self.root
 
     @property
     def tied(self) -> bool:

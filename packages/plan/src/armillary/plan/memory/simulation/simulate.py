@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training step to simulate, from the view of rank 0.
+    """A training step to simulate, from the view of `rank`.
 
     Args:
         axes: sizes of the mesh axes, such as {"ring": 2, "ulysses": 4}.
@@ -63,6 +63,16 @@ class Job:
     on_host: bool = False
     precision: torch.dtype = torch.bfloat16
     kernel: Kernel = field(default_factory=SimulatedFlash)
+
+    @property
+    def rank(self) -> int:
+        """The rank with the most memory: rank 0, or of a hybrid the second on the sequence axis.
+
+        Every chunk of its states follows a state of another rank, whose effect it computes.
+        """
+        has_states = isinstance(self.model, LlamaConfig) and self.model.states is not None
+        is_sharded = self.axes.get("ring", 1) * self.axes.get("ulysses", 1) > 1
+        return self.axes.get("tp", 1) if has_states and is_sharded else 0
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -99,7 +109,7 @@ def simulate(job: Job, progress: Progress = lambda _done, _total: None) -> StepM
     Args:
         progress: called in backward with (parameters that have a gradient, all parameters).
     """
-    with fake_world(**job.mesh_axes) as mesh:
+    with fake_world(job.rank, **job.mesh_axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), simulating():  # the mesh's own tensors are real
             return step.run(progress=progress)

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,11 @@ def storage_key(storage: UntypedStorage) -> int:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, or the local tensor of a DTensor."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def fake_group(rank: int, ranks: int) -> dist.ProcessGroup:
+    """A process group of its own that communicates nothing."""
+    return C._distributed_c10d.FakeProcessGroup._create_internal(rank, ranks)
 
 
 def op_name(op: OpOverload) -> str:

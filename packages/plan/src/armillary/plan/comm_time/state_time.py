@@ -1,0 +1,121 @@
+"""Seconds and bytes of a hybrid's layers with a state, and of moving its tokens between two layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from armillary.attention import AttentionMask
+from armillary.attention.planning.comm_plan import CommPlan
+from armillary.attention.planning.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
+from armillary.core import SequenceLayout
+from armillary.models import LlamaConfig
+from armillary.models.state_config import Mixer, StateConfig
+from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.comm_time.comm_plan_time import Span, plan_seconds
+from armillary.plan.comm_time.step_time import Passes, sent_bytes
+
+
+def with_states(
+    passes: Passes,
+    model: LlamaConfig,
+    attention_layout: SequenceLayout,
+    state_layout: SequenceLayout,
+    cluster: Cluster,
+    rows: int,
+    tp: int,
+    precision: torch.dtype,
+    mask: AttentionMask,
+) -> Passes:
+    """Returns the passes of a hybrid, whose attention alone takes `passes`.
+
+    Recurrences run at the speed of matrix products, with the operations of the recurrence token by token: chunked
+    kernels compute more. Nothing hides their exchanges, those of the short convolution, and moves between layouts.
+
+    Args:
+        attention_layout, state_layout: over all ranks of ring x ulysses.
+        rows: sequences of a rank.
+
+    Raises:
+        ValueError: a layout that layers with a state do not take.
+    """
+    assert model.states is not None
+    states = {
+        mixer: state_passes(mixer, model.states, state_layout, cluster, rows, tp, precision, mask)
+        for mixer in dict.fromkeys(model.mixers)
+        if mixer != "attention"
+    }
+    if state_layout == attention_layout:
+        return replace(passes, states=states)
+    plan = relayout_comm_plan(attention_layout, state_layout, rows * model.dim * precision.itemsize)
+    return replace(
+        passes, states=states, relayout=exchange_passes(plan, cluster, state_layout, tp), relayouts=relayouts(model)
+    )
+
+
+def relayouts(model: LlamaConfig) -> int:
+    """Number of moves of hidden states, there and back, if blocks with a state have a layout of their own."""
+    has_state = [False, *(model.mixer_of(i) != "attention" for i in range(model.layers)), False]
+    return sum(a != b for a, b in pairwise(has_state))
+
+
+@lru_cache(maxsize=1024)  # candidates with other methods have the same layouts
+def state_passes(
+    mixer: Mixer,
+    states: StateConfig,
+    layout: SequenceLayout,
+    cluster: Cluster,
+    rows: int,
+    tp: int,
+    precision: torch.dtype,
+    mask: AttentionMask,
+) -> Passes:
+    """Time of a layer with a state, whose backward computes the recurrence again."""
+    plan = mixer_comm_plan(mixer, states, layout, rows, tp, precision, mask)
+    exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
+    operations = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
+    compute = operations / (device.flops * device.matmul)
+    return replace(
+        exchanges, forward=exchanges.forward + Span(compute), backward=exchanges.backward + Span(3 * compute)
+    )
+
+
+def mixer_comm_plan(
+    mixer: Mixer,
+    states: StateConfig,
+    layout: SequenceLayout,
+    rows: int,
+    tp: int,
+    precision: torch.dtype,
+    mask: AttentionMask,
+) -> CommPlan:
+    """Communication plan of a layer with a state: the tokens before its convolution's runs, then states and maps."""
+    layer: Literal["ssd", "gated_delta_rule"] = "ssd" if mixer == "mamba2" else "gated_delta_rule"
+    channels = (2 * states.keys + states.values) // tp
+    halo = halo_comm_plan(layout, states.conv_width - 1, channels, precision, rows, mask)
+    scan = state_comm_plan(
+        layer,
+        layout,
+        heads=states.heads // tp,
+        key_dim=states.key_dim,
+        value_dim=states.value_dim,
+        batch=rows,
+        mask=mask,
+    )
+    return CommPlan((*halo.forward, *scan.forward), (*scan.backward, *halo.backward))
+
+
+def exchange_passes(plan: CommPlan, cluster: Cluster, layout: SequenceLayout, tp: int) -> Passes:
+    """Time of a plan without computation, by groups over the shards of a layout."""
+    copies = cluster.ranks // layout.shards
+    forward, backward = (
+        Span(exposed=seconds, exchange=seconds)
+        for seconds in (
+            plan_seconds(steps, cluster, 0.0, copies, stride=tp).exchange for steps in (plan.forward, plan.backward)
+        )
+    )
+    return Passes(forward, backward, sent=sent_bytes(plan, layout.shards))

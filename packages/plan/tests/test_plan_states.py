@@ -1,0 +1,97 @@
+"""Time and bytes of hybrids: the planner's closed form against the ledger, and the choice of a layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.attention.call.validation import over_all_ranks
+from armillary.core import CommLedger
+from armillary.core.testing import mesh
+from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
+from armillary.plan.cli import main
+from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.comm_time.step_time import step_bytes
+from armillary.plan.memory import Job
+from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.search.candidates import Candidate, Layout, Mesh
+from armillary.plan.search.command_line import trainer_config
+from armillary.plan.search.search import SearchPlan, passes_of, search
+from armillary.train.config.model_sizes import model_config
+
+LENGTH, ROWS = 48, 2
+MODEL = LlamaConfig(
+    vocab_size=32,
+    dim=16,
+    layers=5,
+    heads=4,
+    kv_heads=2,
+    hidden_dim=16,
+    mixers=("delta_rule", "mamba2", "attention"),
+    states=StateConfig(heads=4, key_heads=2, key_dim=4, value_dim=6),
+)
+
+
+def sent_in_step(job: Job, layout_kind: Layout) -> int:
+    """Bytes that this rank sends in forward and backward."""
+    assert isinstance(job.attention, AttentionChoice)
+    world = mesh(**job.axes)
+    method = job.attention(world)
+    model = Llama(MODEL, method)
+    job.checkpointing.apply(model)
+    layout = method.layout(LENGTH, layout_kind)
+    positions = over_all_ranks(layout, method).positions(method.shard)
+    ids = torch.zeros(ROWS, len(positions), dtype=torch.long)
+    with CommLedger() as ledger:
+        model(ids, positions=positions, layout=layout).sum().backward()
+    return ledger.bytes()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("name", "ring", "ulysses", "policy"),
+    [("ring", 4, 1, "none"), ("ring", 4, 1, "layer"), ("ring", 4, 1, "attention_output"), ("usp", 2, 2, "none")],
+)
+def test_the_bytes_of_a_whole_step_are_those_of_the_ledger(worlds, name, ring, ulysses, layout, policy):
+    candidate = Candidate(Mesh(1, ring, ulysses), AttentionChoice(name), layout)
+    axes = {"ring": ring, "ulysses": ulysses}
+    job = Job(
+        model=MODEL,
+        axes=axes,
+        attention=candidate.attention,
+        length=LENGTH,
+        rows=ROWS,
+        checkpointing=Checkpointing(policy),
+        precision=torch.float32,
+    )
+    cluster = replace(Cluster.named("emulated-4x4-card-per-rank"), nodes=1)
+    passes = passes_of(candidate, MODEL, cluster, LENGTH, ROWS, precision=torch.float32)
+    assert worlds(4).run(sent_in_step, job, layout) == step_bytes(job, passes)
+
+
+PLAN = SearchPlan(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring", "ulysses"))
+
+
+def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
+    result = search(PLAN)
+    assert result.fitting and {choice.candidate.layout for choice in result.choices} == {"zigzag", "contiguous"}
+    ring = {x.candidate.layout: x for x in result.choices if x.candidate.mesh == Mesh(1, 8, 1)}
+    assert ring["contiguous"].sent < 0.9 * ring["zigzag"].sent
+    assert ring["contiguous"].time.attention > ring["zigzag"].time.attention  # the last rank has most of the work
+    config = trainer_config(result, ring["contiguous"])
+    model = model_config(config.model, result.model.vocab_size, result.length)
+    assert config.data.layout == "contiguous"
+    assert isinstance(model, LlamaConfig) and isinstance(result.model, LlamaConfig)
+    assert (model.mixers, model.states) == (result.model.mixers, result.model.states)
+
+
+def test_the_search_shows_the_best_with_each_layout(capsys):
+    main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring"])
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("the best with each layout")
+    assert {line.split()[0] for line in lines[start + 4 : start + 6]} == {"zigzag", "contiguous"}
+    main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring", "--json"])
+    assert all(choice["sent"] >= 0 for choice in json.loads(capsys.readouterr().out)["choices"])
