@@ -35,7 +35,7 @@ from armillary.attention.registry import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.files import writing
 from armillary.data.console.exit import exit_on_error
-from armillary.data.console.quantity import count_argument, whole
+from armillary.data.console.quantity import count_argument, whole_number
 from armillary.data.console.table import Column, print_table
 
 PROGRAM = "python scripts/draw_mask.py"
@@ -136,15 +136,15 @@ KINDS: dict[str, tuple[str, tuple[str, ...], Make]] = {
 
 
 def numbers(text: str) -> list[int]:
-    return [whole(part) for part in text.split(",")]
+    return [whole_number(part) for part in text.split(",")]
 
 
 def numbers_or_none(text: str) -> list[int | None]:
-    return [None if part == NONE else whole(part) for part in text.split(",")]
+    return [None if part == NONE else whole_number(part) for part in text.split(",")]
 
 
 def span(text: str) -> range:
-    start, stop = map(whole, text.split(":"))
+    start, stop = map(whole_number, text.split(":"))
     return range(start, stop)
 
 
@@ -154,7 +154,7 @@ def spans(text: str) -> list[range]:
 
 def one_slice(text: str) -> Slice:
     queries, keys, *bounds = text.split(",")
-    low, high = (None if bound == NONE else whole(bound) for bound in bounds or (NONE, NONE))
+    low, high = (None if bound == NONE else whole_number(bound) for bound in bounds or (NONE, NONE))
     return Slice(span(queries), span(keys), low, high)
 
 

@@ -64,7 +64,7 @@ def band_tiles(draw, longest: int = 12) -> Tile:
     bound = st.none() | st.integers(-queries, keys)
     q0, k0 = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     low, high = (None if x is None else x + k0 - q0 for x in (draw(bound), draw(bound)))
-    tile = Tile(q0, q0 + queries, k0, k0 + keys, low, high).trimmed()
+    tile = Tile(q0, q0 + queries, k0, k0 + keys, low, high).trim()
     return tile or Tile(q0, q0 + queries, k0, k0 + keys)
 
 
@@ -108,7 +108,7 @@ def test_a_tile_is_cut_into_pieces_that_the_kernel_does_in_one_call(kernel, tile
     pieces = kernel.cut(tile)
     assert sorted(pair for piece in pieces for pair in pairs(piece)) == pairs(tile)
     for piece in pieces:
-        assert piece == piece.trimmed() and in_one_call(kernel, piece), piece
+        assert piece == piece.trim() and in_one_call(kernel, piece), piece
 
 
 def test_windows_are_exact_after_flash_attention_has_rewritten_them():
@@ -116,7 +116,7 @@ def test_windows_are_exact_after_flash_attention_has_rewritten_them():
         tile
         for queries, keys in product(range(1, 9), repeat=2)
         for low, high in product([None, *range(-queries, keys)], repeat=2)
-        if (tile := Tile(0, queries, 0, keys, low, high).trimmed())
+        if (tile := Tile(0, queries, 0, keys, low, high).trim())
     }
     for tile in tiles:
         pieces = CudaFlash().cut(tile)
@@ -224,7 +224,7 @@ def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel)
     module_exists.cache_clear()
     torch.manual_seed(0)
     for queries, keys, low, high in product((5, 64, 300), (5, 64, 300), (None, -200, -3), (None, 0, 40)):
-        tile = Tile(0, queries, 0, keys, low, high).trimmed()
+        tile = Tile(0, queries, 0, keys, low, high).trim()
         if tile is None or tile != Tile(0, queries, 0, keys, *tile.offsets):
             continue
         q, k, v, dout = (torch.randn(2, n, h, 64).bfloat16().cuda() for n, h in zip(

@@ -30,13 +30,13 @@ def test_a_narrowed_mask_shows_what_both_show(drawn, left):
     mask, length = drawn
     positions = torch.arange(length)
     both = mask.visible(positions, positions) & AttentionMask(False, (left, None)).visible(positions, positions)
-    assert torch.equal(mask.narrowed(left).visible(positions, positions), both)
+    assert torch.equal(mask.narrow(left).visible(positions, positions), both)
 
 
 def test_a_mask_that_is_narrow_enough_stays_itself():
     mask = AttentionMask(window=(3, None), documents=[0, 5, 9])
-    assert mask.narrowed(3) is mask.narrowed(None) is mask
-    assert mask.narrowed(2) == AttentionMask(window=(2, None), documents=[0, 5, 9])
+    assert mask.narrow(3) is mask.narrow(None) is mask
+    assert mask.narrow(2) == AttentionMask(window=(2, None), documents=[0, 5, 9])
 
 
 def test_a_hundred_million_tokens_are_counted_at_once():

@@ -105,13 +105,13 @@ def test_keys_may_differ_from_queries(kind):
 def test_a_narrowed_mask_sees_no_further_back_along_the_path_in_trees(kind):
     for random, length, mask in masks(kind, 60):
         left = random.randint(0, length)
-        narrowed = mask.narrowed(left)
+        narrowed = mask.narrow(left)
         for row, expected in enumerate(seen(mask, length)):
             depth = depths(mask.row(row), length)
             near = depth[:, None] - depth[None, :] <= left
             assert torch.equal(seen(narrowed, length)[min(row, len(seen(narrowed, length)) - 1)], expected & near), mask
             assert torch.equal(counted(narrowed.slices(length)[row], length, length), (expected & near).long()), mask
-        assert narrowed.narrowed(left) is narrowed and mask.narrowed(None) is mask
+        assert narrowed.narrow(left) is narrowed and mask.narrow(None) is mask
 
 
 def depths(mask: AttentionMask, length: int) -> Tensor:
@@ -266,7 +266,7 @@ def sized(count: int) -> dict[str, AttentionMask]:
 def test_rebuilding_looks_into_nothing_that_may_be_long():
     few, many = sized(2), sized(10_000)
     for name, mask in many.items():
-        for change in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrowed(4)):
+        for change in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrow(4)):
             assert steps_of(lambda: change(mask)) <= steps_of(lambda: change(few[name])) + 20, name  # noqa: B023
         assert rebuilt(mask) == mask and hash(rebuilt(mask)) == hash(mask)
 

@@ -66,7 +66,7 @@ def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
     actual = plan(8, 2, 4, 1)  # a stage has 4 query heads, one for each rank, and there are 2 key heads
     assert [stage.queries for stage in actual] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert [[share.keys for share in stage.by_rank] for stage in actual] == [[(0,), (0,), (1,), (1,)]] * 2
-    assert [stage.received_keys.shared for stage in actual] == [True, False]
+    assert [stage.received_keys.has_shared_heads for stage in actual] == [True, False]
 
 
 @given(st.lists(st.integers(0, 12), unique=True, max_size=9))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import Axis, FlatBuffer, Trace, label, span, start_all_gather, start_exchange
-from armillary.core.observe.trace import record, watched
+from armillary.core.observe.trace import end_span_on_wait, record
 from armillary.core.testing import mesh
 
 
@@ -47,9 +47,9 @@ def test_one_trace_at_a_time():
 
 def test_concurrent_exchanges_have_separate_lanes():
     with Trace() as trace:
-        works = [watched([LateWork()], record("ring", "p2p", size, 1)) for size in (1, 2)]
+        works = [end_span_on_wait([LateWork()], record("ring", "p2p", size, 1)) for size in (1, 2)]
         works[0][0].wait()
-        works.append(watched([LateWork()], record("ring", "p2p", 3, 1)))
+        works.append(end_span_on_wait([LateWork()], record("ring", "p2p", 3, 1)))
         for work in works:
             work[0].wait()
         record("tp", "p2p", 9, 1)  # never waited for, and so not shown
@@ -76,4 +76,4 @@ def test_primitives_show_messages_in_flight_and_waits(worlds):
 
 def test_without_a_trace_works_are_unchanged():
     work = LateWork()
-    assert watched([work], record("ring", "p2p", 1, 1)) == (work,)
+    assert end_span_on_wait([work], record("ring", "p2p", 1, 1)) == (work,)

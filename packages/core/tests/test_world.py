@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core.testing import RankFailed, World
-from armillary.core.testing.rank import groups_made
+from armillary.core.testing.rank import group_count
 from armillary.core.testing.world import MAX_CALLS
 
 
@@ -31,7 +31,7 @@ def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
 def rank_one_makes_a_group_by_itself() -> tuple[int, int]:
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
-    return os.getpid(), groups_made()
+    return os.getpid(), group_count()
 
 
 def all_make_a_group() -> int:

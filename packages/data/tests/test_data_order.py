@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.shuffle import interleaved, permutation, random_bits, stable_hash, turns_until
+from armillary.data.shuffle import items_until, permutation, random_bits, source_at, stable_hash
 
 shares = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
 
@@ -77,13 +77,13 @@ def by_time(weights, places):
 @settings(deadline=None, max_examples=20)
 @given(shares, st.integers(1, 60))
 def test_places_are_turns_sorted_by_time(weights, places):
-    assert [interleaved(place, weights) for place in range(places)] == by_time(weights, places)
+    assert [source_at(place, weights) for place in range(places)] == by_time(weights, places)
 
 
 @settings(deadline=None, max_examples=20)
 @given(shares, st.integers(0, 10**12))
 def test_places_far_away_follow_one_another(weights, far):
-    actual = [interleaved(far + i, weights) for i in range(20)]
+    actual = [source_at(far + i, weights) for i in range(20)]
     times = [((turn + Fraction(1, 2)) / weights[source], source) for source, turn in actual]
     assert times == sorted(times)
     for source in range(len(weights)):
@@ -103,11 +103,11 @@ def test_of_the_first_places_each_source_has_its_share(weights, places):
 
 
 @pytest.mark.parametrize("weights", [[1], [3, 3], [1, 2, 4], [0.1, 0.7, 0.2]])
-def test_turns_until_a_place_count_earlier_places(weights):
+def test_items_until_a_place_count_earlier_places(weights):
     weights = [Fraction(weight) for weight in weights]
     turns = [(source, (turn + Fraction(1, 2)) / weights[source]) for source, turn in by_time(weights, 60)]
     for time in {time for _, time in turns[:30]}:
-        assert turns_until(time, weights) == [
+        assert items_until(time, weights) == [
             sum(s == source and at <= time for s, at in turns) for source in range(len(weights))
         ]
-    assert turns_until(Fraction(0), weights) == turns_until(Fraction(-3), weights) == [0] * len(weights)
+    assert items_until(Fraction(0), weights) == items_until(Fraction(-3), weights) == [0] * len(weights)

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from armillary.data.console.quantity import count_argument, quantity, whole
+from armillary.data.console.quantity import count_argument, quantity, whole_number
 
 NUMBERS = {
     "131072": 131_072,
@@ -38,6 +38,6 @@ def test_invalid_numbers_are_refused_with_accepted_ones(text):
 
 
 def test_numbers_below_one_and_beyond_all_positions():
-    assert (whole("-3"), whole("0"), count_argument(0)("0")) == (-3, 0, 0)
+    assert (whole_number("-3"), whole_number("0"), count_argument(0)("0")) == (-3, 0, 0)
     with pytest.raises(ValueError, match=r"'1e99' is more than 2\^63 - 1"):
-        whole("1e99")
+        whole_number("1e99")

@@ -12,7 +12,7 @@ from armillary.core import SequenceLayout
 from armillary.integrations.transformers.documents import check_multimodal
 from armillary.integrations.transformers.groups import mask_of
 from armillary.integrations.transformers.masks import rule_of
-from armillary.integrations.transformers.shard_mask import narrowed
+from armillary.integrations.transformers.shard_mask import narrow
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils as made  # noqa: E402
@@ -143,12 +143,12 @@ def test_groups_too_scattered_are_refused():
 
 def test_a_mask_that_is_said_has_the_window_of_each_layer():
     tree, window = AttentionMask.tree([0, 8, 16, LENGTH], [-1, 0, 0]), rule_of(WINDOW)
-    assert narrowed(tree, window) == tree.narrowed(3) and narrowed(tree, rule_of(CAUSAL)) == tree
+    assert narrow(tree, window) == tree.narrow(3) and narrow(tree, rule_of(CAUSAL)) == tree
     both = rule_of(FUNCTIONS["bidirectional window"][0])
     plain = AttentionMask(causal=False, window=(None, 2))
-    assert narrowed(plain, both) == AttentionMask(causal=False, window=(3, 2))
+    assert narrow(plain, both) == AttentionMask(causal=False, window=(3, 2))
     anything = AttentionMask.of_slices([Slice(range(LENGTH), range(LENGTH))])
-    assert narrowed(anything, rule_of(CAUSAL)) == anything
+    assert narrow(anything, rule_of(CAUSAL)) == anything
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_mask_that_is_said_has_the_window_of_each_layer():
 )
 def test_a_mask_that_contradicts_the_model_is_refused(mask, name, message):
     with pytest.raises(ValueError, match=message):
-        narrowed(mask, rule_of(FUNCTIONS[name][0]))
+        narrow(mask, rule_of(FUNCTIONS[name][0]))
 
 
 # -- positions in time, height and width ----------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def with_a_tree():
 
 def test_a_mask_that_is_said_is_attended_with_each_layers_window(worlds):
     model, (ids, _), every = built("mistral", "eager"), tokens(), torch.arange(LENGTH)
-    hidden = ~TREE.narrowed(5).visible(every, every)  # along the path
+    hidden = ~TREE.narrow(5).visible(every, every)  # along the path
     added = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     with InFloat64():
         own = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None], "attention_mask": added}

@@ -32,7 +32,9 @@ POLICIES = [
 
 
 def build(options: Checkpointing, dtype: torch.dtype, stage: int | None = None, **config) -> Llama:
-    model = Llama(LlamaConfig(**SIZES | config), Local() if stage is None else UPipe.around(Local(), stage)).to(dtype)
+    model = Llama(LlamaConfig(**SIZES | config), Local() if stage is None else UPipe.for_method(Local(), stage)).to(
+        dtype
+    )
     initialize(model, 0)
     for i, parameter in enumerate(p for p in model.parameters() if p.ndim == 1):
         nn.init.normal_(parameter, 1.0, 0.3, generator=torch.Generator().manual_seed(i))
@@ -259,7 +261,7 @@ def test_a_projection_that_is_shared_has_its_gradient_once():
         torch.manual_seed(0)
         both, norm, query = nn.Linear(32, 16), nn.RMSNorm(8), nn.Linear(32, 32)
         shared = HeadProjections(query, both, both, 4, 2, 8, query_norm=norm, key_norm=norm)
-        attend = Local() if stage is None else UPipe.around(Local(), stage)
+        attend = Local() if stage is None else UPipe.for_method(Local(), stage)
         out = attend.projected(torch.randn(1, 9, 32), shared, mask=AttentionMask())
         out.square().sum().backward()
         return [both.weight.grad, norm.weight.grad]

@@ -114,7 +114,7 @@ def test_a_prompt_may_lie_in_any_order():
     assert torch.equal(generate(model, prompt(), new_tokens=9, layout=layout), greedy(model, prompt(), 9))
 
 
-@pytest.mark.parametrize("attention", [Local(), UPipe.around(Local(), 2)], ids=["local", "upipe"])
+@pytest.mark.parametrize("attention", [Local(), UPipe.for_method(Local(), 2)], ids=["local", "upipe"])
 @pytest.mark.parametrize("policy", ["none", "layer", "attention_output"])
 def test_checkpoint_policies_stay_out_of_it_and_stay(policy, attention):
     model = build(attention=attention)

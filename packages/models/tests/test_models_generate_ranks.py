@@ -13,7 +13,7 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.core.testing.rank import mesh
 from armillary.models import GPT, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
-from armillary.models.generation.cache import CacheLayout, extended, room
+from armillary.models.generation.cache import CacheLayout, extend_run, room
 from armillary.models.generation.decode_collectives import axes_of
 from armillary.models.parallel import parallelize
 
@@ -365,7 +365,7 @@ def test_every_token_has_one_holder_and_few_runs(prompt):
 def test_runs_of_positions_continue_while_the_step_is_the_same():
     runs: list[range] = []
     for position in (3, 4, 5, 8, 11, 14, 15):
-        runs[-1:] = extended(runs[-1:], position)
+        runs[-1:] = extend_run(runs[-1:], position)
     assert runs == [range(3, 6), range(8, 15, 3), range(15, 16)]
 
 

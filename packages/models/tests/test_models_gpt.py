@@ -61,7 +61,7 @@ def test_a_shard_needs_only_its_positions():
 @pytest.mark.parametrize("stage", [None, 2])
 def test_checkpoint_policies_change_no_gradient(options, stage):
     actual = []
-    for chosen, attention in ((Checkpointing(), None), (options, stage and UPipe.around(Local(), stage))):
+    for chosen, attention in ((Checkpointing(), None), (options, stage and UPipe.for_method(Local(), stage))):
         model = build(attention)
         chosen.apply(model)
         total, _ = model(IDS, head=partial(linear_token_loss, labels=IDS.roll(1)))

@@ -22,9 +22,9 @@ from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.activation_checkpoint.segments import (
     Keep,
     best_input_count,
-    kept_by_blocks,
     peak_count,
     segment_sizes,
+    tensors_by_block,
 )
 from armillary.models.parallel import parallelize
 
@@ -55,10 +55,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def test_all_blocks_keep_the_tensors_of_the_policy_by_default():
-    assert LAYER.kept_by_blocks(3) == (Keep(True, False, False),) * 3
-    assert replace(OUTPUT, offload=True).kept_by_blocks(3) == (Keep(True, True, True),) * 3
-    assert replace(LAYER, inputs=3).kept_by_blocks(3) == LAYER.kept_by_blocks(3)
-    actual = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).kept_by_blocks(6)
+    assert LAYER.tensors_by_block(3) == (Keep(True, False, False),) * 3
+    assert replace(OUTPUT, offload=True).tensors_by_block(3) == (Keep(True, True, True),) * 3
+    assert replace(LAYER, inputs=3).tensors_by_block(3) == LAYER.tensors_by_block(3)
+    actual = Checkpointing("attention_output", offload=True, inputs=4, outputs=3, on_device=2).tensors_by_block(6)
     assert [(k.x, k.attention_output, k.host) for k in actual] == [
         (True, False, True),
         (False, False, True),
@@ -115,7 +115,7 @@ OPTIONS = [
 def test_losses_and_gradients_are_those_with_every_input(options):
     expected = gradients(build(LAYER))
     assert same(gradients(build(options)), expected)
-    staged = UPipe.around(Local(), 2)
+    staged = UPipe.for_method(Local(), 2)
     assert same(gradients(build(options, attention=staged)), gradients(build(LAYER, attention=staged)))
     assert all(relative_error(a, b) < 1e-12 for a, b in zip(expected, gradients(build(Checkpointing())), strict=True))
 
@@ -303,5 +303,5 @@ def test_counts_that_a_model_does_not_have_are_refused(options, reason):
 
 
 def test_every_block_can_keep_tensors_in_its_own_place():
-    assert [k.host for k in kept_by_blocks(4, 4, 0, 3)] == [True, True, True, False]
-    assert all(k.x for k in kept_by_blocks(4, 4, 0, 1))
+    assert [k.host for k in tensors_by_block(4, 4, 0, 3)] == [True, True, True, False]
+    assert all(k.x for k in tensors_by_block(4, 4, 0, 1))

@@ -34,7 +34,7 @@ from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, trainer_config, write_choice
-from armillary.plan.search.fit_policy import fitted, largest
+from armillary.plan.search.fit_policy import fit_policy, largest
 from armillary.plan.search.report import as_dict, draw
 from armillary.plan.search.search import SearchPlan, passes_of, search
 from armillary.plan.tune.command import TunePlan
@@ -334,18 +334,18 @@ def test_one_node_trains_8m_tokens_and_two_16m():
 
 def test_fitted_policies_store_as_many_checkpoints_as_fit():
     def memory(policy: Checkpointing) -> Estimate:
-        keeps = policy.kept_by_blocks(8)
+        keeps = policy.tensors_by_block(8)
         sizes = [sum(k.x + k.attention_output for k in keeps if k.host == host) for host in (False, True)]
         return Estimate(10 + sizes[0], {}, sizes[1], {}, "", {})
 
     room = Room(device=13, host=9)
     policy = Checkpointing("attention_output", offload=True)
-    plain, here, *counts = fitted(policy, 8, memory, room)
+    plain, here, *counts = fit_policy(policy, 8, memory, room)
     assert (plain, here) == (policy, replace(policy, on_device=1))
     assert all(room.share(memory(each)) <= 1 for each in counts)
     assert [(each.outputs, each.inputs) for each in counts] == [(3, None), (None, 3)]
-    assert list(fitted(policy, 8, memory, Room(100, 100))) == [policy]
-    assert list(fitted(Checkpointing(), 8, memory, room)) == [Checkpointing()]
+    assert list(fit_policy(policy, 8, memory, Room(100, 100))) == [policy]
+    assert list(fit_policy(Checkpointing(), 8, memory, room)) == [Checkpointing()]
     assert [largest(2, 9, lambda n, most=most: n <= most) for most in (1, 2, 5, 9, 12)] == [None, 2, 5, 9, 9]
 
 

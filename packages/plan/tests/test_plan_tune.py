@@ -17,7 +17,7 @@ from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.tune import bench, tuner
 from armillary.plan.tune.command import TunePlan, read_plan
 from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, load, save
-from armillary.plan.tune.prune import CandidatePrediction, all_candidates, partition, predictor, pruned
+from armillary.plan.tune.prune import CandidatePrediction, all_candidates, partition, predictor, prune
 from armillary.train import (
     Config,
     DataConfig,
@@ -326,21 +326,21 @@ BIG = replace(
 def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     plan = TunePlan(run=BIG, cluster="8xh100", slower=1.05)
     every = all_candidates(plan, 8)
-    expected, left_out = pruned(plan, 8, torch.bfloat16, every)
+    expected, left_out = prune(plan, 8, torch.bfloat16, every)
     assert 0 < len(expected) < len(every)
     assert {*expected, *(each.candidate for each in left_out)} == set(every)
     assert all("times as long as the fastest" in (each.reason or "") for each in left_out)
     predict = predictor(plan, 8, torch.bfloat16)
     times = [predict(candidate).seconds for candidate in expected]
     assert times == sorted(times) and times[-1] <= 1.05 * times[0]
-    assert len(pruned(replace(plan, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
+    assert len(prune(replace(plan, slower=1e9), 8, torch.bfloat16, every)[0]) == len(every)
     longer = replace(BIG, data=DataConfig(sequence_length=3_000_000, global_batch_size=1))
-    expected, left_out = pruned(replace(plan, run=longer, slower=9), 8, torch.bfloat16, every)
+    expected, left_out = prune(replace(plan, run=longer, slower=9), 8, torch.bfloat16, every)
     reasons = {str(each.candidate): each.reason or "" for each in left_out}
     assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")
     assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, expected))  # stages take little
     with pytest.raises(ValueError, match=r"--cluster 8xh100 .*8.*4"):
-        pruned(plan, 4, torch.bfloat16, all_candidates(plan, 4))
+        prune(plan, 4, torch.bfloat16, all_candidates(plan, 4))
 
 
 @pytest.mark.parametrize(

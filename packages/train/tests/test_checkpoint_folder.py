@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from armillary.train.checkpoint.files import file_fault, read_checked, write_checked
-from armillary.train.checkpoint.folder import CheckpointFolder, superseded
+from armillary.train.checkpoint.folder import CheckpointFolder, steps_to_delete
 from armillary.train.checkpoint.reader import Damaged
 from armillary.train.checkpoint.writer import FileRecord, RecordedFile
 
@@ -30,12 +30,12 @@ def save(folder: CheckpointFolder, step: int) -> None:
 
 
 def about(folder: CheckpointFolder, step: int) -> dict:
-    return read_checked(folder.place(step) / "about.json")
+    return read_checked(folder.path_of(step) / "about.json")
 
 
 def fault(folder: CheckpointFolder, step: int) -> str | None:
     files = {name: FileRecord(**record) for name, record in about(folder, step)["files"].items()}
-    return file_fault(files, folder.place(step))
+    return file_fault(files, folder.path_of(step))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
         assert process.exitcode == -signal.SIGKILL
         work()  # as the next run does
         assert folder.names() == ["step-2"] and about(folder, 2)["tokens"] == 20
-        folder.place(2).rename(folder.path.with_name(f"done-{calls}"))
+        folder.path_of(2).rename(folder.path.with_name(f"done-{calls}"))
     assert calls > 10 and seen == {(1,), (1, 2), (2,)}
 
 
@@ -90,10 +90,10 @@ def test_each_file_is_verified_by_one_part(folder, parts):
     save(folder, 1)
     files = {name: FileRecord(**record) for name, record in about(folder, 1)["files"].items()}
     for name in files:
-        path = folder.place(1) / name
+        path = folder.path_of(1) / name
         content = path.read_bytes()
         path.write_bytes(content[:-1] + b"x")
-        actual = [file_fault(files, folder.place(1), part, parts) for part in range(parts)]
+        actual = [file_fault(files, folder.path_of(1), part, parts) for part in range(parts)]
         assert list(filter(None, actual)) == [f"file {name} has other bytes than were written"]
         path.write_bytes(content)
 
@@ -101,7 +101,7 @@ def test_each_file_is_verified_by_one_part(folder, parts):
 def test_changed_fields_are_damaged_and_copies_are_kept(folder):
     for step in (1, 2):
         save(folder, step)
-    path = folder.place(1) / "about.json"
+    path = folder.path_of(1) / "about.json"
     path.write_text(path.read_text().replace('"tokens": 10', '"tokens": 11'))
     with pytest.raises(Damaged, match=r"about\.json has other bytes than were written"):
         about(folder, 1)
@@ -115,9 +115,9 @@ def test_changed_fields_are_damaged_and_copies_are_kept(folder):
 
 
 def test_retention_keeps_the_newest_and_those_that_a_number_divides(folder):
-    assert superseded([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
-    assert superseded([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
-    assert superseded([2, 4], 2, 3) == [] and superseded([], 1, None) == []
+    assert steps_to_delete([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
+    assert steps_to_delete([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
+    assert steps_to_delete([2, 4], 2, 3) == [] and steps_to_delete([], 1, None) == []
     for step in (10, 9, 11, 100):
         save(folder, step)
     assert folder.steps() == [9, 10, 11, 100]  # by number, not by name

@@ -379,6 +379,6 @@ def test_a_launcher_is_gone_when_the_parent_process_is_another(monkeypatch):
     alone = Launcher()
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     launched = Launcher()
-    assert launched.pid == os.getppid() and not launched.gone
+    assert launched.pid == os.getppid() and not launched.has_exited
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launched.gone and not alone.gone
+    assert launched.has_exited and not alone.has_exited

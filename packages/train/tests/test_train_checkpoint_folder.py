@@ -57,7 +57,7 @@ def folder(tmp_path) -> CheckpointFolder:
 def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
     save(folder, 7)
     assert checkpoint_fault(folder, 7) is None
-    path = folder.place(7) / name
+    path = folder.path_of(7) / name
     if change is None:
         path.unlink()
     else:
@@ -69,7 +69,7 @@ def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
 
 def rewrite(folder: CheckpointFolder, step: int, change) -> None:
     """Changes the fields of a manifest, with a checksum that fits."""
-    manifest = folder.place(step) / MANIFEST
+    manifest = folder.path_of(step) / MANIFEST
     fields = json.loads(manifest.read_text())
     fields.pop("crc32")
     fields = change(fields)
@@ -79,16 +79,16 @@ def rewrite(folder: CheckpointFolder, step: int, change) -> None:
 @pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-1.safetensors"])
 def test_a_checkpoint_with_a_changed_file_is_not_exported(folder, tmp_path, name):
     save(folder, 7)
-    path = folder.place(7) / name
+    path = folder.path_of(7) / name
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    messages = refusal(export, [folder.place(7), tmp_path / "exported"])
+    messages = refusal(export, [folder.path_of(7), tmp_path / "exported"])
     assert f"file {name} has other bytes than were written" in messages and not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("version", [1, 2, FORMAT + 1])
 def test_another_format_is_refused_and_not_damaged(folder, version):
     save(folder, 1)
-    fields = json.loads((folder.place(1) / MANIFEST).read_text())
+    fields = json.loads((folder.path_of(1) / MANIFEST).read_text())
     assert fields["format"] == FORMAT == 3 and fields["files"]["rank-0.safetensors"]["size"] == 2300
     rewrite(folder, 1, lambda fields: fields | {"format": version})
     with pytest.raises(ValueError, match=rf"step-1 has format {version}\b.* format {FORMAT}\b") as error:
@@ -106,9 +106,9 @@ def test_a_folder_without_a_manifest_is_damaged(folder):
 def test_unknown_fields_are_ignored_and_new_ones_optional(folder):
     save(folder, 1)
     rewrite(folder, 1, lambda fields: fields | {"colour": "red", "settings": {"lr": "1"}})
-    assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.place(1)).settings == {"lr": "1"}
+    assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.path_of(1)).settings == {"lr": "1"}
     rewrite(folder, 1, lambda fields: {name: value for name, value in fields.items() if name != "settings"})
-    assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.place(1)).settings == {}
+    assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.path_of(1)).settings == {}
 
 
 def without(*names: str):
@@ -143,7 +143,7 @@ def test_a_manifest_of_another_shape_is_damaged(folder, change, fault):
 
 def test_a_manifest_that_is_nested_too_deeply_is_damaged(folder):
     save(folder, 7)
-    (folder.place(7) / MANIFEST).write_text("[" * 100_000)
+    (folder.path_of(7) / MANIFEST).write_text("[" * 100_000)
     assert checkpoint_fault(folder, 7).startswith("manifest.json cannot be read (brackets are nested too deeply")
 
 
@@ -166,10 +166,10 @@ def test_a_file_that_may_not_be_read_is_not_damaged(folder, monkeypatch, name, e
 def test_a_copy_under_the_name_of_another_step_is_kept(folder):
     save(folder, 8)
     for step, name in {40: "step-40.copy", 41: "step-41.copy"}.items():
-        shutil.copytree(folder.place(8), folder.place(step))
+        shutil.copytree(folder.path_of(8), folder.path_of(step))
         assert checkpoint_fault(folder, step) == "manifest.json is that of step 8"
         assert folder.set_aside(step, is_copy(folder, step)).name == name
-    shutil.copytree(folder.place(8), folder.place(40))
+    shutil.copytree(folder.path_of(8), folder.path_of(40))
     assert folder.set_aside(40, is_copy(folder, 40)).name == "step-40.copy-1"
     save(folder, 40)
     folder.clear()

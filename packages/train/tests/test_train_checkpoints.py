@@ -453,8 +453,8 @@ def change_meanwhile(config: Config) -> None:
             gate.set()
             saved.start(2)  # at most one is in flight
             assert saved.folder.steps()[0] == 1
-            assert saved.finish(2) == saved.folder.place(2)  # nothing is written twice
-        first, second = (weights(saved.folder.place(step), run) for step in (1, 2))
+            assert saved.finish(2) == saved.folder.path_of(2)  # nothing is written twice
+        first, second = (weights(saved.folder.path_of(step), run) for step in (1, 2))
     assert any(x.any() for x in before.values()) and all(torch.equal(first[name], before[name]) for name in before)
     assert not any(x.any() for x in second.values())
 
@@ -510,7 +510,7 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
                 saved.finish(4)
             assert sorted(saved.folder.names()) == ["step-1", "step-3"] and checkpoint_fault(saved.folder, 3) is None
             dist.barrier()  # all have looked
-            assert saved.finish(5) == saved.folder.place(5)
+            assert saved.finish(5) == saved.folder.path_of(5)
     return messages
 
 

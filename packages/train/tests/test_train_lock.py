@@ -206,7 +206,7 @@ def test_a_run_that_lost_its_folder_commits_and_reports_nothing(tmp_path):
         lambda: folder.set_aside(1, copy=False),
         folder.clear,
         lambda: journal.event("saved", 2, ""),
-        lambda: journal.resumed(0),
+        lambda: journal.on_resume(0),
     ):
         with pytest.raises(LockLost):
             late()

@@ -9,19 +9,19 @@ import pytest
 
 from armillary.train.reporting import journal
 from armillary.train.reporting.metrics import StepMetrics
-from armillary.train.reporting.plot import plot_runs, read_curves, smoothed
+from armillary.train.reporting.plot import moving_average, plot_runs, read_curves
 from armillary.train.reporting.plot_cli import main
 
 
 def write_run(folder, steps=40, bad=None):
     folder.mkdir()
     written = journal.Journal(folder / "metrics.jsonl")
-    written.resumed(0)
+    written.on_resume(0)
     for step in range(1, steps + 1):
         loss = float("nan") if step == bad else 5.0 / step
         written.step(StepMetrics(step, loss, 1.0 / step, 1e-3, 1, 1.0, 1.0, None, 1.0, step))
         if step % 10 == 0:
-            written.validated(step, {"loss": 5.5 / step, "recall": 0.5})
+            written.on_validation(step, {"loss": 5.5 / step, "recall": 0.5})
     written.close()
     return folder
 
@@ -29,7 +29,7 @@ def write_run(folder, steps=40, bad=None):
 def test_curves_are_read_from_a_file_with_restarts_bad_steps_and_half_a_line(tmp_path):
     folder = write_run(tmp_path / "run", bad=7)
     reopened = journal.Journal(folder / "metrics.jsonl")
-    reopened.resumed(35)
+    reopened.on_resume(35)
     reopened.close()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('no record\n{"step": 36, "los')
@@ -42,9 +42,9 @@ def test_curves_are_read_from_a_file_with_restarts_bad_steps_and_half_a_line(tmp
 
 def test_smoothing_averages_finite_values():
     values = np.array([8.0, 4.0, 3.0, np.nan, 5.0, 7.0])
-    assert smoothed(values, 0)[[0, 1, 2, 4, 5]].tolist() == [8.0, 4.0, 3.0, 5.0, 7.0]
-    assert smoothed(values, 1).tolist() == [8.0, 5.0, 3.5, 4.0, 6.0, 6.0]
-    assert np.isnan(smoothed(np.array([np.nan, np.nan]), 1)).all()
+    assert moving_average(values, 0)[[0, 1, 2, 4, 5]].tolist() == [8.0, 4.0, 3.0, 5.0, 7.0]
+    assert moving_average(values, 1).tolist() == [8.0, 5.0, 3.5, 4.0, 6.0, 6.0]
+    assert np.isnan(moving_average(np.array([np.nan, np.nan]), 1)).all()
 
 
 def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch, capsys):

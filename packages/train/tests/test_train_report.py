@@ -35,7 +35,7 @@ from armillary.train import (
 from armillary.train.config.check import check_log
 from armillary.train.reporting import journal as journals
 from armillary.train.reporting.journal import Journal
-from armillary.train.reporting.metrics import StepMetrics, averaged
+from armillary.train.reporting.metrics import StepMetrics, average
 from armillary.train.reporting.report import Reporter
 from armillary.train.reporting.screen import Screen
 from armillary.train.runtime.background import GuardedSink
@@ -160,18 +160,18 @@ def test_a_stopped_run_draws_its_picture_too(worlds, tmp_path):
 
 def test_rates_of_a_line_cover_all_steps_since_the_previous_line():
     steps = [metrics(1, rate=100.0, seconds=3.0), metrics(2, rate=20.0, seconds=1.0)]
-    both = averaged(steps)
+    both = average(steps)
     assert (both.step, both.tokens_per_second, both.tflops, both.utilisation) == (2, 80.0, 0.8, None)
     on_gpu = [replace(step, utilisation=step.tflops) for step in steps]
-    assert averaged(on_gpu).utilisation == pytest.approx(0.8)
+    assert average(on_gpu).utilisation == pytest.approx(0.8)
 
 
 def test_lines_are_plain_where_there_is_no_terminal(capsys):
     screen = Screen(steps=30, every=10)
-    screen.resumed(12)
+    screen.on_resume(12)
     for step in range(13, 31):
         screen.step(metrics(step))
-    screen.validated(30, {"loss": 1.5, "recall": 0.25})
+    screen.on_validation(30, {"loss": 1.5, "recall": 0.25})
     screen.print("[not markup]")
     screen.close()
     lines = capsys.readouterr().out.splitlines()
@@ -189,7 +189,7 @@ def test_on_a_terminal_a_bar_tells_steps_time_left_and_loss(monkeypatch):
         reader.start()
         monkeypatch.setattr(sys, "stdout", terminal)
         screen = Screen(steps=40, every=10)
-        screen.resumed(10)
+        screen.on_resume(10)
         for step in range(11, 21):
             screen.step(metrics(step, loss=3.25))
         screen.close()
@@ -215,10 +215,10 @@ def read_some(fd: int) -> bytes:
 def report(config: Config, resumed: int, steps: list[int]) -> str:
     output = io.StringIO()
     with redirect_stdout(output), process_group(config), Reporter(config) as reporter:
-        reporter.resumed(resumed)
+        reporter.on_resume(resumed)
         for step in steps:
             reporter.step(metrics(step, loss=step + resumed / 100))
-            reporter.validated(step, {"loss": 1.0})
+            reporter.on_validation(step, {"loss": 1.0})
     return output.getvalue()
 
 
@@ -240,7 +240,7 @@ def test_a_start_from_nothing_begins_the_file_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         journal = Journal(path)
-        journal.resumed(0)
+        journal.on_resume(0)
         journal.step(metrics(1))
         journal.close()
     assert [record["step"] for record in journals.read(path)] == [0, 0, 1]
@@ -249,7 +249,7 @@ def test_a_start_from_nothing_begins_the_file_anew(tmp_path):
 def test_numbers_that_are_not_finite_are_null_and_marked(tmp_path):
     journal = Journal(tmp_path / "metrics.jsonl")
     journal.step(metrics(1, loss=float("nan")))
-    journal.validated(1, {"loss": float("inf")})
+    journal.on_validation(1, {"loss": float("inf")})
     journal.step(metrics(2))
     journal.close()
     bad, validated, good = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -260,7 +260,7 @@ def test_numbers_that_are_not_finite_are_null_and_marked(tmp_path):
 
 def failing(config: Config) -> None:
     with process_group(config), Reporter(config) as reporter:
-        reporter.resumed(0)
+        reporter.on_resume(0)
         reporter.step(metrics(1, loss=float("nan")))
         raise FloatingPointError("step 2: loss nan")
 
@@ -304,14 +304,14 @@ class Awkward:
     def __init__(self) -> None:
         self.steps, self.go_on = 0, threading.Event()
 
-    def resumed(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         pass
 
     def step(self, metrics: StepMetrics) -> None:
         self.steps += 1
         raise OSError("the disk is full")
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def on_validation(self, step: int, values: dict[str, float]) -> None:
         self.go_on.wait()
 
     def event(self, kind: str, step: int, text: str) -> None:
@@ -334,7 +334,7 @@ def test_a_failing_sink_is_reported_once_and_retried():
 def test_a_sink_that_hangs_is_not_waited_for():
     sink, messages = Awkward(), list[str]()
     guarded = GuardedSink(sink, messages.append, capacity=5)
-    guarded.submit(lambda: sink.validated(1, {}))
+    guarded.submit(lambda: sink.on_validation(1, {}))
     for _ in range(10):
         guarded.submit(lambda: None)
     assert messages == ["Awkward has 5 reports waiting; more are lost"]

@@ -36,7 +36,7 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | Non
     return getattr(options, "_timeout", None)
 
 
-def group_named(name: str) -> dist.ProcessGroup:
+def find_group(name: str) -> dist.ProcessGroup:
     """Returns the process group whose `group_name` is `name`."""
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
 
@@ -135,7 +135,7 @@ def default_store() -> dist.Store:
     return cast(Any, dist.distributed_c10d)._get_default_store()
 
 
-def unboxed(group: Any) -> dist.ProcessGroup:
+def unbox_group(group: Any) -> dist.ProcessGroup:
     """Returns the process group from the argument of an op of torch.distributed."""
     return cast(Any, dist.ProcessGroup).unbox(group)
 
@@ -255,7 +255,7 @@ def transforms_on() -> bool:
     return cast(Any, torch)._C._functorch.maybe_current_level() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
-def transformed(x: Tensor) -> bool:
+def is_transformed(x: Tensor) -> bool:
     """Returns True if a transform of torch.func, or forward-mode AD, tracks `x`."""
     if cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x):
         return True

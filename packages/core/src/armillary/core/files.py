@@ -12,15 +12,15 @@ from typing import Any, TypeGuard
 
 def parse_json(text: str | bytes) -> Any:
     """Parses JSON. All errors are ValueErrors."""
-    return _parsed(json.loads, text)
+    return _parse_nested(json.loads, text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parses TOML. All errors are ValueErrors."""
-    return _parsed(tomllib.loads, text)
+    return _parse_nested(tomllib.loads, text)
 
 
-def _parsed(parser: Callable[[Any], Any], text: str | bytes) -> Any:
+def _parse_nested(parser: Callable[[Any], Any], text: str | bytes) -> Any:
     try:
         return parser(text)
     except RecursionError:

@@ -20,7 +20,7 @@ from torch import Tensor
 from armillary.core.balancing.balance import balanced_spans
 from armillary.core.balancing.spread import TRAFFIC
 from armillary.core.balancing.traffic import PositionRuns, token_hops
-from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirrored
+from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.validation import check_choice, flag, integer
 
@@ -232,11 +232,11 @@ class SequenceLayout:
 
     def refine(self, n: int) -> SequenceLayout:
         """Cuts each shard into `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
-        return _refined(self, integer("n", n))
+        return _refine(self, integer("n", n))
 
     def coarsen(self, n: int) -> SequenceLayout:
         """Joins every `n` adjacent shards into one: the inverse of `refine`."""
-        return _coarsened(self, integer("n", n))
+        return _coarsen(self, integer("n", n))
 
 
 @lru_cache(maxsize=16)  # a layout of a million stripes takes a while to read
@@ -250,7 +250,7 @@ def _runs_by_start(layout: SequenceLayout) -> tuple[Integers, Integers, list[tup
 
 # Cached: every attention call of every layer derives the same layouts.
 @lru_cache(maxsize=256)
-def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
+def _refine(layout: SequenceLayout, n: int) -> SequenceLayout:
     smallest = min(layout.sizes)
     if n < 1 or smallest < n:
         min_tokens = layout.shards * n
@@ -260,7 +260,7 @@ def _refined(layout: SequenceLayout, n: int) -> SequenceLayout:
 
 
 @lru_cache(maxsize=256)
-def _coarsened(layout: SequenceLayout, n: int) -> SequenceLayout:
+def _coarsen(layout: SequenceLayout, n: int) -> SequenceLayout:
     if n < 1 or layout.shards % n:
         raise ValueError(f"cannot join {layout.shards} shards in groups of {n}; {n} must divide {layout.shards}")
     if n == 1:
@@ -288,7 +288,7 @@ def attention_balance(
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_of(layout.length, causal, window, documents, mask)
-    counts = [KeyCounts.of(mirrored(row) if flag("of_keys", of_keys) else row) for row in rows]
+    counts = [KeyCounts.of(mirror(row) if flag("of_keys", of_keys) else row) for row in rows]
     positions_by_shard = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in positions_by_shard]
     return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
@@ -316,7 +316,7 @@ def attention_traffic(
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_of(layout.length, causal, window, documents, mask)
     segments = PositionRuns.of_spans(layout.spans(shard) for shard in range(layout.shards))
-    rows = [mirrored(row) for row in rows] if flag("of_queries", of_queries) else rows
+    rows = [mirror(row) for row in rows] if flag("of_queries", of_queries) else rows
     return token_hops(segments, layout.shards, rows)
 
 

@@ -87,19 +87,19 @@ def band(causal: bool, window: Window | None) -> Window:
     return None if left_width is None else -left_width, right_width
 
 
-def widened(counts: Integers, rows: int, columns: int) -> Integers:
+def widen(counts: Integers, rows: int, columns: int) -> Integers:
     """Returns the counts in a dtype that can represent `rows * columns`: Python's integers beyond 64 bits."""
     return counts.astype(object) if rows * columns > FAR else counts
 
 
-def mirrored(slices: Slices) -> Slices:
+def mirror(slices: Slices) -> Slices:
     """Returns the slices with queries and keys exchanged."""
     transposed_slices = slices[:, [2, 3, 0, 1, 5, 4]]
     transposed_slices[:, 4:] *= -1
     return transposed_slices
 
 
-def trimmed(slices: Slices) -> Slices:
+def trim(slices: Slices) -> Slices:
     """Returns slices of the same pairs in which every query and key has a visible partner, without empty slices."""
     q0, q1, k0, k1, low, high = slices.T
     # A query needs a key in its band, then a key needs one of the remaining queries.
@@ -130,8 +130,8 @@ class KeyCounts:
 
         So its count is a difference of two bounds, each of which is linear in i with one bend.
         """
-        slices = trimmed(slices)
-        q0, q1, k0, k1, low, high = widened(slices, *(int(slices[:, i].max(initial=0)) for i in (1, 3))).T
+        slices = trim(slices)
+        q0, q1, k0, k1, low, high = widen(slices, *(int(slices[:, i].max(initial=0)) for i in (1, 3))).T
         # The upper bound rises with i until `until`, the lower bound from `since` on; both are constant elsewhere.
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
         ones = np.ones_like(q0)

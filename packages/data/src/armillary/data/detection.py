@@ -57,8 +57,8 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
     try:
         return TextTokenizer.read(path, begin_of_document=begin_of_document)
     except ImportError as error:
-        place = "in" if path.is_dir() else "at"
-        raise ValueError(f"the tokenizer {place} {path} cannot be read: {error}") from error
+        preposition = "in" if path.is_dir() else "at"
+        raise ValueError(f"the tokenizer {preposition} {path} cannot be read: {error}") from error
 
 
 def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer | None:

@@ -71,11 +71,11 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
     stops = stops[np.diff(stops, prepend=0) > 0]
     begins = np.concatenate([[0], stops[:-1]])
     # The document of each slice, and the slice's start within it.
-    place = np.searchsorted(ends, begins, "right")
-    starts = begins - (ends[place] - lengths[order[place]])
+    index = np.searchsorted(ends, begins, "right")
+    starts = begins - (ends[index] - lengths[order[index]])
     # The first slice of each row: rows begin at multiples of N in the concatenation.
     first = np.searchsorted(begins, np.arange(0, total + length, length))
-    return Packed(order[place], starts, stops - begins, first)
+    return Packed(order[index], starts, stops - begins, first)
 
 
 def best_fit(lengths: Index, length: int, key: str) -> Packed:

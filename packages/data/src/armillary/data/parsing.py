@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from armillary.data.console.quantity import whole
+from armillary.data.console.quantity import whole_number
 
 Parsed = TypeVar("Parsed")
 
@@ -46,7 +46,7 @@ def quantities() -> ConstructorRegistry:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="INT",
-            instance_from_str=lambda words: whole(words[0]),
+            instance_from_str=lambda words: whole_number(words[0]),
             is_instance=lambda value: isinstance(value, int),
             str_from_instance=lambda value: [str(value)],
         )

@@ -150,7 +150,7 @@ class TokenStore:
             return self.trees.tree(start, stop)
         return SegmentTree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
 
-    def bounded(self, size: int) -> TokenStore:
+    def with_vocabulary(self, size: int) -> TokenStore:
         """Returns the store with a vocabulary of `size` tokens, if its files do not record a size."""
         if self.vocabulary.size is not None:
             return self

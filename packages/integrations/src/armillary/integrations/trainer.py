@@ -99,7 +99,7 @@ class ContextParallelTrainer(SharedRowsTrainer):
         self.share_rows(cp)
         # The trainer lets the smoother shift labels of causal models; those of a shard are shifted already.
         smoother: Any = self.label_smoother
-        self.label_smoother = smoother and partial(_smooth_shifted, smoother)
+        self.label_smoother = smoother and partial(_smooth_unshifted, smoother)
 
     def compute_loss(
         self,
@@ -151,7 +151,7 @@ class ContextParallelTrainer(SharedRowsTrainer):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.cp.ranks
 
 
-def _smooth_shifted(smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
+def _smooth_unshifted(smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
     """Calls a label smoother with labels that are shifted already."""
     return smoother(outputs, labels, shift_labels=False, **kwargs)
 

@@ -70,7 +70,7 @@ class Context:
 @lru_cache(maxsize=8)
 def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
     """Returns the mask with a window. Cached, so that all layers share one object: a mask may hold many documents."""
-    return mask.narrowed(left_width)
+    return mask.narrow(left_width)
 
 
 class Block(nn.Module):

@@ -317,7 +317,7 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
     layers = Counter(windows)
     pairs = 0
     for window, count in layers.items():
-        layer_mask = mask.narrowed(None if window is None else window - 1)
+        layer_mask = mask.narrow(None if window is None else window - 1)
         pairs += count * sum(layer_mask.pairs(length, row) for row in range(rows))
     return pairs / (length * rows)
 

@@ -88,7 +88,7 @@ def takes_dtensors(forward: F) -> F:
         if isinstance(positions, DTensor):
             check_positions(positions, ids)
             positions = local_of(positions)
-        return placed_as(ids, forward(model, local_of(ids), positions=positions, layout=layout, **options))
+        return place_like(ids, forward(model, local_of(ids), positions=positions, layout=layout, **options))
 
     return cast(F, local_or_placed)
 
@@ -122,7 +122,7 @@ def sums_dtensors(loss: F) -> F:
             if first == "logits" and arguments.get("axis") is not None:
                 arguments.setdefault("vocabulary", arguments[first].shape[2])
             arguments[first] = local_of(arguments[first])
-        return placed_as(like, loss(**arguments | {"labels": labels if labels is not like else local_of(like)}))
+        return place_like(like, loss(**arguments | {"labels": labels if labels is not like else local_of(like)}))
 
     return cast(F, local_or_placed)
 
@@ -143,13 +143,13 @@ def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method
         check_tokens("ids", ids, method, layout, (Shard(0), Replicate()))
         if layout is None and method.shards > 1:
             raise ValueError(f"ids {describe(ids)} on {method.shards} sequence ranks need layout=")
-    for place, name in enumerate(names):
-        if ids.placements[place] == Shard(1):
+    for dim, name in enumerate(names):
+        if ids.placements[dim] == Shard(1):
             continue
         if tensor_axis is not None and name == tensor_axis.name:
             check_placement("ids", ids, mesh_dim(ids, tensor_axis), Replicate())
         elif name in ROW_AXES:
-            check_placement("ids", ids, place, Shard(0))
+            check_placement("ids", ids, dim, Shard(0))
     rows = nested_sizes(ids.shape[0], [ids.device_mesh.size(i) for i, p in enumerate(ids.placements) if p == Shard(0)])
     if 0 in rows:
         raise ValueError(f"{ids.shape[0]} rows of {describe(ids)} leave some ranks without rows: {rows}")
@@ -187,12 +187,12 @@ def check_positions(positions: DTensor, ids: DTensor) -> None:
 def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> None:
     """Raises ValueError unless labels are replicated or sharded by rows or tokens, and x is placed like them."""
     expected: list[Placement] = list(labels.placements)
-    for place, name in enumerate(axis_names("labels", labels)):
+    for dim, name in enumerate(axis_names("labels", labels)):
         if axis is not None and name == axis.name:
             check_placement("labels", labels, mesh_dim(labels, axis), Replicate())
-            expected[place] = Shard(2)
-        elif labels.placements[place] not in (Replicate(), Shard(0)):
-            check_placement("labels", labels, place, Shard(1))
+            expected[dim] = Shard(2)
+        elif labels.placements[dim] not in (Replicate(), Shard(0)):
+            check_placement("labels", labels, dim, Shard(1))
     if not isinstance(x, DTensor):
         return
     if axis is not None and first != "logits":
@@ -225,13 +225,13 @@ def check_alike(name: str, x: DTensor, other: str, like: DTensor, placements: Se
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def placed_as(like: DTensor, result: Any) -> Any:
+def place_like(like: DTensor, result: Any) -> Any:
     """Returns a result with DTensors: tensors of this rank's tokens placed like `like`, scalars as `Partial` sums."""
     local = like.to_local().shape
-    sums = {place: Partial() for place, placement in enumerate(like.placements) if isinstance(placement, Shard)}
-    placements = [sums.get(place, placement) for place, placement in enumerate(like.placements)]
+    sums = {dim: Partial() for dim, placement in enumerate(like.placements) if isinstance(placement, Shard)}
+    placements = [sums.get(dim, placement) for dim, placement in enumerate(like.placements)]
 
-    def place(x: Tensor) -> Tensor:
+    def place_tensor(x: Tensor) -> Tensor:
         if isinstance(x, DTensor):
             check_alike("the result", x, "tokens", like, placements if x.ndim == 0 else like.placements)
             return x
@@ -239,4 +239,4 @@ def placed_as(like: DTensor, result: Any) -> Any:
             return dtensor_like(like, x, (), dict(sums))
         return dtensor_like(like, x, (*like.shape, *x.shape[2:])) if x.shape[:2] == local else x
 
-    return pytree.tree_map_only(Tensor, place, result)
+    return pytree.tree_map_only(Tensor, place_tensor, result)

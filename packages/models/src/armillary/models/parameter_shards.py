@@ -76,10 +76,10 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
         if cut_dim is None or cut_dim % dims != dim:
             continue
         # The axis cuts after those axes of the order whose ranks multiply to `parts`.
-        places = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == part_count]
-        if not places:
+        candidates = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == part_count]
+        if not candidates:
             raise ValueError(f"{tuple(placements)}: {part_count} parts along dim {dim} are cut by no axes to the right")
-        order.insert(places[0], axis)
+        order.insert(candidates[0], axis)
     return order
 
 

@@ -19,7 +19,14 @@ from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import Inputs
 from armillary.attention.kernels.flash import FlashCall
-from armillary.attention.registry import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, NamedMethod, named_method, unplanned
+from armillary.attention.registry import (
+    ALIASES,
+    HEAD_METHODS,
+    SEQUENCE_METHODS,
+    NamedMethod,
+    methods_without_plan,
+    named_method,
+)
 from armillary.core import CommLedger, accumulation_dtype
 from armillary.core.observe.ledger import phase
 from armillary.data.console.table import Column, print_table
@@ -171,7 +178,7 @@ def choices(plan: BytesPlan) -> Iterator[Candidate]:
 def default_methods(plan: BytesPlan) -> list[str]:
     """Returns USP and the methods on one axis that support the ranks, except methods without a communication plan."""
     names = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
-    return [name for name in names if name not in unplanned("comm_plan")]
+    return [name for name in names if name not in methods_without_plan("comm_plan")]
 
 
 def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
@@ -191,7 +198,7 @@ def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
         p2p, closed_p2p = ledger.bytes(kind="p2p", phase=name), comm_plan.bytes(rank, "p2p", name)
         counted_bytes = Sent(p2p, ledger.bytes(phase=name) - p2p)
         formula_bytes = Sent(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
-        paper = published(shape, candidate.attention) if name == "forward" else None
+        paper = published_bytes(shape, candidate.attention) if name == "forward" else None
         rows.append(Row(candidate, (rank,), name, counted_bytes, formula_bytes, paper, ledger.messages(phase=name)))
     return rows
 
@@ -235,7 +242,7 @@ class AnyFlash(SimulatedFlash):
         return out, lse.to(accumulation_dtype(q.dtype))
 
 
-def published(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
+def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
     """Returns forward bytes under a full mask by WallFacer's paper (arXiv 2407.00611); None if it has no formula."""
     method, ranks = attention.method, shape.layout.shards
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
@@ -258,7 +265,7 @@ def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
     ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
     shape = f"N {amount(plan, 'tokens'):,}, H {plan.heads}, K {plan.key_heads}, D {plan.head_dim}, B {plan.rows}"
     print(f"{shape}, {plan.dtype}, {mask}, {ranks}")
-    for name in () if plan.attention else unplanned("comm_plan"):
+    for name in () if plan.attention else methods_without_plan("comm_plan"):
         print(f"skipped: {name} has no comm_plan")
     print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
     print_table(COLUMNS, map(cells, rows))

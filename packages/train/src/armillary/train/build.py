@@ -68,7 +68,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     mesh = mesh_of(config, device, axes)
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
-    stores = [store.bounded(vocab_size) for store in stores]
+    stores = [store.with_vocabulary(vocab_size) for store in stores]
     sizes = model_config(config.model, vocab_size, config.data.sequence_length)
     model, attention = shard_model(sizes, config, mesh, precision(config, device))
     attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device, axes["ring"])

@@ -72,7 +72,7 @@ def load_rows(
             "--data.packing best_fit"
         )
 
-    def balanced(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
+    def balanced_layout(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
         return attention.layout(length, "balanced", batch_mask(documents, parents, config.data.documents))
 
     def plan(batch: Batch) -> None:
@@ -91,7 +91,7 @@ def load_rows(
             replica=replica,
             replicas=config.replicas,
             reset_positions=config.data.reset_positions,
-            layout_for=balanced if kind == "balanced" and (config.data.documents or trees) else None,
+            layout_for=balanced_layout if kind == "balanced" and (config.data.documents or trees) else None,
             # Without documents every batch has the same mask and layout: the first call's plan serves all.
             plan=plan if config.data.documents or trees else None,
         )

@@ -77,7 +77,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
     ):
         watchdog.start_phase("restoring", 0)
         step = checkpoints.restore()
-        report.resumed(step)
+        report.on_resume(step)
         for line in schedule_notes(step, steps, config.optimizer):
             report.say(line)
         log, folder = config.log, config.train.output / "profile"
@@ -96,11 +96,11 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
             bad.count(step, result, batches)  # may stop the run
             summary.losses.append(result.loss)
             report.step(measure(run, step, batches, result, watch.last_seconds, checkpoints.tokens(step)))
-            with watch.paused():  # validation and saving do not count as step time
+            with watch.pause():  # validation and saving do not count as step time
                 if step % config.validation.every == 0 or step == steps:
                     watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
-                    report.validated(step, summary.validation)
+                    report.on_validation(step, summary.validation)
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.start_phase("saving", step)
                     checkpoints.start(step)
@@ -109,7 +109,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         # Nothing to save before the first step. After a bad step the weights may be its cause, so older ones are kept.
         summary.checkpoint = checkpoints.finish(step, prune=not bad.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
-        summary.elapsed, summary.picture = watch.elapsed(), report.finished(step)
+        summary.elapsed, summary.picture = watch.elapsed(), report.finish(step)
         if summary.losses or step >= steps:
             report.say(summary.text(dist.get_world_size()))
         if step < steps:

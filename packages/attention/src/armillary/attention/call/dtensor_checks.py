@@ -34,14 +34,14 @@ def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], opti
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
     meshes, placements = [x.device_mesh for x in metadata.values()], [x.placements for x in metadata.values()]
     shapes = [[index(size) for size in x.shape] for x in metadata.values()]  # numbers instead of symbols
-    error = _traced_error(index(method.registered_id), layout, key_layout, list(metadata), meshes, placements, shapes)
+    error = _error_in_trace(index(method.registered_id), layout, key_layout, list(metadata), meshes, placements, shapes)
     if error is not None:
         raise ValueError(error)
     return None
 
 
 @compat.constant_when_traced
-def _traced_error(
+def _error_in_trace(
     method_id: int,
     layout: str,
     key_layout: str,

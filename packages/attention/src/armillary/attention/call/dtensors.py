@@ -45,7 +45,7 @@ def attend_dtensors(
             communication.
     """
     q, k, v = _all_dtensors(q, k, v, sinks)
-    check_dtensors(method, {"q": q, "k": k, "v": v} | _distributed({"sinks": sinks}), options)
+    check_dtensors(method, {"q": q, "k": k, "v": v} | _dtensors_of({"sinks": sinks}), options)
     if isinstance(sinks, DTensor):
         sinks = local_of(sinks, _sinks_gradient(sinks, q.placements))
     local_out, lse = attend(method, local_of(q), local_of(k), local_of(v), sinks, options)
@@ -77,8 +77,8 @@ def project_dtensors(
     """
     if not isinstance(x, DTensor):
         raise ValueError("x is local and sinks are a DTensor; pass both as DTensors or both as local tensors")
-    parameters = _distributed({f"parameter {i}": parameter for i, parameter in enumerate(projections.parameters())})
-    check_dtensors(method, {"x": x} | _distributed({"sinks": sinks}) | parameters, options)
+    parameters = _dtensors_of({f"parameter {i}": parameter for i, parameter in enumerate(projections.parameters())})
+    check_dtensors(method, {"x": x} | _dtensors_of({"sinks": sinks}) | parameters, options)
     placements = head_placements(x, parameters.values())
     if isinstance(sinks, DTensor):
         sinks = local_of(sinks, _sinks_gradient(sinks, placements))
@@ -92,7 +92,7 @@ def project_dtensors(
     return dtensor_like(x, out, shape, dict(enumerate(placements)))
 
 
-def _distributed(tensors: Mapping[str, Tensor | None]) -> dict[str, DTensor]:
+def _dtensors_of(tensors: Mapping[str, Tensor | None]) -> dict[str, DTensor]:
     return {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
 
 

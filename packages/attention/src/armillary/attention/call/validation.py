@@ -31,7 +31,7 @@ def check_call(
     if options.kernel is None:
         options = options._replace(kernel=method.kernel)
     key = call_properties(q, k, v, sinks)
-    return _cached(method, key, options, lambda: _check_tensors_and_layout(method, q, k, v, sinks, options, None))
+    return _lookup_spec(method, key, options, lambda: _check_tensors_and_layout(method, q, k, v, sinks, options, None))
 
 
 def check_projected_call(
@@ -57,10 +57,10 @@ def check_projected_call(
     if cache_key is None:
         return check()
     autocast_dtype = torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else None
-    return _cached(method, ("projected", cache_key, autocast_dtype, *call_properties(x, sinks)), options, check)
+    return _lookup_spec(method, ("projected", cache_key, autocast_dtype, *call_properties(x, sinks)), options, check)
 
 
-def _cached(
+def _lookup_spec(
     method: AttentionMethod,
     key: tuple[Hashable, ...],
     options: AttentionOptions,
@@ -240,7 +240,7 @@ def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
 
 def check_transforms(*tensors: Tensor | None) -> None:
     """Raises ValueError for tensors under torch.func or forward-mode AD, whose tangents would silently become 0."""
-    if compat.transforms_on() and any(x is not None and compat.transformed(x) for x in tensors):
+    if compat.transforms_on() and any(x is not None and compat.is_transformed(x) for x in tensors):
         raise ValueError(
             "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "
             "backward() or torch.autograd.grad"

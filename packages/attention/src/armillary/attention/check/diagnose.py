@@ -130,24 +130,24 @@ def wrong_time(evidence: Evidence) -> str:
 # Rules for right logits. Each returns the numbers that fit its signature, or None.
 
 
-def averaged(evidence: Evidence) -> str | None:
+def averaged_gradients(evidence: Evidence) -> str | None:
     """All gradients are off by the factor 1 / P."""
     return _one_factor(evidence, 1 / evidence.first_wrong.run.ranks)
 
 
-def summed_twice(evidence: Evidence) -> str | None:
+def doubly_summed_gradients(evidence: Evidence) -> str | None:
     """All gradients are off by the factor P."""
     return _one_factor(evidence, evidence.first_wrong.run.ranks)
 
 
-def scaled(evidence: Evidence) -> str | None:
+def scaled_gradients(evidence: Evidence) -> str | None:
     """All gradients are off by one factor that is neither 1 / P nor P."""
-    if averaged(evidence) or summed_twice(evidence):
+    if averaged_gradients(evidence) or doubly_summed_gradients(evidence):
         return None
     return _one_factor(evidence, None)
 
 
-def not_reduced(evidence: Evidence) -> str | None:
+def unreduced_gradients(evidence: Evidence) -> str | None:
     """Some parameters' gradients differ between ranks, and their sum is right up to a factor."""
     comparison = evidence.first_wrong
     partial = [x for x in comparison.wrong_gradients if x.ranks_differ and x.sum_factor is not None]
@@ -171,7 +171,7 @@ def labels_shifted_late(evidence: Evidence) -> str | None:
     return f"logits are right, their gradient is wrong at tokens {spans(wrong)}, where shards end"
 
 
-def loss_averaged(evidence: Evidence) -> str | None:
+def locally_averaged_loss(evidence: Evidence) -> str | None:
     """The gradient of the logits is off by one factor per rank, and the factors differ."""
     comparison = evidence.first_wrong
     gradient = comparison.token_error("gradient of logits")
@@ -257,7 +257,7 @@ def no_halo(evidence: Evidence) -> str | None:
     return f"{activation.name} is wrong at tokens {spans(wrong)}, within {reach} of the end of a shard"
 
 
-def own_shard(evidence: Evidence) -> str | None:
+def local_attention(evidence: Evidence) -> str | None:
     """Another first token changes nothing on other ranks."""
     activation = evidence.first_wrong.first_wrong_activation
     if evidence.first_token_reaches is not False or activation is None:
@@ -289,7 +289,7 @@ def layers_share(evidence: Evidence) -> str | None:
     )
 
 
-def window_dropped(evidence: Evidence) -> str | None:
+def dropped_window(evidence: Evidence) -> str | None:
     """The first wrong output is wrong from some token on where no shard starts, at any length."""
     activation, first = evidence.first_wrong.first_wrong_activation, _first_beyond_window(evidence.first_wrong)
     if activation is None or first is None:
@@ -301,12 +301,12 @@ def window_dropped(evidence: Evidence) -> str | None:
 
 
 GRADIENT_RULES: Sequence[tuple[Mistake, Rule]] = (
-    (Mistake.AVERAGED, averaged),
-    (Mistake.SUMMED_TWICE, summed_twice),
-    (Mistake.SCALED, scaled),
-    (Mistake.NOT_REDUCED, not_reduced),
+    (Mistake.AVERAGED, averaged_gradients),
+    (Mistake.SUMMED_TWICE, doubly_summed_gradients),
+    (Mistake.SCALED, scaled_gradients),
+    (Mistake.NOT_REDUCED, unreduced_gradients),
     (Mistake.LABELS, labels_shifted_late),
-    (Mistake.LOSS_AVERAGED, loss_averaged),
+    (Mistake.LOSS_AVERAGED, locally_averaged_loss),
     (Mistake.LOW_PRECISION, low_precision),
     (Mistake.SHARED_MASK, layers_share_backward),
     (Mistake.LOSS, loss_alone),
@@ -315,10 +315,10 @@ FORWARD_RULES: Sequence[tuple[Mistake, Rule]] = (
     (Mistake.LOW_PRECISION, low_precision),
     (Mistake.DOCUMENTS, documents_leak),
     (Mistake.NO_HALO, no_halo),
-    (Mistake.OWN_SHARD, own_shard),
+    (Mistake.OWN_SHARD, local_attention),
     (Mistake.POSITIONS, positions_restart),
     (Mistake.SHARED_MASK, layers_share),
-    (Mistake.WINDOW, window_dropped),
+    (Mistake.WINDOW, dropped_window),
 )
 
 

@@ -68,7 +68,7 @@ class MethodReport:
         """Prints a table of all errors."""
         rows = [("mask", "layout", "tensor", "error")]
         rows += [(error.mask, error.layout, error.tensor, f"{error.error:.2g}") for error in self.errors]
-        print("\n".join(aligned(rows)))
+        print("\n".join(align_columns(rows)))
 
 
 def check_method(
@@ -111,7 +111,7 @@ def check_method(
         first, second = (_run(attend, shard_tensors, mask, layout) for _ in range(2))
         every = _all_ranks((attend.shard, first, second))
         shards = {shard: results for shard, results, _ in every}
-        for tensor, exact in _expected(tensors, mask).items():
+        for tensor, exact in _oracle_results(tensors, mask).items():
             copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in every for x in runs]
             if not all(torch.equal(a, b) for a, b in copies):
                 differing.append(f"{name} {kind}: {tensor}")
@@ -136,7 +136,7 @@ def relative_error(result: Tensor, expected: Tensor, floor: float = 0.0) -> floa
     return float("inf") if isnan(difference) or not size else difference / size
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -156,7 +156,7 @@ def _run(
     return {name: x.detach().cpu() for name, x in results}
 
 
-def _expected(tensors: Tensors, mask: AttentionMask) -> dict[str, Tensor]:
+def _oracle_results(tensors: Tensors, mask: AttentionMask) -> dict[str, Tensor]:
     q, k, v = (tensors[name].double().requires_grad_() for name in "qkv")
     out, lse = reference_attention(q, k, v, mask=mask, return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), tensors["dout"].double())

@@ -7,7 +7,7 @@ from typing import Any
 
 from armillary.attention.check.compare import Comparison, TensorError
 from armillary.attention.check.diagnose import Diagnosis, Evidence, diagnose, list_names, spans
-from armillary.attention.check.method import aligned
+from armillary.attention.check.method import align_columns
 
 NOT_CHECKED = ("GPU kernels (all ranks run on the CPU)", "dropout, if the step uses any", "speed and memory")
 
@@ -68,7 +68,7 @@ class ModelReport:
             f"{run.ranks} ranks against one: {run.rows} x {run.tokens} tokens, {str(run.dtype)[6:]}.",
             f"Errors are relative to one rank's norms; up to {limit:.0e} is right.",
             "",
-            *aligned(rows),
+            *align_columns(rows),
             "",
         ]
         for diagnosis in self.diagnoses:

@@ -181,7 +181,7 @@ def _slices(runs: _Runs, length: int) -> list[Slice]:
     first = 0
     counts = np.diff(runs.first)
     while first < length:
-        last, moves = _last_alike(runs, counts, first)
+        last, moves = _continue_run(runs, counts, first)
         for run in range(counts[first]):
             index = runs.first[first] + run
             slices.append(_slice(first, last, int(runs.starts[index]), int(runs.ends[index]), *moves[run].tolist()))
@@ -191,7 +191,7 @@ def _slices(runs: _Runs, length: int) -> list[Slice]:
     return slices
 
 
-def _last_alike(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
+def _continue_run(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
     """Returns (the last query that continues the progress of `first`; the moves of each run's start and end)."""
     run_count = int(counts[first])
     same_count = counts[first:] == run_count

@@ -15,7 +15,7 @@ class Registries(NamedTuple):
     masks: Any
 
     @staticmethod
-    def imported() -> Registries | None:
+    def find() -> Registries | None:
         """Returns the registries of transformers if this process has imported it, else None."""
         # Looked up, not imported: users of plain torch must not wait for the import of transformers.
         models, masks = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils"))
@@ -52,7 +52,7 @@ def refuse_models(reason: str) -> list[Refusal]:
 
     A model makes its masks first, so most are refused there; layers without a mask at their attention.
     """
-    registries = Registries.imported()
+    registries = Registries.find()
     if registries is None:
         return []
     functions = registries.attention

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
-from armillary.core.slices import Integers, Slices, widened
+from armillary.core.slices import Integers, Slices, widen
 
 
 def cell_edges(length: int, limit: int) -> Integers:
@@ -71,5 +71,5 @@ def count_positions(spans: Iterable[range], edges: Integers) -> Integers:
 def cell_areas(edges: Integers) -> Integers:
     """Returns the number of pairs of each cell, visible or not."""
     sizes = np.diff(edges)
-    sizes = widened(sizes, int(sizes.max()), int(sizes.max()))
+    sizes = widen(sizes, int(sizes.max()), int(sizes.max()))
     return sizes[:, None] * sizes[None, :]

@@ -26,8 +26,8 @@ def rank_colors(count: int) -> Colors:
     """Returns a colour for each of `count` ranks."""
     if count <= len(OKABE_ITO):
         return np.array(list(map(_rgb, OKABE_ITO[:count])))
-    ends, places = np.array(list(map(_rgb, CIVIDIS))), np.linspace(0, 2, count)
-    return np.stack([np.interp(places, np.arange(3), ends[:, channel]) for channel in range(3)], axis=1)
+    ends, points = np.array(list(map(_rgb, CIVIDIS))), np.linspace(0, 2, count)
+    return np.stack([np.interp(points, np.arange(3), ends[:, channel]) for channel in range(3)], axis=1)
 
 
 def _rgb(text: str) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The pairs that each rank computes, in a grid of cells, and the places of step numbers in its picture."""
+"""The pairs that each rank computes, in a grid of cells, and the positions of step numbers in its picture."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class ComputedCells:
             size = FONT_SCALE * int(cells.sum()) / max(longer_side, 1) / len(visible)
             if size >= FONT_SCALE * MIN_SHARE * 0.9:
                 y, x = np.add((q0, k0), _middle(cells))
-                color, place = text_color(colors[rank[y, x]]), (float(centers[x]), float(centers[y]))
-                yield StepLabel(*place, int(self.step[y, x]), color, min(size, MAX_FONT_SIZE))
+                color, center = text_color(colors[rank[y, x]]), (float(centers[x]), float(centers[y]))
+                yield StepLabel(*center, int(self.step[y, x]), color, min(size, MAX_FONT_SIZE))
 
 
 def has_steps(layout: SequenceLayout) -> bool:

@@ -97,10 +97,10 @@ def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor,
         capped = (values / scores.softcap).tanh()
         values, slope = capped * scores.softcap, (1 - capped**2) * scores.scale
     # -inf after the softcap, which would make it finite.
-    return values.masked_fill(_hidden(q, k, band), -torch.inf), slope
+    return values.masked_fill(_hidden_pairs(q, k, band), -torch.inf), slope
 
 
-def _hidden(q: Tensor, k: Tensor, band: Window) -> Tensor:
+def _hidden_pairs(q: Tensor, k: Tensor, band: Window) -> Tensor:
     """Returns a bool mask [T, S] of hidden pairs."""
     offset = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
     low, high = band

@@ -50,13 +50,13 @@ class Efficient(Batched, TopLeft):
         return tuple(piece for block in blocks for piece in super(Efficient, self).cut(block))
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = _aligned(q, _repeat_heads(k, q), _repeat_heads(v, q))
+        q, k, v = _align_rows(q, _repeat_heads(k, q), _repeat_heads(v, q))
         out, lse, *_ = _forward(q, k, v, None, None, None, None, None, 0.0, CAUSAL * causal, True, scale=scale)
         return out, lse[..., : q.shape[1]].transpose(1, 2)
 
     def call_backward(self, tensors: BackwardTensors, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = tensors
-        qkv = _aligned(q, _repeat_heads(k, q), _repeat_heads(v, q))
+        qkv = _align_rows(q, _repeat_heads(k, q), _repeat_heads(v, q))
         sizes = (None, None, q.shape[1], k.shape[1])
         padding = (0, -lse.shape[1] % LSE_MULTIPLE)
         lse = torch.nn.functional.pad(lse.transpose(1, 2), padding, value=torch.inf).contiguous()
@@ -76,7 +76,7 @@ def _split_columns(tile: Tile) -> list[Tile]:
     return _split(tile, tile.columns, tile.k0, tile.k1)
 
 
-def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _align_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors whose rows start at multiples of 16 bytes."""
     return tuple(contiguous_rows(x, 16 // x.itemsize) for x in tensors)
 

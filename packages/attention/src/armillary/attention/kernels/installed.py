@@ -14,14 +14,14 @@ from armillary.core import compat
 
 
 @compat.constant_when_traced
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """True if a module can be imported. Imports neither it nor the packages it is in."""
     return module_exists(module)
 
 
 @cache
 def module_exists(module: str) -> bool:
-    """`installed`, cached: the search takes longer than a kernel launch.
+    """`is_installed`, cached: the search takes longer than a kernel launch.
 
     The package alone proves nothing: flash-attn 4 also has a `flash_attn`, a namespace without version 2. `find_spec`
     of a submodule imports its packages, so their folders are searched here.

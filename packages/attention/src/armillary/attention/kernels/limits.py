@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.installed import installed
+from armillary.attention.kernels.installed import is_installed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of attention. Narrower ones need scales of their own."""
@@ -87,7 +87,7 @@ class Limits:
             return "has no softcap"
         if inputs.deterministic and not self.deterministic:
             return "adds gradients up in any order, and deterministic algorithms are required"
-        return None if self.module is None or installed(self.module) else f"{self.module} is not installed"
+        return None if self.module is None or is_installed(self.module) else f"{self.module} is not installed"
 
     def _refuses_capability(self, capability: tuple[int, int] | None) -> str | None:
         capability_text = "an unknown one" if capability is None else ".".join(map(str, capability))

@@ -54,12 +54,12 @@ class Sequences(NamedTuple):
 
 def _boundaries(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # A fake tensor belongs to its mode and must not outlive it.
-    return _copied_boundaries(counts, device) if compat.fakes_tensors() else _cached_boundaries(counts, device)
+    return _copy_boundaries(counts, device) if compat.fakes_tensors() else _cached_boundaries(counts, device)
 
 
-def _copied_boundaries(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _copy_boundaries(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     ends = torch.tensor((0, *counts), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return to_device(ends, device)
 
 
-_cached_boundaries = lru_cache(maxsize=256)(_copied_boundaries)
+_cached_boundaries = lru_cache(maxsize=256)(_copy_boundaries)

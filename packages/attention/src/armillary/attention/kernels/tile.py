@@ -11,8 +11,8 @@ from armillary.core.slices import count_pairs, slice_array
 class Tile(NamedTuple):
     """Rows q0..q1 and columns k0..k1 (ends excluded) of two shards; row a sees column b iff low <= b - a <= high.
 
-    Indices are local to the shards; a bound of None does not bind. A `trimmed` tile is canonical: every row and column
-    sees something, and a bound that binds nowhere is None.
+    Indices are local to the shards; None is no bound. A trimmed tile (`trim`) is canonical: every row and column has a
+    visible pair, and a bound that excludes no pair is None.
     """
 
     q0: int
@@ -35,13 +35,13 @@ class Tile(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Tile | None:
         """Returns the part in these rows, trimmed; None if it has no pairs."""
-        return self._replace(q0=max(self.q0, start), q1=min(self.q1, stop)).trimmed()
+        return self._replace(q0=max(self.q0, start), q1=min(self.q1, stop)).trim()
 
     def columns(self, start: int, stop: int) -> Tile | None:
         """Returns the part in these columns, trimmed; None if it has no pairs."""
-        return self._replace(k0=max(self.k0, start), k1=min(self.k1, stop)).trimmed()
+        return self._replace(k0=max(self.k0, start), k1=min(self.k1, stop)).trim()
 
-    def trimmed(self) -> Tile | None:
+    def trim(self) -> Tile | None:
         """Returns the canonical tile with the same pairs; None if it has none."""
         q0, q1, k0, k1, low, high = self
         if low is not None and high is not None and low > high:

@@ -15,7 +15,7 @@ from armillary.attention.mask.blocks import Blocks
 from armillary.attention.mask.chunked import Chunked, Origin
 from armillary.attention.mask.content import Content, Documents
 from armillary.attention.mask.image_spans import ImageSpans
-from armillary.attention.mask.pattern import Ends, Pattern, RowPattern, integers, offsets, shortened
+from armillary.attention.mask.pattern import Ends, Pattern, RowPattern, integers, offsets, short_repr
 from armillary.attention.mask.prefix import Prefix
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import Slice, SliceList
@@ -94,7 +94,7 @@ class AttentionMask:
         if self.causal and isinstance(pattern, RowMasks):
             raise ValueError("causal=True for rows of a batch; give each row a causal mask")
         if self.documents is not None and not pattern.takes_documents:
-            raise ValueError(f"documents={shortened(self.documents)} for {kind}, which takes none")
+            raise ValueError(f"documents={short_repr(self.documents)} for {kind}, which takes none")
         if self.per_row and not isinstance(pattern, (Chunked, RowMasks)):
             raise ValueError(f"{kind} is of one row; AttentionMask.rows takes one mask for each row")
 
@@ -212,9 +212,9 @@ class AttentionMask:
 
     def __repr__(self) -> str:
         fields = {"causal": self.causal, "window": self.window, "documents": self.documents, "pattern": self.pattern}
-        return f"{type(self).__name__}({', '.join(f'{name}={shortened(value)}' for name, value in fields.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={short_repr(value)}' for name, value in fields.items())})"
 
-    def narrowed(self, left: int | None) -> Self:
+    def narrow(self, left: int | None) -> Self:
         """Returns the mask with at most `left` keys before each query; itself if its window is no wider."""
         before, after = self.window or (None, None)
         if left is None or (before is not None and before <= left):
@@ -284,12 +284,12 @@ class AttentionMask:
         """Returns the mask of one row of the batch."""
         if isinstance(self.pattern, RowMasks):
             mask: Self = self.pattern.masks[row]
-            return mask if self.window is None else mask._intersected(self.window)
+            return mask if self.window is None else mask._intersect(self.window)
         if not self.per_row:
             return self
         return type(self)(self.causal, self.window, self.boundaries(row), self.pattern)
 
-    def _intersected(self, window: Window) -> Self:
+    def _intersect(self, window: Window) -> Self:
         """Returns the mask with the intersection of its window and another."""
         sides = zip(self.window or (None, None), window, strict=True)
         smallest = [min((side for side in pair if side is not None), default=None) for pair in sides]

@@ -51,7 +51,7 @@ class Pattern(ABC):
     def __repr__(self) -> str:
         code = type(self).__init__.__code__
         arguments = code.co_varnames[1 : code.co_argcount]
-        shown = ", ".join(f"{name}={shortened(value)}" for name, value in vars(self).items() if name in arguments)
+        shown = ", ".join(f"{name}={short_repr(value)}" for name, value in vars(self).items() if name in arguments)
         return f"{type(self).__name__}({shown})"
 
 
@@ -94,7 +94,7 @@ def offsets(ends: Ends, length: int) -> Integers:
     return positions - np.repeat(starts, np.diff(np.asarray(ends, dtype=np.int64)))
 
 
-def shortened(value: object) -> str:
+def short_repr(value: object) -> str:
     """Returns a value's repr, cut to 96 characters, for an error."""
     text = repr(value)
     return text if len(text) <= 96 else f"{text[:93]}..."

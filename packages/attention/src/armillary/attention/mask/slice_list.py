@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.slices import FAR, Integers, Slices, slice_array, trimmed
+from armillary.core.slices import FAR, Integers, Slices, slice_array, trim
 from armillary.core.validation import Window, integer
 
 MAX_COMPARED_PAIRS = 2**20
@@ -82,7 +82,7 @@ def check_disjoint(slices: Slices) -> None:
     Compares the slices that overlap in queries, or in keys if those are fewer.
     """
     # Sweep along the side with fewer overlaps, in batches of bounded size.
-    slices = trimmed(slices)
+    slices = trim(slices)
     order, counts = min((_overlaps(slices, column) for column in (0, 2)), key=lambda sweep: int(sweep[1].sum()))
     slices, ends = slices[order], np.append(0, counts.cumsum())
     while len(ends) > 1 and ends[-1] > ends[0]:
@@ -109,9 +109,9 @@ def _check_pairs(slices: Slices, start: int, ends: Integers) -> None:
     intersection[:, low_sides] = np.maximum(a[:, low_sides], b[:, low_sides])
     intersection[:, high_sides] = np.minimum(a[:, high_sides], b[:, high_sides])
     # Bands intersect like rectangles: the larger lower and the smaller upper bounds.
-    if len(common_pairs := trimmed(intersection)):
+    if len(common_pairs := trim(intersection)):
         i, _, k0, _, low, _ = common_pairs[0].tolist()
-        n = next(n for n in range(len(a)) if len(trimmed(intersection[n : n + 1])))
+        n = next(n for n in range(len(a)) if len(trim(intersection[n : n + 1])))
         raise ValueError(
             f"{_slice_of_row(a[n].tolist())} and {_slice_of_row(b[n].tolist())} share the pair of query {i} and key "
             f"{max(k0, i + low)}; slices must be disjoint"

@@ -21,7 +21,7 @@ class HeadShards(NamedTuple):
     keys: tuple[range, ...]
 
     @property
-    def shared(self) -> bool:
+    def has_shared_heads(self) -> bool:
         """True if a key/value head is on several ranks."""
         return any(a.stop > b.start for a, b in pairwise(self.keys))
 

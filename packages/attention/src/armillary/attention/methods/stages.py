@@ -65,7 +65,7 @@ class KeyHeads(NamedTuple):
         return cls(heads, tuple(range(start, start + len(keys)) for start, keys in zip(starts, by_rank, strict=True)))
 
     @property
-    def shared(self) -> bool:
+    def has_shared_heads(self) -> bool:
         """True if a head goes to several ranks."""
         return sum(map(len, self.ranges)) > len(self.heads)
 

@@ -67,16 +67,16 @@ class Teams:
         """Returns the rank on the axis of a member (r_a in the paper) of a team (r_t)."""
         if self.placement == "collect_intra":
             return team * self.team + member
-        group, place = divmod(team, self.ring_size)
-        return (group * self.team + member) * self.ring_size + place
+        group, index = divmod(team, self.ring_size)
+        return (group * self.team + member) * self.ring_size + index
 
     def seat(self, rank: int) -> tuple[int, int]:
         """Returns the (team, member) of a rank."""
         if self.placement == "collect_intra":
             return divmod(rank, self.team)
-        ring, place = divmod(rank, self.ring_size)
+        ring, index = divmod(rank, self.ring_size)
         group, member = divmod(ring, self.team)
-        return group * self.ring_size + place, member
+        return group * self.ring_size + index, member
 
     def team_ranks(self, team: int) -> tuple[int, ...]:
         """Returns the ranks of a team, in member order."""
@@ -90,12 +90,12 @@ class Teams:
 
     def key_source(self, team: int, member: int) -> tuple[int, int]:
         """Returns the (team, member) that sends its team's keys to this member: the inverse of `key_target`."""
-        group, place = divmod(team, self.ring_size)
-        return place * self.team + member, group
+        group, index = divmod(team, self.ring_size)
+        return index * self.team + member, group
 
     def ring_of(self, group: int, member: int, rotating_side: RotatingSide) -> RingTopology:
         """Returns the ring of one member of each team of a group (algorithm 3). Its shards are teams (`by_teams`)."""
-        teams = tuple(group * self.ring_size + place for place in range(self.ring_size))
+        teams = tuple(group * self.ring_size + index for index in range(self.ring_size))
         key_teams = tuple(self.key_source(team, member)[0] for team in teams)
         stationary_teams, rotating_teams = (teams, key_teams) if rotating_side == "keys" else (key_teams, teams)
         return RingTopology(
@@ -152,7 +152,7 @@ class Teams:
             raise ValueError(f"a sequence of {layout.length} tokens is shorter than its {self.ranks} shards")
         team_spans = dict[int, list[range]]()
         for shard in range(self.ring_size):
-            for group, spans in enumerate(_interleaved(layout.spans(shard), self.team)):
+            for group, spans in enumerate(_deal_tokens(layout.spans(shard), self.team)):
                 team_spans[self.dealt_team(shard, group)] = spans
         return SequenceLayout([team_spans[team] for team in range(self.ranks // self.team)])
 
@@ -164,7 +164,7 @@ class Teams:
         return group * self.ring_size + first + (shard + group * divisor // self.team) % divisor
 
 
-def _interleaved(spans: Spans, n: int) -> list[list[range]]:
+def _deal_tokens(spans: Spans, n: int) -> list[list[range]]:
     """Deals the tokens of a shard to `n` shards in turn: the first gets tokens 0, n, 2 n, ..."""
     starts = list(accumulate(map(len, spans), initial=0))
     return [[span[(turn - start) % n :: n] for span, start in zip(spans, starts, strict=False)] for turn in range(n)]

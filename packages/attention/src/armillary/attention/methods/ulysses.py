@@ -79,7 +79,7 @@ class Ulysses(HeadMethod):
         head_dout = start_seq_to_head(dout, self.axis, sizes, heads.queries).wait()
         dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
         # If ranks share a key/value head, dk and dv are partial sums, and are sent in the accumulation dtype.
-        dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.shared else dout.dtype) for x in (dk, dv))
+        dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.has_shared_heads else dout.dtype) for x in (dk, dv))
         pending = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, sizes, heads.queries),
             start_head_to_seq(dk, self.axis, key_sizes, heads.keys),

@@ -77,7 +77,7 @@ class UPipe(HeadMethod, StagedMethod):
         self._set_options(heads_per_stage, flag("prefetch", prefetch))
 
     @classmethod
-    def around(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
+    def for_method(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
         """Returns `method` itself if it is a UPipe, else a UPipe with a single stage that computes the same."""
         if isinstance(method, UPipe):
             return method
@@ -265,7 +265,7 @@ class UPipe(HeadMethod, StagedMethod):
         token_grads = list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
             grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
-            grad = grad.to(accumulation_dtype(dtype) if returned_keys.shared else dtype)
+            grad = grad.to(accumulation_dtype(dtype) if returned_keys.has_shared_heads else dtype)
             token_grads.append(start_head_to_seq(grad, self.axis, sizes, returned_keys.ranges).wait())
         dk, dv = token_grads
         return dk, dv

@@ -123,12 +123,12 @@ class CommPlan:
         pattern = (rank, kind, phase, axis)
         return sum(
             count
-            for key, count in self._sent_bytes.items()
+            for key, count in self._bytes_sent.items()
             if all(value in (None, field) for value, field in zip(pattern, key, strict=True))
         )
 
     @cached_property
-    def _sent_bytes(self) -> Counter[tuple[int, Kind, str, Role]]:
+    def _bytes_sent(self) -> Counter[tuple[int, Kind, str, Role]]:
         sent_bytes = Counter[tuple[int, Kind, str, Role]]()
         for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
             for each in (each for step in phase_steps for each in (*step.moves, *step.later_moves)):
@@ -301,19 +301,19 @@ def reduce_scatter(groups: Groups, tokens: Sequence[int], payload: Payload) -> M
 def steps(*all_steps: Step) -> Steps:
     """Removes empty moves, and then empty steps."""
     filled_steps = (
-        step._replace(moves=_filled(step.moves), later_moves=_filled(step.later_moves)) for step in all_steps
+        step._replace(moves=_nonempty(step.moves), later_moves=_nonempty(step.later_moves)) for step in all_steps
     )
     return tuple(step for step in filled_steps if any(step))
 
 
-def _filled(moves: Iterable[Move]) -> tuple[Move, ...]:
+def _nonempty(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(move for move in moves if move.sends)
 
 
 def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
     """Returns the steps with `moves` in flight during the first one."""
     # Empty moves would look like a step in which something is sent.
-    moves = _filled(moves)
+    moves = _nonempty(moves)
     if not moves:
         return next_steps
     first = next_steps[0] if next_steps else Step()
@@ -355,13 +355,13 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
         pairs = tuple(map(sum, zip(*computing, strict=True)))
         by_rank = zip(*(step.blocks for step in same_time if step.blocks), strict=True)
         blocks = tuple(next(filter(None, candidates), None) for candidates in by_rank)
-        moves, later_moves = _joined([s.moves for s in same_time]), _joined([s.later_moves for s in same_time])
+        moves, later_moves = _join_moves([s.moves for s in same_time]), _join_moves([s.later_moves for s in same_time])
         return Step(moves, pairs, later_moves, blocks)
 
     return tuple(join(same_time) for same_time in zip_longest(*group_steps, fillvalue=Step()))
 
 
-def _joined(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
+def _join_moves(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
     """Joins the n-th moves of equal kind, axis and tensors of all groups into one."""
     sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
     for moves in group_moves:

@@ -22,7 +22,7 @@ from armillary.attention.planning.comm_plan import (
 )
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
 from armillary.attention.planning.ring import RingPlan, backward_side, ring_backward_memory, rotates_queries
-from armillary.attention.planning.rotation import ReturnedTokens, hop_tokens, ring_reduce_tokens
+from armillary.attention.planning.rotation import TokenSends, ring_reduce_sends, rotation_sends
 from armillary.attention.planning.send import Send
 from armillary.attention.planning.token_ring import TokenRingPlan
 from armillary.attention.rotation.nodes import NodeRings, NodeStep
@@ -86,7 +86,9 @@ class NodeRingPlan(SequencePlan):
             return inner.forward_memory(x, devices) if self.nodes == 1 else rotate_keys_forward(x, ranks)
         buffers = 2 * x.k * (1 if self.nodes == 2 else 2.5)
         merge_bytes = (1 if self.nodes == 2 else x.w) * x.q + x.lse
-        return max(3 * x.k + inner.forward_memory(x, devices), buffers + merge_bytes + self.visited_forward(x, devices))
+        return max(
+            3 * x.k + inner.forward_memory(x, devices), buffers + merge_bytes + self.other_node_forward(x, devices)
+        )
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak at a step above 0: shards in flight between nodes, sums of gradients, and the inner method."""
@@ -98,19 +100,19 @@ class NodeRingPlan(SequencePlan):
         several = self.nodes > 2
         if rotates_queries(x, self.backward):
             outer = x.rotating * (2.5 if several else 1) + x.w * x.q * (3 if several else 1) + 2 * x.w * x.k
-            return outer + self.visited_backward(x, devices)
+            return outer + self.other_node_backward(x, devices)
         outer = 2 * x.k * (2.5 if several else 1) + x.w * x.q + 2 * x.w * x.k * (3 if several else 1)
-        return outer + self.visited_backward(x, devices)
+        return outer + self.other_node_backward(x, devices)
 
-    def visited_forward(self, x: Sizes, devices: int) -> float:
+    def other_node_forward(self, x: Sizes, devices: int) -> float:
         """Returns the peak of the inner method's forward with keys of another node: no block is a causal square."""
-        return self.inner.forward_memory(x, devices) + self.widened(x, devices)
+        return self.inner.forward_memory(x, devices) + self.wide_query_sums(x, devices)
 
-    def visited_backward(self, x: Sizes, devices: int) -> float:
+    def other_node_backward(self, x: Sizes, devices: int) -> float:
         """Returns the peak of the inner method's backward with another node's keys or queries."""
         return self.inner.backward_memory(x, devices)
 
-    def widened(self, x: Sizes, devices: int) -> float:
+    def wide_query_sums(self, x: Sizes, devices: int) -> float:
         """Returns the extra bytes of sums of queries that start in the accumulation dtype, if that is at the peak.
 
         With keys of another node there is no first block of all queries whose result they could start from.
@@ -140,13 +142,13 @@ class NodeSteps:
         """
         result, pending_moves = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
-            hops = self._move(hop_tokens, step, rotating)
+            hops = self._move(rotation_sends, step, rotating)
             result += spread([hops, *pending_moves], self._attend(step, inner_steps))
             # Sums follow their tokens one step behind, so they overlap with the next step's computation.
-            pending_moves = [self._move(ring_reduce_tokens, step, sums)] if sums and step else []
+            pending_moves = [self._move(ring_reduce_sends, step, sums)] if sums and step else []
         return steps(*result, Step(tuple(pending_moves)))
 
-    def _move(self, token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:
+    def _move(self, token_sends: TokenSends, step: int, payload: Payload) -> Move:
         """Returns the sends of all rings at a step."""
 
         def sends() -> Iterator[Send]:
@@ -213,12 +215,12 @@ class DoubleRingPlan(NodeRingPlan):
     def inner(self) -> RingPlan:
         return RingPlan(self.backward)
 
-    def visited_forward(self, x: Sizes, devices: int) -> float:
+    def other_node_forward(self, x: Sizes, devices: int) -> float:
         buffers = 2 * x.k * (2 if devices == 2 else 2.5)
         return buffers + 1.5 * x.w * x.q + 3 * x.lse + kernel_forward(x, 0.5)
 
-    def visited_backward(self, x: Sizes, devices: int) -> float:
-        return self.inner.backward_memory(x, devices) + self.widened(x, devices)
+    def other_node_backward(self, x: Sizes, devices: int) -> float:
+        return self.inner.backward_memory(x, devices) + self.wide_query_sums(x, devices)
 
 
 @dataclass(frozen=True)

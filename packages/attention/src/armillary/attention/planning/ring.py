@@ -14,7 +14,7 @@ from armillary.attention.planning.memory import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.planning.rotation import ring_reduce_tokens, rotation_steps
+from armillary.attention.planning.rotation import ring_reduce_sends, rotation_steps
 from armillary.attention.planning.token_ring import pass_queries_backward_steps
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core.layout import Side
@@ -65,8 +65,8 @@ def ring_backward_steps(
     """Steps of `Ring.backward` on all ranks of the rings for the side that rotates."""
     side = backward_side(work, backward)
     if side == "queries":
-        return pass_queries_backward_steps(work, rings(side), ring_reduce_tokens)
-    return rotation_steps(work, rings(side), work.payload("k", "v"), work.payload("dk", "dv"), ring_reduce_tokens)
+        return pass_queries_backward_steps(work, rings(side), ring_reduce_sends)
+    return rotation_steps(work, rings(side), work.payload("k", "v"), work.payload("dk", "dv"), ring_reduce_sends)
 
 
 def backward_side(work: AttentionShape, backward: Backward) -> RotatingSide:

@@ -1,4 +1,4 @@
-"""The steps of a ring: the bytes and pairs of `Rotation.rotate` and of the reductions of `rotation/returns.py`."""
+"""Communication plans of rings: the sends of `Rotation.rotate` and of the reductions in `rotation/returns.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from armillary.attention.planning.send import Send
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 
-ReturnedTokens = Callable[[RingTopology, Grid, int], Iterable[Send]]
-"""Returns the sends of all ranks of a ring, in tokens, that a reduction starts after a step above 0."""
+TokenSends = Callable[[RingTopology, Grid, int], Iterable[Send]]
+"""Returns the sends of all ranks of a ring that start at a step, with numbers of tokens in place of bytes."""
 
 
 def rotation_steps(
@@ -18,22 +18,22 @@ def rotation_steps(
     rings: Sequence[RingTopology],
     rotating: Payload,
     returned: Payload | None = None,
-    returned_tokens: ReturnedTokens | None = None,
+    return_sends: TokenSends | None = None,
 ) -> Steps:
-    """Returns R steps in which shards are sent on while a block is computed, and its results return afterwards.
+    """Returns the R steps of rings. At each step every rank sends its rotating shard on and computes a block with it.
 
     Args:
-        work: has the shards that the rings name.
-        rings: rings of R ranks, which together have all ranks of the axis. Each sends in its cheaper direction.
-        rotating: tensors of the shard that is sent on.
-        returned: results that return to the shard's owner; None: nothing returns.
-        returned_tokens: `ring_reduce_tokens` or `direct_reduce_tokens`, if something returns.
+        work: the shape whose shards the rings name.
+        rings: rings of R ranks each, which together are all ranks of the axis. Each turns in its cheaper direction.
+        rotating: tensors of the rotating shard.
+        returned: results that are sent to the shard's owner after the block is computed; None for none.
+        return_sends: `ring_reduce_sends` or `direct_reduce_sends`, needed with `returned`.
     """
     grid, heads = work.grid, len(work.key_heads)
-    # The method turns its rings by the same rule, from the same grid.
+    # `Rotation.of` chooses the direction by the same rule.
     rings = [ring.cheaper_direction(grid) for ring in rings]
 
-    def moves(token_sends: ReturnedTokens, step: int, payload: Payload) -> Move:
+    def moves(token_sends: TokenSends, step: int, payload: Payload) -> Move:
         counts = (send for ring in rings for send in token_sends(ring, grid, step))
         size = payload.size
         sends = (Send(source, target, tokens * size) for source, target, tokens in counts)
@@ -43,36 +43,39 @@ def rotation_steps(
         ranks = sum(len(ring.ranks) for ring in rings)
         pairs, blocks = [0] * ranks, [(0, 0)] * ranks
         for ring in rings:
-            for place, rank in enumerate(ring.ranks):
-                blocks[rank] = ring.query_key_shards(place, ring.origin(place, step))
+            for index, rank in enumerate(ring.ranks):
+                blocks[rank] = ring.query_key_shards(index, ring.origin(index, step))
                 pairs[rank] = grid.pairs(*blocks[rank], work.batch) * heads
         later_moves = ()
-        if returned and returned_tokens and step > 0:  # at step 0 each rank has its own shard
-            later_moves = (moves(returned_tokens, step, returned),)
-        return Step((moves(hop_tokens, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
+        if returned and return_sends and step > 0:  # at step 0 each rank computes with its own shard
+            later_moves = (moves(return_sends, step, returned),)
+        return Step((moves(rotation_sends, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
 
     return steps(*map(step_of, range(len(rings[0].ranks))))
 
 
-def hop_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-    """Yields the sends of `Rotation.rotate` at a step, in tokens."""
+def rotation_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `Rotation.rotate`, in tokens: each rank sends the tokens that later ranks need."""
     reach = ring.reach(grid)
-    for place, rank in enumerate(ring.ranks):
-        yield Send(rank, ring.ahead(place, 1), reach[ring.origin(place, step)].counts[step + 1])
+    for index, rank in enumerate(ring.ranks):
+        yield Send(rank, ring.ahead(index, 1), reach[ring.origin(index, step)].counts[step + 1])
 
 
-def ring_reduce_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-    """Yields the sends of `RingReduce` for the shards of a step: sums to the next rank, and finished ones home."""
+def ring_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `RingReduce`, in tokens.
+
+    Each rank sends partial sums of tokens that later ranks need to the next rank, and finished sums to the owner.
+    """
     reach = ring.reach(grid)
-    for place, rank in enumerate(ring.ranks):
-        origin = ring.origin(place, step)
+    for index, rank in enumerate(ring.ranks):
+        origin = ring.origin(index, step)
         current_count, next_count = reach[origin].counts[step : step + 2]
-        yield Send(rank, ring.ahead(place, 1), next_count)
+        yield Send(rank, ring.ahead(index, 1), next_count)
         yield Send(rank, ring.ranks[origin], current_count - next_count)
 
 
-def direct_reduce_tokens(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-    """Yields the sends of `DirectReduce` for the shards of a step: results of the tokens that a rank sees, home."""
-    for place, rank in enumerate(ring.ranks):
-        origin = ring.origin(place, step)
-        yield Send(rank, ring.ranks[origin], ring.visible_tokens(grid, place, origin).count)
+def direct_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `DirectReduce`, in tokens: each rank sends its results for visible tokens to the owner."""
+    for index, rank in enumerate(ring.ranks):
+        origin = ring.origin(index, step)
+        yield Send(rank, ring.ranks[origin], ring.visible_tokens(grid, index, origin).count)

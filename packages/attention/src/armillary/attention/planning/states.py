@@ -82,7 +82,7 @@ def gathered_elements(
     if exchange is None:
         return [0]
     state, state_map = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
-    return [n * state + m * state_map for n, m in zip(exchange.states, exchange.maps, strict=True)]
+    return [n * state + m * state_map for n, m in zip(exchange.state_counts, exchange.map_counts, strict=True)]
 
 
 def halo_comm_plan(

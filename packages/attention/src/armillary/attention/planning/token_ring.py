@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Steps
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_queries_backward
-from armillary.attention.planning.rotation import ReturnedTokens, direct_reduce_tokens, rotation_steps
+from armillary.attention.planning.rotation import TokenSends, direct_reduce_sends, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
 from armillary.core.layout import Side
 
@@ -23,8 +23,8 @@ class TokenRingPlan(SequencePlan):
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         rings = [RingTopology.of_all(work.layout.shards, "queries")]
-        forward = rotation_steps(work, rings, work.payload("q"), work.payload("out", "lse"), direct_reduce_tokens)
-        return CommPlan(forward, pass_queries_backward_steps(work, rings, direct_reduce_tokens))
+        forward = rotation_steps(work, rings, work.payload("q"), work.payload("out", "lse"), direct_reduce_sends)
+        return CommPlan(forward, pass_queries_backward_steps(work, rings, direct_reduce_sends))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak at the third step, where the first partial result that returned is merged.
@@ -43,7 +43,7 @@ class TokenRingPlan(SequencePlan):
 
 
 def pass_queries_backward_steps(
-    work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: ReturnedTokens
+    work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: TokenSends
 ) -> Steps:
     """Steps of `pass_queries_backward` on all ranks of some rings."""
     rotating_payload = work.payload("q", "out", "dout", "lse")

@@ -19,7 +19,7 @@ class UlyssesPlan(HeadPlan):
         heads = moves.heads
         queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
         q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e
-        grad = work.a if heads.shared else e  # bytes of an element of dk and dv
+        grad = work.a if heads.has_shared_heads else e  # bytes of an element of dk and dv
         works = (
             replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
             for rank in range(ranks)

@@ -103,7 +103,7 @@ class StagedSteps:
     def return_grads(self, stage: Stage) -> list[Move]:
         """dq of a stage, and dk and dv of keys whose round ends, wider if ranks share a head."""
         work, moves, returned_keys = self.moves.work, self.moves, stage.returned_keys
-        grad = work.a if returned_keys.shared else work.e
+        grad = work.a if returned_keys.has_shared_heads else work.e
         dq = moves.to_tokens(moves.sizes, stage.query_ranges, "dq", work.batch * work.head_dim * work.e)
         key_bytes = {"dk": work.batch * work.head_dim * grad, "dv": work.batch * work.value_dim * grad}
         return [dq, *(moves.to_tokens(moves.key_sizes, returned_keys.ranges, *tensor) for tensor in key_bytes.items())]

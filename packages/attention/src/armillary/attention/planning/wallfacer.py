@@ -131,11 +131,11 @@ class TeamSteps:
         """Steps 1 and 2 for keys, while queries are gathered."""
         work, tokens = self.work, self.work.key_layout.sizes
         payload = work.payload("k", "v")
-        place = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
+        key_move = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
         if not self.gather_keys:
-            return steps(Step((*query_moves, place)))
+            return steps(Step((*query_moves, key_move)))
         keys = (all_gather(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
-        return steps(Step((*query_moves, *keys)), Step((place,)))
+        return steps(Step((*query_moves, *keys)), Step((key_move,)))
 
     def return_key_grads(self, query_moves: tuple[Move, ...]) -> Steps:
         """Steps 2 and 1 in reverse for dk and dv, while dq is scattered."""

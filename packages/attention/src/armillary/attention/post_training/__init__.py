@@ -1,4 +1,4 @@
-"""Losses of post-training from per-token log-probabilities, wherever the tokens of a sequence lie.
+"""Losses of post-training, from the log-probabilities of tokens that may be on any rank.
 
 segment_sum.py     sums of per-token values for each sequence, over all ranks
 completions.py     the labels of completions in packed trees, and the sequence of each

@@ -1,4 +1,4 @@
-"""The labels of completions in packed trees: a prompt once, and its completions behind it."""
+"""Labels of completions in packed trees, in which a prompt is stored once and followed by its completions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from armillary.core.validation import check_tensor
 
 
 class CompletionLabels(NamedTuple):
-    """The labels on one rank: M of them, one for each sequence that a label is of."""
+    """The M labels whose predicting tokens are on one rank. A label of several sequences is listed once for each.
+
+    A sequence is a path from a root to a leaf that has labels. Sequences are numbered in the order of their leaves.
+    """
 
     positions: Tensor
     """Integers [M] on the CPU: b T + t for the local token t of row b that predicts the label."""
     labels: Tensor
-    """Integers [M], on the device of ids."""
+    """Integers [M] on the device of ids: the token ids to predict."""
     sequences: Tensor
-    """Integers [M]: the number of the label's sequence."""
+    """Integers [M] on the device of ids: the number of the label's sequence."""
     sequence_count: int
-    """Number of sequences of all rows: paths from a root to a leaf that have labels, in the order of their leaves."""
+    """Number of sequences of all rows."""
 
 
 def completion_labels(
@@ -38,17 +41,16 @@ def completion_labels(
 ) -> CompletionLabels:
     """Returns the labels of this rank's tokens, for `token_logprobs` and `segment_sum`.
 
-    The last token of a prompt predicts the first token of each of its completions: several labels at one position. A
-    label that several sequences share is listed once for each. Packed rows are trees of two segments each, a prompt and
-    its completion. Padding is a root of its own.
+    The last token of a prompt predicts the first token of each of its completions, so one position may have several
+    labels. In a row with a single completion per prompt, each tree has two segments. Padding is a tree of one segment.
 
     Args:
         ids: [B, N], whole rows.
         mask: `AttentionMask.tree`, or `rows` of them.
         layout: layout of the sequence over all ranks of the method; one shard by default.
-        shard: this rank's.
-        trained: for each row, one boolean for each segment: whether its tokens are labels. By default those of all
-            segments but roots.
+        shard: this rank's shard of the layout.
+        trained: for each row one boolean per segment, True if its tokens are labels. By default all segments except
+            roots.
 
     Raises:
         ValueError: a mask that is no tree, or for other rows; a layout of another length.
@@ -64,9 +66,9 @@ def completion_labels(
     if len(segments) not in (1, rows):
         raise ValueError(f"mask has {len(segments)} rows, ids have {rows}")
     segments = segments * rows if len(segments) == 1 else segments
-    local = np.full(length, NONE)
     own_positions = layout.positions(shard).numpy()
-    local[own_positions] = np.arange(len(own_positions))
+    local_index = np.full(length, NONE)  # of each position of a row; NONE on other ranks
+    local_index[own_positions] = np.arange(len(own_positions))
     entries, count = [np.empty((0, 3), dtype=np.int64)], 0
     for row, tree in enumerate(segments):
         is_trained = [parent != NONE for parent in tree.parents] if trained is None else list(trained[row])
@@ -78,9 +80,10 @@ def completion_labels(
             tokens = np.arange(tree.ends[segment], tree.ends[segment + 1])
             predictors = tree.ancestors(tokens, 1)
             # A root's first token has no predictor, and another rank may have the token that predicts.
-            is_local = (predictors != NONE) & (local[predictors] != NONE)
-            tokens, places = tokens[is_local], local[predictors[is_local]]
-            columns = [row * len(own_positions) + places, row * length + tokens]
+            is_local = (predictors != NONE) & (local_index[predictors] != NONE)
+            tokens, predictors = tokens[is_local], predictors[is_local]
+            # Both columns count over all rows: the predictors among local tokens, the labels among all tokens of ids.
+            columns = [row * len(own_positions) + local_index[predictors], row * length + tokens]
             entries += [np.stack([*columns, np.full(len(tokens), number)], 1) for number in numbers[segment]]
     table = torch.from_numpy(np.concatenate(entries))
     labels = ids.flatten()[table[:, 1].to(ids.device)].long()
@@ -88,7 +91,10 @@ def completion_labels(
 
 
 def _sequence_numbers(tree: Segments, trained: Sequence[bool], first: int) -> list[list[int]]:
-    """Returns the sequences that each segment belongs to, counted from `first`; none without trained segments."""
+    """Returns the numbers, from `first` on, of the sequences that contain each segment.
+
+    Paths without a trained segment have no number.
+    """
     numbers: list[list[int]] = [[] for _ in tree.parents]
     leaves = sorted({*range(len(tree.parents))} - {*tree.parents})
     for leaf in leaves:

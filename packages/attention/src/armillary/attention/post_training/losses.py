@@ -1,7 +1,7 @@
 """Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
 
-Each rank passes log-probabilities of its labels and the number of each label's sequence. One message for each loss
-carries the sums of all sequences, so loss and metrics are the same on every rank and on every mesh.
+Each rank passes the log-probabilities of its labels and the number of each label's sequence. One all-reduce per loss
+sums over sequences, so loss and metrics are equal on all ranks, and on any mesh.
 
 Letters: M labels on this rank, S sequences of all ranks.
 """
@@ -23,7 +23,7 @@ the mean over all tokens (DAPO); a number L, the sum over all tokens divided by 
 
 
 class SequenceLoss(NamedTuple):
-    """A loss, a scalar with a gradient, and metrics without, named as TRL logs them. The same on every rank."""
+    """A differentiable scalar loss, and detached metrics with the names that TRL logs. Equal on all ranks."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -51,8 +51,8 @@ def dpo_loss(
         sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
         pairs: integers [S / 2, 2] on any device: the numbers of the chosen and the rejected sequence. The same on
             every rank.
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: probability that a preference is wrong; adds that share of the loss of the swapped pair.
+        beta: strength of the implicit KL penalty that keeps the policy close to the reference.
+        label_smoothing: probability that a preference is wrong: the weight of the loss of the swapped pair.
         axes, gradients: as in `segment_sum`.
         statistics: further per-token values, shaped as `logprobs`, whose means over tokens become metrics of these
             names, such as "entropy". "logits" becomes "logits/chosen" and "logits/rejected"; "mean_token_accuracy" is
@@ -168,7 +168,7 @@ def grpo_loss(
         "clip_ratio/region_mean": low_mean + high_mean,
         **means,
     }
-    return SequenceLoss(_normalized(sums[:, 1], lengths, normalize), metrics)
+    return SequenceLoss(_normalize(sums[:, 1], lengths, normalize), metrics)
 
 
 def policy_gradient_loss(
@@ -192,11 +192,11 @@ def policy_gradient_loss(
     sums = segment_sum(_columns(sequences, losses, **described), sequences, len(advantages), axes, gradients=gradients)
     total = sums.detach().sum(0)
     metrics = {name: _ratio(total[i], total[0]) for i, name in enumerate(described, 2)}
-    return SequenceLoss(_normalized(sums[:, 1], sums[:, 0].detach(), normalize), metrics)
+    return SequenceLoss(_normalize(sums[:, 1], sums[:, 0].detach(), normalize), metrics)
 
 
 def _of_labels(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
-    """Returns the value [S] of each label's sequence, 0 for labels of none."""
+    """Returns for each label the value of its sequence, from values [S]; 0 for labels of no sequence."""
     if per_sequence.ndim != 1 or not per_sequence.is_floating_point():
         raise ValueError(f"{name} must be floating-point [S]; got {per_sequence.dtype} {tuple(per_sequence.shape)}")
     padded = F.pad(per_sequence.detach(), (0, 1)).to(sequences.device)
@@ -204,7 +204,7 @@ def _of_labels(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
 
 
 def _columns(sequences: Tensor, first: Tensor, **values: Tensor) -> Tensor:
-    """Returns [..., 2 + len(values)] per-token values to sum: ones, `first` with its gradient, and values without.
+    """Stacks the per-token values to sum, [..., 2 + len(values)]: ones, `first` with its gradient, detached `values`.
 
     Raises:
         ValueError: values of another shape than `sequences`.
@@ -216,7 +216,7 @@ def _columns(sequences: Tensor, first: Tensor, **values: Tensor) -> Tensor:
     return torch.stack([ones, first, *(x.detach().to(first.dtype) for x in values.values())], -1)
 
 
-def _normalized(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:
+def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:
     """Returns the loss for the sums [S] of per-token losses of each sequence."""
     if normalize == "sequence":
         return (sums / lengths.clamp(min=1)).mean()

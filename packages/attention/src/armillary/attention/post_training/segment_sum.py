@@ -17,7 +17,7 @@ from armillary.core import Axis, accumulation_dtype
 from armillary.core.validation import check_tensor, integer
 
 Axes = Method | Sequence[DeviceMesh | Axis]
-"""The axes over which tokens and rows differ: those of a method, or named ones."""
+"""All axes over which tokens or rows differ: those of a method, or a list of 1-D meshes or axes."""
 Reduction = Literal["summed", "averaged"]
 
 
@@ -34,9 +34,10 @@ def segment_sum(
         sequences: integers, the number of each value's sequence, counted over all ranks of `axes`; below 0 for values
             of no sequence.
         count: number of sequences of all ranks.
-        axes: a method, or 1-D meshes: all axes over which tokens or rows differ.
-        gradients: how those of parameters are reduced over these ranks afterwards: "summed" (`sum_gradients`), or
-            "averaged", as by FSDP2 and DDP alone: then gradients are multiplied by the number of ranks.
+        axes: see `Axes`.
+        gradients: how gradients of parameters are reduced over these ranks after backward: "summed", by
+            `sum_gradients`, or "averaged", by FSDP2 or DDP alone. "averaged" multiplies gradients by the number of
+            ranks, so that their average is the sum.
 
     Bytes sent: 2 (R - 1) / R count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_reduce".
 
@@ -57,11 +58,12 @@ def segment_sum(
     if values.ndim > sequences.ndim + 1 or not values.is_floating_point():
         raise ValueError(f"values {tuple(values.shape)} {values.dtype}: floating-point [...] or [..., K] is accepted")
     along = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
-    # Values of no sequence go to row 0, which is cut off. Out of bounds, torch raises without waiting for a GPU.
-    places = (sequences.flatten().long() + 1).clamp(min=0)
-    flat = values.reshape(len(places), *values.shape[sequences.ndim :])
+    # Values of no sequence are added to row 0, which is dropped. Numbers out of range need no check here: index_put
+    # raises for them, and a check would wait for the GPU.
+    rows = (sequences.flatten().long() + 1).clamp(min=0)
+    flat = values.reshape(len(rows), *values.shape[sequences.ndim :])
     sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
-    sums = sums.index_put((places,), flat.to(sums.dtype), accumulate=True)[1:]
+    sums = sums.index_put((rows,), flat.to(sums.dtype), accumulate=True)[1:]
     factor = prod(axis.size for axis in along) if gradients == "averaged" else 1
     return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in along if axis.size > 1], factor))
 

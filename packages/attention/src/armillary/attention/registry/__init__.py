@@ -5,9 +5,9 @@ from armillary.attention.registry.named import (
     NamedMethod,
     build_attention,
     build_comm_plan,
+    methods_without_plan,
     named_method,
     names,
-    unplanned,
     variants,
 )
 from armillary.attention.registry.table import ALIASES, HEAD_METHODS, LOCAL, SEQUENCE_METHODS
@@ -24,8 +24,8 @@ __all__ = [
     "SequenceEntry",
     "build_attention",
     "build_comm_plan",
+    "methods_without_plan",
     "named_method",
     "names",
-    "unplanned",
     "variants",
 ]

@@ -208,7 +208,7 @@ def names() -> list[str]:
     return ["local", *SEQUENCE_METHODS, *HEAD_METHODS, *ALIASES, *pairs]
 
 
-def unplanned(*functions: str) -> dict[str, tuple[str, ...]]:
+def methods_without_plan(*functions: str) -> dict[str, tuple[str, ...]]:
     """Returns the names whose plans do not define all of some functions, with those that are missing."""
     return {
         name: missing_functions for name in names() if (missing_functions := named_method(name).missing(*functions))

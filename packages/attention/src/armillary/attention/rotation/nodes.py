@@ -85,12 +85,12 @@ class NodeRings:
         own_shards = tuple(range(node * self.devices, (node + 1) * self.devices))
         visiting_shards, visiting_spans, visible_count = list[int](), list[list[range]](), 0
         for ring in self.rings:
-            place = ring.ranks.index(node)
-            origin = ring.origin(place, step)
+            index = ring.ranks.index(node)
+            origin = ring.origin(index, step)
             shard, tokens = ring.rotating_shards[origin], ring.reach(self.grid)[origin].tokens_at(step)
             visiting_shards.append(shard)
             visiting_spans.append(list(spans_at(rotating_layout.spans(shard), tokens)))
-            visible_count += ring.visible_tokens(self.grid, place, origin).count
+            visible_count += ring.visible_tokens(self.grid, index, origin).count
         if not visible_count:
             return None
         visiting_tokens = PartialLayout(visiting_spans, rotating_layout.length), tuple(visiting_shards)

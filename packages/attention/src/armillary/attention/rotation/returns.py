@@ -87,7 +87,7 @@ class RingReduce(Reduction):
 
     def push(self, step: int, partials: Partials) -> None:
         if step == 0:
-            self.own_partials = _widened(partials)
+            self.own_partials = _widen(partials)
             counts = [later.received_count for later in self.rotation.steps[1:]]
             self.buffers = ReceiveBuffers(self.own_partials, counts)
             return
@@ -121,7 +121,7 @@ class RingReduce(Reduction):
         # Sums that a later rank sees go on with their shard; the others return to the owner.
         for tokens, steps in ((schedule.next_tokens, 1), (schedule.final_tokens, -schedule.step)):
             if tokens.runs:
-                sums = passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widened(partials), tokens)
+                sums = passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widen(partials), tokens)
                 send[self.rotation.ahead(steps)] = sums
         return send
 
@@ -148,6 +148,6 @@ class DirectReduce(Reduction):
         self.exchange = start_exchange(rotation.return_axis, send, receive)
 
 
-def _widened(partials: Partials) -> Partials:
+def _widen(partials: Partials) -> Partials:
     """Returns partial results in the accumulation dtype."""
     return [partial.to(accumulation_dtype(partial.dtype)) for partial in partials]

@@ -136,7 +136,7 @@ class Rotation:
             del exchange, send, receive, send_buffer
 
     @cached_property
-    def place(self) -> int:
+    def ring_index(self) -> int:
         """This rank's index in the ring."""
         return self.topology.ranks.index(self.axis.rank)
 
@@ -156,31 +156,31 @@ class Rotation:
         token_ranges = reach[origin].tokens_at(step)
         return RingStep(
             step,
-            *self.topology.query_key_shards(self.place, origin),
+            *self.topology.query_key_shards(self.ring_index, origin),
             token_ranges,
             reach[origin].tokens_at(step + 1).within(token_ranges),
             reach[origin].final_tokens_at(step).within(token_ranges),
             reach[next_origin].counts[step + 1],
-            reach[self.place].final_tokens_at(step),
+            reach[self.ring_index].final_tokens_at(step),
         )
 
     @cached_property
     def direct_steps(self) -> tuple[DirectStep, ...]:
-        """Tokens of the results that return directly to their owners, step by step. At step 0: all, to itself."""
+        """Tokens whose results return directly to their owners, for each step. At step 0 all stay on this rank."""
         return tuple(map(self._direct_step, self.steps))
 
     def _direct_step(self, step: RingStep) -> DirectStep:
         if step.step == 0:
             return DirectStep(step.token_ranges, step.token_ranges, TokenRanges())
-        visible = self.topology.visible_tokens(self.grid, self.place, self.origin(step.step))
-        holder = (self.place + step.step) % len(self.steps)  # the place that has this rank's own shard
-        returned_tokens = self.topology.visible_tokens(self.grid, holder, self.place)
+        visible = self.topology.visible_tokens(self.grid, self.ring_index, self.origin(step.step))
+        holder = (self.ring_index + step.step) % len(self.steps)  # the rank of the ring that has this rank's own shard
+        returned_tokens = self.topology.visible_tokens(self.grid, holder, self.ring_index)
         return DirectStep(visible, visible.within(step.token_ranges), returned_tokens)
 
     def origin(self, step: int) -> int:
-        """Returns the place that owns the shard which is here at `step`."""
-        return self.topology.origin(self.place, step)
+        """Returns the ring index of the owner of the shard that is on this rank at `step`."""
+        return self.topology.origin(self.ring_index, step)
 
     def ahead(self, steps: int) -> int:
-        """Returns the rank of the axis that is `steps` places further around the ring."""
-        return self.topology.ahead(self.place, steps)
+        """Returns the rank of the axis that is `steps` hops after this rank."""
+        return self.topology.ahead(self.ring_index, steps)

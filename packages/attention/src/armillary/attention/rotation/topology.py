@@ -18,12 +18,12 @@ RotatingSide = Literal["keys", "queries"]
 
 @dataclass(frozen=True)
 class RingTopology:
-    """R ranks in a ring. A place is an index into the ring.
+    """R ranks in a ring. Methods number them by their index in `ranks`.
 
     Args:
         ranks: ranks of the axis, in the order in which a rotating shard visits them.
-        stationary_shards: for each place of the ring, the shard that stays there.
-        rotating_shards: for each place of the ring, the shard that starts there and rotates.
+        stationary_shards: the shard that stays on each of `ranks`.
+        rotating_shards: the shard that each of `ranks` owns and sends around the ring.
         rotating_side: the side whose shards rotate.
     """
 
@@ -60,16 +60,16 @@ class RingTopology:
         """Returns the number of tokens that all ranks send, counting a token once for each hop."""
         return sum(sum(shard.counts[1:]) for shard in self.reach(grid))
 
-    def origin(self, place: int, step: int) -> int:
-        """Returns the place that owns the rotating shard which is at `place` at `step`."""
-        return (place - step) % len(self.ranks)
+    def origin(self, index: int, step: int) -> int:
+        """Returns the index of the owner of the rotating shard that is on rank `index` at `step`."""
+        return (index - step) % len(self.ranks)
 
-    def ahead(self, place: int, steps: int) -> int:
-        """Returns the rank `steps` places further around the ring."""
-        return self.ranks[(place + steps) % len(self.ranks)]
+    def ahead(self, index: int, steps: int) -> int:
+        """Returns the rank of the axis that is `steps` hops after rank `index` of the ring."""
+        return self.ranks[(index + steps) % len(self.ranks)]
 
     def reach(self, grid: Grid) -> tuple[Reach, ...]:
-        """Returns the reach of the rotating shard that each place owns."""
+        """Returns the reach of the rotating shard of each rank of the ring."""
         return grid.cached(self, lambda: tuple(self._reach(grid, origin) for origin in range(len(self.ranks))))
 
     def _reach(self, grid: Grid, origin: int) -> Reach:
@@ -77,14 +77,14 @@ class RingTopology:
         visible = [self.visible_tokens(grid, (origin + step) % size, origin) for step in range(1, size)]
         return Reach.of(layout.sizes[self.rotating_shards[origin]], visible)
 
-    def query_key_shards(self, place: int, origin: int) -> tuple[int, int]:
-        """Returns the (query shard, key shard) that meet at `place` while it has the rotating shard of `origin`."""
-        stationary_shard, rotating_shard = self.stationary_shards[place], self.rotating_shards[origin]
+    def query_key_shards(self, index: int, origin: int) -> tuple[int, int]:
+        """Returns the (query shard, key shard) that meet on rank `index` when the shard of rank `origin` is there."""
+        stationary_shard, rotating_shard = self.stationary_shards[index], self.rotating_shards[origin]
         return (
             (stationary_shard, rotating_shard) if self.rotating_side == "keys" else (rotating_shard, stationary_shard)
         )
 
-    def visible_tokens(self, grid: Grid, place: int, origin: int) -> TokenRanges:
-        """Returns the tokens of the rotating shard of `origin` that take part in a visible pair at `place`."""
-        visible = grid.visible(*self.query_key_shards(place, origin))
+    def visible_tokens(self, grid: Grid, index: int, origin: int) -> TokenRanges:
+        """Returns the tokens of the shard of rank `origin` that are in a visible pair on rank `index`."""
+        visible = grid.visible(*self.query_key_shards(index, origin))
         return TokenRanges(visible.keys if self.rotating_side == "keys" else visible.queries)

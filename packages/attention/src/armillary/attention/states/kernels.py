@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from armillary.attention.kernels.installed import installed
+from armillary.attention.kernels.installed import is_installed
 from armillary.attention.states.chunks import ChunkMaps, Operands, StateKernel, TorchChunks
 
 SMALLEST_LOG_DECAY = -100.0
@@ -109,6 +109,6 @@ def _needs(module: str, v: Tensor) -> str | None:
         return f"runs on cuda, not {v.device.type}"
     if v.dtype not in (torch.float16, torch.bfloat16):
         return f"is for 16 bits, not {v.dtype}: it rounds products of float32 to fewer bits"
-    if not installed(module):
+    if not is_installed(module):
         return f"needs {module.partition('.')[0]}, which is not installed"
     return None

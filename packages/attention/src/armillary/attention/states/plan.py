@@ -1,11 +1,14 @@
-"""The plan of a scan: how each rank's tokens are cut into chunks, and which state enters which chunk.
+"""The plan of a scan: the chunks of each rank, their order, and the states that ranks exchange.
 
-A *run* is a span of a shard cut at the boundaries of segments. The run before it ends with the token that precedes its
-first token along the path: in the same segment, or at the end of the parent segment. That run may be on another rank.
-Runs are cut into *chunks*. The chunks of a rank are trees: a chunk's parent is the chunk that ends right before it, if
-this rank holds it. Ranks exchange the states at the ends of some runs; those are a forest too.
+- A *run* is a range of adjacent tokens of one segment on one rank. Its *previous* run, maybe on another rank, ends with
+  the token before its first one: in the same segment, or at the end of the parent segment.
+- Runs are cut into *chunks*. The parent of a chunk is the chunk that ends right before it, if both are on one rank, so
+  the chunks of a rank form trees.
+- A tree is *dependent* if it continues a run of another rank. The state that enters it is known after the exchange.
+- A *boundary state* is the state after a run that another rank continues, or after the last token of a row. Boundary
+  states form a forest, too: the parent of one is the boundary state that enters the tree of chunks in which it is.
 
-Everything here is computed on the host from the layout and the segments, alike on all ranks.
+Everything is computed on the host from the layout and the segments, and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from armillary.core.slices import Integers
 
 
 class ShardRun(NamedTuple):
-    """Neighbouring tokens start..stop - 1 of one segment on one rank. `previous` is a run's index, or -1."""
+    """Adjacent tokens start..stop - 1 of one segment on one rank. `previous` is the index of a run, or -1."""
 
     rank: int
     row: int
@@ -39,12 +42,13 @@ class ShardRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Nodes by depth, roots first.
+    """Nodes in the order of their depth, roots first.
 
     Args:
-        sizes: nodes of each depth.
-        parents: for each node but the roots the index of its parent.
-        parents_by_depth: the same from depth 1 on, as indices among the nodes of the depth above.
+        sizes: number of nodes of each depth.
+        parents: index of the parent of each node below the roots.
+        parents_by_depth: the same parents, one tensor for each depth from 1 on. Indices count from the first node of
+            the depth above.
     """
 
     sizes: tuple[int, ...]
@@ -53,7 +57,7 @@ class Forest:
 
     @classmethod
     def of(cls, parents: Sequence[int], device: torch.device) -> Forest:
-        """Returns the forest of nodes in depth order with these parents, -1 for roots."""
+        """Returns the forest of nodes that are in depth order and have these parents; -1 for roots."""
         sizes = np.bincount(_depths(parents), minlength=1).tolist()
         indices = _indices(parents[sizes[0] :], device)
         starts = accumulate(sizes, initial=0)
@@ -62,7 +66,7 @@ class Forest:
 
 
 def depth_order(parents: Sequence[int]) -> list[int]:
-    """Returns nodes by depth. Their parents are earlier nodes, or -1 for roots."""
+    """Returns the indices of nodes in the order of their depth. A parent is an earlier node, or -1 for a root."""
     return np.argsort(_depths(parents), kind="stable").tolist()
 
 
@@ -75,70 +79,72 @@ def _depths(parents: Sequence[int]) -> Integers:
 
 @dataclass(frozen=True, eq=False)
 class StateExchange:
-    """The states that ranks tell each other, and the forest that these form.
+    """The all-gather of boundary states, and the forest in which they are completed.
 
-    A rank gathers its *entries*: states at the ends of runs. Some have the map from the state that enters the rank's
-    tree there, because that state comes from another rank; these are the non-roots of the forest.
+    A rank sends each of its boundary states as if no state of another rank entered its tree. If the tree is dependent,
+    it also sends the map from the state that enters the tree to the boundary state. These are the forest's non-roots.
 
     Args:
-        states, maps: number of states and maps that each rank gathers.
-        own_states: chunks of this rank after which its states are.
-        own_maps: the same for maps, as indices of `ScanPlan.entered`.
-        state_order, map_order: indices of the gathered states in the order of the forest, and of the gathered maps.
-        forest: an entry's parent is the entry that enters the tree in which it is.
-        entering: the entry that enters the tree of each of `ScanPlan.entered`.
-        last: the entry after the last token of each row.
+        state_counts, map_counts: number of states and maps that each rank sends.
+        own_state_chunks: chunks whose leaving states this rank sends.
+        own_map_chunks: chunks whose maps this rank sends, as indices of `ScanPlan.dependent_chunks`.
+        state_order: for each node of the forest its index among all gathered states.
+        map_order: for each non-root its index among all gathered maps.
+        forest: of boundary states.
+        entering_states: for each of `ScanPlan.dependent_chunks` the boundary state that enters its tree.
+        final_states: for each row the boundary state after its last token.
     """
 
-    states: tuple[int, ...]
-    maps: tuple[int, ...]
-    own_states: Tensor
-    own_maps: Tensor
+    state_counts: tuple[int, ...]
+    map_counts: tuple[int, ...]
+    own_state_chunks: Tensor
+    own_map_chunks: Tensor
     state_order: Tensor
     map_order: Tensor
     forest: Forest
-    entering: Tensor
-    last: Tensor
+    entering_states: Tensor
+    final_states: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ScanPlan:
-    """One rank's part of a scan. Tokens are those of all rows of the local batch, row by row.
+    """One rank's part of a scan. Local tokens are numbered over all rows of the batch, row by row.
 
     Args:
-        tokens: [chunks * chunk], the tokens of the chunks in the order of `forest`; any token where there is padding.
-        chunk: tokens of a chunk.
-        padding: bool [chunks, 1, chunk, 1], True where a chunk has no token; None if all are full.
-        places: for each token its index in `tokens`.
+        tokens: [chunks * chunk_size], the local token in each slot of the chunks; any token in slots of padding.
+            Chunks are in the order of `forest`.
+        chunk_size: slots of a chunk.
+        padding: bool [chunks, 1, chunk_size, 1], True for slots without a token; None if there are none.
+        slots: for each local token its index in `tokens`.
         forest: of this rank's chunks.
-        first_chunks, first_rows: the roots that hold a row's position 0, and these rows.
-        entered: chunks of trees that a state of another rank enters.
-        entered_forest: of these.
-        exchange: None if there is one rank.
-        last_chunks: the chunk that holds the last token of each row, if there is one rank.
+        first_chunks, first_rows: the chunks that start at position 0, which are roots, and their rows.
+        dependent_chunks: chunks of dependent trees, in the order of `forest`.
+        dependent_forest: of these chunks.
+        exchange: None for one rank.
+        last_chunks: for one rank the chunk with the last token of each row; otherwise empty.
     """
 
     tokens: Tensor
-    chunk: int
+    chunk_size: int
     padding: Tensor | None
-    places: Tensor
+    slots: Tensor
     forest: Forest
     first_chunks: Tensor
     first_rows: Tensor
-    entered: Tensor
-    entered_forest: Forest
+    dependent_chunks: Tensor
+    dependent_forest: Forest
     exchange: StateExchange | None
     last_chunks: Tensor
 
 
 class RunChunks(NamedTuple):
-    """The chunks of one rank in the order of their forest.
+    """The chunks of one rank in depth order.
 
     Args:
         size: tokens of a chunk; the last one of a run may have fewer.
-        runs: the index of each chunk's run.
-        starts: the first position of each.
-        parents: the chunk before each, or -1.
+        runs: for each chunk the index of its run.
+        starts: for each chunk its first position.
+        parents: for each chunk its parent, or -1.
         last_of_run: for each run of this rank its last chunk.
     """
 
@@ -153,7 +159,7 @@ class RunChunks(NamedTuple):
         own_runs = [index for index, run in enumerate(runs) if run.rank == rank]
         longest = max((runs[index].stop - runs[index].start for index in own_runs), default=1)
         size = min(max_chunk, 1 << (longest - 1).bit_length())
-        # A run comes after the one before it, and so does a chunk after its parent.
+        # Runs are listed after their previous runs, so each chunk is created after its parent.
         parents, chunk_runs, starts = list[int](), list[int](), list[int]()
         last_of_run = dict[int, int]()
         for index in own_runs:
@@ -165,84 +171,91 @@ class RunChunks(NamedTuple):
                 starts.append(start)
             last_of_run[index] = parent
         order = depth_order(parents)
-        place = {NONE: NONE} | {node: index for index, node in enumerate(order)}
+        sorted_index = {NONE: NONE} | {chunk: index for index, chunk in enumerate(order)}
         return cls(
             size,
-            [chunk_runs[node] for node in order],
-            [starts[node] for node in order],
-            [place[parents[node]] for node in order],
-            {run: place[node] for run, node in last_of_run.items()},
+            [chunk_runs[chunk] for chunk in order],
+            [starts[chunk] for chunk in order],
+            [sorted_index[parents[chunk]] for chunk in order],
+            {run: sorted_index[chunk] for run, chunk in last_of_run.items()},
         )
 
     def tokens(self, runs: Sequence[ShardRun], layout: SequenceLayout, rank: int) -> tuple[Integers, NDArray[np.bool_]]:
-        """Returns (the local index of each token, True where there is one), both [chunks, size].
+        """Returns (local token in each slot, True for slots that have one), both [chunks, size].
 
-        Padding has the index of the chunk's first token.
+        Slots of padding have the chunk's first token.
         """
         stops = np.array([runs[run].stop for run in self.runs], dtype=np.int64)
         starts = np.array(self.starts, dtype=np.int64)
         rows = np.array([runs[run].row for run in self.runs], dtype=np.int64)
         _, first = Owners.of(layout).find(starts)
         first = (first + rows * layout.sizes[rank]).reshape(-1, 1)
-        # Neighbours in a span with step 1 are neighbours on their rank too.
-        within = np.arange(self.size)
-        is_token = within < (stops - starts).reshape(-1, 1)
-        return np.where(is_token, first + within, first), is_token
+        # Spans have step 1, so adjacent positions of a run have adjacent local indices.
+        offsets = np.arange(self.size)
+        is_token = offsets < (stops - starts).reshape(-1, 1)
+        return np.where(is_token, first + offsets, first), is_token
 
 
-# All layers of a step share a plan, whose indices are as long as the shard: few are kept.
+# All layers of a step share a plan. The cache is small because a plan's index tensors are as long as the shard.
 @lru_cache(maxsize=8)
 @compat.outside_modes
 def plan_scan(
     layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device, max_chunk: int
 ) -> ScanPlan:
-    """Returns the plan of a rank. `rows` has the segments of each row of the batch."""
+    """Returns the plan of a rank.
+
+    Args:
+        rows: the segments of each row of the batch.
+        max_chunk: largest number of tokens of a chunk.
+    """
     runs = _runs(layout, rows)
     roots = _tree_roots(runs)
     chunks = RunChunks.cut(runs, rank, max_chunk)
-    # Chunks of trees that begin behind another rank's state, and their forest: in order, as they are among all chunks.
-    entered = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != NONE]
-    entered_place = {NONE: NONE} | {chunk: index for index, chunk in enumerate(entered)}
-    entered_forest = Forest.of([entered_place[chunks.parents[chunk]] for chunk in entered], device)
+    # The first run of a tree has a previous run only if that is on another rank.
+    dependent_chunks = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != NONE]
+    dependent_index = {NONE: NONE} | {chunk: index for index, chunk in enumerate(dependent_chunks)}
+    # A subset of chunks in depth order that contains whole trees is in depth order itself.
+    dependent_forest = Forest.of([dependent_index[chunks.parents[chunk]] for chunk in dependent_chunks], device)
     first_chunks = [chunk for chunk, run in enumerate(chunks.runs) if chunks.starts[chunk] == runs[run].start == 0]
     exchange, last_chunks = None, list[int]()
     if layout.shards == 1:
         last_chunks = [chunks.last_of_run[index] for index, run in enumerate(runs) if run.stop == layout.length]
     else:
-        entering_runs = [runs[roots[chunks.runs[chunk]]].previous for chunk in entered]
-        exchange = _exchange(runs, roots, layout, rank, chunks, entered_place, entering_runs, device)
+        entering_runs = [runs[roots[chunks.runs[chunk]]].previous for chunk in dependent_chunks]
+        exchange = _exchange(runs, roots, layout, rank, chunks, dependent_index, entering_runs, device)
     tokens, is_token = chunks.tokens(runs, layout, rank)
-    places = np.empty(len(rows) * layout.sizes[rank], dtype=np.int64)
-    places[tokens[is_token]] = np.flatnonzero(is_token)
+    slots = np.empty(len(rows) * layout.sizes[rank], dtype=np.int64)
+    slots[tokens[is_token]] = np.flatnonzero(is_token)
     return ScanPlan(
         torch.from_numpy(tokens.reshape(-1)).to(device),
         chunks.size,
         None if is_token.all() else torch.from_numpy(~is_token).view(-1, 1, chunks.size, 1).to(device),
-        torch.from_numpy(places).to(device),
+        torch.from_numpy(slots).to(device),
         Forest.of(chunks.parents, device),
         _indices(first_chunks, device),
         _indices([runs[chunks.runs[chunk]].row for chunk in first_chunks], device),
-        _indices(entered, device),
-        entered_forest,
+        _indices(dependent_chunks, device),
+        dependent_forest,
         exchange,
         _indices(last_chunks, device),
     )
 
 
 def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
-    """Returns the runs of all ranks, row by row and by position, so that a run comes after the one before it."""
+    """Returns the runs of all ranks by row and position, so that a run is listed after its previous run."""
     runs, by_segments = list[ShardRun](), dict[Segments, list[tuple[int, int, int, int]]]()
     for row, segments in enumerate(rows):
         if segments not in by_segments:
             spans = sorted(
                 (run.start, run.stop, s) for s in range(layout.shards) for run in segments.runs(layout.spans(s))
             )
-            before = segments.ancestors(np.array([start for start, *_ in spans]), 1)
-            ends = {stop - 1: index for index, (_, stop, _) in enumerate(spans)}
+            previous_tokens = segments.ancestors(np.array([start for start, *_ in spans]), 1)
+            run_ending_at = {stop - 1: index for index, (_, stop, _) in enumerate(spans)}
             by_segments[segments] = [
-                (shard, start, stop, ends.get(position, NONE))
-                for (start, stop, shard), position in zip(spans, before.tolist(), strict=True)
+                (shard, start, stop, run_ending_at.get(token, NONE))
+                for (start, stop, shard), token in zip(spans, previous_tokens.tolist(), strict=True)
             ]
+        # Rows with equal segments share their runs, whose indices of previous runs count from the row's first run.
         offset = len(runs)
         runs += [
             ShardRun(shard, row, start, stop, previous if previous == NONE else previous + offset)
@@ -252,7 +265,7 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
 
 
 def _tree_roots(runs: Sequence[ShardRun]) -> list[int]:
-    """Returns for each run the first run of its tree: the path back to it does not leave the rank."""
+    """Returns for each run the first run of its tree, which is on the same rank."""
     roots = list[int]()
     for index, run in enumerate(runs):
         same_rank = run.previous != NONE and runs[run.previous].rank == run.rank
@@ -266,37 +279,45 @@ def _exchange(
     layout: SequenceLayout,
     rank: int,
     chunks: RunChunks,
-    entered_place: dict[int, int],
+    dependent_index: dict[int, int],
     entering_runs: Sequence[int],
     device: torch.device,
 ) -> StateExchange:
-    """Computes what the ranks tell each other. `entering_runs` has the run before the tree of each entered chunk."""
-    needed = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
-    last = [index for index, run in enumerate(runs) if run.stop == layout.length]
-    by_position = sorted(needed | {*last})
-    entry = {run: index for index, run in enumerate(by_position)}
-    parents = [entry.get(runs[roots[run]].previous, NONE) for run in by_position]
-    order = depth_order(parents)
-    place = {NONE: NONE} | {node: index for index, node in enumerate(order)}
-    forest = Forest.of([place[parents[node]] for node in order], device)
-    in_forest = [by_position[node] for node in order]
+    """Returns the exchange of a rank.
 
-    gathered = sorted(by_position, key=lambda run: runs[run].rank)  # stable: by rank, then by position
-    with_maps = [run for run in gathered if runs[roots[run]].previous != NONE]
-    state_at = {run: index for index, run in enumerate(gathered)}
-    map_at = {run: index for index, run in enumerate(with_maps)}
-    own_states, own_maps = ([run for run in some if runs[run].rank == rank] for some in (gathered, with_maps))
+    Args:
+        roots: for each run the first run of its tree.
+        dependent_index: for each dependent chunk its index among these.
+        entering_runs: for each dependent chunk the run, on another rank, that its tree continues.
+    """
+    continued = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
+    last_runs = [index for index, run in enumerate(runs) if run.stop == layout.length]
+    # One boundary state for each of these runs. In the order of runs, parents precede their children.
+    boundary_runs = sorted(continued | {*last_runs})
+    boundary_index = {run: index for index, run in enumerate(boundary_runs)}
+    parents = [boundary_index.get(runs[roots[run]].previous, NONE) for run in boundary_runs]
+    order = depth_order(parents)
+    sorted_index = {NONE: NONE} | {index: node for node, index in enumerate(order)}
+    forest = Forest.of([sorted_index[parents[index]] for index in order], device)
+    forest_runs = [boundary_runs[index] for index in order]
+
+    # An all-gather returns tensors by rank; `sorted` is stable, so those of one rank are by position.
+    state_runs = sorted(boundary_runs, key=lambda run: runs[run].rank)
+    map_runs = [run for run in state_runs if runs[roots[run]].previous != NONE]
+    gathered_state = {run: index for index, run in enumerate(state_runs)}
+    gathered_map = {run: index for index, run in enumerate(map_runs)}
+    own_state_runs, own_map_runs = ([run for run in some if runs[run].rank == rank] for some in (state_runs, map_runs))
     ranks = range(layout.shards)
     return StateExchange(
-        tuple(sum(runs[run].rank == other for run in gathered) for other in ranks),
-        tuple(sum(runs[run].rank == other for run in with_maps) for other in ranks),
-        _indices([chunks.last_of_run[run] for run in own_states], device),
-        _indices([entered_place[chunks.last_of_run[run]] for run in own_maps], device),
-        _indices([state_at[run] for run in in_forest], device),
-        _indices([map_at[run] for run in in_forest[forest.sizes[0] :]], device),
+        tuple(sum(runs[run].rank == peer for run in state_runs) for peer in ranks),
+        tuple(sum(runs[run].rank == peer for run in map_runs) for peer in ranks),
+        _indices([chunks.last_of_run[run] for run in own_state_runs], device),
+        _indices([dependent_index[chunks.last_of_run[run]] for run in own_map_runs], device),
+        _indices([gathered_state[run] for run in forest_runs], device),
+        _indices([gathered_map[run] for run in forest_runs[forest.sizes[0] :]], device),
         forest,
-        _indices([place[entry[run]] for run in entering_runs], device),
-        _indices([place[entry[run]] for run in last], device),
+        _indices([sorted_index[boundary_index[run]] for run in entering_runs], device),
+        _indices([sorted_index[boundary_index[run]] for run in last_runs], device),
     )
 
 

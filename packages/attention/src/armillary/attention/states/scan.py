@@ -1,4 +1,4 @@
-"""The scan over all ranks: local chunks, one all-gather of states, and the states that enter from other ranks."""
+"""The scan over all ranks: local chunks, one all-gather of states, and the effect of other ranks' states."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from armillary.core import Axis, start_all_gather, start_reduce_scatter
 from armillary.core.observe.ledger import phase
 
 MakeOperands = Callable[..., Operands]
-"""Makes a layer's operands of its inputs."""
+"""Computes the operands of a layer from its inputs."""
 Gather = Callable[[Tensor, Sequence[int]], Tensor]
-"""Gathers the elements [n] of all ranks, of which each rank has as many as the sizes say."""
+"""Gathers the flat elements of all ranks, from this rank's and the number of elements of each rank."""
 
 
 class ScanCall(NamedTuple):
@@ -26,7 +26,7 @@ class ScanCall(NamedTuple):
 
     Args:
         make_operands: called with the inputs, in forward and again in backward.
-        axis: of the ranks; None for one rank.
+        axis: the sequence axis; None for one rank.
     """
 
     make_operands: MakeOperands
@@ -52,7 +52,8 @@ class ScanCall(NamedTuple):
         self, grads: Sequence[Tensor], inputs: Sequence[Tensor | None], gathered: Tensor | None
     ) -> list[Tensor | None]:
         """Returns the gradients of the inputs from those of outputs and states. Recomputes the chunks."""
-        # All leaves need a gradient, whichever the caller asked for: the states depend on some of them on every rank.
+        # Every leaf requires a gradient, even if the caller needs none: the backward collective must run on every rank,
+        # and it runs only if the gathered states depend on a leaf.
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
 
         def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -71,9 +72,9 @@ def scan(call: ScanCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class _Scan(torch.autograd.Function):
-    """The scan as one function. Keeps its inputs and the gathered states, and recomputes everything else in backward.
+    """The scan as one function. Saves its inputs and the gathered states, and recomputes everything else in backward.
 
-    One function, so that the backward collective runs on every rank, also on one whose loss needs no state of another.
+    As one function it runs the backward collective on every rank, even if a rank's loss depends on no other rank.
     """
 
     @staticmethod
@@ -91,7 +92,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Regathered(torch.autograd.Function):
-    """The gathered elements once more, without communication. The gradient is summed over ranks and scattered."""
+    """All-gather in the recomputation: returns the elements that forward gathered; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
@@ -106,10 +107,11 @@ class _Regathered(torch.autograd.Function):
 
 
 def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather) -> tuple[Tensor, Tensor]:
+    # 1. All chunks at once, as maps of the states that enter them.
     q, k, v, g, beta = (_cut(x, plan) for x in operands[:5])
     chunks = kernel.maps(operands._replace(q=q, k=k, v=v, g=g, beta=beta))
 
-    # First as if no state of another rank entered.
+    # 2. The states of local trees, as if no state of another rank entered.
     roots = plan.forest.sizes[0]
     entering_roots = chunks.state.new_zeros(roots, *chunks.state.shape[1:])
     if operands.initial_state is not None:
@@ -121,14 +123,16 @@ def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather
     if plan.exchange is None:
         final = leaving.index_select(0, plan.last_chunks)
     else:
-        # The maps from the state that enters a tree to those that leave its chunks.
-        maps = chunks.state_map.index_select(0, plan.entered)
-        roots = plan.entered_forest.sizes[0]
-        leaving_maps = _follow(maps[:roots], maps, None, plan.entered_forest)
+        # 3. Products of maps along dependent trees: from the state that enters a tree to those that leave its chunks.
+        maps = chunks.state_map.index_select(0, plan.dependent_chunks)
+        roots = plan.dependent_forest.sizes[0]
+        leaving_maps = _follow(maps[:roots], maps, None, plan.dependent_forest)
+        # 4. The exchange, and the effect of the received states. Maps are linear, so it is added.
         states, final = _exchange_states(leaving, leaving_maps, plan.exchange, gather)
         identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand(roots, maps.shape[1], -1, -1)
-        entering_maps = torch.cat([identity, leaving_maps.index_select(0, plan.entered_forest.parents)])
-        entering = entering.index_add(0, plan.entered, apply_map(entering_maps, states))
+        entering_maps = torch.cat([identity, leaving_maps.index_select(0, plan.dependent_forest.parents)])
+        entering = entering.index_add(0, plan.dependent_chunks, apply_map(entering_maps, states))
+    # 5. Outputs of all chunks.
     out = chunks.output_map @ entering + chunks.output
     return _join(out, plan, operands.v.shape), final
 
@@ -136,35 +140,47 @@ def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather
 def _exchange_states(
     leaving: Tensor, leaving_maps: Tensor, exchange: StateExchange, gather: Gather
 ) -> tuple[Tensor, Tensor]:
-    """Returns the states that enter the trees of the plan's `entered` chunks, and the final states."""
-    own_tensors = [leaving.index_select(0, exchange.own_states), leaving_maps.index_select(0, exchange.own_maps)]
+    """Returns (for each dependent chunk the state that enters its tree, final states of all rows).
+
+    Args:
+        leaving: states after this rank's chunks, as if no state of another rank entered.
+        leaving_maps: for each dependent chunk the map from the state that enters its tree to the one after the chunk.
+    """
+    own_tensors = [
+        leaving.index_select(0, exchange.own_state_chunks),
+        leaving_maps.index_select(0, exchange.own_map_chunks),
+    ]
     shapes = [x.shape[1:] for x in own_tensors]
     state_sizes, map_sizes = (
         [count * shape.numel() for count in counts]
-        for counts, shape in zip((exchange.states, exchange.maps), shapes, strict=True)
+        for counts, shape in zip((exchange.state_counts, exchange.map_counts), shapes, strict=True)
     )
     sizes = [a + b for a, b in zip(state_sizes, map_sizes, strict=True)]
     gathered = gather(torch.cat([x.flatten() for x in own_tensors]), sizes)
-    # Each rank's states and then its maps.
-    both = gathered.split([size for pair in zip(state_sizes, map_sizes, strict=True) for size in pair])
-    states, maps = (torch.cat(both[i::2]).view(-1, *shapes[i]) for i in (0, 1))
+    # From each rank come its states, followed by its maps.
+    by_rank = gathered.split([size for pair in zip(state_sizes, map_sizes, strict=True) for size in pair])
+    states, maps = (torch.cat(by_rank[i::2]).view(-1, *shapes[i]) for i in (0, 1))
     states, maps = states.index_select(0, exchange.state_order), maps.index_select(0, exchange.map_order)
+    # Every rank completes all boundary states. Roots depend on no other rank and have no map, so theirs is left empty.
     roots = exchange.forest.sizes[0]
-    complete = _follow(
+    boundary_states = _follow(
         states[:roots], torch.cat([maps.new_empty(roots, *maps.shape[1:]), maps]), states, exchange.forest
     )
-    return complete.index_select(0, exchange.entering), complete.index_select(0, exchange.last)
+    return (
+        boundary_states.index_select(0, exchange.entering_states),
+        boundary_states.index_select(0, exchange.final_states),
+    )
 
 
 def _follow(roots: Tensor, maps: Tensor, states: Tensor | None, forest: Forest) -> Tensor:
-    """Returns x with x at a node = its map applied to x at its parent, plus its state: depth by depth, in order.
+    """Returns x of all nodes, computed depth by depth: x[node] = maps[node] x[parent] + states[node].
 
     Args:
-        roots: x at the roots.
-        maps, states: of all nodes; those of roots are not read.
+        roots: x of the roots.
+        maps, states: of all nodes; those of roots are not read. No states: zeros.
     """
     depths = [roots]
-    # Split at once: backward of a slice for each depth would fill as many tensors of all nodes.
+    # One `split` instead of a slice for each depth: backward of each slice would allocate a gradient of all nodes.
     maps_by_depth = maps.split(forest.sizes)[1:]
     states_by_depth = [None] * len(maps_by_depth) if states is None else states.split(forest.sizes)[1:]
     for state_map, state, parents in zip(maps_by_depth, states_by_depth, forest.parents_by_depth, strict=True):
@@ -174,15 +190,15 @@ def _follow(roots: Tensor, maps: Tensor, states: Tensor | None, forest: Forest) 
 
 
 def _cut(x: Tensor, plan: ScanPlan) -> Tensor:
-    """Returns the chunks of [B, T, heads, D] as [n, heads, C, D], zeros where there is no token."""
+    """Returns [n, heads, C, D], the chunks of x [B, T, heads, D]; zeros in slots of padding."""
     tokens = x.flatten(0, 1).index_select(0, plan.tokens)
-    chunks = tokens.unflatten(0, (-1, plan.chunk)).transpose(1, 2)
+    chunks = tokens.unflatten(0, (-1, plan.chunk_size)).transpose(1, 2)
     return chunks.contiguous() if plan.padding is None else chunks.masked_fill(plan.padding, 0)
 
 
 def _join(chunks: Tensor, plan: ScanPlan, shape: Sequence[int]) -> Tensor:
-    """Returns [B, T, H, D] of this rank's tokens: the inverse of `_cut`."""
-    return chunks.transpose(1, 2).flatten(0, 1).index_select(0, plan.places).view(*shape[:-1], chunks.shape[-1])
+    """Returns [B, T, H, D] of this rank's tokens from chunks [n, H, C, D]: the inverse of `_cut`."""
+    return chunks.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots).view(*shape[:-1], chunks.shape[-1])
 
 
 def _device_type(inputs: Sequence[Tensor | None]) -> str:

@@ -13,7 +13,7 @@ from armillary.attention.mask.bounded_cache import BoundedCache
 from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, pair_counts, tile_array, unite_ranges
 from armillary.attention.tiling.tiles import join_tiles
 from armillary.core import SequenceLayout
-from armillary.core.slices import widened
+from armillary.core.slices import widen
 
 Result = TypeVar("Result")
 
@@ -102,7 +102,7 @@ class Grid(CachesDerived):
     def _pairs(self, query: int) -> list[int]:
         tiles = np.concatenate(self._tile_arrays(query))
         counts = pair_counts(tiles)
-        pairs = widened(np.zeros(self.key_layout.shards, dtype=np.int64), self.layout.length, self.key_layout.length)
+        pairs = widen(np.zeros(self.key_layout.shards, dtype=np.int64), self.layout.length, self.key_layout.length)
         np.add.at(pairs, tiles[:, 0], counts)
         return pairs.tolist()
 

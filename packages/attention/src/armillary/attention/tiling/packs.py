@@ -83,8 +83,8 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
             ordered.append([index])
             continue
         # Token indices over all rows: a call of a block is either on all rows or on one.
-        queries = _shifted(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
-        keys = _shifted(keys, 0 if len(rows) > 1 else rows.start * shards.keys)
+        queries = _shift(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
+        keys = _shift(keys, 0 if len(rows) > 1 else rows.start * shards.keys)
         heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
         packs = open_packs.setdefault((key, heads), [])
         # First fit: the first open pack that shares no tokens with this piece.
@@ -105,7 +105,7 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
     return tuple(_call_of([calls[index] for index in pieces], kernel, shards) for pieces in ordered)
 
 
-def _shifted(tokens: range, offset: int) -> range:
+def _shift(tokens: range, offset: int) -> range:
     return range(tokens.start + offset, tokens.stop + offset)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.core import SequenceLayout
-from armillary.core.slices import FAR, Integers, Slices, widened
+from armillary.core.slices import FAR, Integers, Slices, widen
 from armillary.core.spans import Spans
 
 TileArray = NDArray[np.int64]
@@ -130,7 +130,7 @@ def _equalize_steps(
 
 
 def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integers) -> TileArray:
-    """Turns bounds on positions into bounds on local indices, and trims tiles as `Tile.trimmed` does."""
+    """Turns bounds on positions into bounds on local indices, and trims tiles as `Tile.trim` does."""
     # Row a is at rows.position + a * step and column b at columns.position + b * step, so low <= j - i <= high is
     # (low - distance) / step <= b - a <= (high - distance) / step. FAR is halved so that differences do not overflow.
     step = np.where(rows.count > 1, rows.step, columns.step)
@@ -149,7 +149,7 @@ def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integ
 
 def pair_counts(tiles: TileArray) -> Integers:
     """Returns the number of visible pairs of each tile."""
-    _, q0, q1, k0, k1, low, high = widened(tiles, *(int(tiles[:, i].max(initial=0)) for i in (2, 4))).T
+    _, q0, q1, k0, k1, low, high = widen(tiles, *(int(tiles[:, i].max(initial=0)) for i in (2, 4))).T
     rows, columns, shift = q1 - q0, k1 - k0, k0 - q0
     low, high = np.maximum(low - shift, 1 - rows), np.minimum(high - shift, columns - 1)
 

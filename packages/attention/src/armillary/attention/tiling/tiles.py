@@ -62,7 +62,7 @@ def _join(rows: Integers) -> Integers:
     by_end = dict[int, list[Tile]]()
     for tile in sorted(_tiles_of(rows[near]), key=lambda tile: (tile.k0, tile.q0)):
         candidates = by_end.get(tile.k0, [])
-        previous, union = next(((old, both) for old in candidates if (both := _joined(old, tile))), (None, tile))
+        previous, union = next(((old, both) for old in candidates if (both := _joint_band(old, tile))), (None, tile))
         if previous is not None:
             candidates.remove(previous)
         by_end.setdefault(union.k1, []).append(union)
@@ -73,8 +73,8 @@ def _join(rows: Integers) -> Integers:
 def _may_join(rows: Integers) -> NDArray[np.bool_]:
     """Returns which tiles [n, 6] start or end where another one ends or starts that they may form a band with.
 
-    If no tile is bounded from below, as under a causal mask, joined ones must reach the same edge there (`_joined`);
-    from above likewise. Thousands of documents and their neighbours do not.
+    If no tile is bounded from below, as under a causal mask, tiles can only be joined if both reach the same edge there
+    (`_joint_band`); the same holds for above. Thousands of documents and their neighbours do not.
     """
     lower, upper = (rows[:, 4] != -FAR).any(), (rows[:, 5] != FAR).any()
     if lower and upper:  # a window: unions have bounds that their tiles lack, so any two may be part of one
@@ -86,7 +86,7 @@ def _may_join(rows: Integers) -> NDArray[np.bool_]:
     return np.isin(starts, stops) | np.isin(stops, starts)
 
 
-def _joined(a: Tile, b: Tile) -> Tile | None:
+def _joint_band(a: Tile, b: Tile) -> Tile | None:
     """Returns `a` and `b`, to its right, as one tile; None if no single band has exactly their pairs."""
     if a.k1 != b.k0 or (a.low is b.low is None and a.q1 != b.q1) or (a.high is b.high is None and a.q0 != b.q0):
         return None  # the usual case: a side that is unbounded in both must reach the same edge

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from armillary.core.balancing.traffic import PositionRuns, token_hops, uncut_ends
 from armillary.core.balancing.work_density import Work, equal_ends
-from armillary.core.slices import Integers, Slices, mirrored
+from armillary.core.slices import Integers, Slices, mirror
 
 Floats = NDArray[np.float64]
 
@@ -90,7 +90,7 @@ class SpreadCandidate:
     @cached_property
     def hops(self) -> int:
         """Token-hops of keys if ranks are even by queries, of queries if by keys, or of both."""
-        by_side = self.ring.rows, [mirrored(row) for row in self.ring.rows]
+        by_side = self.ring.rows, [mirror(row) for row in self.ring.rows]
         return sum(token_hops(self.segments, self.ring.shards, by_side[side]) for side in self.ring.sides)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.core.slices import Integers, Slices, trimmed
+from armillary.core.slices import Integers, Slices, trim
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integ
     ends, owners = segments.ends, segments.owners
     runs = list[Integers]()
     for row in rows:
-        q0, q1, k0, k1, low, high = trimmed(row).T
+        q0, q1, k0, k1, low, high = trim(row).T
         first, last = np.searchsorted(ends, q0, side="right") - 1, np.searchsorted(ends, q1)
         # One entry per (slice, segment of its queries): entries of slice i are `of == i`.
         counts = last - first
@@ -105,7 +105,7 @@ def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integ
 
 def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
     """Returns the boundaries of the shortest runs of positions that do not see each other in any row: 0, ..., N."""
-    slices = np.concatenate([trimmed(row) for row in rows])
+    slices = np.concatenate([trim(row) for row in rows])
     starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(np.append(0, stops[order]))

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.slices import Integers, KeyCounts, Slices, mirrored
+from armillary.core.slices import Integers, KeyCounts, Slices, mirror
 
 MAX_GROUPS = 4
 """Maximum number of groups that `by_density` forms."""
@@ -24,7 +24,7 @@ class Work:
 
     @classmethod
     def of(cls, rows: Sequence[Slices]) -> Work:
-        return cls(([KeyCounts.of(row) for row in rows], [KeyCounts.of(mirrored(row)) for row in rows]))
+        return cls(([KeyCounts.of(row) for row in rows], [KeyCounts.of(mirror(row)) for row in rows]))
 
     @property
     def total(self) -> int:

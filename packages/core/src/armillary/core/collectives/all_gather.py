@@ -11,7 +11,7 @@ from torch import Tensor
 from armillary.core import compat
 from armillary.core.collectives.collective import Collective, check_tokens
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import record, watched
+from armillary.core.observe.trace import end_span_on_wait, record
 
 
 def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
@@ -44,4 +44,4 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
             return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
         return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(buffer, sizes, strict=True)], dim)
 
-    return Collective(axis, (send_buffer, buffer), watched([work], trace_record), assemble)
+    return Collective(axis, (send_buffer, buffer), end_span_on_wait([work], trace_record), assemble)

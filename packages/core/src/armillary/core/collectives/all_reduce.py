@@ -8,7 +8,7 @@ from torch import Tensor
 
 from armillary.core.collectives.collective import Collective
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import record, watched
+from armillary.core.observe.trace import end_span_on_wait, record
 from armillary.core.validation import check_tensor
 
 
@@ -29,4 +29,4 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Collective[Tensor]:
     traced = record(axis.name, "all_reduce", steps * x.nbytes // axis.size, steps)
     work = dist.all_reduce(total, group=axis.group, async_op=True)
     assert work is not None
-    return Collective(axis, (total,), watched([work], traced), lambda: total)
+    return Collective(axis, (total,), end_span_on_wait([work], traced), lambda: total)

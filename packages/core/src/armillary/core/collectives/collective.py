@@ -12,7 +12,7 @@ from torch import Tensor
 
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import record, watched
+from armillary.core.observe.trace import end_span_on_wait, record
 from armillary.core.validation import check_tensor, integer
 
 R = TypeVar("R")
@@ -58,7 +58,7 @@ def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequen
     trace_record = record(axis.name, kind, values.nbytes - own_count * values.itemsize, messages)
     work = dist.all_to_all_single(buffer, values.view(-1), list(receive), list(send), group=axis.group, async_op=True)
     works = (cast(dist.Work, work),)
-    return PartsInFlight(values, buffer, works if trace_record is None else watched(works, trace_record))
+    return PartsInFlight(values, buffer, works if trace_record is None else end_span_on_wait(works, trace_record))
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

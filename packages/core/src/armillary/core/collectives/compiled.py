@@ -109,7 +109,7 @@ def _axis_text(mesh: DeviceMesh) -> str:
 
 def axis_of(name: str, group: str, x: Tensor) -> Axis:
     """Returns the axis with this name and group name, for tensors on the device of `x`."""
-    process_group = compat.group_named(group)
+    process_group = compat.find_group(group)
     device = x.device.type
     timeout = compat.host_timeout(process_group, device)
     return Axis(name, dist.get_rank(process_group), process_group.size(), process_group, timeout, device)

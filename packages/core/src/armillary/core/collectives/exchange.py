@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import IDLE, Trace, record, span, watched
+from armillary.core.observe.trace import IDLE, Trace, end_span_on_wait, record, span
 from armillary.core.token_ranges import TokenRanges
 
 ALIGNMENT = 16
@@ -62,7 +62,7 @@ class FlatBuffer(NamedTuple):
         if len(values) == 1:
             tensor = values[0].contiguous()
             return cls(tensor, (tensor,))
-        if _alike(values):
+        if _same_shape_and_dtype(values):
             return cls(torch.stack(values).contiguous())  # stack keeps strides that all tensors share
         flat = cls._of_bytes(values, None)
         for target, x in zip(flat.views, values, strict=True):
@@ -76,7 +76,7 @@ class FlatBuffer(NamedTuple):
         Args:
             memory: a uint8 tensor, whose first bytes become the buffer; by default new memory.
         """
-        if not _alike(tensors):
+        if not _same_shape_and_dtype(tensors):
             return cls._of_bytes(tensors, tokens, memory)
         first = tensors[0]
         shape = first.shape if tokens is None else (first.shape[0], tokens, *first.shape[2:])
@@ -158,7 +158,7 @@ def _byte_order(sizes: tuple[int, ...], element_sizes: tuple[int, ...]) -> list[
     return sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -element_sizes[i]))
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
+def _same_shape_and_dtype(tensors: Sequence[Tensor]) -> bool:
     """Returns True if all tensors have one shape and dtype."""
     first = tensors[0]
     return all(x.shape == first.shape and x.dtype == first.dtype for x in tensors[1:])
@@ -214,7 +214,9 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     send_buffers = {peer: flat.buffer for peer, flat in send.items()}
     trace_record = record(axis.name, "p2p", sum([x.nbytes for x in send_buffers.values()]), len(send_buffers))
     works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, send_buffers)
-    return Exchange(axis, send, receive, tuple(works) if trace_record is None else watched(works, trace_record))
+    return Exchange(
+        axis, send, receive, tuple(works) if trace_record is None else end_span_on_wait(works, trace_record)
+    )
 
 
 LOST_PEER = re.compile(r"timed?[ -]?out|connect|peer|broken pipe|socket|remote process|abort", re.IGNORECASE)

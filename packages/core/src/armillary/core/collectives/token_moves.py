@@ -69,8 +69,8 @@ class MoveTable:
             result = np.where(owner == rank, index, 0)
             for source in range(layout.shards):
                 if source != rank:
-                    unique, place = np.unique(keys[owner == source], return_inverse=True)
-                    result[owner == source] = rows * sizes[rank] + received_count + place
+                    unique, indices = np.unique(keys[owner == source], return_inverse=True)
+                    result[owner == source] = rows * sizes[rank] + received_count + indices
                     receive_counts[source] = len(unique)
                     received_count += len(unique)
             result[owner == -1] = rows * sizes[rank] + received_count

@@ -105,7 +105,7 @@ class Trace:
             _meta(rank, "process_name", 0, name=f"rank {rank}"),
             _meta(rank, "process_sort_index", 0, sort_index=rank),
         ]
-        for number, (lane, timed) in enumerate(_lanes(self._timed())):
+        for number, (lane, timed) in enumerate(_lanes(self._spans_in_microseconds())):
             events.append(_meta(rank, "thread_name", number, name=lane))
             events.append(_meta(rank, "thread_sort_index", number, sort_index=number))
             events += [
@@ -132,7 +132,7 @@ class Trace:
         with writing(path):
             path.write_text(json.dumps({"traceEvents": sum(every, list[Event]()), "displayTimeUnit": "ms"}))
 
-    def _timed(self) -> list[Timed]:
+    def _spans_in_microseconds(self) -> list[Timed]:
         clock = self.clock
         if clock is None:
             return []
@@ -176,7 +176,7 @@ def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None
     """Records a primitive's messages to other ranks in ledgers and the trace, just before it sends them.
 
     Returns:
-        The span for `watched`; None without an open trace.
+        The span for `end_span_on_wait`; None without an open trace.
     """
     if CommLedger.opened:
         CommLedger.add(axis, kind, nbytes, messages)
@@ -185,7 +185,7 @@ def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None
     return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": nbytes})
 
 
-def watched(works: Sequence[dist.Work], traced: TraceSpan | None) -> tuple[dist.Work, ...]:
+def end_span_on_wait(works: Sequence[dist.Work], traced: TraceSpan | None) -> tuple[dist.Work, ...]:
     """Returns the started works; the wait for the last of them ends the span."""
     if traced is None or not works:
         return tuple(works)

@@ -55,7 +55,7 @@ class Dispatched(TorchDispatchMode):
             with self:
                 return compat.function_of(func)(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            kind, count = KINDS.get(func.name(), (func.name(), handed_over))
+            kind, count = KINDS.get(func.name(), (func.name(), traffic_of))
             _add(self.sent, kind, count(*args))
         return func(*args, **(kwargs or {}))
 
@@ -75,28 +75,28 @@ def nothing(*_: Any) -> Traffic:
 
 
 def all_to_all(output: Tensor, x: Tensor, boxed: Any, output_rows: list[int], rows: list[int], *_: Any) -> Traffic:
-    group = compat.unboxed(boxed)
+    group = compat.unbox_group(boxed)
     rows = rows or [x.shape[0] // group.size()] * group.size()
     sent_rows = [n for rank, n in enumerate(rows) if n and rank != group.rank()]
     return Traffic(sum(sent_rows) * x[:1].nbytes, len(sent_rows))
 
 
 def all_gather(output: Tensor, x: Tensor, boxed: Any, *_: Any) -> Traffic:
-    peers = compat.unboxed(boxed).size() - 1
+    peers = compat.unbox_group(boxed).size() - 1
     return Traffic(peers * x.nbytes, peers)
 
 
 def all_gather_list(output: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Traffic:
-    peers = compat.unboxed(boxed).size() - 1
+    peers = compat.unbox_group(boxed).size() - 1
     return Traffic(peers * sum(x.nbytes for x in tensors), peers)
 
 
 def all_reduce(tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Traffic:
-    ranks = compat.unboxed(boxed).size()
+    ranks = compat.unbox_group(boxed).size()
     return Traffic(sum(2 * (ranks - 1) * x.nbytes // ranks for x in tensors), 2 * (ranks - 1))
 
 
-def handed_over(*args: Any) -> Traffic:
+def traffic_of(*args: Any) -> Traffic:
     return Traffic(sum(x.nbytes for x in _tensors(args)), 1)
 
 

@@ -22,10 +22,12 @@ def share_device() -> None:
     original, device = gloo.__init__, gloo.create_default_device()
 
     @wraps(original)
-    def shared(group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
+    def init_with_shared_device(
+        group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object
+    ) -> None:
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [device], THREADS, timeout
         original(group, store, rank, size, options)
 
     # torch creates every gloo group through this constructor.
-    gloo.__init__ = shared
+    gloo.__init__ = init_with_shared_device

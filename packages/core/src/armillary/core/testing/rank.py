@@ -83,11 +83,11 @@ def _answer(request: bytes) -> bytes:
     """Returns ("ok", result, number of groups made) or ("error", text), pickled."""
     try:
         function, args, kwargs = pickle.loads(request)
-        return pickle.dumps(("ok", function(*args, **kwargs), groups_made()))
+        return pickle.dumps(("ok", function(*args, **kwargs), group_count()))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
 
 
-def groups_made() -> int:
+def group_count() -> int:
     """Returns the number of process groups made so far, by which torch names the next one."""
     return cast(Any, dist).distributed_c10d._world.group_count

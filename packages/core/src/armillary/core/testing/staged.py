@@ -40,7 +40,7 @@ class StagedWork(cast(Any, dist)._Work):
         return self.work.is_completed() and not self.arriving
 
 
-def staged(name: str, arrives: bool = True) -> Callable[..., StagedWork]:
+def stage_operation(name: str, arrives: bool = True) -> Callable[..., StagedWork]:
     """Returns the operation of this name on host copies. In every operation of torch the first argument is the output.
 
     Args:
@@ -86,18 +86,19 @@ class StagedGroup(dist.ProcessGroup):
 
     # fmt: off
     allreduce, allreduce_coalesced, broadcast, reduce = map(
-        staged, ("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
+        stage_operation, ("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
     allgather, gather, scatter, reduce_scatter, alltoall = map(
-        staged, ("allgather", "gather", "scatter", "reduce_scatter", "alltoall"))
+        stage_operation, ("allgather", "gather", "scatter", "reduce_scatter", "alltoall"))
     _allgather_base, _reduce_scatter_base, alltoall_base = map(
-        staged, ("_allgather_base", "_reduce_scatter_base", "alltoall_base"))
+        stage_operation, ("_allgather_base", "_reduce_scatter_base", "alltoall_base"))
     allgather_into_tensor_coalesced, reduce_scatter_tensor_coalesced = map(
-        staged, ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"))
+        stage_operation, ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"))
     all_gather_single, reduce_scatter_single, all_to_all_single = map(
-        staged, ("all_gather_single", "reduce_scatter_single", "all_to_all_single"))
+        stage_operation, ("all_gather_single", "reduce_scatter_single", "all_to_all_single"))
     all_gather_single_coalesced, reduce_scatter_single_coalesced = map(
-        staged, ("all_gather_single_coalesced", "reduce_scatter_single_coalesced"))
-    recv, recv_anysource, send = staged("recv"), staged("recv_anysource"), staged("send", arrives=False)
+        stage_operation, ("all_gather_single_coalesced", "reduce_scatter_single_coalesced"))
+    recv, recv_anysource = map(stage_operation, ("recv", "recv_anysource"))
+    send = stage_operation("send", arrives=False)
     # fmt: on
 
 

@@ -145,7 +145,7 @@ class World:
         missing = [rank for rank in range(self.size) if rank not in answers]
         lines = [f"rank {rank} died (exit code {self._exit_code(rank)})" for rank in dead]
         lines += [f"rank {rank} raised:\n{text}" for rank, text in failed.items()]
-        locations = self._where(missing)
+        locations = self._innermost_frames(missing)
         late = "had not answered when another rank failed" if failed or dead else f"did not answer within {limit:g} s"
         lines += [f"rank {rank} {late}; it is in {locations[rank]}" for rank in missing]
         return f"{len(lines)} of {self.size} ranks failed\n" + "\n".join(lines)
@@ -155,7 +155,7 @@ class World:
         process.join(1)
         return process.exitcode
 
-    def _where(self, ranks: list[int]) -> dict[int, str]:
+    def _innermost_frames(self, ranks: list[int]) -> dict[int, str]:
         """Returns the innermost frames outside torch and the standard library, for each rank."""
         assert self._folder is not None
         for rank in ranks:

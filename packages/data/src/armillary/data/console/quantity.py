@@ -26,13 +26,13 @@ def quantity(text: str | int) -> int:
     Raises:
         ValueError: something else, less than 1, or more than 2^63 - 1.
     """
-    number = whole(text)
+    number = whole_number(text)
     if number < 1:
         raise ValueError(f"{text!r} is no whole number of at least 1, such as {SUCH_AS}")
     return number
 
 
-def whole(text: str | int) -> int:
+def whole_number(text: str | int) -> int:
     """Parses an integer as `quantity` does, zero and negative ones included.
 
     Raises:
@@ -57,7 +57,7 @@ def count_argument(minimum: int = 1) -> Callable[[str], int]:
 
     def count(text: str) -> int:
         try:
-            number = whole(text)
+            number = whole_number(text)
         except ValueError as error:
             raise ArgumentTypeError(str(error)) from error
         if number < minimum:

@@ -177,8 +177,10 @@ def verify_folder(path: Path) -> Iterator[int]:
             for i, expected in enumerate(header.checksums[name]):
                 block = file.read(BLOCK)
                 if crc32(block) != expected:
-                    place = f"bytes {i * BLOCK} to {i * BLOCK + len(block) - 1}"
-                    raise ValueError(f"{path / name}: {place} do not match their checksum; prepare the store again")
+                    byte_range = f"bytes {i * BLOCK} to {i * BLOCK + len(block) - 1}"
+                    raise ValueError(
+                        f"{path / name}: {byte_range} do not match their checksum; prepare the store again"
+                    )
                 if name == TOKENS:
                     _check_block(path / name, np.frombuffer(block, header.token_type), i, header.vocabulary.size)
                 yield len(block)

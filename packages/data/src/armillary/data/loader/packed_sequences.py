@@ -14,7 +14,7 @@ from armillary.data.loader.batches import Batches
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste, read_shard
 from armillary.data.loader.tree_rows import TreeEpochs, TreeRow, label_triples, parents_of
 from armillary.data.packing import Packing, greedy
-from armillary.data.shuffle import interleaved, turns_until
+from armillary.data.shuffle import items_until, source_at
 from armillary.data.store import TokenStore
 
 ORDER_VERSION = 1
@@ -104,9 +104,9 @@ class PackedSequences(Batches):
     @property
     def rows_per_epoch(self) -> int:
         """Rows in which every document of every store is read at least once, over all replicas."""
-        # The last row of a store's epoch has turn rows - 1, so its time is (rows - 1/2) / weight (`interleaved`).
+        # Rows are the items of the mixture: the last one of a store's epoch has the time (rows - 1/2) / weight.
         last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
-        return sum(turns_until(last, self._weights))
+        return sum(items_until(last, self._weights))
 
     def waste(self) -> list[Waste]:
         """Returns the cost of the packing in an epoch of each store."""
@@ -114,8 +114,8 @@ class PackedSequences(Batches):
 
     def row(self, number: int) -> PackedRow:
         """Returns the slices of documents in row `number` of all rows."""
-        source, turn = interleaved(number, self._weights)
-        return self._epochs[source].row(turn)
+        source, store_row = source_at(number, self._weights)
+        return self._epochs[source].row(store_row)
 
     def describe(self, row: int) -> str:
         packed_row = self.row(row)

@@ -117,43 +117,43 @@ def label_triples(rows: Sequence[PackedRow], positions: Index, next_tokens: Inde
     """Returns the labels of a batch with rows of trees.
 
     Args:
-        positions: int64 [T] of the shard's tokens.
+        positions: int64 [T], the shard's tokens in a row.
         next_tokens: int64 [B, T], the next token of the document, or `IGNORE`, as `read_shard` returns it.
     """
     columns = [_row_labels(row, positions, labels) for row, labels in zip(rows, next_tokens, strict=True)]
-    places, labels, weights = (
+    indices, labels, weights = (
         torch.from_numpy(np.concatenate(column))
         for column in zip(
             *((i * len(positions) + column[0], *column[1:]) for i, column in enumerate(columns)), strict=True
         )
     )
-    return LabelTriples(places, labels, weights, next_tokens.shape)
+    return LabelTriples(indices, labels, weights, next_tokens.shape)
 
 
 def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[Index, Index, Weights]:
-    """Labels of the shard's tokens in one row: indices into `positions`, labels and weights, [M] each."""
+    """Returns the labels of the shard's tokens in one row: (indices into `positions`, labels, weights), [M] each."""
     if not isinstance(row, TreeRow):
-        places = np.flatnonzero(next_tokens != IGNORE)
-        return places, next_tokens[places], np.ones(len(places))
+        indices = np.flatnonzero(next_tokens != IGNORE)
+        return indices, next_tokens[indices], np.ones(len(indices))
     ends = np.array(row.ends)
     segment = np.searchsorted(ends, positions, "right") - 1
     is_last = positions + 1 == ends[segment + 1]
     inner = np.flatnonzero((next_tokens != IGNORE) & ~is_last & (row.weights[segment] > 0))
     # The last token of a segment predicts the first token of each of its children, so it may have several labels.
     # Not strict: padding has a parent and a weight, but no slice.
-    place_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
+    last_token_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
     children = [
         (
-            place_of[parent],
+            last_token_of[parent],
             int(row.store.read(segment_slice.document, segment_slice.start, segment_slice.start + 1)[0]),
             weight,
         )
         for parent, segment_slice, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)
-        if parent in place_of and weight > 0
+        if parent in last_token_of and weight > 0
     ]
-    places, labels, weights = zip(*children, strict=True) if children else ((), (), ())
+    indices, labels, weights = zip(*children, strict=True) if children else ((), (), ())
     return (
-        np.concatenate([inner, np.array(places, np.int64)]),
+        np.concatenate([inner, np.array(indices, np.int64)]),
         np.concatenate([next_tokens[inner], np.array(labels, np.int64)]),
         np.concatenate([row.weights[segment[inner]], np.array(weights, np.float64)]),
     )

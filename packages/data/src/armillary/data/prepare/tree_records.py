@@ -64,60 +64,60 @@ def tree_record(name: str, record: object) -> TreeRecord:
     return TreeRecord(name, "".join(node.text for node in nodes).encode(), tuple(nodes))
 
 
-def _add_nodes(nodes: list[TreeNode], value: object, place: str, parent: int) -> None:
-    """Appends a node and its descendants, depth first. `place` is the path of their fields in the line."""
-    fields = _fields(value, place)
+def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> None:
+    """Appends a node and its descendants, depth first. `path` is the prefix of their field names in errors."""
+    fields = _fields(value, path)
     names = ", ".join(map(repr, fields)) or "none"
     kinds = [name for name in ("prompt", "text", "messages") if name in fields]
     if len(kinds) != 1:
-        prefix = f"{place}: " if place else ""
+        prefix = f"{path}: " if path else ""
         raise ValueError(f"{prefix}one of the fields 'prompt', 'text' and 'messages' is needed; the fields are {names}")
     kind = kinds[0]
     branches = "completions" if kind == "prompt" else "children"
     if kind == "prompt" and branches not in fields:
-        raise ValueError(f"there is no field '{place}{branches}'; the fields are {names}")
-    content, children = _content(fields[kind], f"{place}{kind}"), fields.get(branches, [])
+        raise ValueError(f"there is no field '{path}{branches}'; the fields are {names}")
+    content, children = _content(fields[kind], f"{path}{kind}"), fields.get(branches, [])
     if not isinstance(children, list) or (kind == "prompt" and not children):
-        raise ValueError(f"field '{place}{branches}' must be a list of one or more; got {children!r}"[:200])
+        raise ValueError(f"field '{path}{branches}' must be a list of one or more; got {children!r}"[:200])
     train, weight = fields.get("train", kind != "prompt"), fields.get("weight")
     if not isinstance(train, bool):
-        raise ValueError(f"field '{place}train' is {train!r}; give true or false")
+        raise ValueError(f"field '{path}train' is {train!r}; give true or false")
     if children and weight is not None:
-        raise ValueError(f"field '{place}weight': {branches} follow; give weights to the last nodes")
+        raise ValueError(f"field '{path}weight': {branches} follow; give weights to the last nodes")
     weight = 1.0 if weight is None else weight
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not isfinite(weight) or weight < 0:
-        raise ValueError(f"field '{place}weight' is {weight!r}; give a number of at least 0")
+        raise ValueError(f"field '{path}weight' is {weight!r}; give a number of at least 0")
     number = len(nodes)
     nodes.append(TreeNode(content, parent, train, 0.0 if children else float(weight)))
     for i, child in enumerate(cast(list[object], children)):
-        _add_nodes(nodes, child, f"{place}{branches}[{i}].", number)
+        _add_nodes(nodes, child, f"{path}{branches}[{i}].", number)
 
 
-def _fields(value: object, place: str) -> dict[str, Any]:
+def _fields(value: object, path: str) -> dict[str, Any]:
     """Returns a node's fields. A completion may be its text, its messages or one message, instead of an object."""
-    if place and isinstance(value, str):
+    if path and isinstance(value, str):
         return {"text": value}
-    if place and isinstance(value, list):
+    if path and isinstance(value, list):
         return {"messages": value}
     if not isinstance(value, dict):
-        subject = f"'{place.rstrip('.')}' is" if place else "the line is a"
+        subject = f"'{path.rstrip('.')}' is" if path else "the line is a"
         raise ValueError(f"{subject} {_type_name(value)}; give an object with a prompt, text or messages")
     fields = cast(dict[str, Any], value)
-    return {"messages": [fields], **fields} if place and "role" in fields and "messages" not in fields else fields
+    return {"messages": [fields], **fields} if path and "role" in fields and "messages" not in fields else fields
 
 
-def _content(value: object, place: str) -> str | tuple[Message, ...]:
+def _content(value: object, path: str) -> str | tuple[Message, ...]:
     if not isinstance(value, str | list):
-        raise ValueError(f"field '{place}' is {_type_name(value)}; give a string, or a list of messages")
+        raise ValueError(f"field '{path}' is {_type_name(value)}; give a string, or a list of messages")
     if not value:
-        raise ValueError(f"field '{place}' is empty")
+        raise ValueError(f"field '{path}' is empty")
     if isinstance(value, str):
         return value
     messages = cast(list[object], value)
     for i, message in enumerate(messages):
         role = cast(dict[str, object], message).get("role") if isinstance(message, dict) else None
         if not isinstance(role, str):
-            raise ValueError(f"field '{place}': message {i} has no role; give objects with a role and a content")
+            raise ValueError(f"field '{path}': message {i} has no role; give objects with a role and a content")
     return tuple(cast(list[Message], messages))
 
 

@@ -62,9 +62,9 @@ class Task(ABC):
         return indices
 
 
-def draw(key: str, places: Index, n: int) -> Index:
-    """Returns a random number below `n` for each of `places`: a hash of the key and the place.
+def draw(key: str, indices: Index, n: int) -> Index:
+    """Returns a random number below `n` for each of `indices`: a hash of the key and the index.
 
     A generator would have to run from the start of a row on every rank. The bias is n / 2**64.
     """
-    return (random_bits(key, places) % np.uint64(n)).astype(np.int64)
+    return (random_bits(key, indices) % np.uint64(n)).astype(np.int64)

@@ -76,8 +76,8 @@ def binary(text: bytes) -> str | None:
     """Returns the reason for which the content of a file is not text, or None."""
     if kind := next((kind for start, kind in SIGNATURES.items() if text.startswith(start)), None):
         return f"it begins as one of {kind} does"
-    if (place := text.find(b"\0")) >= 0:
-        return f"it has a zero byte, the first at byte {place}"
+    if (offset := text.find(b"\0")) >= 0:
+        return f"it has a zero byte, the first at byte {offset}"
     head = text[: 2**16].decode(errors="replace")
     if len(text) >= MIN_SAMPLE and (invalid := head.count("\ufffd")) > MAX_INVALID * len(head):
         return f"{invalid:,} of its first {len(head):,} characters are not UTF-8"

@@ -73,7 +73,9 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
         ImportError: it is not installed.
     """
     model = {**settings["model"], **({"dropout": None} if settings["model"].get("dropout") else {})}
-    added_tokens = [{**token, "special": token["special"] or token["content"] in special} for token in _added(settings)]
+    added_tokens = [
+        {**token, "special": token["special"] or token["content"] in special} for token in _added_tokens(settings)
+    ]
     library = optional("tokenizers", "tokenizers")
     try:
         tokenizer = library.Tokenizer.from_str(json.dumps({**settings, "model": model, "added_tokens": added_tokens}))
@@ -101,18 +103,18 @@ def read_name(file: Path, key: str) -> str | None:
         raise ValueError(f"{file.name} is broken ({error}); repair it, or give end_of_document") from error
 
 
-def _added(settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _added_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], settings.get("added_tokens") or [])
 
 
 def _vocabulary(settings: dict[str, Any]) -> set[str]:
     words: dict[str, int] | list[tuple[str, float]] = settings["model"]["vocab"]
     names = words if isinstance(words, dict) else (name for name, _ in words)
-    return {*names, *(token["content"] for token in _added(settings))}
+    return {*names, *(token["content"] for token in _added_tokens(settings))}
 
 
 def _special_tokens(settings: dict[str, Any]) -> str:
     """The names of at most 16 special tokens, for messages."""
-    names = [repr(token["content"]) for token in _added(settings) if token["special"]]
+    names = [repr(token["content"]) for token in _added_tokens(settings) if token["special"]]
     suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
     return f"one of {', '.join(names[:16])}{suffix}" if names else "the name of a token (it has no special ones)"

@@ -94,7 +94,7 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
         "variants": ("recompute", "two micro-batches", *(("compile",) if options.compile else ())),
     }
     if ":" in options.model:
-        return check_model(_imported(options.model), world_size=options.ranks or 4, **shared)
+        return check_model(_import_function(options.model), world_size=options.ranks or 4, **shared)
     if options.ranks is not None:
         raise ValueError("--ranks is for module:function; a Hugging Face model takes --ring and --ulysses")
     if options.compile:  # float64 is kept by a function mode, which dynamo does not trace
@@ -140,7 +140,7 @@ def document_boundaries(tokens: int) -> tuple[int, ...]:
     return tuple(sorted({0, tokens // 5 + 1, tokens // 2 + 3, tokens * 5 // 6, tokens * 5 // 6 + 1, tokens}))
 
 
-def _imported(name: str) -> Any:
+def _import_function(name: str) -> Any:
     """Returns the function of "module:function"; modules of the working directory are found too."""
     module, _, function = name.partition(":")
     sys.path.insert(0, getcwd())

@@ -69,11 +69,11 @@ def new_model(architecture: Architecture) -> nn.Module:
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def forward_in_float64(*args: Any, **kwargs: Any) -> Any:
         with InFloat64():
             return forward(*args, **kwargs)
 
-    return wrapped
+    return forward_in_float64
 
 
 def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
@@ -83,7 +83,7 @@ def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
 
 def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
     ends = batch.documents or (0, batch.ids.shape[1])
-    logits = torch.cat([_logits(model(batch.ids[:, a:b], **_uncached(model))) for a, b in pairwise(ends)], 1)
+    logits = torch.cat([_logits(model(batch.ids[:, a:b], **_cache_option(model))) for a, b in pairwise(ends)], 1)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
     loss.backward()
     return StepOutput(loss, logits=logits)
@@ -103,13 +103,13 @@ def sharded_step(
 ) -> StepOutput:
     with cp.shard(batch.ids, batch.labels, documents=batch.documents) as shard:
         inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
-        output = model(**inputs, **_uncached(model))
+        output = model(**inputs, **_cache_option(model))
         loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
     loss.backward()
     return StepOutput(loss, shard.layout.positions(shard_index), _logits(output))
 
 
-def _uncached(model: Any) -> dict[str, Any]:
+def _cache_option(model: Any) -> dict[str, Any]:
     return {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
 
 

@@ -97,7 +97,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
     try:
         return type(config)(**fields | changes)
     except Exception as error:
-        raise _not_built(config, error) from error
+        raise _build_error(config, error) from error
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def check_size(config: Any) -> None:
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(config).from_config(config).parameters())
     except Exception as error:
-        raise _not_built(config, error) from error
+        raise _build_error(config, error) from error
     if size > MAX_PARAMETERS:
         raise ValueError(f"the tiny copy of {type(config).__name__} has {size:,} parameters: a size was not shrunk")
 
 
-def _not_built(config: Any, error: Exception) -> ValueError:
+def _build_error(config: Any, error: Exception) -> ValueError:
     """The sizes of an architecture may depend on each other in ways that no rule above knows."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from armillary.attention.context_parallel.communication import gather_integers
 from armillary.attention.methods.base import Method
 from armillary.core import compat
-from armillary.integrations.diffusers.plans import Plan, attention_modules, modules_named
+from armillary.integrations.diffusers.plans import Plan, attention_modules, find_modules
 
 MARK = "armillary_sharded"
 """Attribute of every changed module, on copies of the model too."""
@@ -24,8 +24,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     kind = type(model).__name__
     if hasattr(model, MARK):
         raise ValueError(f"this {kind} is prepared already; call cp.prepare once")
-    routed = {name: module for pattern in plan.attention for name, module in modules_named(model, pattern)}
-    supported = routed.keys() | {name for pattern in plan.whole_keys for name, _ in modules_named(model, pattern)}
+    routed = {name: module for pattern in plan.attention for name, module in find_modules(model, pattern)}
+    supported = routed.keys() | {name for pattern in plan.whole_keys for name, _ in find_modules(model, pattern)}
     # Attention outside of the plan would attend to this rank's tokens alone.
     if unknown := sorted(attention_modules(model).keys() - supported):
         patterns = ", ".join((*plan.attention, *plan.whole_keys))

@@ -25,7 +25,7 @@ from armillary.integrations.diffusers.checks import (
     check_unchanged,
     trained_parameters,
 )
-from armillary.integrations.diffusers.plans import Plan, Split, changed_modules, modules_named
+from armillary.integrations.diffusers.plans import Plan, Split, changed_modules, find_modules
 from armillary.integrations.diffusers.streams import (
     KEEPS_STREAMS,
     ForwardState,
@@ -76,15 +76,15 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
     plan, state = Plan.of(model), ForwardState(cp.method)
     check_model(model, plan)
     for pattern, splits in plan.arguments.items():
-        for _, module in modules_named(model, pattern) if pattern else []:
+        for _, module in find_modules(model, pattern) if pattern else []:
             module.register_forward_pre_hook(_shard_arguments_hook(module, splits, state), with_kwargs=True)
     for pattern, splits in plan.results.items():
-        for _, module in modules_named(model, pattern):
+        for _, module in find_modules(model, pattern):
             module.register_forward_hook(_shard_results_hook(splits, state))
     for pattern, order in plan.attention.items():
-        for name, module in modules_named(model, pattern):
+        for name, module in find_modules(model, pattern):
             _route_attention(name, module, JointRouting(state, order), plan)
-    for _, module in modules_named(model, plan.output):
+    for _, module in find_modules(model, plan.output):
         module.register_forward_hook(_gather_hook(state))
     # A copy of the model shares the hooks, so the mark on each module tells which of them were replaced since.
     for _, module in changed_modules(model, plan):

@@ -107,7 +107,7 @@ PLANS = {
 """Plans by the name of diffusers' class."""
 
 
-def modules_named(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """Returns the modules that a pattern names, with their names. The empty pattern names the model."""
     parts = pattern.split(".") if pattern else []
     return [(name, module) for name, module in model.named_modules() if _matches(name, parts)]
@@ -121,7 +121,7 @@ def _matches(name: str, pattern: list[str]) -> bool:
 def changed_modules(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
     """Returns the modules that a plan changes, the model itself last."""
     patterns = [pattern for pattern in (*plan.arguments, *plan.results, *plan.attention, plan.output) if pattern]
-    return [*(module for pattern in patterns for module in modules_named(model, pattern)), ("", model)]
+    return [*(module for pattern in patterns for module in find_modules(model, pattern)), ("", model)]
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:

@@ -180,11 +180,11 @@ class JointRouting(Routing):
 def keep_streams(checkpoint: Callable[..., Any], state: ForwardState) -> Callable[..., Any]:
     """Wraps a checkpointing function of diffusers: backward recomputes a block with the streams of its forward."""
 
-    def checkpointed(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpoint_block(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(_BlockWithStreams(block, state, state.streams()), *args, **kwargs)
 
-    setattr(checkpointed, KEEPS_STREAMS, True)
-    return checkpointed
+    setattr(checkpoint_block, KEEPS_STREAMS, True)
+    return checkpoint_block
 
 
 KEEPS_STREAMS = "armillary_keeps_streams"

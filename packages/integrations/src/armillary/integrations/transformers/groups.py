@@ -98,7 +98,7 @@ def mask_of(
     if rule.chunk is not None:
         if groups is not None or not rule.causal:
             raise ValueError(f"chunks of {rule.chunk} that are not causal, or contain images, are not supported")
-        return AttentionMask.chunked(rule.chunk, documents).narrowed((rule.window or (None, None))[0])
+        return AttentionMask.chunked(rule.chunk, documents).narrow((rule.window or (None, None))[0])
     if groups is None:
         return AttentionMask(causal=rule.causal, window=rule.window, documents=documents)
     packed = AttentionMask(documents=documents)

@@ -201,7 +201,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_unsharded(module: nn.Module) -> bool:
     """Returns True for a submodel that selects another implementation."""
-    registries, config = Registries.imported(), getattr(module, "config", None)
+    registries, config = Registries.find(), getattr(module, "config", None)
     name = getattr(config, "_attn_implementation", None)
     if registries is None or name is None or not hasattr(type(module), "get_correct_attn_implementation"):
         return False
@@ -253,7 +253,7 @@ def shards_of(config: Any) -> int:
 
 def methods_of(config: Any) -> list[Method]:
     """Returns the methods of our implementations that a config or its parts select."""
-    registries = Registries.imported()
+    registries = Registries.find()
     names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
     functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
     return [method for function in functions if (method := method_of_implementation(function))]

@@ -79,12 +79,12 @@ class ShardMask:
                 assert self.rule is not None
                 mask = mask_of(self.rule, self.groups, documents, self.layout.length)
             else:
-                mask = block_mask if self.rule is None else narrowed(block_mask, self.rule)
+                mask = block_mask if self.rule is None else narrow(block_mask, self.rule)
             self.cached_mask = documents, mask
         return self.cached_mask[1]
 
 
-def narrowed(mask: AttentionMask, rule: Rule) -> AttentionMask:
+def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
     """Returns a mask for all layers, narrowed by the window of the layers of one kind.
 
     Raises:
@@ -100,7 +100,7 @@ def narrowed(mask: AttentionMask, rule: Rule) -> AttentionMask:
     if rule.causal and not mask.causal and mask.pattern is None:
         raise ValueError(f"sequence(mask=...) has causal=False, but the model is causal: {mask}")
     left, right = rule.window or (None, None)
-    narrow = mask.narrowed(left)
+    narrow = mask.narrow(left)
     if right is None:
         return narrow
     before, after = narrow.window or (None, None)

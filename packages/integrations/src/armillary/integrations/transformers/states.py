@@ -159,10 +159,10 @@ def route_states(model: type) -> None:
         namespace = vars(sys.modules[file]) if file.startswith("transformers.models.") else {}
         for name, replacement in FUNCTIONS.items():
             if name in namespace and not hasattr(namespace[name], OPTION):
-                namespace[name] = _routed(namespace[name], replacement)
+                namespace[name] = _route(namespace[name], replacement)
 
 
-def _routed(original: Callable[..., Any], replacement: Callable[..., Any] | None) -> Callable[..., Any]:
+def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None) -> Callable[..., Any]:
     parameters = signature(unwrap(original))
     names = [] if replacement is None else list(signature(replacement).parameters)[1:]
 

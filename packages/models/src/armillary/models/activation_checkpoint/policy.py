@@ -38,11 +38,11 @@ from armillary.core.observe.ledger import phase
 from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
-from armillary.models.activation_checkpoint.segments import Keep, kept_by_blocks
+from armillary.models.activation_checkpoint.segments import Keep, tensors_by_block
 from armillary.models.activation_checkpoint.state_run import StateRun
 from armillary.models.block import Block, Context, Decoder, attend, run_plainly
 from armillary.models.layers import chunked
-from armillary.models.layers.chunked import trained
+from armillary.models.layers.chunked import trained_parameters
 from armillary.models.layers.state_mixers import StateMixer
 
 Policy = Literal["none", "layer", "attention_output"]
@@ -104,7 +104,7 @@ class Checkpointing:
             if count is not None and count < minimum:
                 raise ValueError(f"{name} {count}: at least {minimum} is needed")
 
-    def kept_by_blocks(self, layers: int) -> tuple[Keep, ...]:
+    def tensors_by_block(self, layers: int) -> tuple[Keep, ...]:
         """Returns the tensors that each of `layers` blocks keeps, in order, under a policy other than "none".
 
         Raises:
@@ -120,7 +120,7 @@ class Checkpointing:
             raise ValueError(
                 f"inputs {inputs}: the last {self.on_device} blocks (on_device) and the first one keep theirs"
             )
-        return kept_by_blocks(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
+        return tensors_by_block(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
     def apply(self, model: nn.Module) -> None:
         """Makes the blocks of a `Llama` or `GPT` run under this policy, in place. May be called again.
@@ -141,7 +141,8 @@ class Checkpointing:
         runs = [partial(run_tiled, self.chunk) if self.tiled else run_plainly] * len(blocks)
         if self.policy != "none":
             runs = [
-                partial(run_checkpointed, self.chunk, self.prefetch, keep) for keep in self.kept_by_blocks(len(blocks))
+                partial(run_checkpointed, self.chunk, self.prefetch, keep)
+                for keep in self.tensors_by_block(len(blocks))
             ]
         for block, run in zip(blocks, runs, strict=True):
             block.run = run
@@ -162,7 +163,7 @@ def run_checkpointed(
     chunk: int | None, prefetch: bool, keep: Keep, block: Block, x: Tensor, context: Context
 ) -> Tensor:
     """Runs a block as one `autograd.Function` under a checkpoint policy."""
-    params = trained(block)
+    params = trained_parameters(block)
     previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
         keep = replace(keep, x=True)  # x is not the previous block's result, so no segment can recompute it
@@ -199,7 +200,7 @@ class CheckpointedRun(BlockRun):
             mask=context.mask,
             layout=context.layout,
         )
-        return cls(block, context, keep, chunk, prefetch, UPipe.around(method), call)
+        return cls(block, context, keep, chunk, prefetch, UPipe.for_method(method), call)
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
         """Returns the source of q, k and v for attention, which projects x, or `inside`, for a few heads at a time."""
@@ -293,7 +294,7 @@ class CheckpointedBlock(torch.autograd.Function):
             dx = writable(grad_outputs)
         checkpoint: Checkpoint = ctx.checkpoint
         work = checkpoint.work.replay()
-        totals = GradientSums(trained(work.block))
+        totals = GradientSums(trained_parameters(work.block))
         with phase("backward"), checkpoint.autocast():
             x, output = checkpoint.recall()
             if work.prefetch:  # the copies of the block below overlap with this block's backward

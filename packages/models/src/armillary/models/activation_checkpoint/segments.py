@@ -85,7 +85,7 @@ def recomputed_counts(start: int, end: int, without: int) -> tuple[int, int]:
     return max(0, end - start - 2), max(0, min(end - 1, without) - start)
 
 
-def kept_by_blocks(layers: int, inputs: int, outputs: int, host: int) -> tuple[Keep, ...]:
+def tensors_by_block(layers: int, inputs: int, outputs: int, host: int) -> tuple[Keep, ...]:
     """Returns the tensors that each block keeps, in order.
 
     Args:

@@ -65,7 +65,7 @@ class CacheLayout:
             raise ValueError(f"there is room for {self.length} tokens, and all of it is taken; ask for more at first")
         self.owner = self.sizes.index(min(self.sizes))
         if self.owner == self.shard:
-            self._new_runs[-1:] = extended(self._new_runs[-1:], self.length)
+            self._new_runs[-1:] = extend_run(self._new_runs[-1:], self.length)
         self.sizes[self.owner] += 1
         self.length, self.new_tokens = self.length + 1, self.new_tokens - 1
 
@@ -76,7 +76,7 @@ def room(sizes: Sequence[int], new_tokens: int) -> tuple[int, ...]:
     return tuple(max(size, level) for size in sizes)
 
 
-def extended(last: list[range], position: int) -> list[range]:
+def extend_run(last: list[range], position: int) -> list[range]:
     """Returns a run (or none) and a later position, as one run if a step fits."""
     if not last:
         return [range(position, position + 1)]

@@ -91,7 +91,7 @@ class Decoding:
                 positions=layout.positions(shard),
                 mask=self.mask,
                 layout=layout,
-                head=partial(self._last_logits, *place(layout, layout.length - 1)),
+                head=partial(self._last_logits, *shard_and_index(layout, layout.length - 1)),
             )
 
     def step(self, token: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
     return methods
 
 
-def place(layout: SequenceLayout, position: int) -> tuple[int, int]:
+def shard_and_index(layout: SequenceLayout, position: int) -> tuple[int, int]:
     """Returns (shard, index among its tokens) of a position."""
     for shard in range(layout.shards):
         at = 0

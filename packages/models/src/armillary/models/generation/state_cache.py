@@ -73,15 +73,15 @@ def last_tokens(x: Tensor, count: int, layout: SequenceLayout, method: Method) -
     """
     first = layout.length - count
     positions: list[list[int]] = [[] for _ in range(layout.shards)]
-    own_places: list[int] = []
+    own_indices: list[int] = []
     for shard in range(layout.shards):
         spans = layout.spans(shard)
         for start, span in zip(accumulate(map(len, spans), initial=0), spans, strict=False):
-            for place in range(max(0, len(span) - count), len(span)):  # earlier tokens of a span are too early
-                if span[place] >= first:
-                    positions[shard].append(span[place])
-                    own_places += [start + place] if shard == method.shard else []
-    tail = x[:, own_places]
+            for index in range(max(0, len(span) - count), len(span)):  # earlier tokens of a span are too early
+                if span[index] >= first:
+                    positions[shard].append(span[index])
+                    own_indices += [start + index] if shard == method.shard else []
+    tail = x[:, own_indices]
     axis = sequence_axis(method)
     if axis.size > 1:
         tail = start_all_gather(tail, axis, list(map(len, positions))).wait()

@@ -4,7 +4,7 @@ pretrained.py `from_pretrained` and `save_pretrained` of a model
 configs.py    config.json to our configs and back
 families.py   fields and defaults of each model_type
 rope.py       RoPE in config.json
-tensors.py    our tensors' places in the tensors of files
+tensors.py    the slice of a file's tensor that each parameter is
 folder.py     names of files, JSON, atomic writes
 read.py       from files to tensors, whole or sharded
 write.py      from tensors to files

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
-from armillary.models.hub.tensors import DTYPES, Names, Place, names_of, parameter_shapes, places
+from armillary.models.hub.tensors import DTYPES, FileSlice, Names, file_slices, names_of, parameter_shapes
 from armillary.models.parameter_shards import Box, local_part
 
 MAX_FAULTS = 8
@@ -48,9 +48,9 @@ def read_tensors(
     """
     tensors: dict[str, Tensor] = {}
     with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected_places := places(config, shapes))
-        for name, place in expected_places.items():
-            values = part_of(entries, place, tuple(slice(0, size) for size in shapes[name]))
+        check_entries(Path(folder), entries, expected_slices := file_slices(config, shapes))
+        for name, file_slice in expected_slices.items():
+            values = part_of(entries, file_slice, tuple(slice(0, size) for size in shapes[name]))
             # A copy: a view would map the file, and saving to the same folder would change the tensor.
             tensors[name] = torch.empty(shapes[name], dtype=dtype or values.dtype).copy_(values)
     return tensors
@@ -67,21 +67,21 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")
     local_parts = {name: local_part(parameter) for name, parameter in parameters.items()}
-    expected_places = places(config, {name: parameter.shape for name, parameter in parameters.items()})
+    expected_slices = file_slices(config, {name: parameter.shape for name, parameter in parameters.items()})
     with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected_places)
+        check_entries(Path(folder), entries, expected_slices)
         for name, (local, box) in local_parts.items():
             if local.numel():
-                local.copy_(part_of(entries, expected_places[name], box))
+                local.copy_(part_of(entries, expected_slices[name], box))
 
 
-def part_of(entries: Mapping[str, TensorEntry], place: Place, box: Box) -> Tensor:
+def part_of(entries: Mapping[str, TensorEntry], file_slice: FileSlice, box: Box) -> Tensor:
     """Returns a box of one of our tensors, possibly as a view of the file."""
-    return place.transpose(read_box(entries[place.name], place.index(box)))
+    return file_slice.transpose(read_box(entries[file_slice.name], file_slice.index(box)))
 
 
 def read_box(entry: TensorEntry, index: Box) -> Tensor:
-    """Reads a box of a tensor. The only place that reads tensor data."""
+    """Reads a box of a tensor. The only function that reads tensor data."""
     return cast(Tensor, entry.file.get_slice(entry.key)[index])
 
 
@@ -108,9 +108,11 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
         yield entries
 
 
-def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_places: Mapping[str, Place]) -> None:
-    """Raises ValueError unless names, shapes and dtypes of the entries match `expected_places`."""
-    if faults := list(differences(entries, {place.name: place.shape for place in expected_places.values()})):
+def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_slices: Mapping[str, FileSlice]) -> None:
+    """Raises ValueError unless names, shapes and dtypes of the entries match `expected_slices`."""
+    if faults := list(
+        differences(entries, {file_slice.name: file_slice.shape for file_slice in expected_slices.values()})
+    ):
         raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {join_faults(faults, '; ')}")
 
 
@@ -127,7 +129,7 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
             raise ValueError(
                 f"the weights in {folder} do not fit its {CONFIG}: {len(entries)} tensors, and {config.layers} layers"
             )
-        check_entries(folder, entries, places(config, parameter_shapes(build, config)))
+        check_entries(folder, entries, file_slices(config, parameter_shapes(build, config)))
 
 
 def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:

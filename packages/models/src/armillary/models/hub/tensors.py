@@ -1,4 +1,4 @@
-"""The places of our tensors in the tensors of files: GPT-2 files have transposed weights, and q, k and v fused."""
+"""The slice of a file's tensor that each parameter is: GPT-2 files have transposed weights, and q, k and v fused."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of one of our tensors in a tensor of a file.
+class FileSlice:
+    """The slice of a tensor in a file that one parameter of the model is.
 
     Args:
         name: name of the tensor in the file.
         shape: shape of the tensor in the file.
-        start: offset of our tensor along the last dim.
-        transposed: the file has our tensor's two dims exchanged.
+        start: first index of the parameter along the file tensor's last dim.
+        transposed: True if the file has the parameter's two dims exchanged.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Place:
     transposed: bool = False
 
     def index(self, box: Box) -> Box:
-        """Returns the box in the file's tensor of a box in ours."""
+        """Converts a box of the parameter to a box of the file's tensor."""
         *leading_dims, last = reversed(box) if self.transposed else box
         return (*leading_dims, slice(last.start + self.start, last.stop + self.start))
 
     def transpose(self, x: Tensor) -> Tensor:
-        """Converts the file's order of dims to ours, or back."""
+        """Converts between the order of dims in the file and in the parameter."""
         return x.T if self.transposed else x
 
 
@@ -84,17 +84,19 @@ def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GP
     return shapes
 
 
-def places(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Place]:
-    """Returns the place of each of our tensors, from names and shapes."""
-    place = gpt_place if isinstance(config, GPTConfig) else Place
-    return {name: place(name, tuple(shape)) for name, shape in shapes.items()}
+def file_slices(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, FileSlice]:
+    """Returns the slice of each parameter, from names and shapes."""
+    slice_of = gpt_file_slice if isinstance(config, GPTConfig) else FileSlice
+    return {name: slice_of(name, tuple(shape)) for name, shape in shapes.items()}
 
 
-def gpt_place(name: str, shape: tuple[int, ...]) -> Place:
-    """Returns a place in GPT-2's files, where linear weights are [inputs, outputs] and q, k and v are one layer."""
+def gpt_file_slice(name: str, shape: tuple[int, ...]) -> FileSlice:
+    """Returns a slice of GPT-2's files, where linear weights are [inputs, outputs] and q, k and v are one layer."""
     transposed = TRANSPOSED.fullmatch(name) is not None
     *leading_dims, width = reversed(shape) if transposed else shape
     if match := FUSED.fullmatch(name):
         before, projection, kind = match.groups()
-        return Place(f"{before}c_attn.{kind}", (*leading_dims, 3 * width), "qkv".index(projection) * width, transposed)
-    return Place(name, (*leading_dims, width), 0, transposed)
+        return FileSlice(
+            f"{before}c_attn.{kind}", (*leading_dims, 3 * width), "qkv".index(projection) * width, transposed
+        )
+    return FileSlice(name, (*leading_dims, width), 0, transposed)

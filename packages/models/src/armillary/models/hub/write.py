@@ -26,7 +26,7 @@ from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub import folder as files
 from armillary.models.hub.configs import describe
 from armillary.models.hub.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
-from armillary.models.hub.tensors import DTYPES, Place, places
+from armillary.models.hub.tensors import DTYPES, FileSlice, file_slices
 
 MAX_FILE_BYTES = 5 * 10**9
 """The default of `save_pretrained` in `transformers`."""
@@ -39,7 +39,7 @@ class FileTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: list[tuple[Place, Tensor]]
+    sources: list[tuple[FileSlice, Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -93,12 +93,14 @@ def tensors_of_files(
     config: LlamaConfig | GPTConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[FileTensor]:
     """Returns the tensors of all files, in the model's order."""
-    our_places = places(config, {name: tensor.shape for name, tensor in tensors.items()})
+    our_slices = file_slices(config, {name: tensor.shape for name, tensor in tensors.items()})
     file_tensors: dict[str, FileTensor] = {}
-    for name, place in our_places.items():
+    for name, file_slice in our_slices.items():
         file_dtype = tensors[name].dtype if dtype is None else dtype
-        file_tensor = file_tensors.setdefault(place.name, FileTensor(place.name, place.shape, file_dtype, []))
-        file_tensor.sources.append((place, tensors[name]))
+        file_tensor = file_tensors.setdefault(
+            file_slice.name, FileTensor(file_slice.name, file_slice.shape, file_dtype, [])
+        )
+        file_tensor.sources.append((file_slice, tensors[name]))
     return list(file_tensors.values())
 
 
@@ -139,15 +141,15 @@ def write_round(target: Path, files_by_name: Mapping[str, list[FileTensor]], ran
 def assemble(file_tensor: FileTensor, is_kept: bool) -> Tensor | None:
     """Returns a tensor of a file on the CPU; None unless this rank keeps it. Collective if it is sharded."""
     values: Tensor | None = None
-    for place, tensor in file_tensor.sources:
+    for file_slice, tensor in file_tensor.sources:
         our_values = full_values(tensor, file_tensor.dtype)
         if not is_kept:
             continue
         if len(file_tensor.sources) == 1:
-            return place.transpose(our_values.cpu()).contiguous()
+            return file_slice.transpose(our_values.cpu()).contiguous()
         values = torch.empty(file_tensor.shape, dtype=file_tensor.dtype) if values is None else values
-        values_in_file = place.transpose(our_values)
-        values.narrow(-1, place.start, values_in_file.shape[-1]).copy_(values_in_file)
+        values_in_file = file_slice.transpose(our_values)
+        values.narrow(-1, file_slice.start, values_in_file.shape[-1]).copy_(values_in_file)
     return values
 
 

@@ -38,7 +38,7 @@ def in_chunks(
         chunk: tokens at a time; by default as in `armillary.attention.call.token_chunks`.
     """
     call = function, module, chunk, gathered_ranks, len(inputs)
-    return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained(module)))
+    return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained_parameters(module)))
 
 
 def forward(
@@ -142,12 +142,12 @@ class ChunkedFunction(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[5 : 5 + ctx.count]
         with label("gradients"):
             grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs_grad, strict=True)]
-        totals = GradientSums(trained(ctx.module))
+        totals = GradientSums(trained_parameters(ctx.module))
         with ctx.autocast():
             backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.chunking)
         return None, None, None, None, None, *grads, *totals.result()
 
 
-def trained(module: nn.Module) -> list[Tensor]:
+def trained_parameters(module: nn.Module) -> list[Tensor]:
     """Returns the parameters that require a gradient, right now: FSDP swaps them between forward and backward."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -158,24 +158,24 @@ class MultiLabels:
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> MultiChunkLabels:
         in_chunk = self._within(chunk)
         token_count = len(range(*chunk.indices(self.shape[0] * self.shape[1] // self.ranks)))
-        place = self.positions[in_chunk] - chunk.start * self.ranks
+        index = self.positions[in_chunk] - chunk.start * self.ranks
         labels, weights = self.triples.labels[in_chunk], self.triples.weights[in_chunk].to(dtype)
         # Rank by rank, the order in which hidden states are gathered.
-        token_rows = place % self.ranks * token_count + place // self.ranks
+        token_rows = index % self.ranks * token_count + index // self.ranks
         total = weights.new_zeros(token_count * self.ranks).index_put_((token_rows,), weights, accumulate=True)
-        places, on_this_rank = rows.local_columns(labels, labels >= 0)
-        return MultiChunkLabels(total.unsqueeze(1), token_rows, places, weights.where(on_this_rank, 0))
+        columns, on_this_rank = rows.local_columns(labels, labels >= 0)
+        return MultiChunkLabels(total.unsqueeze(1), token_rows, columns, weights.where(on_this_rank, 0))
 
     def _within(self, chunk: slice) -> slice:
         """Returns the slice of the triples on these tokens of each rank."""
-        bounds = [self._unpadded(edge * self.ranks) for edge in (chunk.start, chunk.stop)]
+        bounds = [self._unpad(edge * self.ranks) for edge in (chunk.start, chunk.stop)]
         return self.triples.within(*bounds)
 
-    def _unpadded(self, position: int) -> int:
+    def _unpad(self, position: int) -> int:
         """Converts a position among padded tokens to a position among the original ones."""
         tokens = self.triples.shape[1]
-        row, place = divmod(position, max(self.shape[1], 1))
-        return row * tokens + min(place, tokens)
+        row, index = divmod(position, max(self.shape[1], 1))
+        return row * tokens + min(index, tokens)
 
 
 @dataclass(frozen=True)

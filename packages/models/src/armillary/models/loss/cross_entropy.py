@@ -10,7 +10,7 @@ from armillary.models.loss.chunk_labels import ChunkLabels
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
-def at_least_one(logits: Tensor) -> Tensor:
+def pad_empty_shard(logits: Tensor) -> Tensor:
     """Returns logits [C, V_r]; for a rank without rows a column of -inf, which adds 0 to a sum of exponentials."""
     return logits if logits.shape[1] else F.pad(logits, (0, 1), value=-torch.inf)
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention.call import token_chunks
 from armillary.models.loss.chunk_labels import TokenLabels
-from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scale
+from armillary.models.loss.cross_entropy import cross_entropy_, pad_empty_shard, scale
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
@@ -110,7 +110,7 @@ def add_chunk(
     tokens: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec, gradients: Gradients
 ) -> Tensor:
     """Returns the losses [c] of one chunk, hidden [C, E]. A function, so that its buffers are freed on return."""
-    logits = at_least_one(F.linear(hidden, weight, bias))  # [C, V_r], which the gradient overwrites
+    logits = pad_empty_shard(F.linear(hidden, weight, bias))  # [C, V_r], which the gradient overwrites
     needs_grad = not (gradients.hidden is gradients.weight is gradients.bias is None)
     losses = cross_entropy_(
         logits.to(spec.wide),

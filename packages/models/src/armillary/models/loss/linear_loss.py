@@ -92,7 +92,7 @@ def linear_token_loss(
     label_lookup = token_labels(labels, ignore, ranks)
     check(hidden, weight, label_lookup.shape, bias, chunk, ranks)
     rows = VocabularyShard.of(len(weight), axis, vocabulary)
-    run, dtype = backend_named(backend, z_loss, ranks), matmul_dtype(hidden)
+    run, dtype = find_backend(backend, z_loss, ranks), matmul_dtype(hidden)
     if backend == "torch" and isinstance(labels, LabelTriples):
         raise ValueError(f"backend 'torch' takes one label per token; got {labels}, which backend='own' takes")
     chunk = chunk or chunk_rows(prod(label_lookup.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
@@ -139,14 +139,14 @@ def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
 
 
 @torch.compiler.disable  # traced, the loop would be unrolled into a graph of all chunks
-def with_own(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
+def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """Computes the summed loss chunk by chunk (`linear_chunks`)."""
     # Decided here: inside a Function grad mode is off.
     needs_grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, needs_grad))
 
 
-def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
+def find_backend(name: str, z_loss: float, ranks: int) -> LossBackend:
     """Returns the function of a backend.
 
     Raises:
@@ -159,7 +159,7 @@ def backend_named(name: str, z_loss: float, ranks: int) -> LossBackend:
             "backend 'torch' has no z_loss, and needs torch 2.13 and one rank; "
             f"got z_loss={z_loss}, torch {torch.__version__} and {ranks} ranks"
         )
-    return with_torch if name == "torch" else cast(LossBackend, with_own)
+    return with_torch if name == "torch" else cast(LossBackend, own_linear_loss)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -26,7 +26,7 @@ from armillary.core.validation import check_tensor
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.chunk_labels import MultiChunkLabels
-from armillary.models.loss.cross_entropy import at_least_one
+from armillary.models.loss.cross_entropy import pad_empty_shard
 from armillary.models.loss.linear_chunks import ChunkSpec, Gradients, chunks
 from armillary.models.loss.linear_loss import check, chunk_rows, matmul_dtype
 from armillary.models.loss.vocabulary_shard import VocabularyShard
@@ -174,9 +174,9 @@ class LabelList:
         if positions is None:
             rows, tokens = labels.shape
             flat = pad_to_multiple(labels, ranks, ignore)
-            places = torch.arange(flat.numel(), device=labels.device)
+            positions = torch.arange(flat.numel(), device=labels.device)
             padded = flat.flatten().long()
-            return cls((rows, flat.shape[1]), places, padded, padded != ignore, None, None, ranks, tokens)
+            return cls((rows, flat.shape[1]), positions, padded, padded != ignore, None, None, ranks, tokens)
         check_tensor("positions", positions)
         if positions.is_floating_point() or positions.shape != labels.shape:
             raise ValueError(
@@ -252,7 +252,7 @@ class LogprobsSpec(ChunkSpec):
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns a chunk's logits [C, V_r] in the dtype of matmuls, and in `wide`, divided by the temperature."""
-        logits = at_least_one(F.linear(hidden, weight, bias))
+        logits = pad_empty_shard(F.linear(hidden, weight, bias))
         return logits, logits.to(self.wide, copy=True).div_(self.temperature)
 
 

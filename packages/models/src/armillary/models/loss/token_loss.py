@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.core import Axis, LabelTriples, accumulation_dtype
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import TokenLabels, token_labels
-from armillary.models.loss.cross_entropy import at_least_one, cross_entropy_, scale
+from armillary.models.loss.cross_entropy import cross_entropy_, pad_empty_shard, scale
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
@@ -85,7 +85,7 @@ class ShardedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: TokenLabels, vocabulary: VocabularyShard, z_loss: float, needs_grad: bool
     ) -> Tensor:
-        padded_logits = at_least_one(logits)
+        padded_logits = pad_empty_shard(logits)
         gradient = padded_logits.to(accumulation_dtype(logits.dtype), copy=True)
         gradient_buffer = gradient if needs_grad else None
         chunk = labels.of_chunk(slice(0, len(padded_logits)), vocabulary, gradient.dtype)

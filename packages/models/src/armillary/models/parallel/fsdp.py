@@ -41,14 +41,14 @@ def shard_parameters(
         ValueError: the mesh has none of the axes.
     """
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=accumulation_dtype(precision))
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     fsdp_mesh = sharding_mesh(mesh)
     for module, keep in units(model):  # inner first: a unit takes the parameters that no unit has taken yet
         fully_shard(
             module,
             mesh=fsdp_mesh,
             mp_policy=policy,
-            offload_policy=place,
+            offload_policy=offload_policy,
             reshard_after_forward=zero_stage == 3 and not keep,
         )
     sum_gradients(model)  # FSDP2 would average them

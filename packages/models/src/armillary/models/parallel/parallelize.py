@@ -67,7 +67,7 @@ def parallelize(
     check(model, mesh, attention, precision, compiler)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if checkpointing is not None:
-        checkpointing.kept_by_blocks(len(blocks))  # raises for counts that do not fit, before anything changes
+        checkpointing.tensors_by_block(len(blocks))  # raises for counts that do not fit, before anything changes
     for block in blocks:
         block.attention = block.attention if attention is None else attention
     if checkpointing is not None:

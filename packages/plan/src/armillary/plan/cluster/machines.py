@@ -106,7 +106,9 @@ _SOCKET = 1 << 18
 """Bytes of a socket's send buffer, as the emulation sets it."""
 
 
-def _emulated(title: str, nodes: int, per_node: int, within: tuple[float, Wiring], wiring: Wiring) -> tuple[int, Node]:
+def _emulated_nodes(
+    title: str, nodes: int, per_node: int, within: tuple[float, Wiring], wiring: Wiring
+) -> tuple[int, Node]:
     """(nodes, node) with links of `within` MB/s inside nodes and 2 MB/s between them."""
 
     def link(megabytes: float, per: Wiring) -> Link:
@@ -125,8 +127,8 @@ def _emulated(title: str, nodes: int, per_node: int, within: tuple[float, Wiring
 
 
 EMULATED = {
-    "emulated-4x4-card-per-rank": _emulated("4 nodes of 4, a card each rank", 4, 4, (8, "rank"), "rank"),
-    "emulated-4x4-card-per-node": _emulated("4 nodes of 4, a card each node", 4, 4, (8, "rank"), "group"),
-    "emulated-2x4-card-per-node": _emulated("2 nodes of 4, a card each node", 2, 4, (8, "rank"), "group"),
-    "emulated-1x8-mesh": _emulated("8 ranks, a link each pair", 1, 8, (2, "pair"), "rank"),
+    "emulated-4x4-card-per-rank": _emulated_nodes("4 nodes of 4, a card each rank", 4, 4, (8, "rank"), "rank"),
+    "emulated-4x4-card-per-node": _emulated_nodes("4 nodes of 4, a card each node", 4, 4, (8, "rank"), "group"),
+    "emulated-2x4-card-per-node": _emulated_nodes("2 nodes of 4, a card each node", 2, 4, (8, "rank"), "group"),
+    "emulated-1x8-mesh": _emulated_nodes("8 ranks, a link each pair", 1, 8, (2, "pair"), "rank"),
 }

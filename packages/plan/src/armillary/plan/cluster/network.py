@@ -106,13 +106,13 @@ class Delivery(NamedTuple):
 
     def receive_and_compute(self, compute: float) -> float:
         """Seconds until both the arrival and a computation that starts with it are done."""
-        return self._overlapped(self.seconds, compute)
+        return self._overlap(self.seconds, compute)
 
     def send_and_compute(self, compute: float) -> float:
         """Seconds until both the sender's part and a computation that starts with it are done."""
-        return self._overlapped(self.sending, compute)
+        return self._overlap(self.sending, compute)
 
-    def _overlapped(self, seconds: float, compute: float) -> float:
+    def _overlap(self, seconds: float, compute: float) -> float:
         return max(compute, seconds) + self.link.disturbs * min(compute, seconds)
 
 

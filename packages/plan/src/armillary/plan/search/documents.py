@@ -30,7 +30,7 @@ def rows_of_store(path: Path, length: int, rows: int) -> Rows:
     return tuple(ends[i % len(ends)] for i in range(rows))
 
 
-def drawn_rows(mean: int, length: int, rows: int) -> Rows:
+def sample_rows(mean: int, length: int, rows: int) -> Rows:
     """Returns rows of documents with lognormal lengths of that mean; the last one of a row is cut."""
     rng, drawn = np.random.default_rng(0), list[tuple[int, ...]]()
     for _ in range(rows):

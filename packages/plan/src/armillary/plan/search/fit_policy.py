@@ -23,7 +23,7 @@ POLICIES = (
 """Ordered from the fastest, which needs the most memory, to the slowest, which needs the least."""
 
 
-def fitted(
+def fit_policy(
     policy: Checkpointing, layers: int, memory: Callable[[Checkpointing], Estimate], room: Room
 ) -> Iterator[Checkpointing]:
     """Yields the policy itself, then variants that store as many checkpoints as fit.

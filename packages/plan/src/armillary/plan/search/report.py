@@ -9,7 +9,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-from armillary.attention.registry import unplanned
+from armillary.attention.registry import methods_without_plan
 from armillary.data.console.picture import picture
 from armillary.data.console.quantity import gib
 from armillary.data.console.table import Column, print_table
@@ -103,7 +103,7 @@ def heading(result: SearchResult) -> list[str]:
     """Model, cluster and step."""
     plan = result.plan
     rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {result.length:,} tokens"
-    unsupported = {} if plan.attention else unplanned(*NEEDED)
+    unsupported = {} if plan.attention else methods_without_plan(*NEEDED)
     return [
         f"{plan.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
         f"{len(result.choices)} ways to run it, {len(result.fitting)} of which fit; predicted, not measured",
@@ -129,7 +129,7 @@ def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]
 
 
 def stored_text(choice: Choice) -> str:
-    """Checkpoints and their place, and the optimizer's if it is the host."""
+    """Checkpoints and where they are stored, and the optimizer if it is on the host."""
     policy = choice.job.checkpointing
     checkpoints = "no recompute" if policy.policy == "none" else policy_text(policy)
     chunked, optimizer = (
@@ -166,7 +166,7 @@ def summary_of_others(result: SearchResult) -> str:
     """Numbers of choices that are not shown, by reason."""
     slower = max(0, len(result.fitting) - result.plan.best)
     limits = Counter(result.room.limit(choice.memory) for choice in result.choices if not choice.fits)
-    too_large = [f"{count} need more memory on the {place}" for place, count in limits.most_common()]
+    too_large = [f"{count} need more memory on the {memory}" for memory, count in limits.most_common()]
     return "; ".join([f"{slower} more fit and are slower", *too_large])
 
 

@@ -24,8 +24,8 @@ from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import Model, Quantity, amount, cluster_of, is_hybrid, model_of
 from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors, layouts_of
-from armillary.plan.search.documents import Rows, drawn_rows, mask_of, rows_of_store
-from armillary.plan.search.fit_policy import POLICIES, fitted
+from armillary.plan.search.documents import Rows, mask_of, rows_of_store, sample_rows
+from armillary.plan.search.fit_policy import POLICIES, fit_policy
 from armillary.train.config.limits import Count, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
@@ -198,7 +198,7 @@ def documents_of(plan: SearchPlan, length: int) -> Rows | None:
     if plan.documents is not None:
         return rows_of_store(plan.documents, length, plan.rows)
     if plan.document_tokens is not None:
-        return drawn_rows(amount(plan, "document_tokens"), length, plan.rows)
+        return sample_rows(amount(plan, "document_tokens"), length, plan.rows)
     return None
 
 
@@ -288,12 +288,12 @@ def choices_of(
             if minimum_seconds[key] > (1 + TIE) * fastest:
                 continue
 
-        # `fitted` bisects over counts and asks for the same policies repeatedly.
+        # `fit_policy` bisects over counts and asks for the same policies repeatedly.
         @cache
         def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
             return estimate(replace(job, checkpointing=checkpointing))
 
-        for checkpointing in fitted(policy, model.layers, memory, room):
+        for checkpointing in fit_policy(policy, model.layers, memory, room):
             job, usage = replace(job, checkpointing=checkpointing), memory(checkpointing)
             time = step_time(job, passes, cluster)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)

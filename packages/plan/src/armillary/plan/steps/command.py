@@ -20,7 +20,7 @@ from armillary.plan.presets import amount
 from armillary.plan.steps.cells import MaskCells
 from armillary.plan.steps.draw import Drawing
 from armillary.plan.steps.page import MethodSteps, comparison, html_page, svg_file
-from armillary.plan.steps.timeline import condensed, timeline
+from armillary.plan.steps.timeline import join_frames, timeline
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 MOST_RANKS = 64
@@ -159,7 +159,7 @@ def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
     )
     frames = timeline(method.comm_plan(work, ring, ulysses), plan.heads, ulysses)
     if len(plan.attention) > 1:
-        frames = condensed(frames)
+        frames = join_frames(frames)
     drawing = Drawing(frames, MaskCells.of(layout, mask, ulysses), plan.ranks, ulysses, prefix)
     mesh = f"ring {ring} x ulysses {ulysses}" if min(ring, ulysses) > 1 else f"{plan.ranks} ranks"
     sizes = f"N {length:,}, H {plan.heads}, K {kv_heads}, D {plan.head_dim}, B {plan.rows}, {plan.dtype}"

@@ -103,7 +103,7 @@ class Drawing:
         ]
         paths = (f'<path id="{name}" d="{path}"/>' for name, path in shapes)
         squares = product(range(len(self.frames)), range(self.ulysses))
-        computed_cells = (self._computed(*square) for square in squares if self._blocks(*square))
+        computed_cells = (self._computed_blocks(*square) for square in squares if self._blocks(*square))
         return f"<defs>{''.join(paths)}{self._strips()}{''.join(computed_cells)}</defs>"
 
     def ring(self, frame: Frame) -> str:
@@ -165,7 +165,7 @@ class Drawing:
         """Returns the blocks of a frame in the square of a rank of the head axis."""
         return [block for block in self.frames[index].blocks if block.rank % self.ulysses == square]
 
-    def _computed(self, index: int, square: int) -> str:
+    def _computed_blocks(self, index: int, square: int) -> str:
         blocks = (
             f'<use href="#{self._block_id(block.queries, block.keys)}" class="r{block.rank}"/>'
             for block in self._blocks(index, square)

@@ -120,7 +120,7 @@ def with_returns(steps: Sequence[Step]) -> Iterator[tuple[Step, tuple[Move, ...]
         yield Step(), returning
 
 
-def condensed(frames: Sequence[Frame]) -> list[Frame]:
+def join_frames(frames: Sequence[Frame]) -> list[Frame]:
     """Joins sends of equal kind before a computation, and a computation without sends to the frame before it."""
     result = list[Frame]()
     for frame in frames:

@@ -32,7 +32,7 @@ class Groups:
 
     @classmethod
     @contextmanager
-    def watched(cls, config: Config) -> Generator[Groups]:
+    def open(cls, config: Config) -> Generator[Groups]:
         """Starts the watchdog, with the store of a temporary group. All ranks must enter."""
         with ExitStack() as stack:
             with process_group(config):

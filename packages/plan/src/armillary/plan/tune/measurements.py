@@ -16,7 +16,7 @@ from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.search.candidates import Candidate
 from armillary.train.config import Config
 from armillary.train.config.model_sizes import SIZES, model_config
-from armillary.train.config.overlay import flag, shown
+from armillary.train.config.overlay import flag, flag_text
 
 CacheKey = dict[str, Any]
 """Values by "section.key", and "ranks"."""
@@ -57,7 +57,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             setting = "ranks" if name == "ranks" else f"--{flag(name)}"
-            return f"{setting} {shown(old.get(name))} instead of {shown(new.get(name))}"
+            return f"{setting} {flag_text(old.get(name))} instead of {flag_text(new.get(name))}"
     return None
 
 

@@ -51,7 +51,7 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
     return every
 
 
-def pruned(
+def prune(
     plan: TunePlan, ranks: int, precision: torch.dtype, every: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Measurement]]:
     """Returns (candidates to measure, excluded ones with reasons), by prediction; all of them without a cluster.

@@ -15,7 +15,7 @@ from armillary.plan.tune import bench
 from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.groups import Groups
 from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, load, save
-from armillary.plan.tune.prune import all_candidates, pruned
+from armillary.plan.tune.prune import all_candidates, prune
 from armillary.plan.tune.screen import TunerScreen
 from armillary.train.build import precision
 from armillary.train.config import Config
@@ -42,7 +42,7 @@ def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = be
     Raises:
         ValueError: the plan cannot be measured, its file has other settings, or no candidate could be run.
     """
-    with Groups.watched(plan.measured_run) as groups:
+    with Groups.open(plan.measured_run) as groups:
         tuner, state = Tuner.start(plan, groups, measure, compare)
         with tuner.screen:
             return tuner.run(state)
@@ -185,11 +185,11 @@ def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], Tun
     """Returns (candidates to measure, state of an earlier run), from the files on this rank.
 
     Raises:
-        ValueError: as `all_candidates`, `pruned` and `load`.
+        ValueError: as `all_candidates`, `prune` and `load`.
     """
     ranks = world_size()
     state = load(plan.measurements, cache_key(plan.measured_run, ranks, dtype))
-    selected_candidates, excluded_measurements = pruned(plan, ranks, dtype, all_candidates(plan, ranks))
+    selected_candidates, excluded_measurements = prune(plan, ranks, dtype, all_candidates(plan, ranks))
     state = replace(
         state,
         excluded=tuple(measurement for measurement in excluded_measurements if not state.has(measurement.candidate)),

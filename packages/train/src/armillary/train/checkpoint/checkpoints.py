@@ -137,7 +137,7 @@ class Checkpoints:
         if self.config.export and step >= self.run.config.train.steps:
             self.ranks.on_first(self.lock.fence)
             self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
-        return self.folder.place(step)
+        return self.folder.path_of(step)
 
     def _manifest(self, step: int) -> Manifest:
         """Returns the manifest without the files and the time of the commit."""
@@ -157,7 +157,7 @@ class Checkpoints:
         try:
             save(self.folder, state, manifest, self.ranks)
         except OSError as error:
-            raise OSError(f"{self.folder.place(step)}: {error}") from error
+            raise OSError(f"{self.folder.path_of(step)}: {error}") from error
         self.newest = step
         self.report("saved", step)
         if prune and self.ranks.rank == 0:

@@ -34,13 +34,13 @@ class CheckpointFolder:
     run: str = ""
     fence: Callable[[], None] = lambda: None
 
-    def place(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
         return self.path / f"step-{step}"
 
     def partial(self, step: int) -> Path:
         return self.path / f"step-{step}.partial-{self.run}"
 
-    def damaged(self, step: int) -> Path:
+    def damaged_path(self, step: int) -> Path:
         return self.path / f"step-{step}.damaged"
 
     def names(self) -> list[str]:
@@ -59,7 +59,7 @@ class CheckpointFolder:
         for name in filter(INCOMPLETE.fullmatch, self.names()):
             remove(self.path / name)
         for step in self.steps():
-            remove(self.damaged(step))
+            remove(self.damaged_path(step))
 
     def begin(self, step: int) -> None:
         """Creates `partial(step)`, an empty folder for the files of a checkpoint."""
@@ -72,10 +72,10 @@ class CheckpointFolder:
         partial = self.partial(step)
         sync_folder(partial)  # all file names are on disk before the folder gets the name of a complete checkpoint
         self.fence()
-        partial.rename(self.place(step))
+        partial.rename(self.path_of(step))
         sync_folder(self.path)  # before the caller removes older checkpoints
         with suppress(OSError):  # the checkpoint is complete without that
-            remove(self.damaged(step))
+            remove(self.damaged_path(step))
 
     def discard(self, step: int) -> None:
         """Removes an incomplete checkpoint."""
@@ -88,22 +88,22 @@ class CheckpointFolder:
             names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
             path = next(path for name in names if not (path := self.path / name).exists())
         else:
-            path = self.damaged(step)
+            path = self.damaged_path(step)
             remove(path)
-        self.place(step).rename(path)
+        self.path_of(step).rename(path)
         return path
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
         """Removes all checkpoints except the newest `keep_last` and those whose step `keep_every` divides."""
         self.fence()
-        for step in superseded(self.steps(), keep_last, keep_every):
+        for step in steps_to_delete(self.steps(), keep_last, keep_every):
             # Renamed before it is deleted: a kill in between must not leave an incomplete step-N.
             remove(self.partial(step))
-            self.place(step).rename(self.partial(step))
+            self.path_of(step).rename(self.partial(step))
             remove(self.partial(step))
 
 
-def superseded(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
+def steps_to_delete(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
     """Returns those of `steps`, in rising order, that retention does not keep."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 

@@ -84,17 +84,17 @@ MANIFESTS = TypeAdapter(Manifest)
 def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, readers: int = 1) -> str | None:
     """Returns the first fault of a checkpoint's manifest or of a part of its files. Errors as from `Manifest.read`."""
     try:
-        manifest = Manifest.read(folder.place(step))
+        manifest = Manifest.read(folder.path_of(step))
     except Damaged as damage:
         return str(damage)
     if manifest.step != step:
         return f"{MANIFEST} is that of step {manifest.step}"
-    return file_fault(manifest.files, folder.place(step), reader, readers)
+    return file_fault(manifest.files, folder.path_of(step), reader, readers)
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
     """Returns True if this step's folder has the manifest of another step."""
     try:
-        return Manifest.read(folder.place(step)).step != step
+        return Manifest.read(folder.path_of(step)).step != step
     except Damaged:
         return False

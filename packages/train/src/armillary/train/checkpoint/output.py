@@ -26,8 +26,8 @@ def check_output(config: Config) -> None:
     """
     with writing_to(config.train.output) as folder:
         if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
-            place = checkpoint_folder(config).place(steps[-1])
-            raise ValueError(f"--save.resume never: {place} is there; name another --train.output")
+            path = checkpoint_folder(config).path_of(steps[-1])
+            raise ValueError(f"--save.resume never: {path} exists; name another --train.output")
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
 

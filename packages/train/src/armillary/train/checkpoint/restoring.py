@@ -37,24 +37,24 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     if newest.step is None:
         return None
     # 1. Checks, which change nothing if they fail: a refusal must leave damaged checkpoints where they are.
-    place = folder.place(newest.step)
-    manifest = Manifest.read(place)
+    path = folder.path_of(newest.step)
+    manifest = Manifest.read(path)
     shapes = shapes_of(training_state(run))
-    ranks.on_first(lambda: check_model(run, place, manifest, shapes))
+    ranks.on_first(lambda: check_model(run, path, manifest, shapes))
     try:
         run.training.load_state_dict(manifest.loader)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}; name another --train.output, or the data that it was made with") from error
+        raise ValueError(f"{path}: {error}; name another --train.output, or the data that it was made with") from error
     # 2. Damaged checkpoints get another name, so that training can save these steps again.
     for step, fault in newest.faults.items():
         path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
         say(f"step-{step}: {fault}; kept as {path}, resuming from step-{newest.step}")
     # 3. Tensors are loaded last, since loading overwrites the model in place.
     try:
-        load_state(run, place, manifest, ranks)
+        load_state(run, path, manifest, ranks)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}; move it to another folder to resume without it") from error
-    say("\n  ".join([f"resuming from {place}", *changed_settings(manifest.settings, settings(run, ranks.size))]))
+        raise ValueError(f"{path}: {error}; move it to another folder to resume without it") from error
+    say("\n  ".join([f"resuming from {path}", *changed_settings(manifest.settings, settings(run, ranks.size))]))
     return manifest
 
 
@@ -83,13 +83,13 @@ def find_fault(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
     """Returns the first fault of a checkpoint, None if it is intact. Collective; each rank verifies its share."""
     # Checksums need every byte, so ranks share the files. Headers are small: one rank reads them all.
     faults = ranks.agree(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
-    return next(filter(None, faults), None) or ranks.on_first(lambda: header_fault(folder.place(step)))
+    return next(filter(None, faults), None) or ranks.on_first(lambda: header_fault(folder.path_of(step)))
 
 
-def header_fault(place: Path) -> str | None:
+def header_fault(path: Path) -> str | None:
     """Returns the reason why files with correct checksums are not readable as tensors, or None."""
     try:
-        TensorReader(place, Manifest.read(place).files).read_metadata()
+        TensorReader(path, Manifest.read(path).files).read_metadata()
     except Damaged as damage:
         return str(damage)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from armillary.train.config.overlay import aligned, flag, flat, shown
+from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
 
@@ -14,7 +14,7 @@ PATHS = ("train.output",)
 
 def settings(run: Run, ranks: int) -> dict[str, str]:
     """Returns the settings of a run by flag, as they are printed, with defaults resolved."""
-    flags = {flag(name): shown(value) for name, value in flat(run.config) if name not in PATHS}
+    flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in PATHS}
     axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}
 
@@ -22,4 +22,4 @@ def settings(run: Run, ranks: int) -> dict[str, str]:
 def changed_settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Returns aligned lines such as "optimizer.lr  0.003 -> 0.001", of settings that both have."""
     pairs = [(name, before[name], after[name]) for name in after if name in before]
-    return aligned([(name, old, new) for name, old, new in pairs if old != new])
+    return align_columns([(name, old, new) for name, old, new in pairs if old != new])

@@ -46,7 +46,7 @@ def training_state(run: Run) -> State:
     return {"model": model, "optimizer": optimizer}
 
 
-def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
+def load_state(run: Run, path: Path, manifest: Manifest, ranks: Ranks) -> None:
     """Loads model, optimizer and random states. Collective.
 
     On another number of ranks, random states follow from the seed, the step and the rank.
@@ -57,18 +57,18 @@ def load_state(run: Run, place: Path, manifest: Manifest, ranks: Ranks) -> None:
     seed_all(run.config.train.seed, manifest.step, ranks.rank)
     state = training_state(run)
     groups = state["optimizer"].pop("param_groups")
-    random = saved_random_state(run, place, manifest, ranks.rank) if manifest.ranks == ranks.size else {}
+    random = saved_random_state(run, path, manifest, ranks.rank) if manifest.ranks == ranks.size else {}
     state |= {"random": {f"rank-{ranks.rank}": random}} if random else {}
     with convert_dcp_errors():
-        load(state, place, manifest.files, process_group=ranks.group)
+        load(state, path, manifest.files, process_group=ranks.group)
     optimizer = {**state["optimizer"], "param_groups": groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
     ranks.agree(lambda: set_random_state(random, run.device))
 
 
-def saved_random_state(run: Run, place: Path, manifest: Manifest, rank: int) -> State:
+def saved_random_state(run: Run, path: Path, manifest: Manifest, rank: int) -> State:
     """Returns empty tensors for the saved states of generators that this process has, too."""
-    shapes = saved_shapes(place, manifest.files, f"random.rank-{rank}.")
+    shapes = saved_shapes(path, manifest.files, f"random.rank-{rank}.")
     current = random_state(run.device)
     return {name: x for name, x in current.items() if shapes.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
 
@@ -98,14 +98,14 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
     return config
 
 
-def check_model(run: Run, place: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_model(run: Run, path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError if a checkpoint is of another model than `run`, whose tensors have these shapes."""
     difference = differences(manifest.model, model_description(run)) or differences(
-        saved_shapes(place, manifest.files, "model.", "optimizer.state."), shapes
+        saved_shapes(path, manifest.files, "model.", "optimizer.state."), shapes
     )
     if difference:
         raise ValueError(
-            f"{place} was made by another model: {difference}; name another --train.output, or the model that made it"
+            f"{path} was made by another model: {difference}; name another --train.output, or the model that made it"
         )
 
 

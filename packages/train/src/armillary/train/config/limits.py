@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from armillary.data.console.quantity import LARGEST
-from armillary.train.config.overlay import flag, shown
+from armillary.train.config.overlay import flag, flag_text
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountOrNone = Annotated[int, Field(ge=1, le=LARGEST)] | None
@@ -37,7 +37,7 @@ def check_limits(config: Any, prefix: str = "") -> None:
             # In strict mode a list is no tuple, and code that builds a configuration may give either.
             adapter.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)  # pyright: ignore[reportUnknownArgumentType]
         except ValidationError as error:
-            raise ValueError(f"--{flag(name)} {shown(value)}: {requirement(annotation, error)}") from error
+            raise ValueError(f"--{flag(name)} {flag_text(value)}: {requirement(annotation, error)}") from error
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from armillary.core.files import parse_json, parse_toml
 from armillary.data.console.exit import one_line
-from armillary.data.console.quantity import SUCH_AS, whole
+from armillary.data.console.quantity import SUCH_AS, whole_number
 
 Settings = TypeVar("Settings")
 
@@ -69,7 +69,7 @@ def overlaid_section(
             raise ValueError(f"{source}: {prefix}{key} is there twice")
         old = getattr(config, name)
         if not is_dataclass(old):
-            changes[name] = converted(value, annotations[name], f"{source}: {prefix}{name}")
+            changes[name] = convert(value, annotations[name], f"{source}: {prefix}{name}")
         elif isinstance(value, dict):
             changes[name] = overlaid_section(old, value, source, valid_keys, f"{prefix}{name}.")
         else:
@@ -89,7 +89,7 @@ def nearest(key: str, valid_keys: Mapping[str, str]) -> str:
     return f"the nearest is {(same_leaf or get_close_matches(key, names, n=1, cutoff=0.0))[0]}"
 
 
-def converted(value: object, annotation: Any, key: str) -> Any:
+def convert(value: object, annotation: Any, key: str) -> Any:
     """Converts a file's value to a field's type. As on the command line, "none" is None and "64k" a whole number.
 
     Raises:
@@ -102,7 +102,7 @@ def converted(value: object, annotation: Any, key: str) -> Any:
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         if isinstance(value, str | list) and (number := as_numbers(value)) != value:
-            return converted(number, annotation, key)
+            return convert(number, annotation, key)
         example = f", such as {SUCH_AS}" if any(detail["type"] == "int_type" for detail in error.errors()) else ""
         requirements = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors())) + example
         raise ValueError(f"{key} = {value!r}: {requirements}") from error
@@ -121,7 +121,7 @@ def as_numbers(value: object) -> object:
     if isinstance(value, list):
         return [as_numbers(item) for item in value]
     with suppress(ValueError):
-        return whole(value) if isinstance(value, str) else value
+        return whole_number(value) if isinstance(value, str) else value
     return value
 
 
@@ -150,10 +150,12 @@ def by_flag(config: object) -> dict[str, Any]:
 def differences(before: object, after: object) -> list[str]:
     """Returns aligned lines for the fields that differ, such as "model.dim  128 -> 256"."""
     old = dict(flat(before))
-    return aligned([(flag(name), shown(old[name]), shown(new)) for name, new in flat(after) if new != old[name]])
+    return align_columns(
+        [(flag(name), flag_text(old[name]), flag_text(new)) for name, new in flat(after) if new != old[name]]
+    )
 
 
-def aligned(changes: Sequence[tuple[str, str, str]]) -> list[str]:
+def align_columns(changes: Sequence[tuple[str, str, str]]) -> list[str]:
     """Returns a line for each (name, old, new)."""
     width = max((len(name) for name, *_ in changes), default=0)
     return [f"{name:{width}}  {old} -> {new}" for name, old, new in changes]
@@ -164,7 +166,7 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def shown(value: object) -> str:
+def flag_text(value: object) -> str:
     """Returns a value as on the command line."""
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"

@@ -47,7 +47,7 @@ def show(result: DryRun, location: str = "") -> None:
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items())
     print(f"{family}, {result.parameters:,} parameters, {result.precision}{location}")
     print(f"mesh: {axes} = {result.ranks} {'rank' if result.ranks == 1 else 'ranks'}\n")
-    print_table(STEP, ([name, shown(shape)] for name, shape in result.shapes.items()))
+    print_table(STEP, ([name, shape_text(shape)] for name, shape in result.shapes.items()))
     print()
     print_table(PARAMETERS, parameters(result))
     print("", *map(kernel_line, result.kernels), "", sep="\n")
@@ -76,7 +76,7 @@ PARAMETERS = (
 
 def parameters(result: DryRun) -> Iterator[list[str]]:
     for parameter in result.largest:
-        yield [parameter.name, str(parameter.count), shown(parameter.shape), shown(parameter.local)]
+        yield [parameter.name, str(parameter.count), shape_text(parameter.shape), shape_text(parameter.local)]
     yield []
     yield ["all", "", f"{result.parameters:,}", f"{result.local_parameters:,}"]
 
@@ -88,5 +88,5 @@ def kernel_line(kernel: ChosenKernel) -> str:
     return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{reasons_text}"
 
 
-def shown(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{size:,}" for size in shape)

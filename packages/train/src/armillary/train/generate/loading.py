@@ -40,12 +40,12 @@ def load_model(
         ranks.agree(lambda: load_pretrained(model, source.folder))
         return model, None
     step = intact_step(source.checkpoints, source.step, ranks)
-    place = source.checkpoints.place(step)
-    manifest = Manifest.read(place)
-    model = empty_model(options, saved_config(place, manifest), device)
+    path = source.checkpoints.path_of(step)
+    manifest = Manifest.read(path)
+    model = empty_model(options, saved_config(path, manifest), device)
     state = get_model_state_dict(model)
     with convert_dcp_errors():
-        load({"model": state}, place, manifest.files, process_group=ranks.group)
+        load({"model": state}, path, manifest.files, process_group=ranks.group)
     set_model_state_dict(model, state)
     return model, step
 
@@ -54,7 +54,7 @@ def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int
     """Returns the step, checked, or the newest intact one. Collective."""
     if step is not None:
         if (fault := find_fault(folder, step, ranks)) is not None:
-            raise ValueError(f"{folder.place(step)}: {fault}; give another --step")
+            raise ValueError(f"{folder.path_of(step)}: {fault}; give another --step")
         return step
     newest = newest_intact(folder, ranks)
     if newest.step is None:

@@ -35,7 +35,7 @@ def llama3_8b_128k() -> Config:
     a device, none of it on the host.
     """
     return long_run(
-        scaled(LLAMA3_8B),
+        scale_rope(LLAMA3_8B),
         length=131_072,
         rows=8,
         accumulation=8,
@@ -82,7 +82,7 @@ def llama3_70b_128k() -> Config:
     attention's results kept there.
     """
     return long_run(
-        scaled(LLAMA3_70B),
+        scale_rope(LLAMA3_70B),
         lr=1e-5,
         length=131_072,
         rows=8,
@@ -92,7 +92,7 @@ def llama3_70b_128k() -> Config:
     )
 
 
-def scaled(model: ModelConfig) -> ModelConfig:
+def scale_rope(model: ModelConfig) -> ModelConfig:
     """Returns the model with LLaMA 3.1's RoPE, which was trained up to 131,072 tokens."""
     return replace(model, rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
 

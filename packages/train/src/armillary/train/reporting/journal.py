@@ -29,7 +29,7 @@ class Journal:
         self.path, self._fence = path, fence
         self._file: BinaryIO | None = None
 
-    def resumed(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         self._fence()
         cut(self.path, step)
         self.event("resumed" if step else "started", step, "")
@@ -37,7 +37,7 @@ class Journal:
     def step(self, metrics: StepMetrics) -> None:
         self._write(asdict(metrics))
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def on_validation(self, step: int, values: dict[str, float]) -> None:
         self._write({"step": step, "validation": values})
 
     def event(self, kind: str, step: int, text: str) -> None:
@@ -51,17 +51,17 @@ class Journal:
         self._fence()
         if self._file is None:
             self._file = self.path.open("ab", buffering=BUFFER)
-        finite = nulled(record)
+        finite = replace_nonfinite(record)
         marked_record = finite if finite == record else finite | {"bad": True}
         self._file.write(json.dumps(marked_record | {"time": time.time()}, allow_nan=False).encode() + b"\n")
         # Raises on a full disk, and keeps the lines: the first flush that succeeds writes them too.
         self._file.flush()
 
 
-def nulled(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Returns a record with null for numbers that JSON cannot express."""
     if isinstance(value, dict):
-        return {key: nulled(inner) for key, inner in value.items()}
+        return {key: replace_nonfinite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -78,7 +78,7 @@ def cut(path: Path, step: int) -> None:
     with path.open("rb") as file:
         kept_bytes = 0
         for line in file:
-            record = parsed(line)
+            record = parse_record(line)
             if not line.endswith(b"\n") or (record is not None and record["step"] > step):
                 break
             kept_bytes += len(line)
@@ -93,12 +93,12 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """
     with path.open("rb") as file:
         for line in file:
-            record = parsed(line)
+            record = parse_record(line)
             if record is not None:
                 yield record
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
     """Returns the record on a line, or None if the line is incomplete."""
     try:
         record = parse_json(line)

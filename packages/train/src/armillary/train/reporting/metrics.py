@@ -41,7 +41,7 @@ class StepMetrics:
         )
 
 
-def averaged(steps: Sequence[StepMetrics]) -> StepMetrics:
+def average(steps: Sequence[StepMetrics]) -> StepMetrics:
     """The last of these steps, with rates averaged over all of them."""
     last, seconds = steps[-1], sum(step.seconds for step in steps)
 

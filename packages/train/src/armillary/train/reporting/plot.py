@@ -72,7 +72,7 @@ def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
     axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8, label="each step" if alone else None)
     half = len(losses) // WINDOWS // 2
     name = f"mean of {2 * half + 1} steps around each" if alone else f"{run.name}{label}"
-    axes.plot(steps, smoothed(losses, half), color=color, linewidth=1.8, label=name)
+    axes.plot(steps, moving_average(losses, half), color=color, linewidth=1.8, label=name)
     validation = {"label": f"validation, {last:.4f} in the end"} if alone and run.validation else {}
     marker_color = "C1" if alone else color
     axes.plot(list(run.validation), list(run.validation.values()), "o", color=marker_color, markersize=5, **validation)
@@ -119,7 +119,7 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
 
 
-def smoothed(values: Values, half: int) -> Values:
+def moving_average(values: Values, half: int) -> Values:
     """The mean over each value and up to `half` on either side of it, of those that are finite.
 
     The first values fall fast: their windows are narrower, so that they have as much before as after.
@@ -132,9 +132,9 @@ def smoothed(values: Values, half: int) -> Values:
 
 def _window_sums(values: Values, half: int) -> Values:
     totals = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    reach = np.minimum(places, half)
-    return totals[np.minimum(places + reach + 1, len(values))] - totals[places - reach]
+    indices = np.arange(len(values))
+    reach = np.minimum(indices, half)
+    return totals[np.minimum(indices + reach + 1, len(values))] - totals[indices - reach]
 
 
 def scale(axes: Any, values: Sequence[float]) -> None:

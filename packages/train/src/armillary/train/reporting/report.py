@@ -53,10 +53,10 @@ class Reporter:
         for sink in reversed(self._sinks):  # the screen last: it prints errors of the others
             sink.close(CLOSE_TIMEOUT)
 
-    def resumed(self, step: int) -> None:
-        """Tells all sinks that training starts after `step`: 0, or the checkpoint's. Before that, only `say` prints."""
+    def on_resume(self, step: int) -> None:
+        """Starts the report: training begins after `step`, 0 or the checkpoint's. Before this, only `say` prints."""
         self.last_step, self._begun = step, True
-        self._submit_to_all(lambda sink: sink.resumed(step))
+        self._submit_to_all(lambda sink: sink.on_resume(step))
 
     def step(self, metrics: StepMetrics) -> None:
         """Sends the metrics of a step to all sinks, and an event if the step was skipped."""
@@ -65,12 +65,12 @@ class Reporter:
         if not (isfinite(metrics.loss) and isfinite(metrics.grad_norm)):
             self.event("skipped", metrics.step)
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def on_validation(self, step: int, values: dict[str, float]) -> None:
         """Sends the results of a validation after this step to all sinks."""
-        self._submit_to_all(lambda sink: sink.validated(step, values))
+        self._submit_to_all(lambda sink: sink.on_validation(step, values))
 
     def event(self, kind: str, step: int, text: str = "") -> None:
-        """Sends another event to the sinks, which log it with the steps and do not print it."""
+        """Sends an event to all sinks, which log it among the steps and do not print it."""
         self._submit_to_all(lambda sink: sink.event(kind, step, text))
 
     def say(self, line: str) -> None:
@@ -79,7 +79,7 @@ class Reporter:
             screen.submit(lambda: self._screen.print(line))
             screen.flush(PRINT_TIMEOUT)
 
-    def finished(self, step: int) -> Path | None:
+    def finish(self, step: int) -> Path | None:
         """Tells all sinks that the run ends after `step`. Returns the path of its picture, if one was drawn."""
         self.event("finished" if step >= self.config.train.steps else "stopped", step)
         if not (self._sinks and self.config.log.plot):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from armillary.train.reporting.metrics import StepMetrics, averaged
+from armillary.train.reporting.metrics import StepMetrics, average
 
 RECENT = 3600.0
 """Seconds over which the remaining time is estimated, and a thousand steps at most."""
@@ -36,7 +36,7 @@ class Screen:
         self._first = 1
         self._since_line: list[StepMetrics] = []
 
-    def resumed(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         self._task = self.progress.add_task("training", total=self.steps, completed=step, loss="")
         self._first = step + 1
         self.progress.start()
@@ -46,10 +46,10 @@ class Screen:
             self.progress.update(self._task, advance=1, loss=f"loss {metrics.loss:.4f}")
         self._since_line.append(metrics)
         if metrics.step in (self._first, self.steps) or metrics.step % self.every == 0:
-            self.print(averaged(self._since_line).line())
+            self.print(average(self._since_line).line())
             self._since_line = []
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def on_validation(self, step: int, values: dict[str, float]) -> None:
         text = " ".join(f"{name}: {value:.4f}" for name, value in values.items())
         self.print(f"validation: step: {step} {text}")
 

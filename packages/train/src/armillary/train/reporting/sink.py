@@ -10,16 +10,16 @@ from armillary.train.reporting.metrics import StepMetrics
 class Sink(Protocol):
     """Receives the events of a run, in the order of steps; may raise any error."""
 
-    def resumed(self, step: int) -> None:
-        """Called first: training continues after `step`, 0 for a new run. Records of later steps are void."""
+    def on_resume(self, step: int) -> None:
+        """Called first. Training starts after `step`, 0 for a new run; the sink discards records of later steps."""
         ...
 
     def step(self, metrics: StepMetrics) -> None: ...
 
-    def validated(self, step: int, values: dict[str, float]) -> None: ...
+    def on_validation(self, step: int, values: dict[str, float]) -> None: ...
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Something else happened: saved, skipped, stopped, finished, failed."""
+        """Called for anything else. Kinds are "saved", "skipped", "stopped", "finished" and "failed"."""
         ...
 
     def close(self) -> None: ...

@@ -32,7 +32,7 @@ class TensorBoard:
         self.folder = folder
         self._writer: Any = None
 
-    def resumed(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         tensorboard = import_module("torch.utils.tensorboard")
         self._writer = tensorboard.SummaryWriter(str(self.folder), purge_step=step + 1, flush_secs=30)
 
@@ -40,7 +40,7 @@ class TensorBoard:
         for name, value in scalars(metrics).items():
             self._writer.add_scalar(name, value, metrics.step)
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def on_validation(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(f"validation/{name}", value, step)
 
@@ -63,7 +63,7 @@ class WeightsAndBiases:
         self.project, self.folder, self.config = project, folder, config
         self._run: Any = None
 
-    def resumed(self, step: int) -> None:
+    def on_resume(self, step: int) -> None:
         self._run = import_module("wandb").init(
             project=self.project,
             dir=self.folder,
@@ -78,7 +78,7 @@ class WeightsAndBiases:
     def step(self, metrics: StepMetrics) -> None:
         self._run.log({"step": metrics.step} | scalars(metrics))
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def on_validation(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step} | {f"validation/{name}": value for name, value in values.items()})
 
     def event(self, kind: str, step: int, text: str) -> None:

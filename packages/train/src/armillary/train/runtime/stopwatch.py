@@ -22,7 +22,7 @@ class Stopwatch:
         self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
 
     @contextmanager
-    def paused(self) -> Generator[None]:
+    def pause(self) -> Generator[None]:
         """Context manager of a pause."""
         yield
         self.running_since = self.clock()

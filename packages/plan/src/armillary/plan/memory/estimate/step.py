@@ -164,7 +164,7 @@ class StepSizes:
     @cached_property
     def keeps(self) -> tuple[Keep, ...]:
         """Checkpoints of each block, unless the policy is "none". Layers with a state keep no output."""
-        keeps = self.checkpointing.kept_by_blocks(self.model.layers)
+        keeps = self.checkpointing.tensors_by_block(self.model.layers)
         if not self.state_blocks:
             return keeps
         return tuple(

@@ -1,4 +1,4 @@
-"""Memory at two moments that papers count: during attention, and right before it in recomputation."""
+"""Memory in units that papers count: attention's peak, and activations right before attention is recomputed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.models.layers.projections import HeadProjections
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.simulate import Job, SimulatedStep
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
-from armillary.plan.memory.simulation.torch_private import patched
+from armillary.plan.memory.simulation.torch_private import patch_method
 from armillary.train.runtime.fake_world import fake_world
 
 Build = Callable[[DeviceMesh], Method]
@@ -28,10 +28,9 @@ TOKENS, DIM, WIDTH = 1024, 128, 64
 
 
 def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, key_heads: int) -> float:
-    """Peak of q, k, v and out in a forward pass from hidden states, communication buffers included.
+    """Peak of q, k, v, out and communication buffers in a forward pass from hidden states, in heads.
 
-    In units of one head of a rank's tokens in 16 bits. The inputs x and weights, and the results out and lse, are not
-    counted.
+    A head is [T, D] of one rank in 16 bits. The inputs x and weights, and the results out and lse, are not counted.
     """
     with fake_world(**axes) as mesh:
         method = build(mesh)
@@ -50,19 +49,21 @@ def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, k
                     )
                 else:
                     results = [method.projected(x, source, mask=mask, layout=layout)]
-            # Results outlive the call, so they are no intermediates.
+            # The peak includes the results, which outlive the call.
             return (live.device.peak - sum(tensor.nbytes for tensor in results)) / (TOKENS * DIM * 2)
 
 
 @dataclass(frozen=True)
 class MemoryBeforeAttention:
-    """Activations when the last block's attention is about to start in its recomputation, in units of one [T, E].
+    """Activations in backward right before the last block's attention is recomputed, in units of one [T, E].
+
+    The gradient of the block's output takes one more unit.
 
     Args:
-        checkpoints: stored inputs of blocks. The incoming gradient takes one more unit.
-        qkv: q, k and v that the ring starts with.
-        activations: checkpoints and all of attention's tensors: besides q, k and v, a buffer for out, and for WallFacer
-            the rank's own q, k and v, from which the team's are gathered.
+        checkpoints: stored inputs of blocks.
+        qkv: q, k and v with which the ring starts.
+        activations: checkpoints and all tensors of attention: q, k and v, a buffer for out, and for WallFacer also the
+            rank's own q, k and v, from which the team's are gathered.
     """
 
     checkpoints: float
@@ -74,7 +75,8 @@ def memory_before_attention(
     model: LlamaConfig, axes: Mapping[str, int], build: Build, length: int
 ) -> MemoryBeforeAttention:
     """Simulates a step under policy "layer", with one sequence in 16 bits, for a method with a ring of keys."""
-    unit, snapshots = length // prod(axes.values()) * model.dim * 2, list[MemoryBeforeAttention]()
+    unit = length // prod(axes.values()) * model.dim * 2  # bytes of one [T, E]
+    snapshots = list[MemoryBeforeAttention]()
     job = Job(
         model=model, axes=axes, attention=build, length=length, checkpointing=Checkpointing("layer"), on_host=True
     )
@@ -82,6 +84,8 @@ def memory_before_attention(
     def with_snapshot(forward: Callable[..., Any]) -> Callable[..., Any]:
         def take_snapshot(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
             sizes = {category: count / unit for category, count in live.device.current.items()}
+            # Each block allocates the input of the next one, as "checkpoints". The first one's is the output of the
+            # embedding, which is allocated without a label and so counts as "other".
             checkpoints, qkv = sizes["checkpoints"] + sizes["other"], sum(x.nbytes for x in (q, k, v)) / unit
             snapshots.append(MemoryBeforeAttention(checkpoints, qkv, checkpoints + sizes["attention"]))
             return forward(ring, q, k, v, *args)
@@ -91,8 +95,8 @@ def memory_before_attention(
     with fake_world(**axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, simulating(), LiveBytes() as live, patched(Ring, "forward", with_snapshot):
+        with fake, simulating(), LiveBytes() as live, patch_method(Ring, "forward", with_snapshot):
             step.allocate_state()
             step.loss().backward()
-    # One snapshot per block in forward; the next one is the last block's, recomputed first.
+    # Forward takes one snapshot per block; the next one is that of the last block, which is recomputed first.
     return snapshots[model.layers]

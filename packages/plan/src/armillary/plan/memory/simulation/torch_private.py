@@ -96,24 +96,24 @@ def observe_resizes(callback: Callable[[UntypedStorage], None]) -> AbstractConte
 
         return resize_
 
-    return patched(UntypedStorage, "resize_", wrap)
+    return patch_method(UntypedStorage, "resize_", wrap)
 
 
 def hide_shape_propagation() -> AbstractContextManager[None]:
     """Hides DTensor's shape propagation: it runs each new op on fake tensors of the global shape."""
 
     def wrap(propagate: Callable[..., Any]) -> Callable[..., Any]:
-        def hidden(self: ShardingPropagator, *args: Any) -> Any:
+        def propagate_unseen(self: ShardingPropagator, *args: Any) -> Any:
             with modes_disabled():
                 return propagate(self, *args)
 
-        return hidden
+        return propagate_unseen
 
-    return patched(ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
+    return patch_method(ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
 
 
 @contextmanager
-def patched(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Generator[None]:
+def patch_method(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Generator[None]:
     """Replaces the method `owner.name` by `wrap(method)` inside the block."""
     original = getattr(owner, name)
     setattr(owner, name, wrap(original))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 class Launcher:
     """The torchrun that started this process; None under srun or without a launcher.
 
-    A process whose parent dies gets another parent, which `gone` checks for. The signal of PR_SET_PDEATHSIG
+    A process whose parent dies gets another parent, which `has_exited` checks for. The signal of PR_SET_PDEATHSIG
     would come too early: the kernel sends it when the parent's *thread* that started the process ends.
     """
 
@@ -18,5 +18,5 @@ class Launcher:
         self.pid = os.getppid() if dist.is_torchelastic_launched() else None
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         return self.pid is not None and os.getppid() != self.pid

@@ -56,7 +56,7 @@ class Ranks:
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self.group)
         if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
-            raise combined(failures) from cause
+            raise combine_errors(failures) from cause
         return [result for result, _ in answers]
 
     def on_first(self, action: Callable[[], R]) -> R:
@@ -79,7 +79,7 @@ def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{subject} must be the same on all ranks: {name} is {both_values}")
 
 
-def combined(failures: dict[int, Failure]) -> Exception:
+def combine_errors(failures: dict[int, Failure]) -> Exception:
     """Returns one error for the failures of several ranks."""
     kinds = {kind for kind, _ in failures.values()}
     kind = kinds.pop() if len(kinds) == 1 else RuntimeError
@@ -94,7 +94,7 @@ def convert_dcp_errors() -> Generator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise combined({rank: failure(of_rank) for rank, (of_rank, _) in error.failures.items()}) from error
+        raise combine_errors({rank: failure(of_rank) for rank, (of_rank, _) in error.failures.items()}) from error
 
 
 def failure(error: BaseException) -> Failure:

@@ -155,7 +155,7 @@ class Watchdog:
 
     def _end_without_launcher(self) -> None:
         """Ends the process if its launcher has died: a restart would find it holding the device."""
-        if self._launcher.gone:
+        if self._launcher.has_exited:
             position, launcher = self._heartbeat().position, self._launcher.pid
             self._print(f"ends in {position}: torchrun (process {launcher}), which started this rank, is gone")
             os._exit(1)
