@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hub_folders import edit_config
-from test_models_parallel import LAYER, TILED, Case, compare_all, on_one_rank
+from test_models_parallel import LAYER, TILED, Case, compare_all, on_mesh, on_one_rank
 from torch import Tensor
 
 from armillary.attention import AttentionMask, build_attention
@@ -168,6 +168,11 @@ GROUPS = {
         Case({"shard": 2, "ulysses": 2}, "ulysses", ONE_GROUP, LAYER, tokens=43),
         Case({"tp": 2, "ring": 2}, "ring", HYBRID, LAYER, packed=True, tokens=43),
     ],
+    "relaid": [
+        Case({"ring": 4}, "ring", HYBRID, packed=True, tokens=43, contiguous_states=True),
+        Case({"ring": 2, "ulysses": 2}, "usp", HYBRID, KEEP, packed=True, contiguous_states=True),
+        Case({"shard": 2, "ring": 2}, "ring", ONE_GROUP, LAYER, tokens=43, contiguous_states=True),
+    ],
     "2 ranks": [
         Case({"ring": 2}, "ring", HYBRID, TILED, layout="contiguous", packed=True),
         Case({"tp": 2}, "local", ONE_GROUP, KEEP, sharded=False, tokens=13),
@@ -183,6 +188,19 @@ def test_loss_gradients_and_a_step_equal_one_rank(worlds, group):
     expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]
     for faults in worlds(prod(cases[0].axes.values())).run(compare_all, cases, expected, timeout=300):
         assert not faults
+
+
+def graph_breaks(case: Case) -> dict[str, int]:
+    torch._dynamo.utils.counters.clear()
+    on_mesh(case, torch.float64)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3  # one for each mixer
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+@pytest.mark.parametrize("contiguous_states", [False, True])
+def test_each_block_is_one_graph(worlds, contiguous_states):
+    case = replace(GROUPS["compiled"][0], contiguous_states=contiguous_states)
+    assert worlds(2).run(graph_breaks, case, timeout=300) == [{}, {}]
 
 
 @pytest.mark.parametrize("policy", [LAYER, KEEP, TILED], ids=lambda policy: policy.policy)

@@ -43,6 +43,7 @@ class Case:
     packed: bool = False
     zero_stage: int = 3
     layout: str = "zigzag"
+    contiguous_states: bool = False
     """Each row has documents of its own, and positions count from their starts."""
 
     def mask(self, share: slice = slice(None)) -> AttentionMask:
@@ -66,6 +67,7 @@ class Case:
         kind = next((name for name, config in kinds.items() if config is self.config), "hybrid")
         packed = "-packed" if self.packed else ""
         packed += "" if self.layout == "zigzag" else f"-{self.layout}"
+        packed += "-relaid" if self.contiguous_states else ""
         return f"{kind}-{axes}-{self.attention}{policy}{'-compiled' if self.compiler else ''}{packed}"
 
 
@@ -120,7 +122,7 @@ def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         model = build(case.config, dtype)
     precision = dtype if case.sharded else None
     options = {"checkpointing": case.checkpointing, "compiler": case.compiler, "precision": precision}
-    options["zero_stage"] = case.zero_stage
+    options |= {"zero_stage": case.zero_stage, "contiguous_states": case.contiguous_states}
     parallelize(model, over, attention=attend, **options)
     model.to_empty(device="cpu")
     initialize(model, 0)

@@ -51,3 +51,14 @@ def test_the_recipe_lowers_the_loss(worlds, tmp_path: Path):
 def test_striped_states_are_refused_by_flag():
     with pytest.raises(ValueError, match=r"--data\.layout striped"):
         check(replace(CONFIG, data=replace(CONFIG.data, layout="striped")))
+
+
+def test_states_on_contiguous_shards_learn_alike_and_are_refused_with_tp(worlds, tmp_path: Path):
+    relaid = replace(CONFIG, parallel=replace(CONFIG.parallel, contiguous_states=True), save=SMALL.save)
+    losses = [
+        worlds(2).run(trained, at(config, tmp_path / name, steps=3), 0)[0][0].losses
+        for name, config in (("same", replace(CONFIG, save=relaid.save)), ("relaid", relaid))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    with pytest.raises(ValueError, match=r"--parallel\.contiguous-states .*--parallel\.tp 2"):
+        check(replace(relaid, parallel=replace(relaid.parallel, tp=2)))

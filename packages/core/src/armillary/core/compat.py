@@ -367,6 +367,16 @@ def constant_when_traced(function: F) -> F:
     return function
 
 
+def with_dynamic_results(function: F) -> F:
+    """Returns a compiled function whose graphs may contain ops with results of unknown size.
+
+    By default Dynamo traces these only with `fullgraph=True`, and breaks the graph otherwise.
+    """
+    import torch._dynamo
+
+    return cast(F, cast(Any, torch._dynamo.config).patch(capture_dynamic_output_shape_ops=True)(function))
+
+
 def outside_graphs(function: F) -> F:
     """Marks a function that torch.compile leaves out of its graphs.
 

@@ -11,8 +11,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, TokenProjections
-from armillary.core import SequenceLayout, compat, label
+from armillary.attention import AttentionMask, Method, TokenProjections
+from armillary.attention.call.validation import over_all_ranks
+from armillary.attention.context_parallel.communication import sequence_axis
+from armillary.core import SequenceLayout, compat, label, relayout
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
@@ -62,7 +64,26 @@ class Context:
         """Returns the context with a block's own mask. Built outside of the block: torch.compile traces the block."""
         if block.window is None:
             return self
-        context = Context(self.tokens, self.rotation, with_window(self.mask, block.window - 1), self.layout)
+        return self.changed(mask=with_window(self.mask, block.window - 1))
+
+    def for_states(self, method: Method, contiguous: bool) -> Context:
+        """Returns the context of blocks with a state: of a layout over all ranks of attention.
+
+        Args:
+            contiguous: the blocks have contiguous shards, whichever the others have.
+        """
+        if self.layout is None and method.shards > 1:
+            return self  # which the layer refuses
+        layout = over_all_ranks(self.layout or SequenceLayout.contiguous(self.tokens, 1), method)
+        if contiguous:
+            layout = SequenceLayout.contiguous(layout.length, layout.shards)
+        return self.changed(layout=layout, tokens=layout.sizes[method.shard])
+
+    def changed(
+        self, mask: AttentionMask | None = None, layout: SequenceLayout | None = None, tokens: int | None = None
+    ) -> Context:
+        """Returns the context with other values, and the same previous checkpoint."""
+        context = Context(tokens or self.tokens, self.rotation, mask or self.mask, layout or self.layout)
         context.previous_checkpoint = self.previous_checkpoint
         return context
 
@@ -148,11 +169,13 @@ def run_plainly(block: Block, x: Tensor, context: Context) -> Tensor:
 class Decoder(nn.Module):
     """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm.
 
-    With `norm_in_chunks` the final norm saves only its input, and runs on `chunk` tokens at a time.
+    With `norm_in_chunks` the final norm saves only its input, and runs on `chunk` tokens at a time. With
+    `contiguous_states` hidden states move to contiguous shards before blocks with a state, and back after them.
     """
 
     norm_in_chunks: bool = False
     chunk: int | None = None
+    contiguous_states: bool = False
 
     def forward(
         self,
@@ -166,10 +189,26 @@ class Decoder(nn.Module):
         x = self.embed(ids, positions)
         mask = AttentionMask(causal=True) if mask is None else mask
         context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
+        methods = [block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)]
+        method = methods[0] if methods and isinstance(methods[0], Method) else None
+        states = context if method is None else context.for_states(method, self.contiguous_states)
+        current = context
         for block in self.blocks:
-            x = block(x, context.for_block(block))
+            own = states if isinstance(block.mixer, StateMixer) else context
+            x, current = self.moved(x, current, own, method), own
+            x = block(x, own.for_block(block))
+        x = self.moved(x, current, context, method)
         norm = self.final_norm
         return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
+
+    def moved(self, x: Tensor, source: Context, target: Context, method: Method | None) -> Tensor:
+        """Returns hidden states [B, T, E] in the layout of another context."""
+        if not self.contiguous_states or source is target or method is None:
+            return x
+        if source.layout is None or target.layout is None:
+            return x  # one rank
+        layouts = over_all_ranks(source.layout, method), over_all_ranks(target.layout, method)
+        return relayout(x, *layouts, sequence_axis(method))
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ def shard_model(
         cpu_offload=config.optimizer.cpu_offload,
         compiler=parallel.compiler,
         zero_stage=parallel.zero_stage,
+        contiguous_states=parallel.contiguous_states,
     )
     return model, attention
 

@@ -85,7 +85,7 @@ _reduce_scatter = compat.define_op(
 
 
 class TracedAxis(NamedTuple):
-    """An axis while a graph is traced: its process group by name."""
+    """An axis while a graph is traced: its process group by name, empty if one rank has none."""
 
     name: str
     rank: int
@@ -96,7 +96,8 @@ class TracedAxis(NamedTuple):
 def traced_axis(axis: DeviceMesh | Axis) -> TracedAxis:
     """Returns the axis of a 1-D mesh while a graph is traced, where `Axis.of` cannot read the mesh."""
     if isinstance(axis, Axis):
-        return TracedAxis(axis.name, axis.rank, axis.size, axis.group.group_name)
+        has_group = axis.group is not None  # pyright: ignore[reportUnnecessaryComparison] - None for `Axis.alone`
+        return TracedAxis(axis.name, axis.rank, axis.size, axis.group.group_name if has_group else "")
     name, rank, size, group = _axis_text(axis).split("|", 3)
     return TracedAxis(name, int(rank), int(size), group)
 
@@ -109,6 +110,8 @@ def _axis_text(mesh: DeviceMesh) -> str:
 
 def axis_of(name: str, group: str, x: Tensor) -> Axis:
     """Returns the axis with this name and group name, for tensors on the device of `x`."""
+    if not group:
+        return Axis.alone(name)
     process_group = compat.find_group(group)
     device = x.device.type
     timeout = compat.host_timeout(process_group, device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
 from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.context_parallel.communication import sequence_axis
-from armillary.core import Axis, SequenceLayout, compat, short_convolution
+from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.models.state_config import Mixer, StateConfig
 
 NORM_EPS = 1e-6
@@ -41,7 +41,6 @@ class StateOperations(Protocol):
     ) -> Tensor: ...
 
 
-@compat.outside_graphs
 def convolve(
     attention: object,
     x: Tensor,
@@ -57,7 +56,6 @@ def convolve(
     return short_convolution(x, weight, layout, axis, bias, mask=mask)
 
 
-@compat.outside_graphs
 def recur(
     attention: object,
     recurrence: Recurrence,

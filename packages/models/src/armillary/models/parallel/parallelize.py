@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from armillary.attention import Method
 from armillary.attention.context_parallel.communication import sequence_axis
 from armillary.attention.methods.rank_grid import check_rank_grid
-from armillary.core import Axis
+from armillary.core import Axis, compat
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.block import Block, run_plainly
+from armillary.models.block import Block, Decoder, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.layers.state_mixers import StateMixer
 from armillary.models.llama import Llama
@@ -32,6 +32,7 @@ def parallelize(
     cpu_offload: bool = False,
     compiler: str | None = None,
     zero_stage: ZeroStage = 3,
+    contiguous_states: bool = False,
 ) -> None:
     """Puts the model onto the mesh, in place. Its call is unchanged, on this rank's tokens of the sequence.
 
@@ -60,16 +61,22 @@ def parallelize(
             limit of graphs, blocks run eagerly, with a warning.
         zero_stage: under FSDP2, 2 gathers a block's parameters once for forward and backward, 3 once for each; 1 once
             a step (`begin_micro_batch`).
+        contiguous_states: hidden states move to contiguous shards before a hybrid's layers with a state, and back after
+            them (`relayout`): 2 B T E elements at most for each run of such layers, forward and backward. Attention has
+            the layout of the call.
 
     Raises:
         ValueError: something does not fit the model or the mesh. Raised before any module or parameter is changed.
     """
-    check(model, mesh, attention, precision, compiler)
+    check(model, mesh, attention, precision, compiler, contiguous_states)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if checkpointing is not None:
         checkpointing.tensors_by_block(len(blocks))  # raises for counts that do not fit, before anything changes
     for block in blocks:
         block.attention = block.attention if attention is None else attention
+    for module in model.modules():
+        if isinstance(module, Decoder):
+            module.contiguous_states = contiguous_states
     if checkpointing is not None:
         checkpointing.apply(model)
     # In this order only: graphs contain the modules of tensor parallelism, and FSDP's hooks stay outside of graphs.
@@ -83,7 +90,12 @@ def parallelize(
 
 
 def check(
-    model: Llama | GPT, mesh: DeviceMesh, attention: Method | None, precision: torch.dtype | None, compiler: str | None
+    model: Llama | GPT,
+    mesh: DeviceMesh,
+    attention: Method | None,
+    precision: torch.dtype | None,
+    compiler: str | None,
+    contiguous_states: bool,
 ) -> None:
     """Raises ValueError for settings that do not fit this model or mesh, before anything is changed."""
     config, is_tensor_parallel = model.config, "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
@@ -101,6 +113,9 @@ def check(
         attention.check(q, k, k)
         for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
+    if contiguous_states and is_tensor_parallel:
+        # Between blocks each of its ranks has every R-th of a shard's tokens, which no layout describes.
+        raise ValueError(f"contiguous_states=True on {mesh['tp'].size()} ranks of tp: its tokens cannot be moved")
     for block in model.modules():
         if isinstance(block, Block) and isinstance(block.mixer, StateMixer):
             method = block.attention if attention is None else attention
@@ -120,7 +135,9 @@ def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
     """
     target: nn.Module = block
     if block.run is run_plainly:
-        target.run = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
+        compiled = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
+        # A mixer's short convolution returns as many tokens of halos as the mask has documents.
+        target.run = compat.with_dynamic_results(compiled) if isinstance(block.mixer, StateMixer) else compiled
     else:
         compiled_rest = torch.compile(type(block).after_attention, backend=compiler, fullgraph=fullgraph)
         target.after_attention = MethodType(compiled_rest, block)

@@ -96,6 +96,8 @@ class ParallelConfig:
     """FSDP: 3 gathers a block's parameters for forward and for backward, 2 once for both, 1 once a step of several."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default none."""
+    contiguous_states: bool = False
+    """Move hidden states to contiguous shards before a hybrid's layers with a state, and back to data.layout."""
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ def check_states(config: Config) -> None:
             f"--data.layout striped with --model.mixers {' '.join(mixers)}: a state runs along neighbouring tokens; "
             "choose zigzag, contiguous or balanced"
         )
+    if config.parallel.contiguous_states and config.parallel.tp > 1:
+        raise ValueError(
+            f"--parallel.contiguous-states with --parallel.tp {config.parallel.tp}: hidden states are sharded over tp "
+            "too, and are not moved; leave one of them out"
+        )
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
