@@ -114,6 +114,7 @@ def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
         hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 4096, replace(LAYER, offload=True)),
         hybrid(MIXED, {"ring": 4}, "upipe+ring", 4096, Checkpointing("none", tiled=True), zero_stage=2),
         hybrid(MIXED, {"ring": 2, "tp": 2}, "ring", 4096, LAYER),
+        hybrid(MIXED, {"ring": 4}, "ring", 4096, OUTPUT, contiguous_states=True),
         pytest.param(hybrid(MIXED, {"ring": 4}, "ring", 4096, replace(OUTPUT, inputs=2), 5), marks=pytest.mark.long),
     ],
     ids=lambda job: f"{'-'.join(job.model.mixers)}-{job.checkpointing.policy}",

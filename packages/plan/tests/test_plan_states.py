@@ -41,6 +41,7 @@ def sent_in_step(job: Job, layout_kind: Layout) -> int:
     world = mesh(**job.axes)
     method = job.attention(world)
     model = Llama(MODEL, method)
+    model.model.contiguous_states = job.contiguous_states
     job.checkpointing.apply(model)
     layout = method.layout(LENGTH, layout_kind)
     positions = over_all_ranks(layout, method).positions(method.shard)
@@ -50,13 +51,13 @@ def sent_in_step(job: Job, layout_kind: Layout) -> int:
     return ledger.bytes()
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("layout", "relaid"), [("zigzag", False), ("zigzag", True), ("contiguous", False)])
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses", "policy"),
     [("ring", 4, 1, "none"), ("ring", 4, 1, "layer"), ("ring", 4, 1, "attention_output"), ("usp", 2, 2, "none")],
 )
-def test_the_bytes_of_a_whole_step_are_those_of_the_ledger(worlds, name, ring, ulysses, layout, policy):
-    candidate = Candidate(Mesh(1, ring, ulysses), AttentionChoice(name), layout)
+def test_the_bytes_of_a_whole_step_are_those_of_the_ledger(worlds, name, ring, ulysses, policy, layout, relaid):
+    candidate = Candidate(Mesh(1, ring, ulysses), AttentionChoice(name), layout, relaid)
     axes = {"ring": ring, "ulysses": ulysses}
     job = Job(
         model=MODEL,
@@ -66,19 +67,25 @@ def test_the_bytes_of_a_whole_step_are_those_of_the_ledger(worlds, name, ring, u
         rows=ROWS,
         checkpointing=Checkpointing(policy),
         precision=torch.float32,
+        contiguous_states=relaid,
     )
     cluster = replace(Cluster.named("emulated-4x4-card-per-rank"), nodes=1)
     passes = passes_of(candidate, MODEL, cluster, LENGTH, ROWS, precision=torch.float32)
     assert worlds(4).run(sent_in_step, job, layout) == step_bytes(job, passes)
 
 
+RELAID = "zigzag, relaid for states"
 PLAN = SearchPlan(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring", "ulysses"))
 
 
 def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
     result = search(PLAN)
-    assert result.fitting and {choice.candidate.layout for choice in result.choices} == {"zigzag", "contiguous"}
-    ring = {x.candidate.layout: x for x in result.choices if x.candidate.mesh == Mesh(1, 8, 1)}
+    ring = {x.candidate.layout_name: x for x in result.choices if x.candidate.mesh == Mesh(1, 8, 1)}
+    assert result.fitting and set(ring) == {"zigzag", "contiguous", RELAID}
+    # States of contiguous shards, and attention of zigzag ones.
+    assert ring[RELAID].time.attention == pytest.approx(ring["zigzag"].time.attention)
+    assert trainer_config(result, ring[RELAID]).parallel.contiguous_states
+    assert not any(x.candidate.contiguous_states for x in result.choices if x.candidate.mesh.tp > 1)
     assert ring["contiguous"].sent < 0.9 * ring["zigzag"].sent
     assert ring["contiguous"].time.attention > ring["zigzag"].time.attention  # the last rank has most of the work
     config = trainer_config(result, ring["contiguous"])
@@ -92,6 +99,6 @@ def test_the_search_shows_the_best_with_each_layout(capsys):
     main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring"])
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("the best with each layout")
-    assert {line.split()[0] for line in lines[start + 4 : start + 6]} == {"zigzag", "contiguous"}
+    assert {line.split("  ")[0] for line in lines[start + 4 : start + 7]} == {"zigzag", "contiguous", RELAID}
     main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring", "--json"])
     assert all(choice["sent"] >= 0 for choice in json.loads(capsys.readouterr().out)["choices"])

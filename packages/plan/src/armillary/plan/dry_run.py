@@ -135,7 +135,7 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     mesh = Mesh(**job.axes)
     rows = job.rows * mesh.replicas
     kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
-    candidate = Candidate(mesh, job.attention, config.data.layout)
+    candidate = Candidate(mesh, job.attention, config.data.layout, config.parallel.contiguous_states)
     passes = passes_of(candidate, job.model, cluster, job.length, rows, kernel, margin, precision=job.precision)
     micro_batch = step_time(job, passes, cluster)
     seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
@@ -161,6 +161,7 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
         micro_batches=config.train.accumulation,
         on_host=config.optimizer.cpu_offload,
         precision=dtype,
+        contiguous_states=parallel.contiguous_states,
     )
 
 

@@ -16,7 +16,8 @@ Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")
 """Layouts to weigh for packed documents. Striped ones send most."""
 STATE_LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous")
-"""Layouts to weigh for hybrids: contiguous shards exchange fewer states, and zigzag ones balance attention."""
+"""Layouts to weigh for hybrids: contiguous shards exchange fewer states, and zigzag ones balance attention. Or both:
+attention on zigzag shards, states on contiguous ones."""
 
 
 def layouts_of(hybrid: bool, documents: bool) -> tuple[Layout, ...]:
@@ -51,15 +52,25 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, an attention method on it, and the layout of sequences over the ring."""
+    """A mesh, an attention method on it, and the layout of sequences over the ring.
+
+    Args:
+        contiguous_states: layers with a state have contiguous shards, to which hidden states are moved and back.
+    """
 
     mesh: Mesh
     attention: AttentionChoice
     layout: Layout = "zigzag"
+    contiguous_states: bool = False
 
     def __str__(self) -> str:
-        layout = "" if self.layout == "zigzag" else f", {self.layout}"
+        layout = "" if self.layout_name == "zigzag" else f", {self.layout_name}"
         return f"{self.attention} on {self.mesh}{layout}"
+
+    @property
+    def layout_name(self) -> str:
+        """The layout, such as "zigzag" or "zigzag, relaid for states"."""
+        return f"{self.layout}, relaid for states" if self.contiguous_states else self.layout
 
     def applied_to(self, config: Config) -> Config:
         """Returns the trainer's configuration with this mesh, method and layout."""
@@ -71,7 +82,8 @@ class Candidate:
         """Fields of the trainer's `ParallelConfig`, except replicate and tp."""
         options, mesh = asdict(self.attention), self.mesh
         axes = {"shard": mesh.shard, "ring": mesh.ring, "ulysses": mesh.ulysses}
-        return {**axes, "cp": None, "attention": options.pop("name"), **options}
+        states = {"contiguous_states": self.contiguous_states}
+        return {**axes, "cp": None, "attention": options.pop("name"), **options, **states}
 
 
 def candidates(
@@ -82,6 +94,7 @@ def candidates(
     tensor_parallel: Sequence[int] = (1,),
     replicate: Sequence[int] = (1,),
     layouts: Sequence[Layout] = ("zigzag",),
+    relaid: bool = False,
 ) -> Iterator[Candidate]:
     """All meshes over all ranks, with all methods that use them.
 
@@ -90,6 +103,7 @@ def candidates(
         rows: sequences per step, which replicate x shard must divide.
         names: only these methods; "usp" is ulysses+ring.
         layouts: of meshes with a ring; others have the first one.
+        relaid: also tries the first layout with states on contiguous shards, on meshes with a ring and without tp.
         tensor_parallel, replicate: sizes of these axes to try; those that do not divide the ranks are left out.
     """
     allowed = [ALIASES.get(name, name) for name in names]
@@ -104,6 +118,8 @@ def candidates(
                 if not allowed or method.name in allowed:
                     for layout in layouts if mesh.ring > 1 else layouts[:1]:
                         yield Candidate(mesh, AttentionChoice.of(method), layout)
+                    if relaid and mesh.ring > 1 and tp == 1:
+                        yield Candidate(mesh, AttentionChoice.of(method), layouts[0], contiguous_states=True)
 
 
 def divisors(n: int) -> list[int]:

@@ -49,6 +49,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
                 "axes": choice.candidate.mesh.axes,
                 "attention": asdict(choice.candidate.attention),
                 "layout": choice.candidate.layout,
+                "contiguous_states": choice.candidate.contiguous_states,
                 "checkpointing": asdict(choice.job.checkpointing),
                 "zero_stage": choice.job.zero_stage,
                 "on_host": choice.job.on_host,
@@ -122,7 +123,7 @@ def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]
     """Yields the table row of each choice; the first choice, the best, has no reason."""
     for choice in best:
         weighed = result.documents is not None or is_hybrid(result.model)
-        layout = f", {choice.candidate.layout}" if weighed and choice.candidate.mesh.ring > 1 else ""
+        layout = f", {choice.candidate.layout_name}" if weighed and choice.candidate.mesh.ring > 1 else ""
         names = f"{choice.candidate.attention}{layout}", str(choice.candidate.mesh)
         reason = "" if choice is best[0] else result.reason(choice)
         yield [*names, *figures(choice, best[0]), stored_text(choice), reason]
@@ -153,10 +154,10 @@ def policy_rows(result: SearchResult) -> Iterator[list[str]]:
 
 def layout_rows(result: SearchResult) -> Iterator[list[str]]:
     """A table row for the fastest choice with each layout of a ring; ranks on the head axis alone have one layout."""
-    for layout in dict.fromkeys(choice.candidate.layout for choice in result.choices):
+    for layout in dict.fromkeys(choice.candidate.layout_name for choice in result.choices):
         for choice in result.fitting:
             candidate = choice.candidate
-            if candidate.layout == layout and candidate.mesh.ring > 1:
+            if candidate.layout_name == layout and candidate.mesh.ring > 1:
                 seconds, *_ = figures(choice, result.fitting[0])
                 yield [layout, str(candidate.attention), str(candidate.mesh), seconds, f"{choice.sent / 1e6:,.1f}"]
                 break

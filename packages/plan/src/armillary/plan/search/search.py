@@ -14,6 +14,7 @@ import torch
 from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.planning.comm_plan import AttentionShape
+from armillary.core import SequenceLayout
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan.cluster.cluster import Cluster
@@ -160,7 +161,7 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     documents = documents_of(plan, length)
     layouts = layouts_of(is_hybrid(model), documents is not None) or LAYOUTS[:1]
     all_candidates = list(
-        candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate, layouts)
+        candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate, layouts, is_hybrid(model))
     )
     if not plan.attention:
         all_candidates = [candidate for candidate in all_candidates if not candidate.attention.method.missing(*NEEDED)]
@@ -246,7 +247,8 @@ def passes_of(
     if not is_hybrid(model):
         return passes
     layout = shape.layout if mesh.ulysses == 1 else shape.layout.refine(mesh.ulysses)
-    return with_states(passes, model, layout, layout, cluster, rows // mesh.replicas, tp, precision, mask)
+    states = SequenceLayout.contiguous(length, layout.shards) if candidate.contiguous_states else layout
+    return with_states(passes, model, layout, states, cluster, rows // mesh.replicas, tp, precision, mask)
 
 
 def choices_of(
@@ -278,6 +280,7 @@ def choices_of(
             rows=rows // mesh.replicas,
             zero_stage=zero_stage,
             on_host=on_host,
+            contiguous_states=candidate.contiguous_states,
         )
         if fastest < inf and not all_policies:
             # Lower bound: variants with fewer checkpoints recompute more, and variants on the host add copies.

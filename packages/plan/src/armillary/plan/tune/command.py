@@ -34,7 +34,8 @@ class TunePlan(Source):
 
     It takes as many ranks as the run will have, and the run's own flags. All meshes of shard x ring x ulysses are
     tried, whatever the flags say of these; replicate and tp are kept. With --data.documents the layouts zigzag,
-    contiguous and balanced are tried too, on the documents of the first batch. The same command resumes an interrupted
+    contiguous and balanced are tried too, on the documents of the first batch; of a hybrid zigzag and contiguous ones,
+    and contiguous ones for its states alone. The same command resumes an interrupted
     one.
     """
 

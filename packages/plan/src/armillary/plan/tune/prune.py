@@ -45,7 +45,8 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
     rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
     # The run's own layout, and others that may send less or be more even.
     layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
-    every = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts))
+    relaid = is_hybrid(model) and parallel.tp == 1
+    every = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts, relaid=relaid))
     if not every:
         raise ValueError(f"--attention {' '.join(plan.attention)}: nothing to measure on {ranks} ranks; name others")
     return every

@@ -49,6 +49,7 @@ class Job:
             which keeps gathered parameters and unsharded gradients between them.
         on_host: master weights, their gradients and the optimizer's state are in the host's memory.
         precision: dtype of forward and backward; master weights, gradients and optimizer state are float32.
+        contiguous_states: as in `parallelize`.
         kernel: attention kernel. With a real one, a `SimulatedStep` also runs on real tensors.
     """
 
@@ -62,6 +63,7 @@ class Job:
     micro_batches: int = 1
     on_host: bool = False
     precision: torch.dtype = torch.bfloat16
+    contiguous_states: bool = False
     kernel: Kernel = field(default_factory=SimulatedFlash)
 
     @property
@@ -137,6 +139,7 @@ class SimulatedStep:
             precision=job.precision,
             cpu_offload=job.on_host,
             zero_stage=job.zero_stage,
+            contiguous_states=job.contiguous_states,
         )
         return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 
