@@ -259,7 +259,7 @@ def balance(folder: Path, repeat: int) -> str:
         "keys, WallFacer by its team's queries and the keys of its ring; ms of processor time",
         "spans: of the shard that has most in the balanced layout; zigzag has 2",
     ]
-    return write("data-balance", "How even attention is under each mask", rows, notes)
+    return write("data-balance", "Balance of attention under each mask", rows, notes)
 
 
 def boundaries(draw: Draw) -> list[int]:

@@ -103,7 +103,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     for kind, title in shown.items():
         lines = [line for each in result for line in _listed(each, kind)]
         parts += [f"### {title}", "\n".join(lines)] if lines else []
-    parts += ["### How each was called", "\n".join(_called(each) for each in result)]
+    parts += ["### Calls", "\n".join(_called(each) for each in result)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -42,7 +42,7 @@ def test_recomputation_draws_the_same_numbers_and_restores_the_generator():
         second = torch.rand(4)
     before = torch.get_rng_state()
     for part, expected in (("b", second), ("a", first), ("a", first)):
-        with draws.again().at(part, device):
+        with draws.restart().at(part, device):
             assert torch.equal(torch.rand(4), expected)
     assert torch.equal(torch.get_rng_state(), before) and not torch.equal(first, second)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.balancing.partition import shared_out
+from armillary.core.balancing.partition import distribute
 from armillary.core.balancing.work_density import TokenRuns, Work
 from armillary.core.slices import Slices, mask_slices, slice_array
 
@@ -144,10 +144,10 @@ def test_pieces_are_shared_out_evenly_and_exchanged():
     falling = np.array([[8 - i for i in range(8)], [i + 1 for i in range(8)]])  # as of a causal mask's chunks
     one_kind = np.zeros(8, dtype=np.int64)
     for shards in (2, 4):
-        owner = shared_out(falling, one_kind, shards, goal=0)
+        owner = distribute(falling, one_kind, shards, goal=0)
         assert loads_of(falling, owner, shards) == [[36 // shards] * 2] * shards
     works = np.array([[9, 1, 1, 1, 1, 1]] * 2)
-    owner = shared_out(works, one_kind[:6], 3, goal=0)
+    owner = distribute(works, one_kind[:6], 3, goal=0)
     assert loads_of(works, owner, 3) == [[10, 10], [2, 2], [2, 2]]
 
 
@@ -159,7 +159,7 @@ def loads_of(works, owner, shards: int) -> list[list[int]]:
 def test_each_shard_gets_as_many_pieces_of_a_kind(shards, each, kinds, rng):
     kind = np.repeat(np.arange(kinds), each * shards)
     works = np.array([[rng.randint(0, 99) ** 2 for _ in kind] for _ in range(2)])
-    owner = shared_out(works, kind, shards, goal=0)
+    owner = distribute(works, kind, shards, goal=0)
     for number in range(kinds):
         assert np.bincount(owner[kind == number], minlength=shards).tolist() == [each] * shards
 

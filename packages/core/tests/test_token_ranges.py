@@ -32,7 +32,7 @@ def test_sets_of_tokens(a):
     assert one.count == len(tokens(one))
     ends = np.array([0, *sorted({side for run in one.runs for side in (run.start, run.stop)} - {0, TOKENS}), TOKENS])
     expected = np.array([start in tokens(one) for start in ends[:-1]])
-    assert TokenRanges.where(ends, expected).runs == one.runs
+    assert TokenRanges.select(ends, expected).runs == one.runs
 
 
 @settings(derandomize=True, max_examples=200)

@@ -180,7 +180,7 @@ def several(world: World) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, 
                 decoding.step(torch.zeros(6, dtype=torch.long))
         cache_bytes = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))
         own_prompt = 0 if length < world.ranks else decoding.layers[0].prompt[0].shape[1]
-        room = decoding.holdings.room if decoding.layers[0].new is not None else 0
+        room = decoding.cache_layout.room if decoding.layers[0].new is not None else 0
         row = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * 8
         caches.append((cache_bytes, (2 * own_prompt + 2 * 3 * room) * row))
     return texts, caches, ledger.bytes()
@@ -341,8 +341,8 @@ def test_room_is_enough_for_the_longest_text_and_hardly_more(sizes, more):
     assert all(held <= space <= held + 1 for held, space in zip(filled, actual, strict=True))
 
 
-def spans_of(holdings):
-    return *holdings.prompt_spans, *holdings.new_spans
+def spans_of(cache_layout):
+    return *cache_layout.prompt_spans, *cache_layout.new_spans
 
 
 @pytest.mark.parametrize(
@@ -350,15 +350,15 @@ def spans_of(holdings):
 )
 def test_every_token_has_one_holder_and_few_runs(prompt):
     ranks = [CacheLayout(3, shard, prompt, 50) for shard in range(3)]
-    for holdings in ranks:
+    for cache_layout in ranks:
         for _ in range(50):
-            holdings.add()
-    positions = [position for holdings in ranks for span in spans_of(holdings) for position in span]
+            cache_layout.add()
+    positions = [position for cache_layout in ranks for span in spans_of(cache_layout) for position in span]
     assert sorted(positions) == list(range(ranks[0].length))
-    for shard, holdings in enumerate(ranks):
-        assert sum(map(len, spans_of(holdings))) == holdings.sizes[shard]
-        assert sum(map(len, holdings.new_spans)) <= holdings.room
-        assert len(spans_of(holdings)) <= 6
+    for shard, cache_layout in enumerate(ranks):
+        assert sum(map(len, spans_of(cache_layout))) == cache_layout.sizes[shard]
+        assert sum(map(len, cache_layout.new_spans)) <= cache_layout.room
+        assert len(spans_of(cache_layout)) <= 6
     assert max(ranks[0].sizes) - min(ranks[0].sizes) <= 1
 
 

@@ -256,7 +256,7 @@ TRAIN = [
     ("--config date.toml", "--config date.toml: train.steps = datetime.date(2020, 1, 1): Input should be"),
     ("--config inf.toml", "--config inf.toml: optimizer.lr = inf: Input should be a finite number"),
     ("--config unit.toml", "--config unit.toml: data.sequence_length = '64x': Input should be a valid integer"),
-    ("--config twice.toml", "--config twice.toml: data.sequence_length is there twice"),
+    ("--config twice.toml", "--config twice.toml: data.sequence_length is set twice"),
     ("--config recipe-number.toml", "--config recipe-number.toml: recipe = 3 is no name"),
     ("--config recipe-none.toml", "--recipe none: known are debug"),
     ("--config recipe-module.toml", "--recipe no_such_module:f: No module named"),

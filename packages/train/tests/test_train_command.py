@@ -10,7 +10,7 @@ from armillary.core.testing.examples import commands_in
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
 from armillary.train.command import RECIPES, Command, read_command
-from armillary.train.config.overlay import flat, overlaid, read_settings
+from armillary.train.config.overlay import flat, overlay_settings, read_settings
 
 
 def command(*argv: object) -> Config:
@@ -73,7 +73,7 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         """,
     )
     recipe = Config(parallel=ParallelConfig(ring=2))
-    assert overlaid(recipe, read_settings(path), path) == Config(
+    assert overlay_settings(recipe, read_settings(path), path) == Config(
         data=DataConfig(documents=True, weights=(1.0, 0.5)),
         parallel=ParallelConfig(heads_per_stage=8),
         checkpointing=Checkpointing("layer", offload=True),
@@ -95,8 +95,8 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         ("[data]\npath = 7", "data.path = 7: Input should be a valid array"),
         ('[data]\nlayout = "spiral"', "data.layout = 'spiral': Input should be 'zigzag', 'contiguous', 'striped'"),
         ("model = 3", "model is a section, not 3"),
-        ("[model]\nkv-heads = 1\nkv_heads = 2", "model.kv_heads is there twice"),
-        ("[model]\nkv_heads = 1\nkv-heads = 2", "model.kv-heads is there twice"),
+        ("[model]\nkv-heads = 1\nkv_heads = 2", "model.kv_heads is set twice"),
+        ("[model]\nkv_heads = 1\nkv-heads = 2", "model.kv-heads is set twice"),
         ("[checkpointing]\noffload = true", "checkpointing: offload=True keeps checkpoints"),
         ("[model", "at end of document"),
         ("recipe = 3", "recipe = 3 is no name"),

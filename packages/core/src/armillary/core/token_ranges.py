@@ -38,7 +38,7 @@ class TokenRanges:
         return cls(tuple(runs))
 
     @classmethod
-    def where(cls, ends: NDArray[np.int64], is_selected: NDArray[np.bool_]) -> TokenRanges:
+    def select(cls, ends: NDArray[np.int64], is_selected: NDArray[np.bool_]) -> TokenRanges:
         """Returns the tokens ends[i] .. ends[i + 1] - 1 of all i with selected[i]; `ends` rises."""
         # Indices at which a run of selected ranges begins or ends, alternately.
         edges = np.flatnonzero(np.diff(is_selected, prepend=False, append=False))

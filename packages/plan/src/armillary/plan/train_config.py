@@ -10,7 +10,7 @@ from typing import Any
 from armillary.core.files import parse_toml
 from armillary.train.command import find_recipe
 from armillary.train.config import Config
-from armillary.train.config.overlay import flag, flat, overlaid
+from armillary.train.config.overlay import flag, flat, overlay_settings
 
 
 def recipe_config(name: str) -> Config:
@@ -29,7 +29,7 @@ def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:
     text = toml_text(recipe, config, comment)
     settings = parse_toml(text)
     # Read it back: a recipe of the user's may have values, such as objects, that a file cannot express.
-    if overlaid(recipe_config(settings.pop("recipe")), settings, path) != config:
+    if overlay_settings(recipe_config(settings.pop("recipe")), settings, path) != config:
         raise ValueError(f"--out {path}: the recipe {recipe} has a value that TOML cannot express; name another recipe")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def changes(recipe: str, config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def literal(value: Any) -> str:
-    """A TOML value; None is "none", as `overlaid` reads it."""
+    """A TOML value; None is "none", as `overlay_settings` reads it."""
     if isinstance(value, bool | int | float):
         return str(value).lower()
     if isinstance(value, tuple | list):

@@ -16,7 +16,7 @@ import tyro
 from armillary.data.parsing import parse, parse_known
 from armillary.train import recipes
 from armillary.train.config import Config
-from armillary.train.config.overlay import differences, overlaid, read_settings
+from armillary.train.config.overlay import differences, overlay_settings, read_settings
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
@@ -106,7 +106,7 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
         recipe = make_recipe()
     if not isinstance(recipe, Config):
         raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
-    return replace(source, recipe=name), recipe, overlaid(recipe, settings, source.config or Path(), RENAMED)
+    return replace(source, recipe=name), recipe, overlay_settings(recipe, settings, source.config or Path(), RENAMED)
 
 
 def find_recipe(name: str) -> Callable[[], object]:

@@ -131,7 +131,7 @@ class ProjectedCall:
         # FSDP swaps parameters between forward and backward, so they are read again.
         totals = GradientSums(self.trained_parameters())
         with phase("backward"), self.autocast():
-            source = Projected(x, self.projections, dx=dx, totals=totals, draws=self.draws.again())
+            source = Projected(x, self.projections, dx=dx, totals=totals, draws=self.draws.restart())
             self.method.differentiate(dout, source, out, lse, self.spec)
         return totals.result()
 

@@ -39,14 +39,14 @@ class RNGReplay:
 
     replay = RNGReplay()
     with replay.at("norm", x.device): ...            # first
-    with replay.again().at("norm", x.device): ...    # later, any number of times; restores the generator afterwards
+    with replay.restart().at("norm", x.device): ...    # later, any number of times; restores the generator afterwards
     """
 
     def __init__(self, states: dict[Hashable, Tensor] | None = None) -> None:
         self._recomputes = states is not None
         self._states: dict[Hashable, Tensor] = {} if states is None else states
 
-    def again(self) -> RNGReplay:
+    def restart(self) -> RNGReplay:
         """Returns a replay of the recorded random states."""
         return RNGReplay(self._states)
 

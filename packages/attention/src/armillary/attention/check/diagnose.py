@@ -122,12 +122,13 @@ def first_difference(comparison: Comparison) -> str:
 
 
 def wrong_time(evidence: Evidence) -> str:
-    """Right in a plain forward and backward pass, wrong under recompute, compile or two micro-batches."""
+    """A plain step is right, and one with recompute, compile or two micro-batches is wrong."""
     wrong = {name: comparison for name, comparison in evidence.variants.items() if not comparison.right}
     return f"right without, wrong with {list_names(list(wrong))}; {first_difference(next(iter(wrong.values())))}"
 
 
-# Rules for right logits. Each returns the numbers that fit its signature, or None.
+# Rules for right logits with wrong gradients. The docstring of a rule is its signature; it returns a text with the
+# measured numbers if they fit, else None.
 
 
 def averaged_gradients(evidence: Evidence) -> str | None:
@@ -205,7 +206,7 @@ def loss_alone(evidence: Evidence) -> str | None:
     return f"off by {wrong[0].error:.2g}; all gradients are right" if wrong == [comparison.loss] else None
 
 
-# Rules for wrong logits. The first that fits names the mistake.
+# Rules for wrong logits. The first one that fits in `FORWARD_RULES` names the mistake.
 
 
 def low_precision(evidence: Evidence) -> str | None:

@@ -1,4 +1,7 @@
-"""Tensors of `attn_mask` as `AttentionMask`: runs of visible keys in each row, joined to slices of equal progress."""
+"""Conversion of `attn_mask` tensors to `AttentionMask`.
+
+The visible keys of a query are runs. Slices join the runs of consecutive queries whose ends stay or move by one key.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,7 @@ class MaskReader:
         """attn_mask -> ((its version, rows, tokens), its mask)."""
 
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
-        """Returns an `attn_mask` as a mask.
-
-        Ranks exchange a hash of it, unless the axes of the method are unknown: every rank must call it.
+        """Returns an `attn_mask` as a mask. Every rank must call it: ranks exchange a hash, if the axes are known.
 
         Raises:
             ValueError: as `mask_of_tensor`, on every rank if ranks can communicate; ranks hold different masks.
@@ -152,7 +153,7 @@ def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
     if (np.diff(runs.first) != 1).any():  # causal, window and documents give each query one run of keys
         return None
     queries, starts, ends = np.arange(length), runs.starts, runs.ends
-    # A document begins at a query that no earlier query sees beyond, and before which no later query sees.
+    # A document begins at query i if no earlier query sees keys from i on, and no query from i on sees keys before i.
     reach = np.append(0, np.maximum.accumulate(ends)[:-1])
     earliest = np.minimum.accumulate(starts[::-1])[::-1]
     cuts = np.flatnonzero((reach <= queries) & (earliest >= queries))
@@ -162,7 +163,7 @@ def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
     left, right = int((queries - starts).max()), int((ends - 1 - queries).max())
     if left < 0 or right < 0:
         return None
-    # A side without a window reaches the document's end; one with a window is cut off there.
+    # Without a window, every run reaches the end of its document. With one, runs end there or at the window's edge.
     before = None if (starts == low).all() else left
     after = None if (ends == high).all() else right
     if before is not None and not (starts == np.maximum(low, queries - before)).all():
@@ -176,12 +177,12 @@ def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
 
 
 def _slices(runs: _Runs, length: int) -> list[Slice]:
-    """Joins consecutive queries with as many runs whose ends all progress alike: each stays, or moves by one."""
+    """Returns slices of consecutive queries with the same number of runs, each of whose ends stays or moves by one."""
     slices: list[Slice] = []
     first = 0
     counts = np.diff(runs.first)
     while first < length:
-        last, moves = _continue_run(runs, counts, first)
+        last, moves = _last_query_alike(runs, counts, first)
         for run in range(counts[first]):
             index = runs.first[first] + run
             slices.append(_slice(first, last, int(runs.starts[index]), int(runs.ends[index]), *moves[run].tolist()))
@@ -191,14 +192,18 @@ def _slices(runs: _Runs, length: int) -> list[Slice]:
     return slices
 
 
-def _continue_run(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
-    """Returns (the last query that continues the progress of `first`; the moves of each run's start and end)."""
+def _last_query_alike(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
+    """Returns (last query up to which the runs of `first` move evenly, moves per query of each run's start and end).
+
+    Moves are 0 or 1, [runs, 2].
+    """
     run_count = int(counts[first])
     same_count = counts[first:] == run_count
     end = first + (len(same_count) if same_count.all() else int(same_count.argmin()))
     step, moves = 64, np.zeros((run_count, 2), dtype=np.int64)
     last = first
-    while last + 1 < end:  # in blocks of doubling length, so that short slices do not cost the whole remainder
+    # Compares blocks of queries of doubling length, so that a short slice does not read all remaining queries.
+    while last + 1 < end:
         stop = min(last + 1 + step, end)
         index = runs.first[last]
         edges = np.stack([runs.starts, runs.ends], axis=1)[index : index + (stop - last) * run_count]
@@ -215,7 +220,7 @@ def _continue_run(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integ
 
 
 def _slice(first: int, last: int, start: int, end: int, start_moves: int, end_moves: int) -> Slice:
-    # Moving ends are bounds on j - i; fixed ends are those of the key range.
+    # An end that moves with the query is a bound on j - i; a fixed end is an end of the range of keys.
     keys = range(start, end + end_moves * (last - first))
     low = start - first if start_moves else None
     high = end - 1 - first if end_moves else None

@@ -65,11 +65,11 @@ class AttentionMask:
         content: InitVar[Content | None] = None
 
     reference: ClassVar[str] = "armillary.attention.mask.attention_mask:AttentionMask"
-    """The class, by which a compiled graph makes a mask again."""
+    """Import path of the class, from which a compiled graph rebuilds a mask."""
     numbers: ClassVar[Tensor | None] = None
     """Documents and pattern as int64 [n] on the CPU; None without either.
 
-    A compiled graph takes them as a tensor, so that it is not compiled again for another mask.
+    They are an input tensor of a compiled graph, so that another mask needs no other graph.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class AttentionMask:
     def tree(
         cls, ends: Sequence[int], parents: Sequence[int], window: Sequence[int | None] | None = None
     ) -> AttentionMask:
-        """Sequences with shared beginnings, such as answers to one prompt, packed segment by segment, depth first.
+        """Sequences with shared beginnings, such as answers to one prompt: each segment is stored once, depth first.
 
         A token sees its own segment causally, and the segments of its ancestors. `positions` are depths along the path.
 
@@ -205,7 +205,7 @@ class AttentionMask:
             return True
         if not isinstance(other, AttentionMask):
             return NotImplemented
-        # Cached hashes first: long documents are compared only if they are probably equal.
+        # Cached hashes are compared first, so that long documents are compared only if they are probably equal.
         if (self.causal, self.window, self.content.hash) != (other.causal, other.window, other.content.hash):
             return False
         return self.content is other.content or (self.documents, self.pattern) == (other.documents, other.pattern)
@@ -235,7 +235,7 @@ class AttentionMask:
 
     @property
     def encoded(self) -> Integers:
-        """The whole mask as integers: `sides`, `numbers`."""
+        """The whole mask as integers: `sides`, followed by `numbers`."""
         return _encode(self.sides, self.numbers)
 
     @classmethod

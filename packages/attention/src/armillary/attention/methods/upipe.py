@@ -7,8 +7,8 @@
         all-to-all   out of the stage back to sequence shards
 
 So only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp; backward runs the same
-stages and recomputes the projections, but not attention. With all heads in one stage that is the checkpoint placement
-of DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` lists the heads of each stage.
+stages and recomputes the projections, but not attention. With all heads in one stage the saved tensors are those of
+DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` lists the heads of each stage.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     @classmethod
     def for_method(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
-        """Returns `method` itself if it is a UPipe, else a UPipe with a single stage that computes the same."""
+        """Returns `method` if it is a UPipe, else a UPipe around it, by default with all heads in one stage."""
         if isinstance(method, UPipe):
             return method
         # Axes were checked when `method` was constructed; every block of a model calls this.
@@ -131,7 +131,7 @@ class UPipe(HeadMethod, StagedMethod):
             else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
                 stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
-            # All-to-all back: out of the stage's heads for this rank's tokens, written to their place among all heads.
+            # All-to-all back: this rank's tokens get out of the stage's heads, which is written to those heads of out.
             pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.all_ranks.query_ranges)
             write_heads(out, stage.all_ranks.queries, pending.wait())
 
@@ -150,13 +150,14 @@ class UPipe(HeadMethod, StagedMethod):
         call = self._staged_call(spec)
 
         def differentiate_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # The received q, out and dout of the stage's heads. A rank without heads sends its empty q back as dq.
+            # `stage_tensors` are q, out and dout of this rank's heads of the stage. A rank without heads returns its
+            # empty q as dq.
             dq = stage_tensors[0]
             if stage.own_indices:
                 stage_lse = select_heads(lse, stage.own_indices)
                 saved = Saved(stage_tensors[0], keys.k, keys.v, stage_tensors[1], stage_lse)
                 dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec)
-                keys.add_grads(dk, dv)  # dk and dv are summed over a round before they are sent
+                keys.add_grads(dk, dv)  # summed over the stages of a round, then sent once
                 del saved, dk, dv
             stage_tensors.clear()
             pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.all_ranks.query_ranges)
@@ -165,7 +166,7 @@ class UPipe(HeadMethod, StagedMethod):
             source.add_q(stage.all_ranks.queries, pending.wait())
             del pending
             returned_keys = stage.all_ranks.returned_keys
-            if returned_keys.heads:
+            if returned_keys.heads:  # a round ends on some rank; ranks in the middle of a round send no heads
                 round_keys = keys if stage.own_heads.ends_round else keys.without_heads()
                 source.add_kv(
                     returned_keys.heads, *self._return_key_grads(round_keys, returned_keys, dout.dtype, call.key_sizes)
@@ -206,8 +207,9 @@ class UPipe(HeadMethod, StagedMethod):
         """Calls run(stage, stage_tensors, keys) for each stage.
 
         Args:
-            tensors: sent for each stage's query heads; `stage_tensors` are the received ones, in this order.
-            run: removes tensors from `stage_tensors`, so that their memory is free for the next send.
+            tensors: functions of the tensors to send for the query heads of each stage. `stage_tensors` are the
+                received ones, in the same order.
+            run: must empty `stage_tensors`, so that their memory is free before the next stage is sent.
         """
         keys, pending = None, self._send_stage(call, 0, source, tensors)
         for i, stage in enumerate(call.stages, start=1):
@@ -215,7 +217,7 @@ class UPipe(HeadMethod, StagedMethod):
             pending.clear()
             if self.prefetch:  # the next stage is in flight while this one attends
                 pending = self._send_stage(call, i, source, tensors)
-            if stage.all_ranks.received_keys.heads:  # a round starts on some rank: k and v came first
+            if stage.all_ranks.received_keys.heads:  # a round starts on some rank: k and v are received first
                 k, v = stage_tensors[:2]
                 del stage_tensors[:2]
                 keys = RoundKeys(k, v) if stage.own_heads.starts_round or keys is None else keys
@@ -229,7 +231,7 @@ class UPipe(HeadMethod, StagedMethod):
     def _send_stage(
         self, call: StagedCall, i: int, source: QKVSource, tensors: Sequence[QueryTensor]
     ) -> list[PendingTensor]:
-        """Starts the all-to-alls of stage `i`, if there is one: k and v if a round starts, then each of `tensors`.
+        """Starts the all-to-alls of stage `i`: k and v if a round starts, then `tensors`. None after the last stage.
 
         A tensor is projected, packed, sent and freed before the next one is projected.
         """
@@ -272,12 +274,12 @@ class UPipe(HeadMethod, StagedMethod):
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         stages = zip(self._staged_call(spec).stages, self._staged_call(previous).stages, strict=True)
-        # Most stages share one spec.
+        # Most stages have equal specs, which are planned once.
         for inner_spec, inner_previous in {a.inner_spec: b.inner_spec for a, b in stages}.items():
             self.inner.plan(inner_spec, inner_previous, rows)
 
     def _staged_call(self, spec: AttentionSpec) -> StagedCall:
-        """Returns the call as divided into stages. Cached per spec."""
+        """Returns the stages of a call. Cached per spec."""
         rank, ranks, inner = self.axis.rank, self.axis.size, self.inner
 
         def make() -> StagedCall:
@@ -292,7 +294,7 @@ class UPipe(HeadMethod, StagedMethod):
 
 
 class StagedCall(NamedTuple):
-    """A call as divided into stages.
+    """The stages of a call.
 
     Args:
         sizes, key_sizes: number of query and of key tokens of each rank of the head axis, before an all-to-all.

@@ -3,11 +3,11 @@
 P ranks form teams of C, and R = P / C^2. Rank (team t, member a) does the steps of the paper's algorithm 1:
 
     1. gather    q, k, v of the team: every member has q_team, k_team and v_team of C shards
-    2. place     k_team, v_team go to r_send: group a, team a R + t // C, member t % C
-    3. ring      R ranks, one of each team of a group, pass keys on; the members of a team together see all P / C teams
-    4. scatter   partial results are merged by log-sum-exp, and each member gets its own tokens
+    2. place     k_team, v_team are sent to r_send: group a, team a R + t // C, member t % C
+    3. ring      R ranks, one of each team of a group, rotate keys; the members of a team together see all P / C teams
+    4. scatter   partial results are merged by log-sum-exp, and each member receives its own tokens
 
-C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring makes R - 1 steps where Ring Attention makes P - 1.
+C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring has R - 1 hops, Ring Attention P - 1.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class WallFacer(Method):
         pending = self._gather((saved.q, saved.out, dout, saved.lse), spec.layout)
         k, v = self._place_keys(saved.k, saved.v, spec)
         q, out, dout, lse = pending()
-        # 3: dq of the team's queries from 1 / C of all keys, dk and dv of the placed keys from the group's queries.
+        # 3: dq of the team's queries from 1 / C of all keys; dk and dv of the placed keys from the group's queries.
         dq, dk, dv = self.team_ring.backward(dout, Saved(q, k, v, out, lse), self._team_spec(spec))
         del pending, q, k, v, out, dout, lse  # freed before the buffers of the returning gradients are allocated
-        # 4: sums over the team. dq is in flight while dk and dv return to the ranks that their keys came from.
+        # 4: sums over the team. dq is in flight while dk and dv return to the ranks that sent the keys.
         pending_dq = start_reduce_scatter(dq, self.team_axis, self._sizes(spec.layout))
         dk, dv = self._return_key_grads((dk, dv), spec)
         return pending_dq.wait(), dk, dv
@@ -187,7 +187,7 @@ class WallFacer(Method):
             The tensors of each rank, in the order of `receive`.
         """
         own_rank, like = self.axis.rank, next(iter(send.values()))
-        # Tensors for several ranks are packed once.
+        # Keyed by `id`: the same tensors may be sent to several ranks, and are packed once.
         buffers = {id(tensors): FlatBuffer.of(tensors) for rank, tensors in send.items() if rank != own_rank}
         send_buffers = {rank: buffers[id(tensors)] for rank, tensors in send.items() if rank != own_rank}
         receive_buffers = {rank: FlatBuffer.like(like, tokens) for rank, tokens in receive.items() if rank != own_rank}

@@ -69,8 +69,8 @@ class Reach:
 
     def tokens_at(self, step: int) -> TokenRanges:
         """Returns the tokens that the rank at `step` or a later one sees: all of them at step 0, none at step R."""
-        return TokenRanges.where(self.ends, self.last >= step)
+        return TokenRanges.select(self.ends, self.last >= step)
 
     def final_tokens_at(self, step: int) -> TokenRanges:
         """Returns the tokens whose last step is `step`."""
-        return TokenRanges.where(self.ends, self.last == step)
+        return TokenRanges.select(self.ends, self.last == step)

@@ -1,4 +1,4 @@
-"""One block of the grid that every method walks: the queries of one shard against the keys of another."""
+"""Attention of one block: the queries of one shard and the keys of another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 
 class HeadRun(NamedTuple):
-    """Query heads q0..q1 and key/value heads k0..k1, with equally many query heads for each key/value head."""
+    """Query heads q0..q1 and their key/value heads k0..k1, each of which has the same number of query heads."""
 
     q0: int
     q1: int
@@ -67,7 +67,7 @@ class BlockAttention:
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
-        """Merges the block's partial result into `accumulator`. Does nothing where no pair is visible."""
+        """Merges the block's partial result into `accumulator`. Without a visible pair it does nothing."""
         if not self.calls or not q.shape[0]:  # a rank may have no row of the batch
             return
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
@@ -81,9 +81,11 @@ class BlockAttention:
                     result = kernel.forward(*tensors, call.band, scores)
                 else:
                     result = call.kernel.forward_packed(*tensors, call.sequences, scores)
-                del tensors  # of packed tokens, these are copies
+                # References end here so that the copies of a packed call, and results of two calls, are never alive at
+                # the same time.
+                del tensors
                 accumulator.add(rows, *result)
-                del result  # before that of the next call is made
+                del result
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
@@ -109,7 +111,7 @@ class BlockAttention:
                 del grads
 
     def _calls_on(self, q: Tensor, k: Tensor) -> Calls:
-        """Returns the calls, small ones packed. Their indices are copied to the device once."""
+        """Returns the calls for these tensors, small ones packed. Indices are copied to the device once."""
         shards = Shards(q.shape[0], q.shape[1], k.shape[1])
         if (calls := self._packs.get((shards, q.device))) is None:
             calls = self.packed_calls(shards)
@@ -120,7 +122,7 @@ class BlockAttention:
         return calls
 
     def packed_calls(self, shards: Shards) -> Calls:
-        """Returns the calls on such tensors, small ones packed, with their indices on the host."""
+        """Returns the calls for tensors of these sizes, small ones packed, with indices on the host."""
         if (calls := self._packs.get((shards, HOST))) is None:
             calls = pack_calls(self.calls, self.kernel, shards)
             if not compat.fakes_tensors():  # a fake tensor belongs to its mode and must not outlive it
@@ -143,7 +145,8 @@ def kernel_calls(
     """Yields the kernel calls of query shard `query` and key shard `key`.
 
     Args:
-        queries, keys: local tokens of these shards, packed, with all visible ones among them; None: the whole shard.
+        queries, keys: the local tokens of these shards that tensors have, packed; all visible ones are among them.
+            None: tensors have the whole shard.
     """
     query_count = grid.layout.sizes[query] if queries is None else queries.count
     key_count = grid.key_layout.sizes[key] if keys is None else keys.count
@@ -170,9 +173,10 @@ def _packed_slice(start: int, stop: int, packed: TokenRanges | None, count: int)
 
 @lru_cache(maxsize=256)
 def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Returns the fewest runs of equal head groups, one kernel call each.
+    """Returns the fewest runs of heads in which each key head has the same number of query heads.
 
-    A kernel divides query heads evenly among key heads, but the groups of one rank may be uneven.
+    Each run is one kernel call, because kernels divide query heads evenly among key heads. On one rank of the head axis
+    the numbers may differ.
 
     Args:
         key_heads: for each local query head, the local key/value head that it uses.

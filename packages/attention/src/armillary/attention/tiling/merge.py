@@ -1,4 +1,4 @@
-"""Sums of partial results: in float32 or wider, in place, and without NaN for rows that have seen no key yet."""
+"""Accumulators of partial results and gradients: in float32 or wider, in place, without NaN for rows without keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from armillary.core import TokenRanges, accumulation_dtype, merge_, to_device
 
 ALL = slice(None)
 CHUNKS, MIN_CHUNK = 16, 512
-"""Parts in which a packed result is merged, and the fewest tokens of one."""
+"""Maximum number of chunks in which a packed result is merged, and minimum number of tokens of a chunk."""
 
 
 class TilePart(NamedTuple):
-    """Rows of the batch, tokens and heads of a partial result; `ALL` for all of them."""
+    """Rows of the batch, tokens and heads of a partial result. `ALL` selects a whole dim."""
 
     rows: slice
     tokens: slice
@@ -31,13 +31,13 @@ class TilePart(NamedTuple):
         return x[rows, tokens, heads]
 
     def ranges(self, batch: int, tokens: int) -> tuple[range, range]:
-        """Returns the rows and the tokens of this part, of so many."""
+        """Returns the (rows, tokens) of this part as ranges, for `batch` rows of `tokens` tokens."""
         return range(*self.rows.indices(batch)), range(*self.tokens.indices(tokens))
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Tokens from all over a tensor, none of them twice, packed as [n, h, ...].
+    """Distinct tokens of any rows and positions of a tensor, packed as [n, h, ...].
 
     Args:
         index: int64 [n], index of each packed token in the concatenated rows of the batch.
@@ -56,7 +56,7 @@ class PackedTokens:
         return PackedTokens(to_device(self.index, device), self.heads)
 
     def chunks(self) -> Iterator[tuple[PackedTokens, slice]]:
-        """Yields these tokens in up to `CHUNKS` parts, and where each is among them."""
+        """Yields these tokens in up to `CHUNKS` chunks, each with its slice of the packed tokens."""
         tokens = len(self.index)
         size = max(MIN_CHUNK, -(-tokens // CHUNKS))
         for start in range(0, tokens, size):
@@ -93,13 +93,16 @@ class Merge:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`, or packed ones [n, h, ...]."""
         if isinstance(part, PackedTokens):
             self.out, self.lse = total_out, total_lse = [x.contiguous() for x in self.start()]
-            for tokens, chunk in part.chunks():  # of all tokens at once, the copies would be as large as the total
+            # In chunks: copies of all tokens at once would be as large as the accumulator.
+            for tokens, chunk in part.chunks():
                 packed_out, packed_lse = tokens.of(total_out), tokens.of(total_lse)
                 merge_(packed_out, packed_lse, out[chunk], lse[chunk])
                 tokens.put(total_out, packed_out)
                 tokens.put(total_lse, packed_lse)
             return
-        if self.out is None and out.shape == self.shape:  # the first result covers everything: keep it as it is
+        if self.out is None and out.shape == self.shape:
+            # A first result of all queries becomes the accumulator, without a copy and in its own dtype: `start` widens
+            # it only if there is a second one.
             self.out, self.lse = out, lse
             return
         total_out, total_lse = self.start()
@@ -112,14 +115,14 @@ class Merge:
             self.add(TilePart(ALL, slice(run.start, run.stop), ALL), out, lse)
             return
         total_out, total_lse = self.start()
-        # Copies the tokens together, so that one merge replaces one per run.
+        # Gathers the runs, so that there is one merge instead of one per run.
         packed_out, packed_lse = tokens.take(total_out), tokens.take(total_lse)
         merge_(packed_out, packed_lse, out, lse)
         tokens.put(total_out, packed_out)
         tokens.put(total_lse, packed_lse)
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """Returns the accumulators in the accumulation dtype, created when first needed."""
+        """Returns (out, lse) in the accumulation dtype; creates them if no result was added yet."""
         dtype = accumulation_dtype(self.dtype)
         if self.out is None or self.lse is None:
             self.out = torch.zeros(self.shape, dtype=dtype, device=self.device)

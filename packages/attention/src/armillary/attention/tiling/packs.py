@@ -1,7 +1,7 @@
-"""Kernel calls of a block, small ones packed: which of them, and the indices of their tokens.
+"""Packs of small kernel calls: the calls that are packed together, and the indices of their tokens.
 
-A pack is gathered, computed and merged as one, whatever the number of its pieces, so that a block with thousands of
-documents costs the host no more than one without.
+A pack of any number of calls is gathered, computed and merged as one, so that a block with thousands of documents takes
+the host no longer than one without documents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SingleCall(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A kernel call on sequences from all over the queries and keys, none of which is there twice."""
+    """A kernel call on several sequences of queries and keys. No token is in two of them."""
 
     queries: PackedTokens
     keys: PackedTokens
@@ -47,7 +47,7 @@ class PackedCall(NamedTuple):
 
 @dataclass
 class OpenPack:
-    """Pieces, by index, that may go into one call, and the tokens that they take."""
+    """A pack under construction: the indices of its calls, its size in tokens, and its sorted ranges of tokens."""
 
     pieces: list[int] = field(default_factory=list[int])
     size: int = 0
@@ -56,7 +56,7 @@ class OpenPack:
 
 
 class Shards(NamedTuple):
-    """The tensors that a block's calls are on: rows of the batch, and tokens of the queries and of the keys."""
+    """Sizes of a block's tensors: rows of the batch, tokens of queries, and tokens of keys."""
 
     rows: int
     queries: int
@@ -64,11 +64,10 @@ class Shards(NamedTuple):
 
 
 def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
-    """Returns the calls, small ones of one `PackingKernel.pack_key` and of the same heads together. Same in every run.
+    """Packs small calls with equal `PackingKernel.pack_key` and equal heads. Deterministic; indices are on the host.
 
-    Indices are on the host.
-
-    No two pieces of a pack share queries, so that one merge adds all, or keys, whose gradients they add to.
+    Calls of a pack share no queries, because one merge writes all their results, and no keys, because one addition
+    writes all their gradients.
     """
     ordered = list[list[int]]()
     open_packs = dict[Hashable, list[OpenPack]]()
@@ -82,12 +81,12 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         if key is None:
             ordered.append([index])
             continue
-        # Token indices over all rows: a call of a block is either on all rows or on one.
+        # Ranges of tokens in the concatenated rows. A call is on one row, or on all: then the first row's are enough.
         queries = _shift(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
         keys = _shift(keys, 0 if len(rows) > 1 else rows.start * shards.keys)
         heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
         packs = open_packs.setdefault((key, heads), [])
-        # First fit: the first open pack that shares no tokens with this piece.
+        # First fit: the first open pack that shares no tokens with this call.
         for pack in packs:
             at, key_at = _gap(pack.queries, queries), _gap(pack.keys, keys)
             if at is not None and key_at is not None:
@@ -110,7 +109,7 @@ def _shift(tokens: range, offset: int) -> range:
 
 
 def _gap(ranges: list[range], tokens: range) -> int | None:
-    """Returns where `tokens` belong among sorted ranges; None if they overlap one."""
+    """Returns the index at which `tokens` keep disjoint ranges sorted; None if they overlap one."""
     at = bisect_left(ranges, tokens.start, key=lambda run: run.start)
     overlap = (at > 0 and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop)
     return None if overlap else at
@@ -134,5 +133,5 @@ def _packed_tokens(parts: Sequence[TilePart], batch: int, tokens: int) -> tuple[
     ]
     start, count = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     run, number = repeat_indices(count)
-    # `tensor` and not `from_numpy`, which under a fake mode makes a real one.
+    # Not `from_numpy`, which returns a real tensor even under a fake mode.
     return PackedTokens(torch.tensor(start[run] + number), parts[0].heads), tuple(count.tolist())

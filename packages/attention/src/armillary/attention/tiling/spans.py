@@ -1,7 +1,8 @@
-"""Intersections of a mask's slices with the spans of shards: all tiles of a shard's queries at once, as arrays.
+"""Intersections of a mask's slices with the spans of shards: all tiles of a shard's queries, as arrays.
 
-A slice cut by a span of queries and a span of keys is one tile: if both spans have the same step, bounds on positions
-are bounds on local indices. With thousands of slices a loop would be slow, so each step handles all of them as arrays.
+The intersection of a slice with a span of queries and a span of keys is one tile if both spans have the same step: then
+bounds on positions are bounds on local indices. A loop over thousands of slices would be slow, so each step computes
+with arrays of all of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class SpanTable:
     Args:
         shard: the shard of each span.
         local_start: local index of its first token.
-        start, stop, step, count: its positions; the last one is stop - 1.
-        reach: the largest stop of a span and those before it: spans with steps may overlap.
+        start, stop, step, count: the positions of each span; the last one is stop - 1.
+        reach: the largest stop among each span and those before it. Spans with steps may overlap, so that stops need
+            not rise.
     """
 
     shard: Integers
@@ -60,7 +62,7 @@ class SpanTable:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Parts of spans: local index and position of the first token, step, and number of tokens."""
+    """Parts of spans, as arrays: local index and position of the first token, step, and number of tokens."""
 
     local_start: Integers
     position: Integers
@@ -69,7 +71,7 @@ class Runs:
 
     @classmethod
     def within(cls, table: SpanTable, span: Integers, start: Integers, stop: Integers) -> Runs:
-        """Returns the part of each span (by index) that lies in positions start..stop."""
+        """Returns the part of span `span[i]` with positions in start[i]..stop[i], for each i."""
         step, first = table.step[span], table.start[span]
         low = np.maximum(0, -((first - start) // step))
         high = np.minimum(table.count[span], -((first - stop) // step))
@@ -118,7 +120,7 @@ def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray
 def _equalize_steps(
     rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integers
 ) -> tuple[Runs, Runs, Integers, Integers, Integers]:
-    """Cuts the shorter of two spans with unequal steps, which have no band, into single tokens. Slow, but exact."""
+    """Cuts the shorter of two runs with unequal steps, which form no band, into single tokens. Slow, but exact."""
     unequal = (rows.step != columns.step) & (rows.count > 1) & (columns.count > 1)
     if not unequal.any():
         return rows, columns, shard, low, high
@@ -154,19 +156,19 @@ def pair_counts(tiles: TileArray) -> Integers:
     low, high = np.maximum(low - shift, 1 - rows), np.minimum(high - shift, columns - 1)
 
     def triangle(last: Integers) -> Integers:
-        # Rows that see 1, 2, ... columns up to row `last`, and all columns after that.
+        # Sum over rows 1..last, of which row n sees n columns, but at most all of them.
         full = np.clip(last, 0, columns)
         return full * (full + 1) // 2 + np.maximum(0, last - columns) * columns
 
     def up_to(limit: Integers) -> Integers:
-        """Pairs with b - a <= bound."""
+        """Returns the number of pairs with b - a <= limit."""
         return triangle(limit + rows) - triangle(limit)
 
     return up_to(high) - up_to(low - 1)
 
 
 def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
-    """Returns index i counts[i] times, and for each copy its number from 0."""
+    """Returns (index i repeated counts[i] times, number of each copy). Counts [2, 1] give [0, 0, 1] and [0, 1, 0]."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - np.repeat(counts.cumsum() - counts, counts)
 
@@ -177,7 +179,7 @@ def unite_ranges(shards: Integers, starts: Integers, stops: Integers, count: int
         return [()] * count
     order = np.lexsort((starts, shards))
     shards, starts, stops = shards[order], starts[order], stops[order]
-    # Shards are laid one after another, so that one running maximum of stops serves all of them.
+    # Ranges of shard s are shifted by s * offset, beyond those of earlier shards: one running maximum serves them all.
     offset = int(stops.max(initial=0)) + 1
     reach = np.maximum.accumulate(shards * offset + stops)
     is_start = np.ones(len(starts), dtype=np.bool_)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.core.balancing.partition import shared_out
+from armillary.core.balancing.partition import distribute
 from armillary.core.balancing.spread import spread_spans
-from armillary.core.balancing.work_density import TokenRuns, Work, by_density, equal_ends
+from armillary.core.balancing.work_density import TokenRuns, Work, equal_ends, split_by_density
 from armillary.core.slices import Integers, Slices
 
 CHUNKS = (1, 2, 4, 8, 16)
@@ -80,12 +80,12 @@ def evenest_spans(length: int, shards: int, work: Work) -> list[list[range]]:
             best.unevenness <= GOAL and best.longest <= chunks_per_shard
         ):
             break
-        finer = by_density(all_tokens, shards * chunks_per_shard, work, DENSE * mean / chunks_per_shard)
+        finer = split_by_density(all_tokens, shards * chunks_per_shard, work, DENSE * mean / chunks_per_shard)
         # First equal chunks of the whole sequence, then with its dense parts cut finer.
         for token_runs in ([all_tokens], finer)[: len(finer)]:
             chunks = Chunks.of(token_runs, shards, chunks_per_shard, work)
             if best.worse_than(imbalance(chunks.largest, mean), chunks_per_shard * len(token_runs)):
-                division = chunks.shared_out(mean)
+                division = chunks.distribute(mean)
                 best = division if best.worse_than(division.unevenness, division.longest) else best
     return best.spans
 
@@ -112,10 +112,10 @@ class Chunks:
     def largest(self) -> int:
         return int(self.pairs.max())
 
-    def shared_out(self, mean: float) -> Division:
+    def distribute(self, mean: float) -> Division:
         """Returns the division over shards; their sizes differ by at most one."""
         kinds = np.repeat(np.arange(len(self.runs)), self.pairs.shape[1] // len(self.runs))
-        owners = shared_out(self.pairs, kinds, self.shards, max(GOAL * mean, self.largest))
+        owners = distribute(self.pairs, kinds, self.shards, max(GOAL * mean, self.largest))
         spans, loads = [list[range]() for _ in range(self.shards)], np.zeros((self.shards, 2), dtype=np.int64)
         for runs, owner in zip(self.runs, owners.reshape(len(self.runs), -1), strict=True):
             ends = ends_for(runs.size, owner, self.shards)

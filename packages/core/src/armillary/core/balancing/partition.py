@@ -13,7 +13,7 @@ PARTNERS = 8
 """Number of least loaded shards that are tried first as partners of the most loaded one."""
 
 
-def shared_out(work: Integers, kinds: Integers, shards: int, goal: float) -> Integers:
+def distribute(work: Integers, kinds: Integers, shards: int, goal: float) -> Integers:
     """Returns the shard of each piece; every shard gets equally many of every kind.
 
     Greedy: the largest piece first, to the shard with room that is least loaded with it. Then swaps between the most

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from armillary.core.slices import Integers, KeyCounts, Slices, mirror
 
 MAX_GROUPS = 4
-"""Maximum number of groups that `by_density` forms."""
+"""Maximum number of groups that `split_by_density` forms."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TokenRuns:
         return TokenRuns(np.array([span.start for span in spans]), np.array([span.stop for span in spans]))
 
 
-def by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[TokenRuns]:
+def split_by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[TokenRuns]:
     """Splits runs into groups of rising density, each of which the caller cuts into `chunks` chunks.
 
     1. Cut the runs into `chunks` chunks. Chunks with at most `limit` pairs are a group.

@@ -27,15 +27,15 @@ AssembleReceived = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class MoveTable:
-    """The tokens that one rank sends, receives and returns. Tokens are on dim 0; with rows, row by row.
+    """The tokens that one rank sends and receives, and its result. Tokens are on dim 0, those of all rows in turn.
 
     Args:
         tokens: number of this rank's own tokens.
-        send: indices of the own tokens to send, to rank 0, rank 1, ...
+        send: indices of own tokens to send, by target rank.
         send_counts, receive_counts: number of tokens to and from each rank.
-        result: index of each token of the result in the concatenation of own tokens, received tokens and the fill.
-        has_copies: some token is used several times, so that its gradient is a sum.
-        is_local: no rank sends anything.
+        result: for each token of the result its index in the concatenation of own tokens, received tokens and the fill.
+        has_copies: True if some token is in several results, or several times in one, so that its gradient is a sum.
+        is_local: True if no rank sends anything.
     """
 
     tokens: int
@@ -52,20 +52,22 @@ class MoveTable:
 
         Args:
             layout: the shards that hold the tokens.
-            needed_positions: global positions by rank and row, -1 for the fill. The rows of a rank, concatenated, are
-                its result.
+            needed_positions: for each rank and row the global positions of the result, -1 for the fill. A rank's
+                result is the concatenation of its rows.
         """
         owners, rows, sizes = Owners.of(layout), len(needed_positions[0]), layout.sizes
         uses = [_uses(owners, layout.length, sizes, by_row) for by_row in needed_positions]
         send, send_counts, receive_counts = list[Integers](), [0] * layout.shards, [0] * layout.shards
         result, received_count = np.empty(0, dtype=np.int64), 0
         for target, (keys, owner, index) in enumerate(uses):
-            if target != rank:  # this rank's tokens that `target` needs, each once
+            if target != rank:
+                # Each token that `target` needs is sent once, in the order of its key.
                 _, first = np.unique(keys[owner == rank], return_index=True)
                 send.append(index[owner == rank][first])
                 send_counts[target] = len(first)
                 continue
-            # This rank's result: indices of own tokens, then of tokens received from each source, then of the fill.
+            # This rank's result indexes own tokens, then tokens received from each source in the order of their keys,
+            # then the fill.
             result = np.where(owner == rank, index, 0)
             for source in range(layout.shards):
                 if source != rank:
@@ -74,14 +76,14 @@ class MoveTable:
                     receive_counts[source] = len(unique)
                     received_count += len(unique)
             result[owner == -1] = rows * sizes[rank] + received_count
-        real = np.concatenate([keys[owner >= 0] for keys, owner, _ in uses])
+        used_keys = np.concatenate([keys[owner >= 0] for keys, owner, _ in uses])
         return cls(
             rows * sizes[rank],
             torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *send])),
             tuple(send_counts),
             tuple(receive_counts),
             torch.from_numpy(result),
-            has_copies=len(np.unique(real)) < len(real),
+            has_copies=len(np.unique(used_keys)) < len(used_keys),
             is_local=all(np.isin(owner, (-1, target)).all() for target, (_, owner, _) in enumerate(uses)),
         )
 
@@ -104,13 +106,14 @@ def start_move(x: Tensor, axis: Axis, table: MoveTable, fill: float = 0) -> Coll
 
 
 def start_return(grad: Tensor, axis: Axis, table: MoveTable, fill: float = 0) -> Collective[Tensor]:
-    """Starts the transpose of `start_move`: each own token gets the sum over its uses on all ranks, in rank order.
+    """Starts the transpose of `start_move`: the gradient of each own token is the sum over its uses on all ranks.
 
     Sums are computed in float32 or wider. Tokens with copies are also sent in that dtype, others in the dtype of
     `grad`.
     """
     send, result = _on_device(table, grad.device)
-    # 1. Sum over this rank's uses, into own and received tokens. 2. Send the sums of received tokens to their owners.
+    # Sum over this rank's uses of each token, then send the sums of received tokens to their owners. A token that is
+    # used once has no sum, so it is sent in the narrow dtype.
     wide = accumulation_dtype(grad.dtype) if table.has_copies else grad.dtype
     received_count = sum(table.receive_counts)
     sums = grad.new_zeros((table.tokens + received_count + 1, *grad.shape[1:]), dtype=wide)
@@ -136,7 +139,10 @@ def _start(
 def _uses(
     owners: Owners, length: int, sizes: Sequence[int], row_positions: Sequence[Integers]
 ) -> tuple[Integers, Integers, Integers]:
-    """Returns (a key of the token, its owner or -1, its index on the owner) for each token of a rank's result."""
+    """Returns for each token of a rank's result (its key, its owner, its index on the owner).
+
+    A key is row * length + position, or -1 for the fill, whose owner is -1 too.
+    """
     keys = np.concatenate(
         [np.where(positions < 0, -1, positions + row * length) for row, positions in enumerate(row_positions)]
     )
@@ -147,7 +153,13 @@ def _uses(
 
 @dataclass(frozen=True, eq=False)
 class Owners:
-    """The shard that holds each position, and the position's index there."""
+    """Lookup of the shard that has a position, and of the position's local index there.
+
+    Args:
+        starts: first position of each span with step 1, rising.
+        shards: the shard of each span.
+        offsets: the local index of each span's first token.
+    """
 
     starts: Integers
     shards: Integers

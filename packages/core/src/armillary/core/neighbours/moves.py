@@ -5,10 +5,10 @@
     halo                each run of a shard with the tokens before and after it
     short_convolution   causal depthwise convolution, as in hybrid models
 
-A *run* is a span of a shard cut at the boundaries of segments: its tokens are neighbours in one document. In a striped
-layout each token is a run. Functions take local tensors of this rank's tokens and a mesh axis, or DTensors that are
-sharded on that axis like the layout's shards, and are differentiable. All ranks of the axis must call them in the same
-order, and so must their backward passes. If no rank needs a token of another, nothing is sent.
+A *run* is a range of adjacent tokens of one document on one rank; in a striped layout each token is a run. Functions
+take local tensors of this rank's tokens and a mesh axis, or DTensors that are sharded on that axis like the layout's
+shards. They are differentiable. All ranks of the axis must call them in the same order, in forward and in backward.
+If no rank needs a token of another, nothing is sent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def relayout(
     Args:
         x: [B, T, ...], this rank's tokens by `source`.
         source, target: layouts of the same length over the ranks of the axis.
-        dim: of the tokens.
+        dim: the dim of the tokens.
 
     Returns:
         [B, T', ...], this rank's tokens by `target`.
@@ -204,7 +204,7 @@ def short_convolution(
 def _on_local(
     x: Tensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, layouts: Sequence[SequenceLayout]
 ) -> Tensor:
-    """Applies a function to this rank's tokens: of a local tensor, or of a DTensor, which keeps its placements.
+    """Applies a function to a local tensor, or to the local tensor of a DTensor. The result has x's placements.
 
     Raises:
         ValueError: a DTensor that is not sharded on the axis along `dim`, or not in shards of these layouts' sizes.

@@ -1,8 +1,8 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
-A model first makes a mask for each kind of layer, then passes it to every layer of that kind. Our mask function returns
-a `ShardMask`, which carries the layout and documents of the `sequence` block to the layers. So a layer that is
-recomputed in backward has them too, in any thread.
+A model first creates a mask for each kind of layer, then passes it to every layer of that kind. Our mask function
+returns a `ShardMask`, which has the layout and documents of the `sequence` block. So a layer that is recomputed in
+backward, in any thread, has those of its own forward.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Implementation(ShardedImplementation):
         position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not sharding.padded:
             self._check_padding(attention_mask)
-        # Unknown masks are not refused here but by the first layer that gets one: models also make masks no layer uses.
+        # An unknown mask is not refused here but by the first layer that gets it: some masks are used by no layer.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)

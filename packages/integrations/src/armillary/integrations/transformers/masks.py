@@ -1,7 +1,7 @@
 """Reads the mask functions of Hugging Face transformers.
 
-They are closures over closures: bands around the diagonal, groups of tokens (images) and chunks, joined by `and` and
-`or`. Each is identified by the name of the function that made it. Unknown functions are refused: they cannot be
+They are nested closures: bands around the diagonal, groups of tokens (images) and chunks, joined by `and` and `or`.
+Each is identified by the name of the function that returned it. Unknown functions are refused: they cannot be
 evaluated on a shard, whose indices are not those of the sequence.
 """
 
@@ -96,7 +96,7 @@ def _read(function: Any) -> Rule:
     if name not in MAKERS:
         raise UnknownMaskError(name)
     rule = MAKERS[name](closure)
-    # Functions in the files of models may differ behind one name, so their values are compared too.
+    # Several model files define a function of this name, and may change it: its values are compared with the rule.
     if name == MODEL_FUNCTION:
         _probe(function, rule, name)
     return rule
@@ -117,8 +117,8 @@ PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for
 def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
     """Returns the parts of an `and` without the documents that transformers found in position ids.
 
-    transformers adds the packed mask together with `PACKED_POSITIONS`. Without the latter, somebody else has passed the
-    packed mask, and it stays.
+    transformers adds the packed mask together with `PACKED_POSITIONS`. A packed mask alone comes from the caller, and
+    stays.
     """
     names = [_maker(function) for function in functions]
     if PACKED_POSITIONS not in names:
@@ -128,7 +128,7 @@ def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
 
 def _read_constant(function: Any) -> Rule:
     """Reads a function without a closure that returns True for any arguments (Gemma 3, bidirectional)."""
-    # A function is called only if its bytecode loads no argument and no closure: it then has one value everywhere.
+    # The function is called only if its bytecode loads no argument and no closure, so that its value is constant.
     code = getattr(function, "__code__", None)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
     if code is None or code.co_freevars or not set(code.co_names) <= {"torch", "tensor", "bool"}:
@@ -201,7 +201,7 @@ def _unite(a: Rule, b: Rule) -> Rule:
 
 
 def _common_groups(a: Rule, b: Rule) -> Tensor | None:
-    # By identity: equal numbers of two tensors may be images here and something else on another rank.
+    # Compared by identity: two tensors that are equal on this rank may differ on another one.
     if a.groups is not None and b.groups is not None and a.groups is not b.groups:
         raise UnknownMaskError("blocks of two kinds")
     return a.groups if b.groups is None else b.groups

@@ -1,9 +1,9 @@
 """Layers with a state in models of transformers: Mamba-2, Gated DeltaNet, Kimi's delta attention, short convolutions.
 
 In transformers these layers call module-level functions of their model's file, which have the same names in all files.
-They are replaced by functions that call ours on sharded sequences and the original ones otherwise. Which sequence they
-are on travels as an option of the model's forward, which hands options on to all layers: so a layer recomputed in
-backward, in any thread, has the layout and the documents of its own forward.
+They are replaced by functions that call ours on sharded sequences and the original ones otherwise. Layout and documents
+are passed as an option of the model's forward (`StateSequence`), because a model passes options to all of its layers.
+So a layer that is recomputed in backward, in any thread, has the layout and documents of its own forward.
 """
 
 from __future__ import annotations
@@ -112,30 +112,31 @@ FUNCTIONS: Mapping[str, Callable[..., Any] | None] = {
     "mamba2_chunk_scan": chunk_scan,
     "mamba2_split_conv1d_scan_combined": None,
 }
-"""Ours for each function of transformers. None: it may return None, and the layer then calls the others."""
+"""Our function for each of transformers. None: the function returns None, and the layer then calls the other ones."""
 
 
 STEPS = frozenset(
     {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
     | {"mamba2_selective_state_update"}
 )
-"""Functions that go on from a cache by a token. A sharded sequence has no cache."""
+"""Functions that continue from a cache by one token. A sharded sequence has no cache, so they are never called."""
 
 MIXING = re.compile("^(?!.*mask).*(conv1d|scan|delta|recurren|selective|state_update|linear_attn|retention)")
 """Names of functions that mix tokens."""
 
 
 def shards_states(layer: type) -> bool:
-    """Returns True if the forward of a class of modules mixes tokens by `FUNCTIONS` alone, and so can be sharded."""
+    """Returns True if the forward of a module class mixes tokens only by `FUNCTIONS`, so that it can be sharded."""
     return any(name in FUNCTIONS for name in _mixing_functions(layer)) and not mixes_unknown(layer)
 
 
 def mixes_unknown(layer: type) -> bool:
-    """Returns True if the forward of a class of modules mixes tokens by functions that cannot be sharded."""
+    """Returns True if the forward of a module class mixes tokens by functions that cannot be sharded."""
     return any(name not in FUNCTIONS and name not in STEPS for name in _mixing_functions(layer))
 
 
 def _mixing_functions(layer: type) -> list[str]:
+    """Returns the names of token-mixing functions of its file that a layer's forward refers to, from its bytecode."""
     forward: Any = unwrap(layer.forward) if issubclass(layer, nn.Module) else None
     names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
     return [name for name in names if MIXING.search(name) and callable(forward.__globals__.get(name))]
@@ -217,7 +218,7 @@ class StateHook:
         return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
 
     def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
-        """Raises ValueError on every rank if position ids restart: attention would find documents, and states not."""
+        """Raises ValueError on every rank if position ids restart: only attention would see these documents."""
         if self.checked.get(position_ids) == (position_ids._version, layout):
             return
         expected = layout.positions(method.shard).to(position_ids.device)

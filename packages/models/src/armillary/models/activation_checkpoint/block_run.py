@@ -39,7 +39,7 @@ class BlockRun(ABC):
 
     def replay(self) -> Self:
         """Returns the same run with the random numbers of its first forward."""
-        return replace(self, draws=self.draws.again())
+        return replace(self, draws=self.draws.restart())
 
     @property
     def gathered_ranks(self) -> int:

@@ -191,11 +191,12 @@ class CheckpointedRun(BlockRun):
         cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
     ) -> CheckpointedRun:
         method = cast(Method, block.attention)
-        # In attention, x has the tokens of all tensor-parallel ranks. The check needs only a view of that shape.
-        x_in_attention = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
-        # Checked by this method, whose cache has the previous block's call; the UPipe below is a new object.
+        # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view is enough.
+        attention_x = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
+        # `method` checks the call instead of the UPipe below, which is a new object: its cache has the previous block's
+        # checked call.
         call = method.check_projected(
-            x_in_attention,
+            attention_x,
             block.projections(context, True),
             mask=context.mask,
             layout=context.layout,
@@ -203,15 +204,21 @@ class CheckpointedRun(BlockRun):
         return cls(block, context, keep, chunk, prefetch, UPipe.for_method(method), call)
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """Returns the source of q, k and v for attention, which projects x, or `inside`, for a few heads at a time."""
+        """Returns the source of q, k and v, which projects x for a few heads at a time.
+
+        Args:
+            x: as `attention_input` returns it.
+            dx: receives the gradient of x in backward.
+            totals: receives the gradients of parameters in backward.
+        """
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.chunk, dx, totals, self.draws)
 
-    def inside(self, x: Tensor) -> Tensor:
-        """Returns the input of the projections: x, which every stage of heads normalizes again.
+    def attention_input(self, x: Tensor) -> Tensor:
+        """Returns the input of the projections: x itself, which is normalized again for each stage of heads.
 
-        Under tensor parallelism it is the normed x of all ranks, which is gathered once.
+        Under tensor parallelism it is the normalized x of all ranks, which is gathered only once.
         """
         if self.gathered_ranks == 1:
             return x
@@ -221,7 +228,7 @@ class CheckpointedRun(BlockRun):
     def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes out and lse, without autograd."""
         with label("attention"):
-            return self.upipe.attend(self.source(self.inside(x)), self.call, buffer)
+            return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it chunk by chunk."""
@@ -230,7 +237,7 @@ class CheckpointedRun(BlockRun):
         if self.keep.attention_output or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.after_attention(x, out, None), out, lse
-        with label("checkpoints"):  # the next block keeps it as its x
+        with label("checkpoints"):  # y is the x that the next block keeps
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
         out_buffer = y.view(len(y), tokens, heads, -1)
         out, lse = self.attend(x, out_buffer)
@@ -243,7 +250,8 @@ class CheckpointedRun(BlockRun):
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
         needs_attention = wants_dx or any(p.requires_grad for p in projections.parameters())
-        # 1. The token-wise part: replaces dy in dx by its own gradient and the residual's, and writes dout.
+        # 1. The token-wise part. On entry `dx` is dy; chunk by chunk it becomes the gradient of x through the residual
+        # and the MLP. Also writes dout.
         with label("attention"):
             dout = torch.empty_like(out) if needs_attention else None
         with label("mlp"):
@@ -258,23 +266,23 @@ class CheckpointedRun(BlockRun):
                 source = self.source(x, dx if wants_dx else None, totals)
                 self.upipe.differentiate(dout, source, out, lse, self.call)
             else:
-                self.differentiate_inside(x, out, lse, dout, dx, totals)
+                self.differentiate_gathered(x, out, lse, dout, dx, totals)
 
-    def differentiate_inside(
+    def differentiate_gathered(
         self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: GradientSums
     ) -> None:
-        """Adds attention's gradient to dx under tensor parallelism: back through the gathered tokens and the norm."""
-        dinside = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
-        source = self.source(self.inside(x), dinside[:, : self.context.tokens], totals)
+        """Adds attention's gradient to dx under tensor parallelism: through the gather of tokens, and the norm."""
+        gathered_dx = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
+        source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
         del dout
         norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.gathered_ranks)
-        chunked.backward(self.block.norm, (x,), dinside, (norm_dx,), totals, RNGReplay(), *chunking)
+        chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
         dx += norm_dx
 
 
 class CheckpointedBlock(torch.autograd.Function):
-    """A block as one autograd function: saves x, out and lse as its checkpoint says, recomputes everything else."""
+    """A block as one autograd function. Saves those of x, out and lse that `keep` names; recomputes everything else."""
 
     @staticmethod
     def forward(ctx: Any, work: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:

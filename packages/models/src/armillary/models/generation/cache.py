@@ -1,12 +1,11 @@
-"""Sharded cache of keys and values: each rank keeps those of its shard of the prompt.
+"""Sharded cache of keys and values: each rank keeps the keys and values of its shard of the prompt.
 
     prompt     attention by the layer's method (Ring, Ulysses, ...); each rank keeps k and v of its own tokens
     one token  every rank has its q, k and v; one rank keeps k and v; each attends to its own keys, and the partial
                results are merged by log-sum-exp (`merge_partial_attention`)
 
-The keys of a long prompt never move again, and each new token costs the same few bytes whatever the length. The n
-completions of a prompt share its keys. B rows of prompts have B n rows of new tokens, the completions of a prompt next
-to each other.
+The keys of a prompt are never sent again, and the bytes sent for a new token do not depend on the length. The n
+completions of a prompt share its keys: B rows of prompts have B n rows of new tokens, those of a prompt adjacent.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from armillary.models.generation.decode_collectives import axes_of, merge_partia
 
 
 class CacheLayout:
-    """The rank of each token: the prompt's by its layout, and each new one on the rank with the fewest tokens.
+    """The rank of each cached token: the prompt's by its layout, each new one on the rank with the fewest tokens.
 
-    All layers of a model share it. Every rank computes it without communication.
+    All layers of a model share it. Every rank computes the same without communication.
 
     Args:
         shards: ranks.
@@ -43,7 +42,7 @@ class CacheLayout:
         self.sizes = [0] * shards if prompt is None else list(prompt.sizes)
         self.length = sum(self.sizes)
         self.room = room(self.sizes, new_tokens)[shard] - self.sizes[shard]
-        """New tokens that this rank will have at most."""
+        """Maximum number of new tokens on this rank."""
         self.owner: int | None = None
         """The rank that has the newest token."""
         self.prompt_spans: Spans = () if prompt is None else prompt.spans(shard)
@@ -62,7 +61,7 @@ class CacheLayout:
             ValueError: no room is left.
         """
         if self.new_tokens == 0:
-            raise ValueError(f"there is room for {self.length} tokens, and all of it is taken; ask for more at first")
+            raise ValueError(f"the cache has room for {self.length} tokens and is full; give a larger max_new_tokens")
         self.owner = self.sizes.index(min(self.sizes))
         if self.owner == self.shard:
             self._new_runs[-1:] = extend_run(self._new_runs[-1:], self.length)
@@ -71,13 +70,14 @@ class CacheLayout:
 
 
 def room(sizes: Sequence[int], new_tokens: int) -> tuple[int, ...]:
-    """Returns the most tokens of each rank after `new_tokens` have gone, one by one, to the rank with the fewest."""
+    """Returns the maximum number of tokens of each rank after `new_tokens` more, each on the rank with the fewest."""
+    # The ranks with the fewest tokens are filled up to one level, rounded up; other ranks keep their size.
     level = min(-(-(total + new_tokens) // (i + 1)) for i, total in enumerate(accumulate(sorted(sizes))))
     return tuple(max(size, level) for size in sizes)
 
 
 def extend_run(last: list[range], position: int) -> list[range]:
-    """Returns a run (or none) and a later position, as one run if a step fits."""
+    """Appends a later position to a run, or to an empty list. Returns two runs if they have no common step."""
     if not last:
         return [range(position, position + 1)]
     run, step = last[0], position - last[0][-1]
@@ -89,16 +89,16 @@ def extend_run(last: list[range], position: int) -> list[range]:
 class CachedAttention:
     """A layer's attention with a cache: `method` over the prompt, then token by token over all cached keys.
 
-    Called with a layout it gets the prompt, called without one the newest token of `holdings`, the same on every rank.
-    It takes finished q, k, v only. Nothing in it has a gradient.
+    A call with a layout gets the prompt; one without gets the newest token of `cache_layout`, equal on all ranks.
+    It takes finished q, k and v only, and has no gradient.
 
     Bytes of the cache on a rank with T tokens of the prompt and room for R new ones: 2 (B T + B n R) K D e.
 
     Bytes sent for each token: at most (P - 1) B n H (D e + 4), all-gather, however long the prompt.
     """
 
-    def __init__(self, method: Method, holdings: CacheLayout, completions: int = 1) -> None:
-        self.method, self.holdings, self.completions = method, holdings, completions
+    def __init__(self, method: Method, cache_layout: CacheLayout, completions: int = 1) -> None:
+        self.method, self.cache_layout, self.completions = method, cache_layout, completions
         self.axes = axes_of(method)
         self.prompt: tuple[Tensor, Tensor] | None = None
         """k and v [B, T, K, D] of this rank's tokens of the prompt."""
@@ -117,38 +117,39 @@ class CachedAttention:
         if layout is None:
             return self._next(q, k, v, mask)
         out = self.method(q, k, v, mask=mask, layout=layout)
-        self.prompt = k.clone(), v.clone()  # they may be views of a larger tensor
+        self.prompt = k.clone(), v.clone()  # as views they would keep a larger tensor alive
         return out
 
     def _next(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Computes one token's attention over the keys of all ranks: [B n, 1, H, D]."""
-        holdings = self.holdings
-        if holdings.owner == holdings.shard:
+        cache_layout = self.cache_layout
+        if cache_layout.owner == cache_layout.shard:
             if self.new is None:
                 rows, _, *head_sizes = k.shape
                 self.new = (
-                    k.new_empty((rows, holdings.room, *head_sizes)),
-                    v.new_empty((rows, holdings.room, *v.shape[2:])),
+                    k.new_empty((rows, cache_layout.room, *head_sizes)),
+                    v.new_empty((rows, cache_layout.room, *v.shape[2:])),
                 )
-            last = sum(map(len, holdings.new_spans)) - 1
+            last = sum(map(len, cache_layout.new_spans)) - 1
             self.new[0][:, last], self.new[1][:, last] = k[:, 0], v[:, 0]
         result = Merge.of(q, v)
         # Completions attend to the keys of their prompt as n queries [B, n, H, D] of one call.
         completion_queries = q.reshape(-1, self.completions, *q.shape[2:])
-        self._attend(result, completion_queries, self.prompt, holdings.prompt_spans, mask)
-        self._attend(result, q, self.new, holdings.new_spans, mask)
+        self._attend(result, completion_queries, self.prompt, cache_layout.prompt_spans, mask)
+        self._attend(result, q, self.new, cache_layout.new_spans, mask)
         return merge_partial_attention(*result.result(), self.axes)
 
     def _attend(
         self, result: Merge, q: Tensor, cache: tuple[Tensor, Tensor] | None, spans: Spans, mask: AttentionMask
     ) -> None:
-        """Adds attention of the newest position's queries over the keys of these positions."""
-        newest = range(self.holdings.length - 1, self.holdings.length)
+        """Merges attention of the newest position's queries over the cached keys of `spans` into `result`."""
+        newest = range(self.cache_layout.length - 1, self.cache_layout.length)
         for tile in tiles((newest,), spans, mask):
             assert cache is not None  # the owner of a token has its keys
             k, v = (x[:, tile.k0 : tile.k1] for x in cache)
             kernel = choose_kernel(replace(Inputs.of(q, v), single=q.shape[1] == 1), self.method.kernel)
-            # A tile of one row is a full rectangle, so it holds for all queries at this position.
+            # A tile of one row is a full rectangle. All n queries of q have the newest position, so it is the tile of
+            # each of them, and no mask is needed.
             out, lse = kernel.forward(contiguous_rows(q), k, v, (None, None), Scores(q.shape[-1] ** -0.5))
             result.add(TilePart(ALL, ALL, ALL), out.reshape(result.shape), lse.reshape(result.shape[:3]))
 

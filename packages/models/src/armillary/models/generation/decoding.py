@@ -1,4 +1,4 @@
-"""Decoding with a cache: the whole prompt at once, sharded or not, then one token after the other."""
+"""Decoding with a cache: the whole prompt at once, sharded or not, then token by token."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ class Decoding:
 
     def start(self, prompt: SequenceLayout | None, new_tokens: int) -> None:
         """Creates empty caches for a prompt of this layout, over all ranks of the method, and for new tokens."""
-        self.holdings = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
+        self.cache_layout = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
         methods = methods_of(self.model, self.blocks)
         self.layers = [
             CachedStates(method)
             if isinstance(block.mixer, StateMixer)
-            else CachedAttention(method, self.holdings, self.completions)
+            else CachedAttention(method, self.cache_layout, self.completions)
             for block, method in zip(self.blocks, methods, strict=True)
         ]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """Runs the whole prompt [B, N], the same on every rank -> logits [B, V] of its last token, on every rank.
+        """Runs the whole prompt, ids [B, N]. Returns logits [B, V] of its last token. Both are equal on all ranks.
 
-        Each rank takes its own tokens, and attention runs as in training. Only the last token's logits are computed.
+        Each rank computes its own tokens, and attention runs as in training. Only the last token's logits are computed.
 
         Args:
             layout: over all ranks of the method; `method.layout(N)` by default. With fewer tokens than ranks and no
@@ -85,7 +85,7 @@ class Decoding:
             return self._one_by_one(ids)
         self.start(layout, self.max_new_tokens)
         shard = self.method.shard
-        with self._remembering(partial(run_tiled, None)):
+        with self._use_caches(partial(run_tiled, None)):
             return self.model(
                 layout.take(ids, shard),
                 positions=layout.positions(shard),
@@ -95,20 +95,20 @@ class Decoding:
             )
 
     def step(self, token: Tensor) -> Tensor:
-        """Runs the next token [B n], the same on every rank -> logits [B n, V] of the one after it, on every rank.
+        """Runs the next token [B n]. Returns logits [B n, V] of the one after it. Both are equal on all ranks.
 
-        The n completions of a prompt are next to each other.
+        The n completions of a prompt are adjacent.
 
         Raises:
             ValueError: no room is left.
         """
-        position = torch.tensor([self.holdings.length], device=token.device)
-        self.holdings.add()
-        with self._remembering(run_plainly):
+        position = torch.tensor([self.cache_layout.length], device=token.device)
+        self.cache_layout.add()
+        with self._use_caches(run_plainly):
             return self.model(token[:, None], positions=position, mask=self.mask)[:, 0]
 
     def broadcast_token(self, token: Tensor) -> Tensor:
-        """Returns the first rank's token [B n] on every rank: ranks with different bits would diverge from there on.
+        """Returns the first rank's token [B n] on every rank. Ranks that chose different tokens would diverge.
 
         Bytes sent: at most (P - 1) 8 B n, all-gather.
         """
@@ -128,8 +128,8 @@ class Decoding:
 
     def _one_by_one(self, ids: Tensor) -> Tensor:
         self.start(None, ids.shape[1] + self.max_new_tokens)
-        *before, last = ids.repeat_interleave(self.completions, 0).unbind(1)
-        for token in before:
+        *earlier, last = ids.repeat_interleave(self.completions, 0).unbind(1)
+        for token in earlier:
             self.step(token)
         return self.step(last)[:: self.completions]
 
@@ -146,6 +146,8 @@ class Decoding:
 
         With a tensor-parallel `axis`, hidden states are interleaved over it, and the weight has this rank's rows of V.
         """
+        # `own` is [B, 1, E] on the owner and [B, 0, E] on other ranks. With tokens interleaved over R ranks, token i is
+        # token i // R of rank i % R: the owner gathers that token of all ranks, and selects one.
         ranks = 1 if axis is None else axis.size()
         own = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
         if axis is not None and owner == self.method.shard:
@@ -154,9 +156,9 @@ class Decoding:
         return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 
     @contextmanager
-    def _remembering(self, run: BlockRunner) -> Generator[None]:
-        """Sets up one forward pass: cached attention, no dropout, no gradients."""
-        before = [(block.attention, block.run) for block in self.blocks]
+    def _use_caches(self, run: BlockRunner) -> Generator[None]:
+        """Context manager for one forward pass: attention through the caches, no dropout, no gradients."""
+        original = [(block.attention, block.run) for block in self.blocks]
         training = [module for module in self.model.modules() if module.training]
         try:
             for module in training:
@@ -166,8 +168,8 @@ class Decoding:
             with torch.no_grad():
                 yield
         finally:
-            for block, (attention, usual) in zip(self.blocks, before, strict=True):
-                block.attention, block.run = attention, usual
+            for block, (attention, usual_run) in zip(self.blocks, original, strict=True):
+                block.attention, block.run = attention, usual_run
             for module in training:
                 module.training = True
 
@@ -192,9 +194,9 @@ def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
 def shard_and_index(layout: SequenceLayout, position: int) -> tuple[int, int]:
     """Returns (shard, index among its tokens) of a position."""
     for shard in range(layout.shards):
-        at = 0
+        first = 0
         for span in layout.spans(shard):
             if position in span:
-                return shard, at + span.index(position)
-            at += len(span)
+                return shard, first + span.index(position)
+            first += len(span)
     raise ValueError(f"{layout} has no position {position}")

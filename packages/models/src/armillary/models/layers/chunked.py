@@ -144,7 +144,7 @@ class ChunkedFunction(torch.autograd.Function):
             grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs_grad, strict=True)]
         totals = GradientSums(trained_parameters(ctx.module))
         with ctx.autocast():
-            backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.again(), *ctx.chunking)
+            backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.restart(), *ctx.chunking)
         return None, None, None, None, None, *grads, *totals.result()
 
 

@@ -1,4 +1,4 @@
-"""Labels of a chunk of tokens: one per token, or several with weights. Their logits, and the gradient of all logits.
+"""Labels of chunks of tokens, one per token or several with weights: their logits, and the gradient by all logits.
 
 Letters: C tokens of a chunk, m labels, V_r rows of the vocabulary on this rank.
 """
@@ -55,7 +55,7 @@ class TokenLabels(Protocol):
         ...
 
     def any_of(self, chunk: slice) -> bool:
-        """See `ChunkedLabels`."""
+        """Returns False only if no token of the chunk has a label on any rank: then the chunk is skipped."""
         ...
 
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
@@ -73,6 +73,15 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
     return SingleLabels((len(padded), padded.shape[1]), (labels != ignore).sum(), padded, ignore, ranks)
 
 
+def gathered_index(positions: Tensor, chunk: slice, ranks: int) -> Tensor:
+    """Returns the index, in a chunk gathered from R ranks, of tokens at `positions` among those of all ranks.
+
+    Tokens are interleaved: position i R + r is token i of rank r. The gathered chunk is ordered by rank.
+    """
+    offsets = positions - chunk.start * ranks
+    return offsets % ranks * (chunk.stop - chunk.start) + offsets // ranks
+
+
 # -- one label per token ----------------------------------------------------------------------------------------------
 
 
@@ -88,8 +97,8 @@ class SingleLabels:
 
     def check(self, rows: VocabularyShard) -> None:
         if not rows.alone:
-            # An op that raises as an unsharded loss does, on every rank: an index into the full vocabulary, on memory
-            # of one element.
+            # `gather` raises for a label outside of the vocabulary, as an unsharded loss does: on every rank, without a
+            # host sync. The full vocabulary is one element of memory, expanded.
             labels = self.labels.flatten()
             labels.new_zeros(1).expand(rows.total_rows).gather(0, labels.where(labels != self.ignore, 0))
 
@@ -97,7 +106,7 @@ class SingleLabels:
         return True
 
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> SingleChunkLabels:
-        # Token i R + r is rank r's i-th: a column per rank, transposed to rank order, as hidden states are gathered.
+        # Position i R + r is token i of rank r: [tokens, R], transposed to rank order as in `gathered_index`.
         labels = self.labels.reshape(-1, self.ranks)[chunk].T.flatten().long().unsqueeze(1)
         valid = labels != self.ignore
         return SingleChunkLabels(valid, *rows.local_columns(labels, valid))
@@ -129,7 +138,10 @@ class SingleChunkLabels:
 
 @dataclass(frozen=True)
 class MultiLabels:
-    """Triples with positions among padded tokens. `triples` keeps host copies, for lookups without a device sync."""
+    """Label triples of tokens that are padded to a multiple of the ranks. `positions` count padding, `triples` do not.
+
+    `triples` has host copies of positions, so that chunks are looked up without a device sync.
+    """
 
     shape: tuple[int, int]
     positions: Tensor
@@ -157,22 +169,21 @@ class MultiLabels:
 
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> MultiChunkLabels:
         in_chunk = self._within(chunk)
-        token_count = len(range(*chunk.indices(self.shape[0] * self.shape[1] // self.ranks)))
-        index = self.positions[in_chunk] - chunk.start * self.ranks
         labels, weights = self.triples.labels[in_chunk], self.triples.weights[in_chunk].to(dtype)
-        # Rank by rank, the order in which hidden states are gathered.
-        token_rows = index % self.ranks * token_count + index // self.ranks
-        total = weights.new_zeros(token_count * self.ranks).index_put_((token_rows,), weights, accumulate=True)
-        columns, on_this_rank = rows.local_columns(labels, labels >= 0)
-        return MultiChunkLabels(total.unsqueeze(1), token_rows, columns, weights.where(on_this_rank, 0))
+        tokens = gathered_index(self.positions[in_chunk], chunk, self.ranks)
+        total = weights.new_zeros((chunk.stop - chunk.start) * self.ranks).index_put_(
+            (tokens,), weights, accumulate=True
+        )
+        columns, is_local = rows.local_columns(labels, labels >= 0)
+        return MultiChunkLabels(total.unsqueeze(1), tokens, columns, weights.where(is_local, 0))
 
     def _within(self, chunk: slice) -> slice:
-        """Returns the slice of the triples on these tokens of each rank."""
+        """Returns the slice of the triples of tokens `chunk` of each rank."""
         bounds = [self._unpad(edge * self.ranks) for edge in (chunk.start, chunk.stop)]
         return self.triples.within(*bounds)
 
     def _unpad(self, position: int) -> int:
-        """Converts a position among padded tokens to a position among the original ones."""
+        """Converts a position that counts padding to one that does not."""
         tokens = self.triples.shape[1]
         row, index = divmod(position, max(self.shape[1], 1))
         return row * tokens + min(index, tokens)
@@ -180,9 +191,13 @@ class MultiLabels:
 
 @dataclass(frozen=True)
 class MultiChunkLabels:
-    """For each of m labels: its token among the C, its column, and its weight, 0 if another rank has the column.
+    """The m labels of a chunk of C tokens. Sums use index_put_, which is deterministic on a GPU.
 
-    Sums use index_put_, which is deterministic on a GPU.
+    Args:
+        weights: [C, 1], the sum of the weights of each token's labels.
+        tokens: [m], the token of each label, as `gathered_index`.
+        columns: [m], the label's column of this rank's logits.
+        local_weights: [m], the label's weight; 0 if another rank has the column.
     """
 
     weights: Tensor

@@ -25,7 +25,7 @@ from armillary.core.observe.ledger import phase
 from armillary.core.validation import check_tensor
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.layers.interleaved import pad_to_multiple
-from armillary.models.loss.chunk_labels import MultiChunkLabels
+from armillary.models.loss.chunk_labels import MultiChunkLabels, gathered_index
 from armillary.models.loss.cross_entropy import pad_empty_shard
 from armillary.models.loss.linear_chunks import ChunkSpec, Gradients, chunks
 from armillary.models.loss.linear_loss import check, chunk_rows, matmul_dtype
@@ -148,9 +148,10 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class LabelList:
-    """M labels sorted by the token that predicts them, among `shape` (B, T) tokens padded to a multiple of R ranks.
+    """M labels, sorted by the position of the token that predicts them.
 
-    Labels [B, T] are a list of one label for each padded token.
+    Positions count all tokens of `shape` (B, T), which are padded to a multiple of R ranks. Labels [B, T] become a list
+    with one label for each padded token. Unlike `MultiLabels`, labels have results of their own, in the caller's order.
     """
 
     shape: tuple[int, int]
@@ -199,7 +200,7 @@ class LabelList:
         return cls((rows, tokens), sorted_positions, ordered, ordered != ignore, host, order, ranks, tokens)
 
     def slice_of(self, tokens: slice) -> slice:
-        """Returns the slice of labels that a chunk predicts: the slice `tokens` of every rank's tokens."""
+        """Returns the slice of labels that are predicted by the slice `tokens` of each rank's tokens."""
         bounds = tokens.start * self.ranks, tokens.stop * self.ranks
         if self.host_positions is None:
             return slice(*bounds)
@@ -211,10 +212,7 @@ class LabelList:
 
     def of_chunk(self, tokens: slice, vocabulary: VocabularyShard) -> ChunkLabelList:
         indices = self.slice_of(tokens)
-        offsets = self.positions[indices] - tokens.start * self.ranks
-        # Tokens are interleaved over R ranks, but the gathered chunk is ordered by rank: token i of rank r is at offset
-        # R i + r.
-        chunk_tokens = offsets % self.ranks * (tokens.stop - tokens.start) + offsets // self.ranks
+        chunk_tokens = gathered_index(self.positions[indices], tokens, self.ranks)
         columns, is_local = vocabulary.local_columns(self.labels[indices], self.valid[indices])
         return ChunkLabelList(indices, chunk_tokens, columns, is_local)
 
@@ -292,7 +290,8 @@ class LogProbabilities(torch.autograd.Function):
         (hidden, weight, bias, lses), spec = ctx.saved_tensors, cast(LogprobsSpec, ctx.spec)
         gradients = Gradients.empty(hidden, weight, spec.wide, [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2]])
         matrix, offset = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
-        # The gradient by a token's logits is the upstream gradient of each label times (one-hot - softmax).
+        # The gradient by a token's logits is the sum over its labels of upstream gradient times (one-hot - softmax);
+        # `upstream` is negated, because `logits_gradient` computes softmax minus one-hot.
         upstream = -(grads[0] / spec.temperature).where(spec.labels.valid, 0).to(spec.wide)
         with phase("backward"):
             for tokens, gathered in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
@@ -336,16 +335,16 @@ def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: Logpro
     columns = [logits.logsumexp(1), label_logits]
     if spec.statistics:
         probabilities = logits.softmax(1)
-        # NaN for a rank without rows, and 0 times -inf for masked logits: neither adds to the mean.
+        # `where` drops NaN: a rank without rows has NaN probabilities, and 0 times -inf is NaN for masked logits.
         mean_logits = (probabilities * logits).where(probabilities > 0, 0).sum(1)
         columns += [mean_logits, logits.narrow(1, 0, rows).sum(1), logits.amax(1)]
-    # From here on over all ranks [R, n], and reduced over them. Only one rank has a label's logit; the others have 0.
+    # All columns of all ranks, [R, n] each, are reduced over ranks. Only one rank has a label's logit, the others 0.
     lses, label_logits, *statistics = gather_vectors(columns, spec.vocabulary)
     lse, label_logit = lses.logsumexp(0), label_logits.sum(0)
     values = [lse, label_logit - lse[labels.tokens]]
     if spec.statistics:
         mean_logits, sums, largest = statistics
-        rank_probability = (lses - lse).exp()  # of all tokens of a rank's rows
+        rank_probability = (lses - lse).exp()  # [R, C], the probability that the label is one of a rank's rows
         entropy = lse - (mean_logits * rank_probability).sum(0)
         mean_logit, top = sums.sum(0) / spec.vocabulary.total_rows, largest.amax(0)
         is_top = (label_logit >= top[labels.tokens]).to(lse.dtype)

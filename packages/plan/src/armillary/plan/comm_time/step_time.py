@@ -161,7 +161,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
             computing[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
             gathers[i] = gather
     segment_gathers, segment_copies = recomputed_segments(step, cluster)
-    parameters = sum(map(exposed, gathers, computing)) + segment_gathers + root_transfers(step, cluster)
+    parameters = sum(map(exposed_seconds, gathers, computing)) + segment_gathers + root_transfers(step, cluster)
     return StepTime(
         dense=dense,
         attention=attention.compute,
@@ -195,7 +195,7 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
     return total
 
 
-def exposed(transfers: Seconds, computing: Seconds) -> float:
+def exposed_seconds(transfers: Seconds, computing: Seconds) -> float:
     """Seconds of transfers that the concurrent computation does not hide."""
     return sum(max(0.0, transfer - compute) for transfer, compute in zip(transfers, computing, strict=True))
 
@@ -257,7 +257,9 @@ def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
     for segment in step.segments:
         gathers += sum(parameter_transfers(step.at(i), cluster)[0] for i in segment[:-2])
         copied += sum(
-            (peaks.stored(segment[:-1], host=True) + peaks.recomputed_checkpoints(segment[:-1], host=True)).values()
+            (
+                peaks.stored_tensors(segment[:-1], host=True) + peaks.recomputed_checkpoints(segment[:-1], host=True)
+            ).values()
         )
     return gathers, copied / cluster.accelerator.host_bandwidth
 
@@ -314,10 +316,12 @@ def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds)
     if not step.checkpointing.offload:
         return 0.0
     peaks, bandwidth = Peaks(step), cluster.accelerator.host_bandwidth
-    to_host = sum(peaks.stored([i], host=True).values())
+    to_host = sum(peaks.stored_tensors([i], host=True).values())
     from_host = to_host + sum(peaks.recomputed_checkpoints([i], host=True).values())
     prefetched = step.checkpointing.prefetch and i < step.model.layers - 1
-    return exposed((to_host / bandwidth, from_host / bandwidth), (computing[0], computing[1] if prefetched else 0.0))
+    return exposed_seconds(
+        (to_host / bandwidth, from_host / bandwidth), (computing[0], computing[1] if prefetched else 0.0)
+    )
 
 
 def optimizer_update(step: StepSizes, cluster: Cluster) -> float:

@@ -72,7 +72,7 @@ class Candidate:
         """The layout, such as "zigzag" or "zigzag, relaid for states"."""
         return f"{self.layout}, relaid for states" if self.contiguous_states else self.layout
 
-    def applied_to(self, config: Config) -> Config:
+    def apply_to(self, config: Config) -> Config:
         """Returns the trainer's configuration with this mesh, method and layout."""
         parallel = replace(config.parallel, **self.parallel)
         return replace(config, parallel=parallel, data=replace(config.data, layout=self.layout))

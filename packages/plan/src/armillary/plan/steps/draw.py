@@ -59,17 +59,18 @@ class Circle:
         control_x, control_y = (x0 + x1) / 2 + bend * side_x, (y0 + y1) / 2 + bend * side_y
         start = _towards(x0, y0, control_x, control_y, self.dot + 1)
         end = _towards(x1, y1, control_x, control_y, self.dot + 2)
-        # The head is two strokes back along the curve's end, 35 degrees to either side.
+        # The head is two strokes from the tip, 35 degrees to either side of the curve: 0.82 and 0.57 are the cosine and
+        # the sine.
         angle_x, angle_y = control_x - end[0], control_y - end[1]
         size = min(6.0, 0.5 * self.dot + 1.5) / hypot(angle_x, angle_y)
-        heads = (
+        stroke_ends = (
             (
                 end[0] + size * (angle_x * 0.82 - turn * angle_y * 0.57),
                 end[1] + size * (angle_y * 0.82 + turn * angle_x * 0.57),
             )
             for turn in (1, -1)
         )
-        first, second = (f"{x:.1f} {y:.1f}" for x, y in heads)
+        first, second = (f"{x:.1f} {y:.1f}" for x, y in stroke_ends)
         tip = f"{end[0]:.1f} {end[1]:.1f}"
         return f"M{start[0]:.1f} {start[1]:.1f}Q{control_x:.1f} {control_y:.1f} {tip}M{first}L{tip}L{second}"
 
@@ -151,7 +152,7 @@ class Drawing:
         size = len(self.cells.visible)
         phase = self.frames[index].phase
         history = [i for i in range(index + 1) if self.frames[i].phase == phase and self._blocks(i, square)]
-        # Stages of heads start with an empty square: each computes all pairs, for its heads.
+        # Each stage of heads computes all pairs for its heads, so it starts with an empty square.
         heads = self._blocks(history[-1], square)[0].heads if history else ()
         stage = [i for i in history if self._blocks(i, square)[0].heads == heads]
         earlier = "".join(f'<use href="#{self._id("f", i, square)}"/>' for i in stage if i < index)
@@ -181,7 +182,8 @@ class Drawing:
         if len(blocks) != 1 or self.ranks > 16:
             return text
         x, y = self.circle.center(rank, self.circle.radius + dot + 4)
-        # Beside the dot on either side; above and below it in the middle, where the text is two lines high.
+        # The label is outside of the circle: left or right of the dot, or centered above or below it. The text has two
+        # lines, so it is moved further from the center at the top and bottom.
         across = (x - SIDE / 2) / SIDE
         anchor = "middle" if abs(across) < 0.1 else "start" if across > 0 else "end"
         y += (y - SIDE / 2) * 0.05
@@ -199,7 +201,10 @@ class Drawing:
 
 
 def arrows(frame: Frame) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yields the (source, target) of each arrow and its style. All that one rank sends another is one arrow."""
+    """Yields the (source, target) of each arrow and its style.
+
+    Everything that one rank sends to another is one arrow; results that return have another.
+    """
     styles = dict[tuple[tuple[int, int], bool], set[str]]()
     for moves, late in ((frame.moves, False), (frame.returning, True)):
         for move in moves:
@@ -244,7 +249,7 @@ def rank_styles(ranks: int) -> str:
     """Returns CSS for each rank: the fill of its dot and blocks, and of the text on it."""
     rules = list[str]()
     for rank, color in enumerate(rank_colors(ranks)):
-        # Lighter than the palette: its darkest colours would disappear on a dark page.
+        # Lighter than the palette, whose darkest colours would be invisible on a dark page.
         lighter = 0.85 * color + 0.15
         red, green, blue = (round(255 * channel) for channel in lighter)
         rules.append(f".r{rank}{{fill:#{red:02x}{green:02x}{blue:02x}}}.t{rank}{{fill:{text_color(lighter)}}}")

@@ -111,7 +111,8 @@ def with_returns(steps: Sequence[Step]) -> Iterator[tuple[Step, tuple[Move, ...]
     """Yields each step with the later moves of the step before."""
     returning = tuple[Move, ...]()
     for step in steps:
-        if returning and not step.pairs:  # they end before a step that computes nothing
+        # Results overlap with the next computation. Before a step without one they have a frame of their own.
+        if returning and not step.pairs:
             yield Step(), returning
             returning = ()
         yield step, returning
@@ -125,9 +126,9 @@ def join_frames(frames: Sequence[Frame]) -> list[Frame]:
     result = list[Frame]()
     for frame in frames:
         before = result[-1] if result and result[-1].phase == frame.phase else None
-        silent = not frame.moves and not frame.returning
-        inputs = before and not (before.blocks or frame.blocks or before.returning or frame.returning)
-        if before and (silent or (inputs and kinds(before) == kinds(frame) and not is_output(before))):
+        has_sends = bool(frame.moves or frame.returning)
+        only_sends = before and not (before.blocks or frame.blocks or before.returning or frame.returning)
+        if before and (not has_sends or (only_sends and kinds(before) == kinds(frame) and not is_output(before))):
             result[-1] = replace(
                 before,
                 last=frame.last,
@@ -166,8 +167,8 @@ def rank_blocks(plan: CommPlan, step: Step, heads: int, ulysses: int) -> Iterato
 
 
 def sent_bytes(rank_bytes: Counter[tuple[Role, Kind, int]]) -> tuple[SentBytes, ...]:
-    """Sums bytes by axis and kind, from those by axis, kind and rank."""
-    by_link = dict[tuple[Role, Kind], list[int]]()
+    """Returns the sum and the maximum over ranks for each axis and kind."""
+    sizes_of_ranks = dict[tuple[Role, Kind], list[int]]()
     for (axis, kind, _), size in rank_bytes.items():
-        by_link.setdefault((axis, kind), []).append(size)
-    return tuple(SentBytes(axis, kind, sum(sizes), max(sizes)) for (axis, kind), sizes in by_link.items())
+        sizes_of_ranks.setdefault((axis, kind), []).append(size)
+    return tuple(SentBytes(axis, kind, sum(sizes), max(sizes)) for (axis, kind), sizes in sizes_of_ranks.items())

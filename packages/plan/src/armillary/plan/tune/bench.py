@@ -51,7 +51,7 @@ class Bench:
         Raises:
             ValueError: the candidate does not match the model, the rows or the length; on every rank.
         """
-        config = candidate.applied_to(config)
+        config = candidate.apply_to(config)
         check(config)
         axes, dtype = choose_axes(config, world_size()), precision(config, device)
         mesh = mesh_of(config, device, axes)

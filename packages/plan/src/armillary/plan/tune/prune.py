@@ -98,7 +98,7 @@ def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[C
     model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
 
     def predict(candidate: Candidate) -> CandidatePrediction:
-        run = candidate.applied_to(config)
+        run = candidate.apply_to(config)
         job = job_of(run, candidate.mesh.axes, model, precision)
         memory = estimate(job)
         missing_text = room.comparison(memory) if room.share(memory) > 1 else None

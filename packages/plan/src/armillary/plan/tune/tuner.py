@@ -1,4 +1,4 @@
-"""Measures all candidates one after another, then the fastest again in turns."""
+"""Measures all candidates one after another, then compares the fastest ones by alternating between them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from armillary.train.runtime.health.ranks import Ranks, check_consistent
 from armillary.train.runtime.health.watchdog import caused_by_peers
 
 NOISE = 1.05
-"""Candidates within this factor of the fastest are compared again, in turns: noise may have decided."""
+"""Candidates within this factor of the fastest are compared again: the difference may be noise."""
 FINALISTS = 3
 ATTEMPTS = 2
-"""Maximum starts of a candidate: one that ends every run, such as by exhausting the host's memory, is skipped then."""
+"""Maximum starts of a candidate. One that ends every run, for example by exhausting host memory, is then skipped."""
 
 
 Measure = Callable[[Config, Candidate, torch.device, int], Measurement]
@@ -111,8 +111,8 @@ class Tuner:
         return state
 
     def choose(self, state: TunerState) -> TunerState:
-        """Chooses the fastest candidate, after a comparison in turns if others are within the noise."""
-        # Comparisons of an earlier run may have had other finalists.
+        """Chooses the fastest candidate, after a comparison if others are within `NOISE`."""
+        # Drop the comparison of an earlier run, which may have had other finalists.
         state = replace(
             state, measurements=tuple(replace(measurement, paired_seconds=None) for measurement in state.measurements)
         )
@@ -126,7 +126,7 @@ class Tuner:
             if len(finalists) > 1:
                 state = self.compare_finalists(finalists[:FINALISTS], state, device, ranks)
 
-            # Finalists come before all others, by their seconds in turns.
+            # Compared candidates come first, in the order of the comparison.
             def order(measurement: Measurement) -> tuple[bool, float]:
                 return measurement.paired_seconds is None, measurement.paired_seconds or measurement.seconds or 0.0
 
@@ -138,7 +138,7 @@ class Tuner:
     def compare_finalists(
         self, finalists: Sequence[Measurement], state: TunerState, device: torch.device, ranks: Ranks
     ) -> TunerState:
-        """Adds the finalists' seconds in turns; no change if they cannot run in one process."""
+        """Adds the finalists' seconds in the comparison; no change if they cannot run in one process."""
         self.screen.show_finalists(len(finalists))
         candidates, rounds = [finalist.candidate for finalist in finalists], 2 * self.plan.iterations
         seconds, reason = attempt(lambda: self.compare(self.plan.measured_run, candidates, device, rounds), ranks)
@@ -172,11 +172,11 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
     try:
         result = action()
     except (ValueError, RuntimeError) as error:
-        # A lost connection is another rank's failure, which ends the run, but running out of memory is this one's.
+        # A lost connection is another rank's failure and ends the run; an out-of-memory error only fails the candidate.
         if caused_by_peers(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-    # Agree outside of the handler: inside, the error's frames would still hold the failed candidate's tensors.
+    # Outside of the handler, because the error's frames would keep the failed candidate's tensors alive.
     reasons = list(dict.fromkeys(text for text in ranks.agree(lambda: reason) if text is not None))
     return (None, "; ".join(reasons)) if reasons else (result, None)
 
@@ -201,14 +201,14 @@ def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], Tun
 
 
 def write_files(plan: TunePlan, state: TunerState) -> None:
-    """Writes the measurements, and once there is a choice the run with it.
+    """Writes the measurements, and if there is a choice, the run with it.
 
     Raises:
         ValueError: a file cannot be written.
     """
     save(plan.measurements, state)
     if state.choice is not None:
-        run = state.choice.applied_to(plan.run)
+        run = state.choice.apply_to(plan.run)
         comment = f"{state.choice}, measured by armillary-tune to be fastest on {state.settings['ranks']} ranks"
         write_toml(plan.out, plan.recipe or "debug", run, comment)
 

@@ -36,11 +36,11 @@ GRACE = 2.0
 
 
 class Checkpoints:
-    """The checkpoints of a run. A context manager; every rank must call each method.
+    """Saves and restores the checkpoints of a run. A context manager; every rank must call each method.
 
-    One checkpoint is written at a time, in a background thread if configured, with collectives on a group of its own.
-    It holds model, optimizer, step, tokens seen, the state of the training rows, and the random state of each rank. The
-    learning rate is a function of the step.
+    One checkpoint is written at a time, in a background thread if configured; its collectives have a process group of
+    their own. It has model, optimizer, step, tokens seen, the state of the training rows, and the random state of each
+    rank. The learning rate is a function of the step.
 
     Args:
         lock: lock of the output folder; only its holder may change the folder.
@@ -74,7 +74,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saving is not None:
-            # After an error on this rank, the save in flight is still valid, but it cannot end if a rank is missing.
+            # After an error of this rank the save in flight may still complete; with a missing rank it cannot.
             peers_failed = isinstance(error, Exception) and caused_by_peers(error)
             self._saving.join(GRACE if peers_failed else self.timeout.total_seconds())
         if error is None:  # after an error, other ranks may still use the group

@@ -41,10 +41,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def overlaid(
+def overlay_settings(
     config: Settings, settings: Mapping[str, Any], source: Path, new_names: Mapping[str, str] | None = None
 ) -> Settings:
-    """Returns the configuration with the settings of the file `source` in it. Keys may have dashes or underscores.
+    """Returns the configuration, updated with the settings of the file `source`. Keys may have dashes or underscores.
 
     Args:
         new_names: keys of earlier versions; a file that has one is refused with the new name.
@@ -53,25 +53,25 @@ def overlaid(
         ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
     """
     valid_keys = {name: name for name, _ in flat(config)} | dict(new_names or {})
-    return overlaid_section(config, settings, f"--config {source}", valid_keys, "")
+    return overlay_section(config, settings, f"--config {source}", valid_keys, "")
 
 
-def overlaid_section(
+def overlay_section(
     config: Settings, settings: Mapping[str, Any], source: str, valid_keys: Mapping[str, str], prefix: str
 ) -> Settings:
-    """Returns a section with its settings. `prefix` is the prefix of its keys, such as "model."."""
+    """Returns a section, updated with its settings. `prefix` is the prefix of its keys, such as "model."."""
     annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
         name = key.replace("-", "_")
         if name not in annotations:
             raise ValueError(f"{source}: {prefix}{key} is no key; {nearest(prefix + name, valid_keys)}")
         if name in changes:
-            raise ValueError(f"{source}: {prefix}{key} is there twice")
+            raise ValueError(f"{source}: {prefix}{key} is set twice")
         old = getattr(config, name)
         if not is_dataclass(old):
             changes[name] = convert(value, annotations[name], f"{source}: {prefix}{name}")
         elif isinstance(value, dict):
-            changes[name] = overlaid_section(old, value, source, valid_keys, f"{prefix}{name}.")
+            changes[name] = overlay_section(old, value, source, valid_keys, f"{prefix}{name}.")
         else:
             raise ValueError(f"{source}: {prefix}{name} is a section, not {value!r}")
     try:
@@ -81,7 +81,7 @@ def overlaid_section(
 
 
 def nearest(key: str, valid_keys: Mapping[str, str]) -> str:
-    """Names the key that was probably meant. `valid_keys` maps keys, earlier ones too, to their present names."""
+    """Returns a hint with the most similar key. `valid_keys` maps keys, also of earlier versions, to current ones."""
     if key in valid_keys:
         return f"it is {valid_keys[key]} now"
     leaf, names = key.rpartition(".")[2], list(dict.fromkeys(valid_keys.values()))
@@ -101,6 +101,7 @@ def convert(value: object, annotation: Any, key: str) -> Any:
     try:
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
+        # A text such as "64k" is a number only where the field's type refuses texts, so it is tried second.
         if isinstance(value, str | list) and (number := as_numbers(value)) != value:
             return convert(number, annotation, key)
         example = f", such as {SUCH_AS}" if any(detail["type"] == "int_type" for detail in error.errors()) else ""
@@ -139,7 +140,7 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def by_flag(config: object) -> dict[str, Any]:
-    """Returns all fields by their flags, to compare ranks. A path counts as "a path": hosts may mount it elsewhere."""
+    """Returns all fields by their flags, to compare ranks. Any path is "a path", since hosts may have other mounts."""
 
     def has_path(value: Any) -> bool:
         return any(isinstance(item, Path) for item in (value if isinstance(value, tuple) else (value,)))  # pyright: ignore[reportUnknownVariableType]

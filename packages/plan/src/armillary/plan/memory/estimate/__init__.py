@@ -41,9 +41,9 @@ def estimate(job: Job) -> Estimate:
         ValueError: the job's attention is not an `AttentionChoice`.
     """
     step = StepSizes.of(job)
-    moments = {name: sizes.rounded() for name, sizes in Peaks(step).all()}
+    moments = {name: sizes.round() for name, sizes in Peaks(step).all()}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    host = max((sizes.rounded() for sizes in host_peaks(step)), key=lambda sizes: sum(sizes.values()))
+    host = max((sizes.round() for sizes in host_peaks(step)), key=lambda sizes: sum(sizes.values()))
     return Estimate(
         device=sum(moments[moment].values()),
         device_breakdown=moments[moment],

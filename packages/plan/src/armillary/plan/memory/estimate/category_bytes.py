@@ -13,7 +13,7 @@ class CategoryBytes(dict[str, float]):
         """`n` times all bytes."""
         return CategoryBytes({category: n * size for category, size in self.items()})
 
-    def rounded(self) -> dict[str, int]:
+    def round(self) -> dict[str, int]:
         """Integral bytes, largest first, without empty categories."""
         sizes = sorted(((round(size), category) for category, size in self.items()), reverse=True)
         return {category: size for size, category in sizes if size}

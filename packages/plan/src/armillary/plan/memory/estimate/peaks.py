@@ -73,7 +73,7 @@ class Peaks:
         step = self.step
         return step.e * (step.parameters(range(blocks)) + step.model.table) if step.zero_stage <= 2 else 0
 
-    def gathered(self, size: float) -> float:
+    def gathered_parameters(self, size: float) -> float:
         """Bytes of gathered parameters, unless `always` counts all of them."""
         return 0 if self.step.keeps_gradients else size
 
@@ -91,7 +91,7 @@ class Peaks:
         reduced = self.shard(model.head + step.parameters(range(i + 1, model.layers)))
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
         gathered = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + unit_below)
-        memory = CategoryBytes(parameters=self.gathered(gathered), gradients=reducing + reduced + tied)
+        memory = CategoryBytes(parameters=self.gathered_parameters(gathered), gradients=reducing + reduced + tied)
         return self.always(i + 1) + memory
 
     # -- tensors stored for backward ----------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Peaks:
         """Last blocks of segments with more than one block, which are recomputed from the first one's input."""
         return [segment[-1] for segment in self.step.segments if len(segment) > 1]
 
-    def stored(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
+    def stored_tensors(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
         """Tensors that `blocks` store in forward, on device or host: checkpoints, or autograd's under policy "none"."""
         step = self.step
         if step.checkpointing.policy == "none":
@@ -119,7 +119,7 @@ class Peaks:
 
     def stored_below(self, i: int) -> CategoryBytes:
         """Stored tensors of all blocks below block i, or below the loss, on the device during its forward."""
-        return self.stored(range(i)) + (self.outgoing(i - 1) if i else CategoryBytes())
+        return self.stored_tensors(range(i)) + (self.outgoing(i - 1) if i else CategoryBytes())
 
     def recomputed_checkpoints(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
         """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
@@ -135,7 +135,7 @@ class Peaks:
     def stored_before(self, i: int, host: bool) -> CategoryBytes:
         """Stored tensors of all blocks, on the device or on the host, when block i's backward begins."""
         first = next((segment.start for segment in self.step.segments if i in segment), i)
-        return self.stored(range(i + 1), host) + self.recomputed_checkpoints(range(first, i), host)
+        return self.stored_tensors(range(i + 1), host) + self.recomputed_checkpoints(range(first, i), host)
 
     def saved_to_attention(self, step: StepSizes) -> CategoryBytes:
         """Tensors that autograd saves up to attention in a block: x, its norm, and attention's own."""
@@ -155,13 +155,13 @@ class Peaks:
         """Stored, fetched, recomputed and prefetched tensors on the device in block i's backward."""
         step, block_below = self.step, range(i)[-1:]
         if step.checkpointing.policy == "none":
-            return self.stored(range(i + 1))
+            return self.stored_tensors(range(i + 1))
         keep = step.keeps[i]
         memory = self.stored_before(i, host=False) + self.checkpoints(
             not keep.x or keep.host, keep.attention_output and keep.host
         )
         return memory + (
-            self.stored(block_below, True) + self.recomputed_checkpoints(block_below, True)
+            self.stored_tensors(block_below, True) + self.recomputed_checkpoints(block_below, True)
             if step.checkpointing.prefetch
             else CategoryBytes()
         )
@@ -184,7 +184,7 @@ class Peaks:
         """Memory of block i in its forward, at attention's peak."""
         step = self.step.at(i)
         attention = step.out + step.lse + step.attention_forward() + step.gathered
-        parameters = self.gathered(2 * step.e * step.model.block + self.kept_gathered(i))
+        parameters = self.gathered_parameters(2 * step.e * step.model.block + self.kept_gathered(i))
         return CategoryBytes(parameters=parameters, checkpoints=step.x, attention=attention)
 
     def loss(self) -> CategoryBytes:
@@ -197,7 +197,7 @@ class Peaks:
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
         parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
-        head = CategoryBytes(parameters=self.gathered(parameters), other=2 * step.x, loss=gradients + logits)
+        head = CategoryBytes(parameters=self.gathered_parameters(parameters), other=2 * step.x, loss=gradients + logits)
         return self.always() + self.stored_below(model.layers) + head
 
     def loss_backward(self) -> CategoryBytes:
@@ -207,7 +207,7 @@ class Peaks:
         loss = 2 * step.x + (MASTER + step.e) * table
         last_block = step.at(model.layers - 1).model.block
         parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * last_block)
-        head = CategoryBytes(parameters=self.gathered(parameters), other=step.x, loss=loss)
+        head = CategoryBytes(parameters=self.gathered_parameters(parameters), other=step.x, loss=loss)
         return self.always() + self.stored_below(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
@@ -257,7 +257,7 @@ class Peaks:
     def backward_saved_attention(self, i: int) -> CategoryBytes:
         """`backward_attention` under policy "none": the part after attention has freed its tensors."""
         step = self.step.at(i)
-        memory = self.in_backward(i) + self.stored(range(i)) + self.saved_to_attention(step)
+        memory = self.in_backward(i) + self.stored_tensors(range(i)) + self.saved_to_attention(step)
         projections = step.x + step.projection_gradients() if step.projects_in_stages else 0
         attention = step.out + (projections + step.attention_backward())
         return memory + CategoryBytes(gradients=step.x + step.e * step.model.after_attention, attention=attention)
@@ -267,7 +267,11 @@ class Peaks:
         step = self.step.at(i)
         model = step.model
         if step.checkpointing.policy == "none":
-            return self.in_backward(i) + self.stored(range(i)) + CategoryBytes(gradients=step.x + step.e * model.block)
+            return (
+                self.in_backward(i)
+                + self.stored_tensors(range(i))
+                + CategoryBytes(gradients=step.x + step.e * model.block)
+            )
         rounded = step.e if step.total != step.e else 0
         grads = CategoryBytes(gradients=step.x + rounded * model.block, mlp=step.total * model.block)
         return self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i) + grads

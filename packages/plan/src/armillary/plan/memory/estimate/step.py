@@ -69,7 +69,7 @@ class StepSizes:
         method = job.attention.method
         method.check_used(method.mesh_axes({"ring": ring, "ulysses": ulysses}))
         sizes = cls(
-            model=Widths.of(job.model).sharded(tp),
+            model=Widths.of(job.model).shard(tp),
             method=method,
             checkpointing=job.checkpointing,
             on_host=job.on_host,
@@ -260,7 +260,7 @@ class StateSizes(StepSizes):
         """Returns the sizes of the blocks with a mixer, in a model that has `sizes` with attention."""
         assert isinstance(job.attention, AttentionChoice) and config.states is not None
         common = {each.name: getattr(sizes, each.name) for each in fields(StepSizes)}
-        common |= {"mixer": mixer, "model": Widths.of(config, mixer).sharded(sizes.tp)}
+        common |= {"mixer": mixer, "model": Widths.of(config, mixer).shard(sizes.tp)}
         layout = job.attention.layout(job.length, sizes.ring)
         layout = layout if sizes.ulysses == 1 else layout.refine(sizes.ulysses)
         return cls(

@@ -74,7 +74,7 @@ class Widths:
             root=outside_blocks - 2 * unit,
         )
 
-    def sharded(self, ranks: int) -> Widths:
+    def shard(self, ranks: int) -> Widths:
         """The widths of one of `ranks` tensor-parallel ranks: norms, a GPT's output biases and positions are whole."""
         if ranks == 1:
             return self

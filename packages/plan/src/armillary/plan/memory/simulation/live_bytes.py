@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         self._contexts = ExitStack()
 
     def __enter__(self) -> Self:
-        self._contexts.enter_context(torch_private.observe_resizes(self._resized))
+        self._contexts.enter_context(torch_private.observe_resizes(self._resize))
         self._contexts.enter_context(torch_private.hide_shape_propagation())
         super().__enter__()
         # EagerSemantics goes on top of this mode: it decomposes ops before they are counted.
@@ -101,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage_key(storage) in self._storages:
-                self._resized(storage)
+                self._resize(storage)
             # An uncounted storage among the arguments is an earlier tensor's, and stays uncounted.
             elif all(storage_key(storage) != storage_key(x.untyped_storage()) for x in tensors_in(arguments)):
                 category, host = current_label() or (OTHER, False)
@@ -118,18 +118,18 @@ class LiveBytes(TorchDispatchMode):
         return allocation
 
     def _allocate(self, storage: UntypedStorage, account: Account, category: str) -> None:
-        allocation = account.allocate(self._rounded(storage.nbytes()), category, label_name())
+        allocation = account.allocate(self._round_up(storage.nbytes()), category, label_name())
         # The callback of the weak reference runs when the last tensor of the storage is gone.
-        freed = partial(self._freed, storage_key(storage))
+        freed = partial(self._free, storage_key(storage))
         self._storages[storage_key(storage)] = allocation, ref(storage, freed)
 
-    def _freed(self, key: int, _: ref[UntypedStorage]) -> None:
+    def _free(self, key: int, _: ref[UntypedStorage]) -> None:
         allocation, _ = self._storages.pop(key)
         allocation.account.resize(allocation, 0)
 
-    def _resized(self, storage: UntypedStorage) -> None:
+    def _resize(self, storage: UntypedStorage) -> None:
         allocation = self._allocation(storage)
-        size = self._rounded(storage.nbytes())
+        size = self._round_up(storage.nbytes())
         if allocation is None or allocation.bytes == size:
             return
         # FSDP2 frees and refills gathered parameters by resizing their storage to 0 and back; nothing else does.
@@ -137,7 +137,7 @@ class LiveBytes(TorchDispatchMode):
             allocation.account.relabel(allocation, "parameters")
         allocation.account.resize(allocation, size, label_name())
 
-    def _rounded(self, size: int) -> int:
+    def _round_up(self, size: int) -> int:
         return -(-size // self._block) * self._block
 
 

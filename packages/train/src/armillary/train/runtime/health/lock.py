@@ -120,7 +120,7 @@ def take(folder: Path, holder: Holder, timeout: float, say: Callable[[str], None
         number, is_held = newest(folder)
         if is_held:
             check_dead(folder / f"{number}.held", timeout, say)
-        # Another process may create the same number, or a higher one, at the same time: then look again.
+        # Try again if another process has created the same number, or a higher one, in the meantime.
         claim = Claim(folder, number + 1, holder)
         if write(claim) and clear(claim):
             return claim
@@ -142,7 +142,7 @@ def write(claim: Claim) -> bool:
 
 
 def clear(claim: Claim) -> bool:
-    """Removes older numbers. Withdraws the claim and returns False if another run has this number or a higher one."""
+    """Removes lower numbers. If another run has this number or a higher one, withdraws the claim and returns False."""
     for name in os.listdir(claim.folder):
         if (match := NUMBERED.fullmatch(name)) is None or name == claim.path.name:
             continue
@@ -160,7 +160,7 @@ def newest(folder: Path) -> tuple[int, bool]:
 
 
 def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
-    """Raises FolderInUse if the holder of a lock is alive. Returns once it has ended or has released the lock."""
+    """Raises FolderInUse if the holder of a lock is alive; returns if it has ended or has released the lock."""
     holder, last_heartbeat = Holder.read(path), heartbeat(path)
     # On the same machine the process table tells if the holder is alive. On another machine (None) its heartbeats do.
     alive = None if holder is None else is_running(holder.machine, holder.pid, holder.started)
@@ -183,9 +183,9 @@ def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: fl
 
 
 def heartbeat(path: Path) -> tuple[int, bytes] | None:
-    """Returns a value that every heartbeat changes; None if the file does not exist.
+    """Returns a value that every heartbeat changes, (modification time, content); None if the file does not exist.
 
-    Opens the file, because a network file system then refreshes its attributes.
+    Opens the file instead of calling `stat`, because network file systems refresh cached attributes on `open`.
     """
     try:
         with path.open("rb") as file:

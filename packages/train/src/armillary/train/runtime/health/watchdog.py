@@ -37,7 +37,7 @@ SLOW_PHASE_FACTOR = 5
 """Factor on the time-out of a step, for the first step and for phases other than training."""
 
 GRACE = 20.0
-"""Seconds that other threads, such as one that saves, may run on after training has failed."""
+"""Seconds that other threads, such as one that saves, may continue after training has failed."""
 
 
 class Watchdog:
@@ -64,11 +64,11 @@ class Watchdog:
     def __init__(self, limit: float, flag: str, folder: Path, program: str) -> None:
         self.limit, self.flag, self.folder, self.program = limit, flag, folder, program
         self.step, self.phase, self.training_started = 0, "starting", False
-        self._allowed, self._since = SLOW_PHASE_FACTOR * self.limit, time.monotonic()
+        self._phase_limit, self._phase_start = SLOW_PHASE_FACTOR * self.limit, time.monotonic()
         self._failure: str | None = None
         self._alarm: str | None = None
         self._hang: str | None = None
-        self._over = self._failing = False
+        self._ended = self._failing = False
         self._launcher = Launcher()
         self._wake, self._reported = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -77,7 +77,7 @@ class Watchdog:
         """Begins `phase` of `step`; phases other than "training" may take `SLOW_PHASE_FACTOR` times as long."""
         factor = 1 if phase == "training" and self.training_started else SLOW_PHASE_FACTOR
         self.training_started = self.training_started or phase == "training"
-        self.step, self.phase, self._allowed, self._since = step, phase, factor * self.limit, time.monotonic()
+        self.step, self.phase, self._phase_limit, self._phase_start = step, phase, factor * self.limit, time.monotonic()
         self._wake.set()
 
     def __enter__(self) -> Self:
@@ -90,12 +90,11 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception):
             self._report(error)
-            if self._hang is not None and caused_by_peers(
-                error
-            ):  # the error is a consequence: a peer has ended because of this hang
+            # After a diagnosed hang, peers end, and an error about them only follows from the hang.
+            if self._hang is not None and caused_by_peers(error):
                 raise TimeoutError(self._hang) from error
         else:
-            self._over = True
+            self._ended = True
             self._wake.set()
             self._thread.join(SILENCE)
 
@@ -114,10 +113,7 @@ class Watchdog:
             raise
 
     def _report(self, error: Exception) -> None:
-        """Posts the first error for the other ranks; prints the missing ranks if they caused it.
-
-        The process is about to end.
-        """
+        """Posts the first error of this rank, or raises the alarm if missing ranks caused it. The process ends soon."""
         if self._failing:
             return
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -130,6 +126,7 @@ class Watchdog:
         else:
             self._failure = failure
         self._wake.set()
+        # Waits until the thread has posted the error, or has gathered the states of all ranks and printed the missing.
         self._reported.wait(4 * SILENCE)
 
     def _watch(self) -> None:
@@ -141,16 +138,16 @@ class Watchdog:
         except RuntimeError as error:
             self._wait_without_store(error)
         self._reported.set()
-        if not self._over:
+        if not self._ended:
             self._end()
 
     def _wait_without_store(self, error: RuntimeError) -> None:
         """Gives training `GRACE` seconds to end: the process with the store, a launcher or a rank, has ended."""
         end = time.monotonic() + GRACE
-        while not (self._over or self._failing) and time.monotonic() < end:
+        while not (self._ended or self._failing) and time.monotonic() < end:
             self._end_without_launcher()
             time.sleep(0.1)
-        if not self._over:
+        if not self._ended:
             self._print(f"the store of the rendezvous is gone: {one_line(str(error))}")
 
     def _end_without_launcher(self) -> None:
@@ -162,13 +159,13 @@ class Watchdog:
 
     def _wait_for_alarm(self) -> str | None:
         """Returns the reason of the first alarm of any rank; None when training has ended, or failed on this rank."""
-        while not self._over:
+        while not self._ended:
             self._end_without_launcher()
             self._heartbeats.post(self._heartbeat())
-            if self._failure is not None:
+            if self._failure is not None:  # posted with the heartbeat above
                 return None
-            if self._alarm is None and time.monotonic() - self._since > self._allowed:
-                self._alarm = f"{self._heartbeat().position} takes longer than {self._allowed:g} s ({self.flag})"
+            if self._alarm is None and time.monotonic() - self._phase_start > self._phase_limit:
+                self._alarm = f"{self._heartbeat().position} takes longer than {self._phase_limit:g} s ({self.flag})"
             if (reason := self._heartbeats.alarm(self._alarm)) is not None:
                 return reason
             self._wake.wait(min(1.0, self.limit / 20))
@@ -211,7 +208,7 @@ class Watchdog:
     def _end(self) -> None:
         """Ends a process whose training hangs, or has failed while another thread keeps the process."""
         time.sleep(SILENCE / 2)  # training may still raise an error here, because of the same missing rank
-        if self._over:
+        if self._ended:
             return
         if self._failing:
             threading.main_thread().join()
@@ -263,18 +260,20 @@ class Heartbeats:
 
     def alarm(self, reason: str | None) -> str | None:
         """Raises the alarm if `reason` is set. Returns the reason of the first alarm on any rank, or None."""
+        # `compare_set` stores the reason if the key has no value yet, and returns the stored one: the first alarm wins.
         if reason is not None:
             return self._store.compare_set("alarm", "", reason).decode()
         return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
 
     def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
-        """Waits until every rank has posted its state; returns all heartbeats and the silent ranks."""
+        """Waits until every rank has posted its state or is silent; returns all heartbeats and the silent ranks."""
         posts = dict.fromkeys(range(self.ranks), "")
         since = dict.fromkeys(posts, time.monotonic())
         awaited_ranks, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
         while awaited_ranks and time.monotonic() < end:
             for rank in sorted(awaited_ranks):
                 key, now = f"rank-{rank}", time.monotonic()
+                # `get` of a missing key would block until the time-out, hence `check`.
                 post = self._store.get(key).decode() if self._store.check([key]) else ""
                 if post != posts[rank]:
                     posts[rank], since[rank] = post, now
