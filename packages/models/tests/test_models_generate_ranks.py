@@ -115,11 +115,11 @@ def same_text(world: World, kind: str) -> list[Tensor]:
     """Greedy and drawn texts in float32, and greedy ones of a model that nobody divides."""
     model, ids = build(kind, world.method(), torch.float32), tokens(2, 13)
     return [
-        generate(model, ids, new_tokens=15),
-        generate(model, ids, new_tokens=15, temperature=3.0, top_p=0.9, seed=4),
-        generate(model, ids, new_tokens=15, mask=WINDOW),
-        generate(model, ids[:, :1], new_tokens=15),
-        generate(build(kind, Local(), torch.float32), ids, new_tokens=15),
+        generate(model, ids, new_tokens=8),
+        generate(model, ids, new_tokens=8, temperature=3.0, top_p=0.9, seed=4),
+        generate(model, ids, new_tokens=8, mask=WINDOW),
+        generate(model, ids[:, :1], new_tokens=8),
+        generate(build(kind, Local(), torch.float32), ids, new_tokens=8),
     ]
 
 
@@ -167,15 +167,15 @@ def several(world: World) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, 
     """Completions (together, in runs of their own); bytes of (cache, its formula); sent for a step of 3 completions."""
     method = world.method()
     model, texts, caches = build("llama", method), [], []
-    options = {"new_tokens": 9, "temperature": 4.0, "top_k": 40}
+    options = {"new_tokens": 6, "temperature": 4.0, "top_k": 40}
     for length in (2, 11):
         ids = tokens(2, length)
         together = generate(model, ids, completions=3, seed=5, **options)
         apart = [generate(model, ids, seed=5 + j, **options) for j in range(3)]
         texts.append((together, torch.stack(apart, 1).flatten(0, 1)))
-        decoding = Decoding(model, max_new_tokens=8, completions=3)
+        decoding = Decoding(model, max_new_tokens=5, completions=3)
         decoding.prompt(ids)
-        for _ in range(8):
+        for _ in range(5):
             with CommLedger() as ledger:
                 decoding.step(torch.zeros(6, dtype=torch.long))
         cache_bytes = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))

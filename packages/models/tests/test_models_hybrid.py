@@ -21,7 +21,7 @@ STATES = StateConfig(heads=4, key_heads=2, key_dim=6, value_dim=5)
 HYBRID = LlamaConfig(
     vocab_size=37,
     dim=32,
-    layers=4,
+    layers=3,
     heads=8,
     kv_heads=4,
     hidden_dim=48,
@@ -160,7 +160,7 @@ def test_mamba2_is_that_of_transformers():
 # -- one rank and many -----------------------------------------------------------------------------------------------
 
 KEEP = Checkpointing("attention_output", chunk=3, inputs=2)
-ONE_GROUP = replace(HYBRID, mixers=("attention", "mamba2", "delta_rule"), layers=3, tied_embeddings=True)
+ONE_GROUP = replace(HYBRID, mixers=("attention", "mamba2", "delta_rule"), tied_embeddings=True)
 GROUPS = {
     "4 ranks": [
         Case({"ring": 4}, "ring", HYBRID, packed=True),
@@ -241,7 +241,7 @@ def test_flops_count_states_and_attention_layers_only():
     [
         ({"mixers": ("delta_rule", "rwkv")}, "rwkv"),
         ({"mixers": ()}, "mixers"),
-        ({"mixers": ("delta_rule",) * 5}, "layers=4"),
+        ({"mixers": ("delta_rule",) * 5}, "layers=3"),
         ({"states": None}, "states=None"),
         ({"mixers": ("attention",)}, "mixers"),
     ],
@@ -282,7 +282,7 @@ def test_layouts_masks_and_head_counts_that_states_lack_are_refused_on_every_ran
 
 # -- generation ------------------------------------------------------------------------------------------------------
 
-SPREAD = replace(HYBRID, mixers=("delta_rule", "attention", "mamba2"), layers=3)
+SPREAD = replace(HYBRID, mixers=("delta_rule", "attention", "mamba2"))
 
 
 def speaker(attention=None) -> Llama:
