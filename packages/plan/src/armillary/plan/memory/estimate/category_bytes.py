@@ -7,7 +7,10 @@ class CategoryBytes(dict[str, float]):
     """Bytes by category: `CategoryBytes(attention=a, mlp=b) + CategoryBytes(mlp=c)` adds per category."""
 
     def __add__(self, other: CategoryBytes) -> CategoryBytes:
-        return CategoryBytes({key: self.get(key, 0) + other.get(key, 0) for key in (*self, *other)})
+        total = CategoryBytes(self)
+        for category, size in other.items():
+            total[category] = total.get(category, 0) + size
+        return total
 
     def times(self, n: float) -> CategoryBytes:
         """`n` times all bytes."""

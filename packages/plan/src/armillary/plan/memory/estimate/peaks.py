@@ -28,9 +28,10 @@ class Peaks:
         # Block 1 counts because it prefetches block 0's checkpoints. The last ones meet all checkpoints of others.
         last_blocks = range(max(0, last - len(self.step.mixers)), last + 1)
         for i in sorted({0, min(1, last), *last_blocks, *segment_ends}, reverse=True):
-            yield f"backward: mlp of block {i}", self.backward_mlp(i)
-            yield f"backward: attention of block {i}", self.backward_attention(i)
-            yield f"backward: gradients of block {i}", self.backward_gradients(i)
+            memory = self.in_backward(i) + self.stored_at(i)
+            yield f"backward: mlp of block {i}", memory + self.backward_mlp(i)
+            yield f"backward: attention of block {i}", memory + self.backward_attention(i)
+            yield f"backward: gradients of block {i}", memory + self.backward_gradients(i)
         yield "backward: tables", self.tables()
         yield "optimizer", self.state() + CategoryBytes(gradients=self.shard(self.step.all_parameters))
 
@@ -152,10 +153,13 @@ class Peaks:
         return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 
     def stored_at(self, i: int) -> CategoryBytes:
-        """Stored, fetched, recomputed and prefetched tensors on the device in block i's backward."""
+        """Stored, fetched, recomputed and prefetched tensors on the device in block i's backward.
+
+        Under policy "none" those of the blocks below: block i releases its own tensors one by one.
+        """
         step, block_below = self.step, range(i)[-1:]
         if step.checkpointing.policy == "none":
-            return self.stored_tensors(range(i + 1))
+            return self.stored_tensors(range(i))
         keep = step.keeps[i]
         memory = self.stored_before(i, host=False) + self.checkpoints(
             not keep.x or keep.host, keep.attention_output and keep.host
@@ -175,7 +179,9 @@ class Peaks:
         buffer.
         """
         last = self.step.model.layers - 1
-        largest_copy = max(range(last), key=lambda i: sum(self.outgoing(i).values()), default=-1)
+        largest_copy = -1
+        if self.step.checkpointing.offload:
+            largest_copy = max(range(last), key=lambda i: sum(self.outgoing(i).values()), default=-1)
         last_blocks = range(max(0, last + 1 - len(self.step.mixers)), last + 1)
         candidates = (self.stored_below(i) + self.in_forward(i) for i in {*last_blocks, largest_copy + 1})
         return self.always() + max(candidates, key=lambda memory: sum(memory.values()))
@@ -211,16 +217,16 @@ class Peaks:
         return self.always() + self.stored_below(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
-        """Backward of block i after attention, at the MLP's peak: dy, dx, dout and the MLP's tensors."""
+        """Memory of block i's backward after attention, at the MLP's peak: dy, dx, dout and the MLP's tensors."""
         step = self.step.at(i)
         model = step.model
-        memory = self.in_backward(i) + self.stored_at(i) + CategoryBytes(gradients=step.x)
+        memory = CategoryBytes(gradients=step.x)
         last_matrix = step.e * model.inner * model.dim
         if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
             mlp = (2 if model.gated else 1) * step.tensor(model.inner) + last_matrix + step.gathered
-            return memory + CategoryBytes(mlp=mlp)
+            return memory + self.stored_tensors([i]) + CategoryBytes(mlp=mlp)
         if step.checkpointing.policy == "none":
-            memory += CategoryBytes(gradients=step.x)
+            memory += self.stored_tensors([i]) + CategoryBytes(gradients=step.x)
         chunk = max(self.mlp_chunk() + last_matrix, step.e * model.after_attention)
         return (
             memory
@@ -245,36 +251,31 @@ class Peaks:
         return CategoryBytes(attention=step.out + step.lse if recomputed else 0)
 
     def backward_attention(self, i: int) -> CategoryBytes:
-        """Backward of attention in block i, at its peak: dx, dout, and accumulated gradients of later layers."""
+        """Memory of attention's backward in block i, at its peak: dx, dout, and gradients of later layers."""
         step = self.step.at(i)
         if step.checkpointing.policy == "none":
             return self.backward_saved_attention(i)
-        memory = self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i)
         accumulated = step.total * step.model.after_attention
         attention = step.out + step.recomputed_backward()
-        return memory + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
+        return self.recomputed_output(i) + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
 
     def backward_saved_attention(self, i: int) -> CategoryBytes:
         """`backward_attention` under policy "none": the part after attention has freed its tensors."""
         step = self.step.at(i)
-        memory = self.in_backward(i) + self.stored_tensors(range(i)) + self.saved_to_attention(step)
         projections = step.x + step.projection_gradients() if step.projects_in_stages else 0
-        attention = step.out + (projections + step.attention_backward())
-        return memory + CategoryBytes(gradients=step.x + step.e * step.model.after_attention, attention=attention)
+        attention = step.out + (projections + step.attention_backward)
+        gradients = step.x + step.e * step.model.after_attention
+        return self.saved_to_attention(step) + CategoryBytes(gradients=gradients, attention=attention)
 
     def backward_gradients(self, i: int) -> CategoryBytes:
-        """End of block i's backward: accumulated gradients of its parameters, and a copy in the compute dtype."""
+        """Memory at the end of block i's backward: gradients of its parameters, and a copy in the compute dtype."""
         step = self.step.at(i)
         model = step.model
         if step.checkpointing.policy == "none":
-            return (
-                self.in_backward(i)
-                + self.stored_tensors(range(i))
-                + CategoryBytes(gradients=step.x + step.e * model.block)
-            )
+            return CategoryBytes(gradients=step.x + step.e * model.block)
         rounded = step.e if step.total != step.e else 0
         grads = CategoryBytes(gradients=step.x + rounded * model.block, mlp=step.total * model.block)
-        return self.in_backward(i) + self.stored_at(i) + self.recomputed_output(i) + grads
+        return self.recomputed_output(i) + grads
 
     def tables(self) -> CategoryBytes:
         """Gradient of the embedding, with a tied head's and the positions'; then its float32 reduction."""

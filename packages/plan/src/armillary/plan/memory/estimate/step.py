@@ -116,27 +116,27 @@ class StepSizes:
         """Bytes of [B, T, width]; by default of all local tokens, in the compute dtype."""
         return self.rows * (self.tokens if tokens is None else tokens) * width * (self.e if size is None else size)
 
-    @property
+    @cached_property
     def own_tokens(self) -> int:
         """Local tokens between blocks."""
         return -(-self.tokens // self.tp)
 
-    @property
+    @cached_property
     def x(self) -> float:
         """Bytes of [B, T, E] between blocks; under tensor parallelism, of this rank's part of the T tokens."""
         return self.tensor(self.model.dim, self.own_tokens)
 
-    @property
+    @cached_property
     def gathered(self) -> float:
         """Bytes of [B, T, E] gathered over tensor-parallel ranks, the input of attention and MLP; 0 without them."""
         return self.tp * self.x if self.tp > 1 else 0
 
-    @property
+    @cached_property
     def out(self) -> float:
         """Bytes of attention's output [B, T, H, D]."""
         return self.tensor(self.model.heads * self.model.head_dim)
 
-    @property
+    @cached_property
     def lse(self) -> float:
         """Bytes of attention's lse [B, T, H], in float32."""
         return self.tensor(self.model.heads, size=MASTER)
@@ -177,7 +177,7 @@ class StepSizes:
         firsts = [i for i, keep in enumerate(self.keeps) if keep.x]
         return tuple(starmap(range, pairwise([*firsts, len(self.keeps)])))
 
-    @property
+    @cached_property
     def attended(self) -> Sizes:
         """Sizes of attention's tensors in one stage of heads."""
         return self.call(self.stages.queries, self.stages.keys)
@@ -203,6 +203,7 @@ class StepSizes:
             return head.forward_memory(self.attended, inner)
         return UPipePlan().forward_memory(self.attended, inner)
 
+    @cached_property
     def attention_backward(self) -> float:
         """Attention's memory in backward, without out and dout of local tokens and without autograd's saved tensors."""
         inner, alone = self.backward(self.attended), self.ring == 1
@@ -216,7 +217,7 @@ class StepSizes:
 
         Under tensor parallelism also the gathered input and its gradient.
         """
-        return self.projection_gradients() + self.attention_backward() + 2 * self.gathered
+        return self.projection_gradients() + self.attention_backward + 2 * self.gathered
 
     @property
     def recorded(self) -> float:
@@ -274,11 +275,11 @@ class StateSizes(StepSizes):
         """Bytes of all rows. Tensor parallelism shards heads, and so all tensors of the layer."""
         return memory.at(self.rows * self.tokens, self.gathered_states) / self.tp
 
-    @property
+    @cached_property
     def out(self) -> float:
         return self.tensor(self.layer.values / self.tp)
 
-    @property
+    @cached_property
     def lse(self) -> float:
         return 0.0
 
@@ -291,12 +292,13 @@ class StateSizes(StepSizes):
         memory = self.memory.recording if self.checkpointing.policy == "none" else self.memory.forward
         return self.bytes(memory) - self.out + (0 if self.gathered else self.x)
 
+    @cached_property
     def attention_backward(self) -> float:
         """Memory of the layer in backward, without out, dout and the tensors that autograd recorded in forward."""
         return self.bytes(self.memory.backward) - self.bytes(self.memory.kept)
 
     def recomputed_backward(self) -> float:
-        return self.recorded + self.attention_backward()
+        return self.recorded + self.attention_backward
 
     @property
     def recorded(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.models.state_config import Mixer
@@ -39,6 +40,7 @@ class Widths:
     root: int
 
     @classmethod
+    @lru_cache(maxsize=64)  # a search estimates thousands of steps of one model
     def of(cls, model: LlamaConfig | GPTConfig, mixer: Mixer = "attention") -> Widths:
         """Returns the widths of a model, and of its blocks with one mixer."""
         llama = isinstance(model, LlamaConfig)
