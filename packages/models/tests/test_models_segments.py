@@ -201,7 +201,7 @@ def test_recomputed_tensors_are_released_at_once(monkeypatch):
 
 def test_recomputed_tensors_are_only_on_the_host_before_a_block_is_differentiated(monkeypatch):
     settled = list[OffloadedTensors]()
-    monkeypatch.setattr(OffloadedTensors, "settle", lambda kept: settled.append(kept))
+    monkeypatch.setattr(OffloadedTensors, "finish_copy", lambda kept: settled.append(kept))
     gradients(build(replace(LAYER, inputs=2, offload=True)))
     assert len(settled) == LAYERS - 2
 

@@ -498,14 +498,14 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
         with OutputLock(config.train.output, print) as lock, Checkpoints(run, lock, messages.append) as saved:
             assert saved.restore() == 0
             saved.start(1)
-            saved._settle()
+            saved._wait_for_save()
             with no_room(config, disk):
                 saved.start(2)
-                saved._settle()
+                saved._wait_for_save()
             assert saved.folder.names() == ["step-1"] and checkpoint_fault(saved.folder, 1) is None
             dist.barrier()  # all have looked
             saved.start(3)
-            saved._settle()
+            saved._wait_for_save()
             with no_room(config, disk), pytest.raises(OSError, match=r"checkpoint/step-4: .*(No space|too large)"):
                 saved.finish(4)
             assert sorted(saved.folder.names()) == ["step-1", "step-3"] and checkpoint_fault(saved.folder, 3) is None

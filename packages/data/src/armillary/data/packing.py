@@ -107,7 +107,7 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
     negative_sizes, firsts = np.unique(-sizes[order], return_index=True)
     for size, items in zip((-negative_sizes).tolist(), np.split(order, firsts[1:]), strict=True):
         while len(items):
-            room = free.smallest_room(size)  # the fullest rows that still have room; None: only new rows
+            room = free.smallest_room(size)  # of the fullest rows that have room for an item; None: no row has
             per_row = (room or row_size) // size
             row_need = -(-len(items) // per_row)
             if room is None:

@@ -194,14 +194,14 @@ class Decoder(nn.Module):
         states = context if method is None else context.for_states(method, self.contiguous_states)
         current = context
         for block in self.blocks:
-            own = states if isinstance(block.mixer, StateMixer) else context
-            x, current = self.moved(x, current, own, method), own
-            x = block(x, own.for_block(block))
-        x = self.moved(x, current, context, method)
+            block_context = states if isinstance(block.mixer, StateMixer) else context
+            x, current = self.relayout(x, current, block_context, method), block_context
+            x = block(x, block_context.for_block(block))
+        x = self.relayout(x, current, context, method)
         norm = self.final_norm
         return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
 
-    def moved(self, x: Tensor, source: Context, target: Context, method: Method | None) -> Tensor:
+    def relayout(self, x: Tensor, source: Context, target: Context, method: Method | None) -> Tensor:
         """Returns hidden states [B, T, E] in the layout of another context."""
         if not self.contiguous_states or source is target or method is None:
             return x

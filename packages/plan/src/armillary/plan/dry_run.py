@@ -139,10 +139,10 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     passes = passes_of(candidate, job.model, cluster, job.length, rows, kernel, margin, precision=job.precision)
     micro_batch = step_time(job, passes, cluster)
     seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
-    once = {"optimizer": micro_batch.optimizer}
+    step_parts = {"optimizer": micro_batch.optimizer}
     if job.zero_stage == 1:  # gathers parameters and reduces gradients once a step
-        once["parameters"] = micro_batch.parameters
-    return StepTime(**seconds_by_part | once)
+        step_parts["parameters"] = micro_batch.parameters
+    return StepTime(**seconds_by_part | step_parts)
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:

@@ -27,8 +27,8 @@ def validate(run: Run) -> dict[str, float]:
         """Returns (number of right likeliest tokens, number of questions) of this rank."""
         return accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device))
 
-    shares = {name: mean(run, rows, answers) for name, rows in run.tasks.items()}
-    return {"loss": mean(run, run.validation, lambda batch: local_loss(run, batch)), **shares}
+    accuracies = {name: mean(run, rows, answers) for name, rows in run.tasks.items()}
+    return {"loss": mean(run, run.validation, lambda batch: local_loss(run, batch)), **accuracies}
 
 
 def mean(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:

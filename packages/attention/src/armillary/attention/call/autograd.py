@@ -1,9 +1,9 @@
-"""The pair of ops that runs every call's forward and backward, inside an `autograd.Function`.
+"""The pair of ops that runs forward and backward of every call, inside an `autograd.Function`.
 
-Selective checkpointing can save the op's results instead of running attention twice, and a compiled graph contains the
-op without a break; there the Function is the op's autograd kernel. An op takes only tensors, numbers and strings. In
-eager mode its key is the number of a registered call (`calls.py`); in a graph the key describes the call
-(`graph_key.py`), and the op rebuilds it.
+With an op, selective checkpointing can save the results instead of running attention twice, and a compiled graph has no
+break; in a graph the Function is the op's autograd kernel. An op takes only tensors, numbers and strings. In eager mode
+its key is the number of a registered call (`calls.py`). In a graph the key describes the call (`graph_key.py`), and the
+op rebuilds it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class Attention(torch.autograd.Function):
         with compat.below_autograd():
             results = _forward(tensors, sinks, mask_numbers, *key)
         out, lse, *inner_tensors = results
-        ctx.key, ctx.call = key, call  # the call's number is valid while ctx holds the call
+        ctx.key, ctx.call = key, call  # keeps the call alive: its number is only valid as long as it lives
+        # The numbers of a graph's key after the fifth describe projections (`GraphKey.unpack`).
         ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
         ctx.set_materialize_grads(False)  # an unused lse then has no gradient instead of zeros
         if ctx.projected:
@@ -157,7 +158,7 @@ class Attention(torch.autograd.Function):
             (local_lse,) = inner_tensors
             ctx.key_shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
         else:
-            # A method that redistributes its inputs (Ulysses) also returns the tensors for its backward: head shards.
+            # A method that redistributes its inputs (Ulysses) returns the tensors for its backward: head shards.
             saved = inner_tensors or (*tensors, out, lse)
             ctx.key_shape, local = tensors[1].shape[1:3], (out, lse, sinks)
         ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
@@ -176,7 +177,8 @@ class Attention(torch.autograd.Function):
         saved, local = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
         grads = _backward(dout, saved, ctx.key_shape, mask_numbers, *ctx.key)
         dsinks = sinks_gradient(dout, *local) if local else None
-        # In a projected call x comes first, then tensors without a gradient, then the parameters.
+        # The op returns gradients of x and of the parameters, which are the first and the last of the tensors of a
+        # projected call; the tensors between them have no gradient.
         return None, None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
 
 

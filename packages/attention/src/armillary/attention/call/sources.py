@@ -71,9 +71,9 @@ class Finished(QKVSource):
             update_heads(total, heads, grad, Tensor.add_)
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """Returns (dq, dk, dv); dk and dv in the accumulation dtype, because shared heads arrive more than once."""
+        """Returns (dq, dk, dv). dk and dv are in the accumulation dtype: several stages may add to a shared head."""
         if not self.grads:
-            # Every query head is written once, so dq needs no zeros and no wide sum.
+            # Each query head is in one stage, so dq is written once and needs neither zeros nor a wide dtype.
             q, k, v = self.tensors
             self.grads = (
                 torch.empty_like(q),
@@ -84,15 +84,15 @@ class Finished(QKVSource):
 
 @dataclass
 class Projected(QKVSource):
-    """Projects q, k and v from x on request, and again in backward: nothing is saved.
+    """Projects q, k and v from x on request, in forward and again in backward, and saves nothing.
 
-    Projections run in the autocast state at construction, not at the call.
+    Projections run in the autocast state in which this object was created.
 
     Args:
         x: [B, T, E], the local tokens.
         piece: number of tokens to project at once, if the projections are token-wise.
         dx: the gradient of x, added to in place; None if it is not needed.
-        totals: gradients of the current parameters: FSDP swaps them between forward and backward.
+        totals: sums of gradients, for the current parameters: FSDP replaces them between forward and backward.
         draws: random numbers of the projections (dropout), which backward replays.
     """
 

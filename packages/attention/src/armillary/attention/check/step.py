@@ -108,7 +108,7 @@ class CheckRun:
 
     def _batch(self, seed: int, documents: tuple[int, ...] | None) -> CheckBatch:
         generator = torch.Generator().manual_seed(seed)
-        # 0 to 2 are often special tokens, such as padding.
+        # From 3 on, because 0 to 2 are often special tokens, such as padding.
         ids = torch.randint(3, self.vocabulary, (self.rows, self.tokens), generator=generator)
         if self.changed_token:
             ids[:, 0] = 3 + (ids[:, 0] - 2) % (self.vocabulary - 3)
@@ -166,7 +166,8 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
         recorder.clear()
         output = step(model, batch)
         result = output if isinstance(output, StepOutput) else StepOutput(output)
-        if step_runs_backward is None:  # the first micro-batch tells: later ones find its gradients
+        # Only the first micro-batch shows it: later ones find the gradients of the first.
+        if step_runs_backward is None:
             step_runs_backward = any(parameter.grad is not None for parameter in model.parameters())
         if result.loss.requires_grad and not step_runs_backward:
             result.loss.backward()
@@ -225,7 +226,7 @@ class _Recorder:
         self._keep(self.embeddings, output)
 
     def _keep(self, tensors: list[Tensor], x: Tensor | None) -> None:
-        # In backward, activation checkpointing calls modules again.
+        # Hooks also run when activation checkpointing recomputes modules in backward; these calls are ignored.
         if x is not None and x.requires_grad and not in_backward():
             x.retain_grad()
             tensors.append(x)

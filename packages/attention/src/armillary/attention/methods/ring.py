@@ -8,9 +8,10 @@
 
 With the zigzag layout every block of a causal mask costs the same, so all ranks finish each step together.
 
-With an inner method the ring connects nodes (`rotation/nodes.py`): each device passes its keys to the same device of
-the next node while the devices of a node attend to the keys that are there by the inner method. An inner Ring makes it
-LoongTrain's double ring (arXiv 2406.18485); an inner TokenRing is TokenRing across nodes (arXiv 2412.20501, figure 5).
+With an inner method the ring connects nodes (`rotation/nodes.py`): each device sends its keys to the same device of
+the next node, while the devices of a node attend to the node's current keys by the inner method. With an inner Ring
+this is LoongTrain's double ring (arXiv 2406.18485), with an inner TokenRing TokenRing across nodes (arXiv 2412.20501,
+figure 5).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Ring(Method):
             block = self.block("keys", current, current.token_ranges, spec)
             block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
             del current_saved  # frees the shard at the end of its step
-            # dk and dv follow their keys one step behind, so that they are sent while the next block is computed.
+            # dk and dv are sent one step after their keys, so that the send overlaps with the next block.
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
         return dq.value(), dk, dv
@@ -149,7 +150,7 @@ class Ring(Method):
         """Returns the attention of a step: this rank's block, or the node's attention by the inner method.
 
         Args:
-            tokens: the tokens of the rotating shard that are here, packed.
+            tokens: the tokens of the rotating shard that this rank has, packed.
         """
         inner = self.inner
         if inner is None:
@@ -173,7 +174,7 @@ class NodeAttention(NamedTuple):
     """Attention of the queries and keys that meet in a node at one step, by a method over its devices.
 
     Args:
-        spec: the inner method's call; None: these queries and keys do not see each other.
+        spec: the inner method's call; None if no pair of these queries and keys is visible.
     """
 
     method: AttentionMethod

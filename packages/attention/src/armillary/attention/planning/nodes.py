@@ -137,14 +137,14 @@ class NodeSteps:
 
         Args:
             rotating: tensors that travel between nodes.
-            sums: gradient sums, which follow their tokens one step behind; None: nothing returns.
+            sums: gradient sums, which are sent one step after their tokens; None in forward.
             inner_steps: takes forward or backward of the inner plan.
         """
         result, pending_moves = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
             hops = self._move(rotation_sends, step, rotating)
             result += spread([hops, *pending_moves], self._attend(step, inner_steps))
-            # Sums follow their tokens one step behind, so they overlap with the next step's computation.
+            # Sums are sent one step after their tokens, and overlap with the computation of the next step.
             pending_moves = [self._move(ring_reduce_sends, step, sums)] if sums and step else []
         return steps(*result, Step(tuple(pending_moves)))
 

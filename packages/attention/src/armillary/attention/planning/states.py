@@ -101,9 +101,9 @@ def halo_comm_plan(
     rows = segments_of(layout.length, mask=mask)
     counts = _halo_tokens(layout, rows, left)
     elements = channels * (batch // len(rows))  # one row of segments stands for all rows of the batch
-    there = _all_to_all(counts, elements * dtype.itemsize)
-    back = _all_to_all(counts.T, elements * accumulation_dtype(dtype).itemsize)
-    return CommPlan(steps(there), steps(back))
+    forward_move = _all_to_all(counts, elements * dtype.itemsize)
+    backward_move = _all_to_all(counts.T, elements * accumulation_dtype(dtype).itemsize)
+    return CommPlan(steps(forward_move), steps(backward_move))
 
 
 def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_bytes: int) -> CommPlan:
@@ -114,13 +114,13 @@ def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_byt
     """
     if source.length != target.length or source.shards != target.shards:
         raise ValueError(f"source {source} and target {target}: the same length and number of shards are needed")
-    counts = _moved_tokens(source, target)
-    there, back = (_all_to_all(matrix, token_bytes) for matrix in (counts, counts.T))
-    return CommPlan(steps(there), steps(back))
+    counts = _token_counts(source, target)
+    forward_move, backward_move = (_all_to_all(matrix, token_bytes) for matrix in (counts, counts.T))
+    return CommPlan(steps(forward_move), steps(backward_move))
 
 
-def _moved_tokens(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
-    """Returns [P, P], the number of tokens that go from one rank to another."""
+def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
+    """Returns [P, P], the number of tokens that each rank sends to each other one."""
     positions, shards = np.arange(source.length), source.shards
     owners, new_owners = (Owners.of(layout).find(positions)[0] for layout in (source, target))
     counts = np.bincount(owners * shards + new_owners, minlength=shards**2).reshape(shards, shards)

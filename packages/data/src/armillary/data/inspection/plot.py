@@ -75,10 +75,10 @@ def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> N
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_yticks(range(len(names)), names)
         axes.set_xlabel(f"position; lines end documents; a color for each of {shards} shards")
-        sent = [measured[name].sent_bytes / 2**20 for name in names]
+        sent_mib = [measured[name].sent_bytes / 2**20 for name in names]
         pairs = [measured[name].pairs for name in names]
         for panel, values, label, text in (
-            (bars, sent, "sent by a rank\n(MiB)", "{:.0f}"),
+            (bars, sent_mib, "sent by a rank\n(MiB)", "{:.0f}"),
             (balances, pairs, "pairs, fullest shard\nover the mean", "{:.2f}"),
         ):
             panel.bar_label(panel.barh(range(len(names)), values, 0.7, color="tab:gray"), map(text.format, values))

@@ -60,7 +60,7 @@ class Waste:
 
 
 class Epochs:
-    """All rows of a store, numbered without end. Each epoch packs the documents again, in another order.
+    """The rows of a store over endless epochs, numbered consecutively. Each epoch packs the documents in another order.
 
     Args:
         length: tokens of a row, N.
@@ -75,7 +75,7 @@ class Epochs:
         self._documents, self._sizes = self._items()
         if not len(self._documents):
             raise ValueError(f"{store.name} has no tokens; give a store with at least one document")
-        # Two epochs: at an epoch's end, the prefetching thread reads the next one while other callers read this one.
+        # The cache has two epochs: at the end of one, the prefetching thread already reads rows of the next.
         self._packed = lru_cache(maxsize=2)(self._pack)
         self._lock = Lock()
         self.rows = len(self._epoch(0)[0])
@@ -117,6 +117,7 @@ class Epochs:
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
         key = f"{self._key}, epoch {epoch}"
         packed_rows = self._packing(self._sizes, self._length, f"documents of {key}")
+        # `row` derives the epoch from the number of a row, so every epoch must have the same number of rows.
         if epoch and len(packed_rows) != self.rows:
             raise ValueError(f"the packing made {len(packed_rows)} rows of epoch {epoch}, but {self.rows} of epoch 0")
         sizes = np.diff(np.concatenate([[0], np.cumsum(packed_rows.lengths)])[packed_rows.first])
@@ -152,7 +153,7 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
 def _read_part(row: PackedRow, number: int, positions: range, tokens: Index, labels: Index) -> None:
     """Reads the tokens and labels at some row positions, all in slice `number`."""
     source, store = row.slices[number], row.store
-    shift = source.start - row.ends[number]
+    shift = source.start - row.ends[number]  # from positions in the row to token indices in the document
     start, stop = positions.start + shift, positions[-1] + 1 + shift
     size = int(store.stops[source.document] - store.starts[source.document])
     label_stop = min(stop + 1, size)  # the last token of a document has no label
@@ -171,6 +172,7 @@ def _cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
     pieces: list[tuple[int, range]] = []
     while span:
         document = bisect_right(ends, span[0]) - 1
+        # Number of the span's positions before the document ends, rounded up because span[0] itself counts.
         count = -(-(ends[document + 1] - span[0]) // span.step)
         pieces.append((document, span[:count]))
         span = span[count:]

@@ -26,8 +26,8 @@ class TreeRow(PackedRow):
     """A row of trees; its slices are their segments, depth first.
 
     Args:
-        parents: the row-wide number of each segment's parent; -1 for roots and padding.
-        weights: float64, weight of the labels in each segment; padding is the last segment.
+        parents: the parent of each segment, as an index among all segments of the row; -1 for roots and padding.
+        weights: float64, weight of the labels in each segment. Padding is the last segment, with weight 0.
         depths: number of tokens before each segment on its path.
     """
 
@@ -40,6 +40,7 @@ class TreeRow(PackedRow):
         """Returns the row of some (document, tree) pairs in order, padded to `length`."""
         slices, parents, depths = list[DocumentSlice](), list[int](), list[int]()
         for document, tree in trees:
+            # Parents of a tree count from its first segment; in the row, from the first segment of all trees.
             parents += [parent + len(slices) if parent >= 0 else -1 for parent in tree.parents]
             depths += tree.depths
             segments = zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)
@@ -97,7 +98,7 @@ class TreeEpochs(Epochs):
         """Cost of the packing. Repeated tokens do not count as padding; dropped tokens are in no row."""
         packed_rows, lengths = self._epoch(0)[0], self._store.lengths
         padding = 1 - int(packed_rows.lengths.sum()) / (len(packed_rows) * self._length)
-        # Several split trees repeat a shared segment: its longest copy counts, once.
+        # Parts of a split tree repeat shared segments. A segment counts once, with the tokens of its longest copy.
         copies: dict[tuple[int, int], int] = {}
         for document, tree in self._split:
             for start, size in zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True):
@@ -140,8 +141,8 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
     is_last = positions + 1 == ends[segment + 1]
     inner = np.flatnonzero((next_tokens != IGNORE) & ~is_last & (row.weights[segment] > 0))
     # The last token of a segment predicts the first token of each of its children, so it may have several labels.
-    # Not strict: padding has a parent and a weight, but no slice.
     last_token_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
+    # The zip is not strict, because padding has a parent and a weight, but no slice.
     children = [
         (
             last_token_of[parent],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.models.activation_checkpoint.block_run import BlockRun
-from armillary.models.activation_checkpoint.offload import OffloadedTensors, settle
+from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
 
 TensorName = Literal["x", "attention_output"]
 """A block's input; or its attention's output, out and lse."""
@@ -94,7 +94,7 @@ class Checkpoint:
             *(("attention_output",) if self.keep.attention_output else ()),
         )
         tensors = [*((x,) if self.keep.x else ()), *(attention_output if self.keep.attention_output else ())]
-        settle(x.device)  # the previous block's copies have had this block's forward to finish
+        finish_latest_copy(x.device)  # the previous block's copies have had this block's forward to finish
         if names and self.keep.host:
             self.stored_tensors[names] = OffloadedTensors(tensors)
         elif names:
@@ -137,7 +137,7 @@ class Checkpoint:
             y = self.work.replay().after_attention(x, tensors_by_name["attention_output"][0], None)
         for group in self.recomputed_tensors.values():
             if isinstance(group, OffloadedTensors):
-                group.settle()  # frees them before the block above is differentiated, where memory peaks
+                group.finish_copy()  # frees them before the block above is differentiated, where memory peaks
         return y
 
     def fetch(self) -> None:

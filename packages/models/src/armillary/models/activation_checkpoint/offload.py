@@ -1,4 +1,4 @@
-"""Offloading the tensors for a layer's backward to the host's memory while other layers run.
+"""Offloading of tensors for a layer's backward to host memory, while other layers run.
 
 On CUDA, tensors are copied to pinned memory and back on a side stream; on the CPU they are copied synchronously.
 
@@ -40,14 +40,14 @@ class SideStream:
         Returns a function that makes the current stream wait for the copy; the host never waits.
         """
         current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)  # the copy's source is still being computed there
+        self.stream.wait_stream(current)  # the source of the copy may still be computed there
         with torch.cuda.stream(self.stream):
             copy()
         return partial(self._wait, current, self.stream.record_event())
 
     def _wait(self, started_from: torch.cuda.Stream, copied_event: torch.Event | torch.cuda.Event) -> None:
-        # Both streams may reuse the copied memory: the one that allocated it, and the one that is current now (autograd
-        # runs backward on the stream of forward, a caller may not).
+        # Two streams may reuse the copied memory: the one that allocated it, and the current one. They differ if the
+        # caller of backward has another current stream than forward had.
         for stream in {started_from, torch.cuda.current_stream(self.device)}:
             stream.wait_event(copied_event)
 
@@ -84,7 +84,7 @@ def side_stream(device: torch.device) -> SideStream | SimulatedStream | None:
 _stream_of_gpu = cache(SideStream)
 
 
-def settle(device: torch.device) -> None:
+def finish_latest_copy(device: torch.device) -> None:
     """Makes the current stream wait for the latest copies to the host, and releases their sources.
 
     Called when a block is done, for the copies of the previous block: they overlapped with this block's computation.
@@ -146,8 +146,8 @@ class HostCopy:
 class OffloadedTensors:
     """Copies of tensors in the host's memory.
 
-    On CUDA the tensors stay referenced until the next layer is done (`settle`), or until they are requested or dropped:
-    in forward, one layer's tensors coexist with the running layer's.
+    On CUDA the tensors are referenced until the next layer is done (`finish_latest_copy`), or until they are requested
+    or dropped. So in forward the tensors of two layers coexist.
 
     Args:
         tensors: the tensors to copy, of one device. They must not be written to while this object lives.
@@ -156,7 +156,9 @@ class OffloadedTensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.host = [HostCopy(x) for x in tensors]
         self.copy_to_device: Transfer | None = None
-        settle(tensors[0].device)  # releases the previous layer's tensors before this layer's are referenced
+        finish_latest_copy(
+            tensors[0].device
+        )  # releases the previous layer's tensors before this layer's are referenced
         self.copy_to_host = Transfer(tensors, partial(copy_all, HostCopy.write, self.host, tensors))
         side = side_stream(tensors[0].device)
         if side is None:
@@ -164,7 +166,7 @@ class OffloadedTensors:
         else:
             side.latest_copy = ref(self.copy_to_host)
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Makes the current stream wait for the copies, and releases the device's tensors."""
         self.copy_to_host.finish()
 

@@ -146,13 +146,13 @@ class Decoding:
 
         With a tensor-parallel `axis`, hidden states are interleaved over it, and the weight has this rank's rows of V.
         """
-        # `own` is [B, 1, E] on the owner and [B, 0, E] on other ranks. With tokens interleaved over R ranks, token i is
+        # `own_hidden` is [B, 1, E] on the owner, [B, 0, E] on other ranks. With tokens interleaved over R ranks, i is
         # token i // R of rank i % R: the owner gathers that token of all ranks, and selects one.
         ranks = 1 if axis is None else axis.size()
-        own = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
+        own_hidden = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
         if axis is not None and owner == self.method.shard:
-            own = all_gather_interleaved(own, axis)[:, index % ranks :][:, :1]
-        last = broadcast_from_shard(own, owner, self.method.shard, self.axes)
+            own_hidden = all_gather_interleaved(own_hidden, axis)[:, index % ranks :][:, :1]
+        last = broadcast_from_shard(own_hidden, owner, self.method.shard, self.axes)
         return (F.linear(last, weight) if axis is None else gathered_logits(last, weight, axis, vocabulary))[:, 0]
 
     @contextmanager

@@ -37,8 +37,9 @@ class ShardedModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
+        # A DTensor on two mesh axes is sharded by FSDP as well, and read by FSDP itself: during forward, parameters are
+        # gathered, and on the tensor-parallel axis alone.
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
-            # Over a mesh with FSDP's axis too: FSDP has it resharded and reads the DTensor; no forward is running.
             return value
         return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
 
@@ -46,8 +47,8 @@ class ShardedModule(nn.Module):
 class EmptyShard(torch.autograd.Function):
     """A rank's empty part of a parameter.
 
-    It stays in the graph, because all ranks must run the collectives further down, but returns no gradient: FSDP2
-    cannot reduce empty gradients. The parameter gets a gradient of zero size when the backward pass is over.
+    It is part of the graph, so that this rank runs the same collectives in backward as all others, but returns no
+    gradient: FSDP2 cannot reduce empty gradients. The parameter gets a gradient of size 0 at the end of backward.
     """
 
     @staticmethod
@@ -165,9 +166,9 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
 
 
 def checked_indices(indices: Tensor, count: int) -> Tensor:
-    """Returns `indices`, after a lookup in a table of `count` zeros, in which torch raises for an index out of range.
+    """Returns `indices`; torch raises if one is not below `count`, as for an unsharded table.
 
-    A rank's own lookup would not notice an index that is out of range for all ranks.
+    Looks them up in `count` zeros. A lookup in this rank's rows would not raise, because it masks rows of other ranks.
     """
     return indices + indices.new_zeros(1).expand(count)[indices]
 

@@ -216,12 +216,12 @@ def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: in
 def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
     """Returns logits [B, T, V] on every rank, from all tokens' hidden states [B, T, E] and its rows [V_r, E].
 
-    Every rank must use them alike: their gradient is taken from one rank, not summed.
+    Every rank must compute the same from them: their gradient is not summed over ranks.
     """
     logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
-    # With the global shape, because from_local assumes equal shards, and V need not be divisible by R.
+    # The global shape is passed, because `from_local` would assume equal shards, and R need not divide V.
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
     # A copy, because FSDP2 does not accept a view as a module's output.
     return shards.redistribute(placements=[Replicate()]).to_local().clone()

@@ -114,7 +114,7 @@ class Checkpoints:
         Raises:
             TimeoutError, RuntimeError: the previous save does not end, or ranks are missing.
         """
-        self._settle()  # one save in flight at a time
+        self._wait_for_save()  # one save in flight at a time
         if not self.config.asynchronous:
             self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
             return
@@ -131,7 +131,7 @@ class Checkpoints:
         Raises:
             OSError: it cannot be saved or exported; on every rank.
         """
-        self._settle()
+        self._wait_for_save()
         if self.newest != step:
             self._save(step, saved_state(self.run, self.ranks.rank), self._manifest(step), prune)
         if self.config.export and step >= self.run.config.train.steps:
@@ -169,7 +169,7 @@ class Checkpoints:
         except OSError as error:
             self.say(f"older checkpoints could not be removed: {error}")
 
-    def _settle(self) -> None:
+    def _wait_for_save(self) -> None:
         """Waits for the save in flight."""
         if self._saving is None:
             return

@@ -90,7 +90,7 @@ def _layout(tokens: int, ranks: int) -> SequenceLayout:
 def _peaks(mixer: Mixer, states: StateConfig, precision: torch.dtype, tokens: int, ranks: int) -> tuple[int, ...]:
     """Returns the bytes of a `StateMemory` for one row of `tokens` tokens a rank."""
     rank = min(1, ranks - 1)
-    # A group by itself: in the tuner, the process has a default group already.
+    # A group of its own, because in the tuner the process already has a default group.
     axis = Axis("ring", rank, ranks, fake_group(rank, ranks), None)
     with torch.device("meta"):
         layer = STATE_MIXERS[mixer](WIDTH, states, 1e-6, _OnAxis(axis, _layout(tokens, ranks))).to(precision)
@@ -102,9 +102,9 @@ def _peaks(mixer: Mixer, states: StateConfig, precision: torch.dtype, tokens: in
             layer(x, mask=AttentionMask(), layout=None)
         with LiveBytes() as live:
             out = layer(x, mask=AttentionMask(), layout=None)
-            recording, kept = live.device.peak, live.device.total
-            torch.autograd.grad(out, [x, *layer.parameters()], dout, allow_unused=True)  # `o_proj` is no part of it
-        return forward.device.peak, recording, kept, live.device.peak
+            recording, saved_bytes = live.device.peak, live.device.total
+            torch.autograd.grad(out, [x, *layer.parameters()], dout, allow_unused=True)  # `o_proj` is not used
+        return forward.device.peak, recording, saved_bytes, live.device.peak
 
 
 class _OnAxis:
