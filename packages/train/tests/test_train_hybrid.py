@@ -43,8 +43,8 @@ def test_resuming_a_hybrid_is_bit_identical(worlds, tmp_path: Path):
 
 def test_the_recipe_lowers_the_loss(worlds, tmp_path: Path):
     recipe = recipes.hybrid()
-    config = replace(recipe, validation=replace(recipe.validation, every=30, batches=1), log=SMALL.log)
-    summaries = worlds(2).run(trained, at(config, tmp_path, steps=30, device="cpu"), 0)
+    config = replace(recipe, validation=replace(recipe.validation, every=15, batches=1), log=SMALL.log)
+    summaries = worlds(2).run(trained, at(config, tmp_path, steps=15, device="cpu"), 0)
     assert summaries[0][0].losses[-1] < 0.9 * summaries[0][0].losses[0]
 
 

@@ -33,7 +33,7 @@ from armillary.train import (
 )
 from armillary.train.cli import main
 
-STEPS = 5  # what is wrong with a gradient shows in the loss of the second
+STEPS = 3  # what is wrong with a gradient shows in the loss of the second
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""
 # Nothing divides anything: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
