@@ -474,7 +474,7 @@ def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "MFU (%)" in shown and "slower" in shown and "torchrun --standalone --nproc-per-node 8" in shown
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    main(["search", "--cluster", "8xh100", "--tokens", "128Ki", "--json"])
+    main(["search", "--cluster", "8xh100", "--tokens", "128Ki", "--attention", "usp", "--json"])
     actual = json.loads(capsys.readouterr().out)
     assert actual["choices"][0]["reason"] is None and actual["choices"][0]["fits"]
     assert actual["choices"][0]["seconds"] == pytest.approx(sum(actual["choices"][0]["parts"].values()))
