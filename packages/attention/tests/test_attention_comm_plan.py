@@ -455,5 +455,5 @@ def built() -> tuple:
 def test_k_must_divide_h_and_layouts_match():
     with pytest.raises(ValueError, match="8 query heads cannot share 3"):
         work_of(3)
-    with pytest.raises(ValueError, match="queries lie in 4 shards, keys in 2"):
+    with pytest.raises(ValueError, match="queries have 4 shards and keys 2"):
         replace(work_of(8), key_layout=SequenceLayout.zigzag(32, 2))

@@ -67,8 +67,8 @@ class Step(NamedTuple):
         moves: moves in flight during the step.
         pairs: for each rank, the visible (query, key) pairs that it computes during the step, over its query heads and
             the batch. Empty if nothing is computed.
-        later_moves: moves that start when the pairs are computed. They overlap with the computation of the next step,
-            and end before the next step starts if that step computes nothing.
+        later_moves: moves of the step's results, which start once its pairs are computed. They overlap with the
+            computation of the next step; if that step computes nothing, they end before it starts.
         blocks: for each rank, the block with these pairs; None on a rank that computes nothing.
         heads: for each rank of the head axis, the query heads that it computes. Empty: all heads on every rank.
     """
@@ -129,6 +129,7 @@ class CommPlan:
 
     @cached_property
     def _bytes_sent(self) -> Counter[tuple[int, Kind, str, Role]]:
+        """Bytes by (rank, kind, phase, axis)."""
         sent_bytes = Counter[tuple[int, Kind, str, Role]]()
         for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
             for each in (each for step in phase_steps for each in (*step.moves, *step.later_moves)):
@@ -166,7 +167,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         if self.layout.shards != self.key_layout.shards:
             raise ValueError(
-                f"queries lie in {self.layout.shards} shards, keys in {self.key_layout.shards}; both need as many"
+                f"queries have {self.layout.shards} shards and keys {self.key_layout.shards}; the numbers must be equal"
             )
 
     @classmethod
@@ -239,7 +240,10 @@ class AttentionShape:
         return self.batch * self.kv_heads * self.value_dim
 
     def payload(self, *tensors: str) -> Payload:
-        """Returns tensors, such as "k" and "v", as they travel on the sequence axis: lse and gradients are wider."""
+        """Returns the payload of tensors such as "k" and "v" on the sequence axis.
+
+        lse, dq, dk and dv are sent in the accumulation dtype, the others in the inputs' dtype.
+        """
         elements = {"q": self.q, "out": self.out, "dout": self.out, "lse": self.lse, "k": self.k, "v": self.v}
         elements |= {"dq": self.q, "dk": self.k, "dv": self.v}
         widths = (self.a if name in ("lse", "dq", "dk", "dv") else self.e for name in tensors)
@@ -259,7 +263,7 @@ class AttentionShape:
 
 
 Groups = Iterable[Sequence[int]]
-"""Ranks of each of several collectives that run at once."""
+"""The ranks of each of several collectives that run at the same time."""
 
 
 def move(kind: Kind, axis: Role, tensors: tuple[str, ...], sends: Iterable[Send]) -> Move:
@@ -312,7 +316,7 @@ def _nonempty(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
     """Returns the steps with `moves` in flight during the first one."""
-    # Empty moves would look like a step in which something is sent.
+    # Without this, empty moves would turn the first step into one with sends.
     moves = _nonempty(moves)
     if not moves:
         return next_steps
@@ -362,7 +366,7 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
 
 
 def _join_moves(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
-    """Joins the n-th moves of equal kind, axis and tensors of all groups into one."""
+    """Joins moves of equal kind, axis and tensors: the first ones of all groups into one, the second ones, ..."""
     sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
     for moves in group_moves:
         counts = Counter[tuple[Kind, Role, tuple[str, ...]]]()
