@@ -47,8 +47,8 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         raise ValueError(f"{path}: {error}; name another --train.output, or the data that it was made with") from error
     # 2. Damaged checkpoints get another name, so that training can save these steps again.
     for step, fault in newest.faults.items():
-        path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
-        say(f"step-{step}: {fault}; kept as {path}, resuming from step-{newest.step}")
+        damaged_path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
+        say(f"step-{step}: {fault}; kept as {damaged_path}, resuming from step-{newest.step}")
     # 3. Tensors are loaded last, since loading overwrites the model in place.
     try:
         load_state(run, path, manifest, ranks)
