@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from armillary.attention.call.validation import over_all_ranks
-from armillary.core import CommLedger
+from armillary.attention.planning.states import gathered_elements
+from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
 from armillary.plan.cli import main
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import step_bytes
-from armillary.plan.memory import Job
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import Job, StepMemory
+from armillary.plan.memory import plan as plan_module
+from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.memory.simulation.state_memory import gathered_bytes
 from armillary.plan.search.candidates import Candidate, Layout, Mesh
 from armillary.plan.search.command_line import trainer_config
 from armillary.plan.search.search import SearchPlan, passes_of, search
@@ -102,3 +106,28 @@ def test_the_search_shows_the_best_with_each_layout(capsys):
     assert {line.split("  ")[0] for line in lines[start + 4 : start + 7]} == {"zigzag", "contiguous", RELAID}
     main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring", "--json"])
     assert all(choice["sent"] >= 0 for choice in json.loads(capsys.readouterr().out)["choices"])
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("mixer", ["delta_rule", "mamba2"])
+def test_gathered_states_grow_alike_with_every_rank(mixer, zigzag):
+    layer, layout_of = ("ssd" if mixer == "mamba2" else "gated_delta_rule"), SequenceLayout.contiguous
+    layout_of = SequenceLayout.zigzag if zigzag else layout_of
+    for ranks in (1, 2, 3, 5, 16):
+        elements = gathered_elements(layer, layout_of(64 * ranks, ranks), heads=4, key_dim=4, value_dim=6)
+        assert gathered_bytes(mixer, MODEL.states, ranks, zigzag) == 4 * sum(elements)
+
+
+def test_the_longest_sequence_of_a_hybrid_is_sought_by_estimates(monkeypatch):
+    lengths = list[int]()
+
+    def simulated(job: Job, progress: object) -> StepMemory:
+        lengths.append(job.length)
+        usage = estimate(job)
+        return StepMemory(usage.device, {}, usage.host, {}, None, 0.0, 0)
+
+    monkeypatch.setattr(plan_module, "simulate", simulated)
+    plan = MemoryPlan(model="hybrid-8b", tokens="64Ki", max_context=True, attention="ring", on_host=False)
+    result = plan_memory(plan)
+    assert lengths == [result.length] and result.fits
+    assert result.fit is not None and result.room.share(result.fit.longer) > 1

@@ -21,8 +21,7 @@ from armillary.attention.planning.comm_plan import (
     send_to_each,
     steps,
 )
-from armillary.attention.states.chunks import TorchChunks
-from armillary.attention.states.plan import plan_scan
+from armillary.attention.states.plan import exchange_counts
 from armillary.core import Segments, SequenceLayout, accumulation_dtype
 from armillary.core.collectives.token_moves import Owners
 from armillary.core.segments import segments_of
@@ -78,11 +77,11 @@ def gathered_elements(
     layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
     check_choice("layer", layer, layers)
     rows = segments_of(layout.length, mask=mask)
-    exchange = plan_scan(layout, rows * (batch // len(rows)), 0, torch.device("cpu"), TorchChunks.max_chunk).exchange
-    if exchange is None:
+    if layout.shards == 1:
         return [0]
+    states, maps = exchange_counts(layout, rows * (batch // len(rows)))
     state, state_map = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
-    return [n * state + m * state_map for n, m in zip(exchange.state_counts, exchange.map_counts, strict=True)]
+    return [n * state + m * state_map for n, m in zip(states, maps, strict=True)]
 
 
 def halo_comm_plan(
@@ -121,9 +120,12 @@ def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_byt
 
 def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
     """Returns [P, P], the number of tokens that each rank sends to each other one."""
-    positions, shards = np.arange(source.length), source.shards
-    owners, new_owners = (Owners.of(layout).find(positions)[0] for layout in (source, target))
-    counts = np.bincount(owners * shards + new_owners, minlength=shards**2).reshape(shards, shards)
+    owners, new_owners = Owners.of(source), Owners.of(target)
+    # Positions from one start of a span to the next, in either layout, go the same way.
+    starts = np.union1d(owners.starts, new_owners.starts)
+    (old, _), (new, _) = owners.find(starts), new_owners.find(starts)
+    counts = np.zeros((source.shards, source.shards), dtype=np.int64)
+    np.add.at(counts, (old, new), np.diff(starts, append=source.length))
     np.fill_diagonal(counts, 0)
     return counts
 

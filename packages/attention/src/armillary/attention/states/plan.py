@@ -273,6 +273,21 @@ def _tree_roots(runs: Sequence[ShardRun]) -> list[int]:
     return roots
 
 
+def exchange_counts(layout: SequenceLayout, rows: tuple[Segments, ...]) -> tuple[list[int], list[int]]:
+    """Returns the numbers of states and of maps that each rank gathers, as a `StateExchange` has them."""
+    runs = _runs(layout, rows)
+    roots, boundary_runs = _tree_roots(runs), _boundary_runs(runs, layout.length)
+    map_runs = [run for run in boundary_runs if runs[roots[run]].previous != NONE]
+    states, maps = ([runs[run].rank for run in some] for some in (boundary_runs, map_runs))
+    return [states.count(rank) for rank in range(layout.shards)], [maps.count(rank) for rank in range(layout.shards)]
+
+
+def _boundary_runs(runs: Sequence[ShardRun], length: int) -> list[int]:
+    """Returns the runs with a boundary state: a run of another rank continues them, or a row ends."""
+    continued = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
+    return sorted(continued | {index for index, run in enumerate(runs) if run.stop == length})
+
+
 def _exchange(
     runs: Sequence[ShardRun],
     roots: Sequence[int],
@@ -290,10 +305,9 @@ def _exchange(
         dependent_index: for each dependent chunk its index among these.
         entering_runs: for each dependent chunk the run, on another rank, that its tree continues.
     """
-    continued = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
     last_runs = [index for index, run in enumerate(runs) if run.stop == layout.length]
-    # One boundary state for each of these runs. In the order of runs, parents precede their children.
-    boundary_runs = sorted(continued | {*last_runs})
+    # In the order of runs, parents precede their children.
+    boundary_runs = _boundary_runs(runs, layout.length)
     boundary_index = {run: index for index, run in enumerate(boundary_runs)}
     parents = [boundary_index.get(runs[roots[run]].previous, NONE) for run in boundary_runs]
     order = depth_order(parents)

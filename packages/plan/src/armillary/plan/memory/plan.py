@@ -22,7 +22,7 @@ from armillary.plan.memory.room import (
     longest_fit,
     more_devices,
 )
-from armillary.plan.presets import Model, Quantity, amount, cluster_of, model_of
+from armillary.plan.presets import Model, Quantity, amount, cluster_of, is_hybrid, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 
@@ -129,7 +129,7 @@ def plan_memory(
 
     def outlook(length: int) -> StepMemory | Estimate:
         job, policy = job_of(plan, axes, length), plan.checkpointing
-        if (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
+        if is_hybrid(job.model) or (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
             return estimate(job)
         # With the same checkpoints in every block, memory is linear in blocks: two short simulations suffice.
         title = f"{length:,} tokens in a few blocks"

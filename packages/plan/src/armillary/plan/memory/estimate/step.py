@@ -259,16 +259,17 @@ class StateSizes(StepSizes):
     @classmethod
     def beside(cls, sizes: StepSizes, job: Job, config: LlamaConfig, mixer: Mixer) -> StateSizes:
         """Returns the sizes of the blocks with a mixer, in a model that has `sizes` with attention."""
-        assert isinstance(job.attention, AttentionChoice) and config.states is not None
+        assert config.states is not None
         common = {each.name: getattr(sizes, each.name) for each in fields(StepSizes)}
         common |= {"mixer": mixer, "model": Widths.of(config, mixer).shard(sizes.tp)}
-        layout = job.attention.layout(job.length, sizes.ring)
-        layout = layout if sizes.ulysses == 1 else layout.refine(sizes.ulysses)
+        ranks = sizes.ring * sizes.ulysses
+        # Ranks on the head axis cut zigzag shards into contiguous ones.
+        gathered = gathered_bytes(mixer, config.states, ranks, zigzag=sizes.ulysses == 1)
         return cls(
             **common,
             layer=config.states,
-            memory=StateMemory.of(mixer, config.states, job.precision, layout.shards > 1),
-            gathered_states=gathered_bytes(mixer, config.states, layout, sizes.rows),
+            memory=StateMemory.of(mixer, config.states, job.precision, ranks > 1),
+            gathered_states=sizes.rows * gathered,
         )
 
     def bytes(self, memory: LinearBytes) -> float:

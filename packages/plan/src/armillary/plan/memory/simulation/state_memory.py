@@ -65,7 +65,7 @@ class StateMemory:
         ranks = 2 if sharded else 1
         short, long = (_peaks(mixer, states, precision, TOKENS * n, ranks) for n in (1, 2))
         wide = _peaks(mixer, states, precision, TOKENS * 2, 2 * ranks) if sharded else long
-        gathered, more_gathered = (gathered_bytes(mixer, states, _layout(TOKENS, n)) for n in (ranks, 2 * ranks))
+        gathered, more_gathered = (gathered_bytes(mixer, states, n, zigzag=True) for n in (ranks, 2 * ranks))
         linear = list[LinearBytes]()
         for a, b, c in zip(short, long, wide, strict=True):
             per_token, per_gathered = (b - a) / TOKENS, (c - b) / (more_gathered - gathered)
@@ -74,17 +74,33 @@ class StateMemory:
 
 
 @lru_cache(maxsize=1024)
-def gathered_bytes(mixer: Mixer, states: StateConfig, layout: SequenceLayout, batch: int = 1) -> int:
-    """Bytes of the states and maps that a layer gathers from all ranks."""
+def gathered_bytes(mixer: Mixer, states: StateConfig, ranks: int, zigzag: bool) -> int:
+    """Bytes of the states and maps that a layer gathers from all ranks for a row, on zigzag or contiguous shards.
+
+    Each rank beyond the second adds as many, so that no layout of many ranks is built.
+    """
+    if ranks == 1:
+        return 0
     layer = "ssd" if mixer == "mamba2" else "gated_delta_rule"
-    elements = gathered_elements(
-        layer, layout, heads=states.heads, key_dim=states.key_dim, value_dim=states.value_dim, batch=batch
+    two, three = (
+        STATE_BYTES
+        * sum(
+            gathered_elements(
+                layer,
+                _layout(1, n) if zigzag else SequenceLayout.contiguous(n, n),
+                heads=states.heads,
+                key_dim=states.key_dim,
+                value_dim=states.value_dim,
+            )
+        )
+        for n in (2, 3)
     )
-    return STATE_BYTES * sum(elements)
+    return two + (ranks - 2) * (three - two)
 
 
 def _layout(tokens: int, ranks: int) -> SequenceLayout:
-    return SequenceLayout.zigzag(tokens * ranks, ranks)
+    """Returns the zigzag layout of `tokens` pairs of tokens a rank."""
+    return SequenceLayout.zigzag(2 * tokens * ranks, ranks)
 
 
 def _peaks(mixer: Mixer, states: StateConfig, precision: torch.dtype, tokens: int, ranks: int) -> tuple[int, ...]:
@@ -93,7 +109,7 @@ def _peaks(mixer: Mixer, states: StateConfig, precision: torch.dtype, tokens: in
     # A group of its own, because in the tuner the process already has a default group.
     axis = Axis("ring", rank, ranks, fake_group(rank, ranks), None)
     with torch.device("meta"):
-        layer = STATE_MIXERS[mixer](WIDTH, states, 1e-6, _OnAxis(axis, _layout(tokens, ranks))).to(precision)
+        layer = STATE_MIXERS[mixer](WIDTH, states, 1e-6, _OnAxis(axis, _layout(tokens // 2, ranks))).to(precision)
     with FakeTensorMode(allow_non_fake_inputs=True), simulating():
         layer.to_empty(device="cpu")
         x = torch.empty(1, tokens, WIDTH, dtype=precision, requires_grad=True)
