@@ -77,17 +77,17 @@ PARTLY = {
     ],
     16: [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16)],
 }
-"""By ranks: through a third of a brief one, a quarter on more than four. Their parts have been through more, above."""
+"""By ranks: through a fifth of a brief one, a sixth on more than four. Their parts have been through more, above."""
 Chosen = tuple[Composition, int, int]
 """What is tried of it: of the brief sample of this number, one case in so many."""
 
 
-def calls() -> Iterator[list[Chosen]]:
-    """What is tried in a call: about half of those with so many ranks."""
+def calls(step: int = 5) -> Iterator[list[Chosen]]:
+    """What is tried in a call: about half of those with so many ranks; of `PARTLY` one case in `step`."""
     number = 0
-    for ranked, step in ((BRIEF, 1), (PARTLY, 3)):
+    for ranked, every in ((BRIEF, 1), (PARTLY, step)):
         for ranks, some in ranked.items():
-            chosen = [(one, i, step + (ranks > 4)) for i, one in enumerate(some, number)]
+            chosen = [(one, i, every + (ranks > 4)) for i, one in enumerate(some, number)]
             number += len(some)
             yield from (chosen[::2], chosen[1::2]) if ranks < 16 else (chosen,)
 
@@ -103,8 +103,10 @@ LONG = [of("ring", ring=8), of("wallfacer-4-keys", ring=16)]
 """The first of groups whose every method others try on fewer ranks, also with two and more in each ring."""
 
 
-def marked(chosen: Iterator[list[Chosen]]) -> list[Any]:
-    return [pytest.param(some, marks=[pytest.mark.long] * (some[0][0] in LONG)) for some in chosen]
+def marked() -> list[Any]:
+    """`LONG` only runs when asked for, and then a third of the brief samples of `PARTLY` too."""
+    usual = [pytest.param(some, marks=[pytest.mark.long] * (some[0][0] in LONG)) for some in calls()]
+    return usual + [pytest.param(some, marks=pytest.mark.long) for some in calls(3) if some[0][2] > 1]
 
 
 def through(composition: Composition) -> Any:
@@ -150,9 +152,7 @@ def test_any_two_settings_at_once(worlds, composition):
     assert worlds(composition.ranks).run(conform, [(composition, cases())]) == [[]] * composition.ranks
 
 
-@pytest.mark.parametrize(
-    "some", marked(calls()), ids=lambda some: " ".join(str(composition) for composition, *_ in some)
-)
+@pytest.mark.parametrize("some", marked(), ids=lambda some: " ".join(str(composition) for composition, *_ in some))
 def test_every_setting_once(worlds, some):
     ranks, chosen = some[0][0].ranks, [(composition, part_of_brief(*part)) for composition, *part in some]
     assert worlds(ranks).run(conform, chosen) == [[]] * ranks

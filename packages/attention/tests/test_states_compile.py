@@ -27,13 +27,15 @@ def state_of(kind: str) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def compiled_and_eager(kind: str, backend: str) -> dict[str, bool]:
+def compiled_and_eager(kind: str, backend: str, every_pair: bool) -> dict[str, bool]:
+    """Whether a layer agrees with each mask, on both layouts or on one: the other one for the next mask."""
     torch._dynamo.reset()
     ring, layer = mesh(ring=2)["ring"], layer_of(kind)
     rank = Axis.of(ring).rank
-    same = {}
-    for name, mask in MASKS.items():
-        for layout in (SequenceLayout.zigzag(LENGTH, 2), SequenceLayout([[range(5), range(20, 24)], [range(5, 20)]])):
+    same, layouts = {}, [SequenceLayout.zigzag(LENGTH, 2), SequenceLayout([[range(5), range(20, 24)], [range(5, 20)]])]
+    for i, (name, mask) in enumerate(MASKS.items()):
+        one = (i + KINDS.index(kind)) % 2
+        for layout in layouts if every_pair else layouts[one : one + 1]:
             own = {name: x.requires_grad_() for name, x in own_inputs(inputs_of(kind, LENGTH), layout, rank).items()}
             initial = state_of(kind).requires_grad_()
 
@@ -54,16 +56,17 @@ def compiled_and_eager(kind: str, backend: str) -> dict[str, bool]:
     return same
 
 
+@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_in_the_graph(worlds, kind):
-    for same in worlds(2).run(compiled_and_eager, kind, "aot_eager", timeout=300):
-        assert all(same.values()), same
+def test_layers_are_in_the_graph(worlds, kind, every_pair):
+    for same in worlds(2).run(compiled_and_eager, kind, "aot_eager", every_pair, timeout=300):
+        assert len(same) in (4, 8) and all(same.values()), same
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_in_the_graph_of_the_default_compiler(worlds, kind):
-    for same in worlds(2).run(compiled_and_eager, kind, "inductor", timeout=600):
+    for same in worlds(2).run(compiled_and_eager, kind, "inductor", True, timeout=600):
         assert all(same.values()), same
 
 
