@@ -12,7 +12,7 @@ from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.sources import Projected
 from armillary.core.testing import mesh, relative_error
 from armillary.models.layers.projections import HeadProjections
-from armillary.models.parallel.sharded_modules import ColumnParallelLinear, shard_parameters
+from armillary.models.parallel.sharded_modules import ColumnParallelLinear, shard_module
 
 B, T, E, H, K, D = 2, 11, 12, 6, 3, 4
 STAGES = [((0, 1), (0, 1, 2)), ((2, 4), None), ((5, 3), None)]
@@ -100,7 +100,7 @@ def cut_over_ranks():
     x, grads = torch.randn(B, T, E).double(), random_grads(torch.float64)
     _, expected = by_autograd_unused(full, x, grads)
     expected = [expected[id(parameter)] for parameter in (full.query.weight, full.query.bias)]
-    local_query = shard_parameters(full.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
+    local_query = shard_module(full.query, ColumnParallelLinear, axis, {"weight": Shard(0), "bias": Shard(0)})
     totals = GradientSums([local_query._parameters["weight"], local_query._parameters["bias"]])
     source = Projected(x, replace(full, query=local_query, heads=H // 2), 4, None, totals)
     for heads in ((0, 2), (1,)):

@@ -90,7 +90,7 @@ def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
     assert ring[RELAID].time.attention == pytest.approx(ring["zigzag"].time.attention)
     assert trainer_config(result, ring[RELAID]).parallel.contiguous_states
     assert not any(x.candidate.contiguous_states for x in result.choices if x.candidate.mesh.tp > 1)
-    assert ring["contiguous"].sent < 0.9 * ring["zigzag"].sent
+    assert ring["contiguous"].sent_bytes < 0.9 * ring["zigzag"].sent_bytes
     assert ring["contiguous"].time.attention > ring["zigzag"].time.attention  # the last rank has most of the work
     config = trainer_config(result, ring["contiguous"])
     model = model_config(config.model, result.model.vocab_size, result.length)
@@ -105,7 +105,7 @@ def test_the_search_shows_the_best_with_each_layout(capsys):
     start = lines.index("the best with each layout")
     assert {line.split("  ")[0] for line in lines[start + 4 : start + 7]} == {"zigzag", "contiguous", RELAID}
     main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring", "--json"])
-    assert all(choice["sent"] >= 0 for choice in json.loads(capsys.readouterr().out)["choices"])
+    assert all(choice["sent_bytes"] >= 0 for choice in json.loads(capsys.readouterr().out)["choices"])
 
 
 @pytest.mark.parametrize("zigzag", [True, False])

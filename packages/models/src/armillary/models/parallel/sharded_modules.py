@@ -74,7 +74,7 @@ def local(parameter: DTensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial() if placement == Replicate() else placement])
 
 
-def shard_parameters(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
+def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
     """Changes the class of `module` to `kind`, in place, and distributes its parameters; replicated by default.
 
     Every rank keeps its part of its own full value (or of "meta"); no communication.

@@ -26,7 +26,7 @@ from armillary.models.gpt import GPT
 from armillary.models.layers.interleaved import all_gather_interleaved
 from armillary.models.llama import Llama
 from armillary.models.parallel import sharded_modules
-from armillary.models.parallel.sharded_modules import ShardedModule, shard_parameters
+from armillary.models.parallel.sharded_modules import ShardedModule, shard_module
 from armillary.models.state_config import Mixer
 
 
@@ -92,7 +92,7 @@ class ReplaceBy(ParallelStyle):
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return shard_parameters(module, self.kind, device_mesh, self.placements)
+        return shard_module(module, self.kind, device_mesh, self.placements)
 
 
 class SplitHeads(ParallelStyle):

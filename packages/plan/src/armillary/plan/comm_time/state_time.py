@@ -75,25 +75,6 @@ def state_passes(
     mask: AttentionMask,
 ) -> Passes:
     """Time of a layer with a state, whose backward computes the recurrence again."""
-    plan = mixer_comm_plan(mixer, states, layout, rows, tp, precision, mask)
-    exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
-    operations = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
-    compute = operations / (device.flops * device.matmul)
-    return replace(
-        exchanges, forward=exchanges.forward + Span(compute), backward=exchanges.backward + Span(3 * compute)
-    )
-
-
-def mixer_comm_plan(
-    mixer: Mixer,
-    states: StateConfig,
-    layout: SequenceLayout,
-    rows: int,
-    tp: int,
-    precision: torch.dtype,
-    mask: AttentionMask,
-) -> CommPlan:
-    """Communication plan of a layer with a state: the tokens before its convolution's runs, then states and maps."""
     layer: Literal["ssd", "gated_delta_rule"] = "ssd" if mixer == "mamba2" else "gated_delta_rule"
     channels = (2 * states.keys + states.values) // tp
     halo = halo_comm_plan(layout, states.conv_width - 1, channels, precision, rows, mask)
@@ -106,7 +87,14 @@ def mixer_comm_plan(
         batch=rows,
         mask=mask,
     )
-    return CommPlan((*halo.forward, *scan.forward), (*scan.backward, *halo.backward))
+    # The tokens before the runs of the short convolution come first, then states and maps; backward the other way.
+    plan = CommPlan((*halo.forward, *scan.forward), (*scan.backward, *halo.backward))
+    exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
+    operations = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
+    compute = operations / (device.flops * device.matmul)
+    return replace(
+        exchanges, forward=exchanges.forward + Span(compute), backward=exchanges.backward + Span(3 * compute)
+    )
 
 
 def exchange_passes(plan: CommPlan, cluster: Cluster, layout: SequenceLayout, tp: int) -> Passes:
@@ -118,4 +106,4 @@ def exchange_passes(plan: CommPlan, cluster: Cluster, layout: SequenceLayout, tp
             plan_seconds(steps, cluster, 0.0, copies, stride=tp).exchange for steps in (plan.forward, plan.backward)
         )
     )
-    return Passes(forward, backward, sent=sent_bytes(plan, layout.shards))
+    return Passes(forward, backward, sent_bytes=sent_bytes(plan, layout.shards))

@@ -69,7 +69,7 @@ class Passes:
 
     Args:
         overlap: False if nothing is sent while forward computes.
-        sent: bytes that each rank sends, in forward and in backward.
+        sent_bytes: bytes that each rank sends, in forward and in backward.
         states: the same for the blocks of each mixer with a state.
         relayout: one move of hidden states to the layout of blocks with a state, and back with the gradients.
         relayouts: number of these in a step, there and back.
@@ -78,7 +78,7 @@ class Passes:
     forward: Span
     backward: Span
     overlap: bool = True
-    sent: SentBytes = ((), ())
+    sent_bytes: SentBytes = ((), ())
     states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
     relayout: Passes | None = None
     relayouts: int = 0
@@ -181,17 +181,18 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
 
     Not counted: under a checkpoint policy, methods with a head axis send q, k, v and out once more in backward.
     """
-    step, total = StepSizes.of(job), [0] * len(passes.sent[0])
+    step, total = StepSizes.of(job), [0] * len(passes.sent_bytes[0])
 
-    def add(sent: Sequence[int], times: int) -> None:
-        total[:] = [a + times * b for a, b in zip(total, sent, strict=True)]
+    def add(by_rank: Sequence[int], times: int) -> None:
+        total[:] = [a + times * b for a, b in zip(total, by_rank, strict=True)]
 
     for sizes, blocks in step.by_mixer(range(step.model.layers)):
-        forward, backward = passes.at(sizes.mixer).sent
+        forward, backward = passes.at(sizes.mixer).sent_bytes
         add(forward, len(blocks) + recomputed_attentions(step, blocks))
         add(backward, len(blocks))
-    for sent in passes.relayout.sent if passes.relayout is not None else ():
-        add(sent, passes.relayouts)
+    if passes.relayout is not None:
+        for by_rank in passes.relayout.sent_bytes:
+            add(by_rank, passes.relayouts)
     return total
 
 

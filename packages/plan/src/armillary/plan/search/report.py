@@ -57,7 +57,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
                 "seconds": choice.time.seconds,
                 "parts": choice.time.parts(),
                 "mfu": choice.mfu,
-                "sent": choice.sent,
+                "sent_bytes": choice.sent_bytes,
                 "device": choice.memory.device,
                 "host": choice.memory.host,
                 "reason": None if choice.fits and choice is result.fitting[0] else result.reason(choice),
@@ -159,7 +159,13 @@ def layout_rows(result: SearchResult) -> Iterator[list[str]]:
             candidate = choice.candidate
             if candidate.layout_name == layout and candidate.mesh.ring > 1:
                 seconds, *_ = figures(choice, result.fitting[0])
-                yield [layout, str(candidate.attention), str(candidate.mesh), seconds, f"{choice.sent / 1e6:,.1f}"]
+                yield [
+                    layout,
+                    str(candidate.attention),
+                    str(candidate.mesh),
+                    seconds,
+                    f"{choice.sent_bytes / 1e6:,.1f}",
+                ]
                 break
 
 

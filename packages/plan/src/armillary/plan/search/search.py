@@ -88,7 +88,8 @@ class Choice:
 
     Args:
         job: one rank's step, as `armillary.plan.memory` simulates it.
-        sent: bytes that the busiest rank sends in a step to mix tokens: attention's, states', moves between layouts.
+        sent_bytes: bytes that the busiest rank sends in a step to mix tokens: of attention, states, moves between
+            layouts.
     """
 
     candidate: Candidate
@@ -97,7 +98,7 @@ class Choice:
     memory: Estimate
     fits: bool
     mfu: float
-    sent: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ class Peaks:
         step = self.step
         if step.checkpointing.policy == "none":
             saved = CategoryBytes()
-            for sizes, own in step.by_mixer([] if host else blocks):
-                saved += (self.saved_to_attention(sizes) + self.saved_after_attention(sizes)).times(len(own))
+            for sizes, of_mixer in step.by_mixer([] if host else blocks):
+                saved += (self.saved_to_attention(sizes) + self.saved_after_attention(sizes)).times(len(of_mixer))
             return saved
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
@@ -126,7 +126,7 @@ class Peaks:
         """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
         step, keeps = self.step, self.step.keeps
         recomputed = [i for i in blocks if i + 1 < len(keeps) and not keeps[i + 1].x and keeps[i].host == host]
-        without_output = sum(not keeps[i].attention_output for i in recomputed if step.at(i) is step)
+        without_output = sum(not keeps[i].attention_output for i in recomputed if step.at(i).mixer == "attention")
         return self.checkpoints(sum(not keeps[i].x for i in recomputed), without_output)
 
     def checkpoints(self, inputs: int, outputs: int) -> CategoryBytes:
@@ -148,7 +148,8 @@ class Peaks:
         The MLP's are its input, the input's norm, and gate, silu(gate), up and their product; without a gate, the
         tensors before and after GELU.
         """
-        out = step.out if step.ulysses > 1 and not step.projects_in_stages and step is self.step else 0
+        is_copied = step.mixer == "attention" and step.ulysses > 1 and not step.projects_in_stages
+        out = step.out if is_copied else 0
         mlp = step.x + (step.gathered or step.x) + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
         return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
 

@@ -101,11 +101,11 @@ class StepSizes:
         indices = defaultdict[Mixer, list[int]](list)
         for i in blocks:
             indices[self.mixers[i % len(self.mixers)]].append(i)
-        return [(self.state_blocks.get(mixer, self), own) for mixer, own in indices.items()]
+        return [(self.state_blocks.get(mixer, self), of_mixer) for mixer, of_mixer in indices.items()]
 
     def parameters(self, blocks: Sequence[int]) -> int:
         """Number of parameters of these blocks."""
-        return sum(len(own) * sizes.model.block for sizes, own in self.by_mixer(blocks))
+        return sum(len(of_mixer) * sizes.model.block for sizes, of_mixer in self.by_mixer(blocks))
 
     @cached_property
     def all_parameters(self) -> int:
@@ -168,7 +168,8 @@ class StepSizes:
         if not self.state_blocks:
             return keeps
         return tuple(
-            replace(keep, attention_output=keep.attention_output and self.at(i) is self) for i, keep in enumerate(keeps)
+            replace(keep, attention_output=keep.attention_output and self.at(i).mixer == "attention")
+            for i, keep in enumerate(keeps)
         )
 
     @cached_property
