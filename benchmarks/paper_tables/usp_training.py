@@ -168,7 +168,7 @@ class Predicted:
     def memory_bound(self) -> float:
         """Seconds of a step's passes over memory."""
         tokens = self.job.length * self.mesh.shard / self.cluster.ranks
-        parameters, bandwidth = StepSizes.of(self.job).model.all, self.cluster.accelerator.memory_bandwidth
+        parameters, bandwidth = StepSizes.of(self.job).all_parameters, self.cluster.accelerator.memory_bandwidth
         passes = MemoryBound.of(self.job.model, tokens, parameters, bandwidth)
         return self.micro_batches * (passes.activations + passes.gradients) + passes.once
 
@@ -192,7 +192,7 @@ class Predicted:
         nodes = self.cluster.nodes
         if nodes == 1 or self.row.tp in (1, self.cluster.ranks_per_node):
             return self.transfers
-        size = (step.e + MASTER) * step.model.all * (1 - 1 / step.sharing)
+        size = (step.e + MASTER) * step.all_parameters * (1 - 1 / step.sharing)
         return size / self.cluster.between.bandwidth
 
     @property
@@ -216,7 +216,7 @@ class Predicted:
         inner = step.tensor(step.model.inner)
         gathered = 2 * (step.gathered - step.x) if step.tp > 1 else 0
         return {
-            "whole float32 gradients": MASTER * step.model.all * (1 - 1 / step.sharing),
+            "whole float32 gradients": MASTER * step.all_parameters * (1 - 1 / step.sharing),
             "fused SwiGLU, which stores 3 tensors and not 4": -step.model.layers * inner,
             "inputs gathered again in backward": -step.model.layers * gathered,
         }

@@ -67,7 +67,7 @@ def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
     seen, calls = set(), 0
     for calls in count():
         save(folder, 1)
-        folder.damaged(2).mkdir()
+        folder.damaged_path(2).mkdir()
         process = fork.Process(target=killed_after, args=(calls, work))
         process.start()
         process.join()
