@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from armillary.core import mesh as core_mesh
 from armillary.core.gloo_threads import THREADS, gloo_thread_states
 from armillary.core.mesh import ALL_AXES, own_device
 from armillary.core.testing import World, mesh
+from armillary.core.testing.world import fork_context
 
 
 @pytest.fixture
@@ -245,6 +247,26 @@ def test_flattened_groups_on_cuda_have_the_timeout_of_their_axes(monkeypatch, co
     monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: set_timeouts.append((timeout, group)))
     assert compat.flatten(Mesh(), ("shard", "ring"), "fsdp") is flat  # type: ignore[arg-type]
     assert set_timeouts == ([(configured, "flat group")] if configured else [])
+
+
+def start_and_leave(rank: int, folder: str, times: int) -> int:
+    """Starts a process group and destroys it at once, `times` times. Returns the number of groups."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    os.environ["WORLD_SIZE"] = "2"
+    for start in range(times):
+        # Without the polls of our own rendezvous, which take a hundred times as long as a start.
+        dist.rendezvous = lambda url, timeout: iter([(store, rank, 2)])
+        core_mesh.rendezvous = lambda store, *_, start=start: dist.PrefixStore(str(start), store)
+        start_process_group("cpu", timedelta(seconds=30))
+        dist.destroy_process_group()
+    return times
+
+
+def test_a_rank_may_leave_a_group_as_soon_as_it_has_started(tmp_path):
+    """Without a wait for the slower rank, one of seven starts fails there with "connection closed by peer"."""
+    with ProcessPoolExecutor(2, fork_context()) as ranks:
+        starts = [ranks.submit(start_and_leave, rank, str(tmp_path), 25) for rank in range(2)]
+        assert [start.result(timeout=120) for start in starts] == [25, 25]
 
 
 def with_priority() -> list[Any]:

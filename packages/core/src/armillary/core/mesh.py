@@ -150,6 +150,10 @@ def start_process_group(
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         start(store=rendezvous(store, rank, ranks, timeout), rank=rank, world_size=ranks)
+        if "gloo" in backend:
+            # Gloo returns on a rank when that rank has connected to all others. If it then ends, or destroys the group,
+            # a rank that is still connecting fails with "connection closed by peer".
+            _connect(dist.group.WORLD, "cpu")
     else:
         start(store=dist.HashStore(), rank=0, world_size=1)
 
@@ -301,5 +305,6 @@ def _connect(group: dist.ProcessGroup, device: str) -> None:
 
     NCCL connects a group at its first use and needs all of its ranks there, but an exchange may involve only some. A
     barrier does not suffice: in a group with a host backend it connects only gloo, and otherwise it guesses the device.
+    Gloo connects earlier, but not all ranks at once: after the all-reduce, all of them have.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
