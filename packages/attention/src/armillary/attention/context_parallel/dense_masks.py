@@ -1,6 +1,8 @@
-"""Conversion of `attn_mask` tensors to `AttentionMask`.
+"""Conversion of dense `attn_mask` tensors to `AttentionMask`, which has a few slices instead of N^2 values.
 
-The visible keys of a query are runs. Slices join the runs of consecutive queries whose ends stay or move by one key.
+The visible keys of a query form runs. A slice is one run over consecutive queries, if each end of it stays or moves by
+one key from query to query. Masks of causality, a window and documents are recognized first, because kernels and
+layouts are cheapest for them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from armillary.core import SequenceLayout, compat
 
 Integers = npt.NDArray[np.int64]
 
-SLICES = 2**14
+MAX_SLICES = 2**14
 """Maximum number of slices for a row of the batch."""
 
 REMEDY = (
@@ -35,7 +37,7 @@ class MaskReader:
     def __init__(self, method: Method) -> None:
         self.method = method
         self.cache: Any = WeakTensorKeyDictionary()
-        """attn_mask -> ((its version, rows, tokens), its mask)."""
+        """attn_mask -> ((version, batch, sequence length), AttentionMask)."""
 
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
         """Returns an `attn_mask` as a mask. Every rank must call it: ranks exchange a hash, if the axes are known.
@@ -43,6 +45,7 @@ class MaskReader:
         Raises:
             ValueError: as `mask_of_tensor`, on every rank if ranks can communicate; ranks hold different masks.
         """
+        # Inference tensors have no version, so changes in place could not be seen: convert these every time.
         version = None if attn_mask.is_inference() else attn_mask._version
         key = (version, batch, layout.length)
         cached = self.cache.get(attn_mask)
@@ -58,7 +61,7 @@ class MaskReader:
             hashes = gather_integers([[int(mask is not None), 0 if mask is None else hash(mask)]], self.method)
             if not reason and not all(readable for readable, _ in hashes):
                 reason = f"attn_mask of another rank is no mask of the whole sequence; {REMEDY}"
-            elif not reason and any(each != hashes[0] for each in hashes):
+            elif not reason and any(rank_hash != hashes[0] for rank_hash in hashes):
                 reason = f"ranks of one sequence were given different values of attn_mask; {REMEDY}"
         if mask is None or reason:
             raise ValueError(reason)
@@ -73,7 +76,7 @@ def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
         attn_mask: mask of the whole sequence, not of this rank's tokens; any shape that broadcasts to [B, H, N, N].
 
     Raises:
-        ValueError: a mask of a shard, of other numbers of heads or rows, a bias, or more than SLICES slices.
+        ValueError: a mask of a shard, of other numbers of heads or rows, a bias, or more than MAX_SLICES slices.
     """
     rows = [_mask_of_row(row) for row in _visibility(attn_mask, batch, length)]
     return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
@@ -103,14 +106,12 @@ def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bo
 
 
 def _visible_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns True for each visible pair of a mask [B, N, N].
-
-    A key with the dtype's lowest number is hidden if its query sees other keys, because its weight is then 0.
-    """
+    """Returns True for each visible pair of a mask [B, N, N]. `shape` is the original one, for error messages."""
     if attn_mask.dtype == torch.bool:
         return attn_mask
     if not attn_mask.is_floating_point():
         raise ValueError(f"attn_mask is {attn_mask.dtype}; {REMEDY}")
+    # Many models write the dtype's lowest number instead of -inf. Its weight is 0 if the query sees any other key.
     visible, lowest = attn_mask == 0, torch.finfo(attn_mask.dtype).min
     bias = ~visible & (attn_mask != -torch.inf) & (attn_mask != lowest)
     if bool(bias.any()):
@@ -124,7 +125,7 @@ def _visible_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Runs(NamedTuple):
-    """Runs of visible keys of all queries, in order of queries."""
+    """Runs of visible keys of all queries, in order of queries. Run r is keys starts[r] .. ends[r] - 1."""
 
     first: Integers
     """Index of the first run of each query, [N + 1]."""
@@ -133,9 +134,10 @@ class _Runs(NamedTuple):
 
 
 def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
+    """Returns the mask of one row of the batch, given its visibility [N, N]."""
     runs = _find_runs(visible)
-    plain = _plain_mask(runs, len(visible))
-    return AttentionMask.of_slices(_slices(runs, len(visible))) if plain is None else plain
+    banded_mask = _banded_mask(runs, len(visible))
+    return AttentionMask.of_slices(_slices(runs, len(visible))) if banded_mask is None else banded_mask
 
 
 def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
@@ -148,8 +150,8 @@ def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
     return _Runs(np.searchsorted(queries, np.arange(len(visible) + 1)), starts, ends)
 
 
-def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
-    """Returns a mask of causality, window and documents alone, if they describe the runs; else None."""
+def _banded_mask(runs: _Runs, length: int) -> AttentionMask | None:
+    """Returns a mask of causality, a window and documents, if these describe the runs exactly; else None."""
     if (np.diff(runs.first) != 1).any():  # causal, window and documents give each query one run of keys
         return None
     queries, starts, ends = np.arange(length), runs.starts, runs.ends
@@ -160,8 +162,9 @@ def _plain_mask(runs: _Runs, length: int) -> AttentionMask | None:
     boundaries = np.append(cuts, length)
     document = np.searchsorted(cuts, queries, side="right") - 1
     low, high = boundaries[document], boundaries[document + 1]
+    # The widest run on each side of the diagonal is the window, if there is one.
     left, right = int((queries - starts).max()), int((ends - 1 - queries).max())
-    if left < 0 or right < 0:
+    if left < 0 or right < 0:  # no query sees its own key
         return None
     # Without a window, every run reaches the end of its document. With one, runs end there or at the window's edge.
     before = None if (starts == low).all() else left
@@ -182,44 +185,50 @@ def _slices(runs: _Runs, length: int) -> list[Slice]:
     first = 0
     counts = np.diff(runs.first)
     while first < length:
-        last, moves = _last_query_alike(runs, counts, first)
+        last, moves = _extend_slices(runs, counts, first)
         for run in range(counts[first]):
             index = runs.first[first] + run
             slices.append(_slice(first, last, int(runs.starts[index]), int(runs.ends[index]), *moves[run].tolist()))
-        if len(slices) > SLICES:
-            raise ValueError(f"attn_mask is made of more than {SLICES} slices; {REMEDY}")
+        if len(slices) > MAX_SLICES:
+            raise ValueError(f"attn_mask is made of more than {MAX_SLICES} slices; {REMEDY}")
         first = last + 1
     return slices
 
 
-def _last_query_alike(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
-    """Returns (last query up to which the runs of `first` move evenly, moves per query of each run's start and end).
+def _extend_slices(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
+    """Extends the runs of query `first` over as many following queries as possible.
 
-    Moves are 0 or 1, [runs, 2].
+    Args:
+        counts: number of runs of each query, [N].
+
+    Returns:
+        The last of these queries, and the moves per query of each run's start and end, 0 or 1, [runs, 2].
     """
     run_count = int(counts[first])
     same_count = counts[first:] == run_count
     end = first + (len(same_count) if same_count.all() else int(same_count.argmin()))
-    step, moves = 64, np.zeros((run_count, 2), dtype=np.int64)
+    chunk, moves = 64, np.zeros((run_count, 2), dtype=np.int64)
     last = first
-    # Compares blocks of queries of doubling length, so that a short slice does not read all remaining queries.
+    # Compares chunks of queries of doubling length, so that a short slice does not read all remaining queries.
     while last + 1 < end:
-        stop = min(last + 1 + step, end)
+        stop = min(last + 1 + chunk, end)
         index = runs.first[last]
         edges = np.stack([runs.starts, runs.ends], axis=1)[index : index + (stop - last) * run_count]
-        block_moves = np.diff(edges.reshape(stop - last, run_count, 2), axis=0)
+        chunk_moves = np.diff(edges.reshape(stop - last, run_count, 2), axis=0)
+        # The first two queries define the moves that all others must repeat.
         if last == first:
-            if not np.isin(block_moves[0], (0, 1)).all():
+            if not np.isin(chunk_moves[0], (0, 1)).all():
                 return first, moves
-            moves = block_moves[0]
-        different = (block_moves != moves).any(axis=(1, 2))
+            moves = chunk_moves[0]
+        different = (chunk_moves != moves).any(axis=(1, 2))
         if different.any():
             return last + int(different.argmax()), moves
-        last, step = stop - 1, 2 * step
+        last, chunk = stop - 1, 2 * chunk
     return last, moves
 
 
 def _slice(first: int, last: int, start: int, end: int, start_moves: int, end_moves: int) -> Slice:
+    """Returns the slice of queries first .. last whose run is keys start .. end - 1 at query `first`."""
     # An end that moves with the query is a bound on j - i; a fixed end is an end of the range of keys.
     keys = range(start, end + end_moves * (last - first))
     low = start - first if start_moves else None

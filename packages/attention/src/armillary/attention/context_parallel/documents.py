@@ -1,7 +1,8 @@
-"""Documents of packed rows, found from position ids of which every rank has only its own.
+"""Documents of packed rows, reconstructed from position ids that are sharded over ranks.
 
-A token at global position p with position id i lies in the document that starts at p - i. Ranks exchange
-their starts, with the first and the last token of each, so that all find the same documents or raise the same error.
+A token at global position p with position id i is in the document that starts at p - i. Ranks exchange
+the starts of their tokens, with the first and last token of each start, so that every rank reconstructs the same
+documents or raises the same error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from armillary.core import SequenceLayout
 
 
 class PackedRun(NamedTuple):
-    """Tokens of a row whose document starts at `start`: the first and the last of them, in global positions."""
+    """A rank's tokens of one row whose document starts at `start`, from `first` to `last`, in global positions."""
 
     row: int
     start: int
@@ -48,7 +49,7 @@ def find_documents(position_ids: Tensor, layout: SequenceLayout, method: Method,
     """
     runs = gather_integers(_runs(position_ids - first, layout.positions(method.shard)), method)
     rows = [[PackedRun(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
-    documents = [_boundaries(row, layout.length, first) for row in rows]
+    documents = [_boundaries(row_runs, layout.length, first) for row_runs in rows]
     _check_not_shards(documents, layout, first)
     if all(ends == (0, layout.length) for ends in documents):
         return None
@@ -89,21 +90,27 @@ def check_shards(tokens: int, positions: int, layout: SequenceLayout, method: Me
 def _runs(
     position_ids: Tensor, positions: Tensor, boundaries: Sequence[Sequence[int]] | None = None
 ) -> list[PackedRun]:
-    """Returns the runs of this rank's tokens with one start each; with boundaries, a run lies in one document."""
+    """Groups this rank's tokens by the start of their document.
+
+    Args:
+        position_ids: [B, T].
+        positions: [T], global positions of the tokens.
+        boundaries: known documents of each row: equal starts in two of them are two runs.
+    """
     runs: list[PackedRun] = []
     for row, ids in enumerate(position_ids.cpu().long()):
         ends = torch.tensor(boundaries[row] if boundaries else (0,))
-        # Tokens of one document have one start; with boundaries, equal starts in two documents are two runs.
-        keys = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
-        keys, run_of_token = keys.unique(dim=1, return_inverse=True)
-        first = torch.full_like(keys[1], 2**62).scatter_reduce(0, run_of_token, positions, "amin")
-        last = torch.full_like(keys[1], -1).scatter_reduce(0, run_of_token, positions, "amax")
-        runs += [PackedRun(row, *run) for run in zip(keys[1].tolist(), first.tolist(), last.tolist(), strict=True)]
+        # Tokens with the same (known document, start) form a run.
+        pairs = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
+        (_, starts), run_of_token = pairs.unique(dim=1, return_inverse=True)
+        first = torch.full_like(starts, 2**62).scatter_reduce(0, run_of_token, positions, "amin")
+        last = torch.full_like(starts, -1).scatter_reduce(0, run_of_token, positions, "amax")
+        runs += [PackedRun(row, *run) for run in zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)]
     return runs
 
 
 def _spans(runs: Sequence[PackedRun]) -> dict[int, tuple[int, int]]:
-    """Returns the first and the last position of each start, over the runs of all ranks."""
+    """Returns {start: (first position, last position)} over the runs of all ranks."""
     spans: dict[int, tuple[int, int]] = {}
     for _, start, first, last in runs:
         low, high = spans.get(start, (first, last))
@@ -112,11 +119,9 @@ def _spans(runs: Sequence[PackedRun]) -> dict[int, tuple[int, int]]:
 
 
 def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
-    """Raises ValueError if position ids do not rise within one document, given its runs on all ranks.
-
-    Ids that skip positions make `start` fall from run to run, so they rise exactly if runs of lower starts come later.
-    """
-    # In order of positions; runs of different starts must neither overlap nor have rising starts.
+    """Raises ValueError if position ids do not rise within one document, given its runs on all ranks."""
+    # Where an id skips s positions, start = position - id falls by s. So ids rise exactly if, in order of positions,
+    # runs do not overlap and their starts fall.
     ordered = sorted(_spans(runs).items(), key=lambda span: span[1])
     for (start, (_, last)), (next_start, (first, _)) in pairwise(ordered):
         if last > first or next_start > start:
@@ -127,12 +132,16 @@ def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
 
 
 def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> tuple[int, ...]:
-    """Returns the document boundaries of one row; each run of all ranks together must fill one document."""
+    """Returns the document boundaries of one row, given the runs of all ranks.
+
+    Raises:
+        ValueError: the starts do not cut the row into documents.
+    """
     spans = _spans(runs)
     starts = sorted(spans)
-    ends = (*starts, length)
-    for start, end in pairwise(ends):
-        # A document's first and last token must be those of its boundaries; a hole would be another document's start.
+    boundaries = (*starts, length)
+    for start, end in pairwise(boundaries):
+        # The tokens of each start must reach from it to the next one. Spans are then disjoint: documents have no holes.
         if spans[start] != (start, end - 1):
             position = spans[start][0]
             raise ValueError(
@@ -145,13 +154,13 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
             f"no row starts with position id {first_position}: the first document would start at {starts[0]}; "
             f"{POSITIONS_HINT}"
         )
-    return ends
+    return boundaries
 
 
 def _check_not_shards(boundaries: Sequence[tuple[int, ...]], layout: SequenceLayout, first_position: int) -> None:
     """Raises ValueError if position ids restart on every rank.
 
-    That is a model counting its own tokens far more often than documents exactly as long as shards.
+    Documents exactly as long as shards are rare; a model that counts its local tokens is a common mistake.
     """
     # Only in layouts with one span per shard: in others (zigzag) such ids contradict each other, see `_boundaries`.
     shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])

@@ -57,7 +57,7 @@ class ContextParallel:
 
     Raises:
         ValueError: no method, or the name of one without a mesh; a method whose axes are unknown; `data` names axes
-            that the mesh lacks, or that the method works on.
+            that are not in the mesh, or that the method works on.
     """
 
     def __init__(self, method: Method | str, mesh: DeviceMesh | None = None, data: str | Sequence[str] = ()) -> None:
@@ -189,7 +189,7 @@ class ContextParallel:
                     "a scalar loss of a model that was not given batch.inputs may be a mean over one rank: "
                     "give cp.loss the logits, or call model(**batch.inputs)"
                 )
-            local_share = logits_or_share  # transformers divided it by num_items_in_batch, the labels of all ranks
+            local_share = logits_or_share  # transformers has divided by num_items_in_batch, the labels of all ranks
         else:
             if logits_or_share.ndim != 3 or logits_or_share.shape[:2] != batch.labels.shape:
                 raise ValueError(
@@ -251,7 +251,7 @@ class ContextParallel:
         Raises:
             ValueError: no installed package prepares models of this library, or the model cannot be sharded.
         """
-        # All base classes count, so that a user's subclass is found by its base in transformers or diffusers.
+        # All base classes count: a user's subclass is recognized by its base class in transformers or diffusers.
         libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
         preparers = {point.name: point for point in entry_points(group=PREPARERS)}
         point = next((preparers[name] for name in preparers if name in libraries), None)

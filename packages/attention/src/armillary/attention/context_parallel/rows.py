@@ -1,4 +1,7 @@
-"""Whole rows before they are sharded: their documents, position ids and shifted labels."""
+"""Completes whole rows before they are sharded: documents, position ids and shifted labels.
+
+These depend on tokens of other shards, so they are computed from the whole rows, which every rank has.
+"""
 
 from __future__ import annotations
 
@@ -54,20 +57,21 @@ def complete_rows(
         _check_padding_hidden(ids, padding_idx, attention_mask)
     # Packed rows of collators come without boundaries: their position ids restart.
     if documents is None and position_ids is not None:
-        documents = _restarts(position_ids - first)
+        documents = _documents_of_positions(position_ids - first)
     mask = AttentionMask(documents=(0, length) if documents is None else documents)
     mask.check(length, length, row_count)
+    # Padding becomes documents of its own: no token sees it, without a mask per pair of tokens.
     if attention_mask is not None:
-        mask = AttentionMask(documents=_with_padding(mask, attention_mask, counted=position_ids is None))
+        mask = AttentionMask(documents=_with_padding(mask, attention_mask, counts_positions=position_ids is None))
     boundaries = [mask.boundaries(row) or (0, length) for row in range(row_count)]
     if position_ids is None:
-        counted = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
-        position_ids = torch.stack(counted).to(ids.device) + first
+        rows = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
+        position_ids = torch.stack(rows).to(ids.device) + first
     shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
     if attention_mask is not None:
-        # Collators fill position ids of padding with anything, which a model might look up beyond its table.
-        hidden, harmless = attention_mask == 0, torch.arange(length, device=ids.device) + first
-        position_ids = torch.where(hidden, harmless, position_ids)
+        # Collators fill position ids of padding with any number, which may be beyond the model's embedding table.
+        hidden, safe_positions = attention_mask == 0, torch.arange(length, device=ids.device) + first
+        position_ids = torch.where(hidden, safe_positions, position_ids)
         shifted = shifted.masked_fill(hidden, IGNORED)
     return Rows(ids, position_ids, shifted.long(), attention_mask, mask.documents or (0, length))
 
@@ -108,37 +112,37 @@ def _check_shapes(
 
 
 def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor | None) -> None:
-    """Raises ValueError if a token of id padding_idx is visible: the model would not count it."""
-    padding = ids == padding_idx
-    if bool((padding if attention_mask is None else padding & (attention_mask != 0)).any()):
+    """Raises ValueError if a token with id padding_idx is visible: RoBERTa's own position ids would skip it."""
+    is_padding = ids == padding_idx
+    if bool((is_padding if attention_mask is None else is_padding & (attention_mask != 0)).any()):
         raise ValueError(
             f"ids have padding_idx={padding_idx}, which no attention_mask hides and the model would not count; give "
             "attention_mask, or position_ids"
         )
 
 
-def _restarts(position_ids: Tensor) -> list[list[int]] | list[int]:
-    """Returns the boundaries of documents that start wherever position ids are 0."""
+def _documents_of_positions(position_ids: Tensor) -> list[list[int]] | list[int]:
+    """Returns the boundaries of documents that start wherever position ids [B or 1, N] are 0."""
     starts = [row.nonzero().flatten().tolist() for row in (position_ids == 0).cpu()]
-    ends = [[0, *(start for start in row if start), position_ids.shape[1]] for row in starts]
-    return ends if len(ends) > 1 else ends[0]
+    boundaries = [[0, *(start for start in row if start), position_ids.shape[1]] for row in starts]
+    return boundaries if len(boundaries) > 1 else boundaries[0]
 
 
 def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
-    """Returns the label of each token's next token, none for the last token of each document."""
+    """Returns labels [B, N] moved one token to the left, so that each token has the label of the next one."""
     shifted = labels.roll(-1, 1)
-    # The next token of a document's last one belongs to another document, which it does not predict.
+    # The last token of a document has no label: the next token belongs to another document.
     for row, ends in zip(shifted, boundaries, strict=True):
         row[[end - 1 for end in ends[1:]]] = IGNORED
     return shifted
 
 
-def _with_padding(mask: AttentionMask, attention_mask: Tensor, counted: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the documents of each row, with the padding of an attention_mask [B, N] in documents of its own.
+def _with_padding(mask: AttentionMask, attention_mask: Tensor, counts_positions: bool) -> tuple[tuple[int, ...], ...]:
+    """Returns the boundaries of each row, with the padding of an attention_mask [B, N] in documents of its own.
 
     Args:
-        mask: a mask with the documents without padding.
-        counted: position ids are counted from the start of each document, so that none may begin with padding.
+        mask: the documents without padding.
+        counts_positions: position ids will count from the start of each document, so none may begin with padding.
 
     Raises:
         ValueError: hidden tokens between visible ones of a document, or before them if positions are counted.
@@ -147,22 +151,23 @@ def _with_padding(mask: AttentionMask, attention_mask: Tensor, counted: bool) ->
     rows: list[tuple[int, ...]] = []
     for row, tokens in enumerate(visible):
         changes = (tokens[1:] != tokens[:-1]).nonzero().flatten() + 1  # where padding begins or ends
-        ends = [0]
+        boundaries = [0]
         for low, high in pairwise(mask.boundaries(row) or (0, len(tokens))):
-            inside = [position for position in changes.tolist() if low < position < high]
-            leading = inside[:1] if not tokens[low] else []  # the end of padding before the document's tokens
-            if len(inside) > len(leading) + 1:
-                first, end = inside[len(leading)], inside[len(leading) + 1]
+            # A document may have padding on the left, ending at `leading`, and on the right: at most two changes.
+            document_changes = [position for position in changes.tolist() if low < position < high]
+            leading = document_changes[:1] if not tokens[low] else []
+            if len(document_changes) > len(leading) + 1:
+                first, end = document_changes[len(leading)], document_changes[len(leading) + 1]
                 raise ValueError(
                     f"row {row} of attention_mask hides tokens {first} to {end - 1} between others of one document, "
                     "which see each other past them; only padding at an end can be a document of its own"
                 )
-            if leading and counted:
+            if leading and counts_positions:
                 raise ValueError(
                     f"row {row} of attention_mask hides tokens {low} to {leading[0] - 1} before others, and models "
                     'differ in whether positions count from there: pad on the right (tokenizer.padding_side = "right")'
                     ", or give position_ids"
                 )
-            ends += [*inside, high]
-        rows.append(tuple(ends))
+            boundaries += [*document_changes, high]
+        rows.append(tuple(boundaries))
     return tuple(rows)

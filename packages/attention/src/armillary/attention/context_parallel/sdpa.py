@@ -1,4 +1,8 @@
-"""Unchanged models that call `torch.nn.functional.scaled_dot_product_attention`, on shards of the sequence."""
+"""Context parallelism for unmodified models that call `torch.nn.functional.scaled_dot_product_attention`.
+
+A `TorchFunctionMode` intercepts the calls and runs a method instead. Attention that it cannot route would see only the
+local shard without an error, so the other known implementations raise.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from armillary.attention.call.validation import cast_for_autocast
 from armillary.attention.context_parallel.dense_masks import REMEDY, MaskReader
 from armillary.attention.context_parallel.registries import Refusal, refuse_models
 from armillary.attention.context_parallel.sequence import (
-    Sharding,
+    SequenceContext,
     check_method,
     check_tokens,
-    current,
+    current_sequence,
     position_restarts,
     takes_documents,
 )
@@ -69,40 +73,41 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
 
 
 class Routing(TorchFunctionMode):
-    """Routes calls to a method, and refuses attention by other means.
+    """Torch function mode that routes SDPA calls to a method and refuses other implementations of attention.
 
     Args:
-        layout: layout of the sequence; a `sequence` block around a call must have the same, if it has one.
+        layout: layout of the sequence; must equal that of a `sequence` block around the call, if the block has one.
         mask: replaces `is_causal`. Documents of the `sequence` block are added to it.
 
     Attributes:
         used: True once a call was routed or refused.
-        unrouted: name of attention that ran without being routed. Compiled code only sets these two and never reads
-            them, so that a graph sets them each time it runs.
+        unrouted: name of an implementation that ran without being routed. Compiled code writes these two attributes
+            and never reads them, so a graph needs no guards on them and sets them in each run.
     """
 
     def __init__(self, method: Method, layout: SequenceLayout | None = None, mask: AttentionMask | None = None) -> None:
         check_method(method)
         super().__init__()
         self.method, self.layout, self.mask, self.reader = method, layout, mask, MaskReader(method)
-        self.block_has_mask = False
+        self.context_has_mask = False  # of the latest call
         self.used, self.unrouted = False, ""
 
-    def block(self) -> Sharding:
+    def sequence_context(self) -> SequenceContext:
         """Returns the innermost `sequence` block around the call, an empty one without a block.
 
         Raises:
             ValueError: backward recomputes the call outside of the block that masked it in forward.
         """
-        block = current()
-        if block is None and self.block_has_mask and in_backward():
+        context = current_sequence()
+        # Recomputed without the block's documents, attention would be right for another mask and raise no error.
+        if context is None and self.context_has_mask and in_backward():
             raise ValueError(
                 "attention whose documents or mask come from `with sequence(...)` is recomputed in backward outside of "
                 "that block: call backward inside of it. Autograd's threads (GPU) do not see the block; there, give "
                 "the mask to ContextParallelStyle(mask=AttentionMask(documents=...)), or use sdpa_parallel"
             )
-        self.block_has_mask = block is not None and (block.documents is not None or block.mask is not None)
-        return block or Sharding()
+        self.context_has_mask = context is not None and (context.documents is not None or context.mask is not None)
+        return context or SequenceContext()
 
     def check_used(self, block: str = "an sdpa_parallel block") -> None:
         """Raises ValueError at the end of a block if no attention in it was routed, or not all."""
@@ -131,8 +136,10 @@ class Routing(TorchFunctionMode):
                 "alone; project q, k, v and call F.scaled_dot_product_attention, which sdpa_parallel routes"
             )
         if func is torch.ops.higher_order.flex_attention:
-            # It always runs in a graph, where an error would name neither the module nor the remedy.
+            # flex_attention always runs in a graph, where an error would name neither the module nor the remedy:
+            # `check_used` raises at the end of the block.
             self.unrouted = "flex_attention"
+        # Dynamo cannot trace the walk over stack frames.
         if not torch.compiler.is_compiling() and _is_attention_op(func):
             raise ValueError(f"{func} attends to this rank's tokens alone; call F.scaled_dot_product_attention instead")
         return func(*args, **(kwargs or {}))
@@ -157,26 +164,29 @@ class Routing(TorchFunctionMode):
             raise ValueError(
                 f"{query.shape[1]} query heads, {key.shape[1]} key heads: pass enable_gqa=True to share them"
             )
-        block = self.block()
-        layout = block.layout_for(self.method, query.shape[2], self.layout)
+        context = self.sequence_context()
+        layout = context.layout_for(self.method, query.shape[2], self.layout)
         if not compat.is_dtensor(query):  # the shape of a DTensor is global; the method checks it
             check_tokens(self.method.shard, query.shape[2], layout)
-        mask = self._mask(query, attn_mask, is_causal, layout, block)
+        mask = self._mask(query, attn_mask, is_causal, layout, context)
+        # SDPA has [B, H, T, D], methods have [B, T, H, D]; SDPA is on autocast's list, methods are not.
         q, k, v = cast_for_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.method(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 
     def _mask(
-        self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout, block: Sharding
+        self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout, context: SequenceContext
     ) -> AttentionMask:
         """Returns the mask of the style, of the `sequence` block or of the call; raises if two of them contradict."""
-        mask = block.mask if self.mask is None else with_documents(self.mask, block.documents)
-        if block.mask not in (None, mask):
-            raise ValueError(f"sequence(mask={block.mask}) around a module whose style has mask={mask}; leave one out")
+        mask = context.mask if self.mask is None else with_documents(self.mask, context.documents)
+        if context.mask not in (None, mask):
+            raise ValueError(
+                f"sequence(mask={context.mask}) around a module whose style has mask={mask}; leave one out"
+            )
         if attn_mask is None:
             if self.mask is None and mask is not None:
                 check_causality(mask, is_causal)
-            return mask or AttentionMask(causal=is_causal, documents=block.documents)
-        sources = {"is_causal": is_causal, "mask": mask is not None, "documents": block.documents is not None}
+            return mask or AttentionMask(causal=is_causal, documents=context.documents)
+        sources = {"is_causal": is_causal, "mask": mask is not None, "documents": context.documents is not None}
         if any(sources.values()):
             names = ", ".join(name for name, present in sources.items() if present)
             raise ValueError(
@@ -184,6 +194,7 @@ class Routing(TorchFunctionMode):
             )
         if torch.compiler.is_compiling():
             raise ValueError(f"attn_mask {tuple(attn_mask.shape)} in a compiled graph, which cannot read it; {REMEDY}")
+        # The batch of a DTensor is global and this rank's rows are unknown: one mask for all rows is accepted.
         return self.reader.read(attn_mask, 1 if compat.is_dtensor(query) else query.shape[0], layout)
 
 
@@ -197,7 +208,7 @@ def with_documents(mask: AttentionMask, documents: Documents | None) -> Attentio
         return mask
     if mask.documents is None and takes_documents(mask):
         return AttentionMask(mask.causal, mask.window, documents, mask.pattern)
-    position_restarts(mask, documents)
+    position_restarts(mask, documents)  # raises unless they are the mask's own
     return mask
 
 
@@ -207,10 +218,8 @@ def in_backward() -> bool:
 
 
 def check_causality(mask: AttentionMask, is_causal: bool) -> None:
-    """Raises ValueError if only one of the call and the mask of `sequence(...)` is causal.
-
-    A mask with a pattern may be causal although its field `causal` is False.
-    """
+    """Raises ValueError if only one of the call and the mask of `sequence(...)` is causal."""
+    # A mask with a pattern (a tree, chunks) may be causal although its field `causal` is False.
     if is_causal and not mask.causal and mask.pattern is None:
         raise ValueError(f"is_causal=True, but sequence(mask=...) has causal=False: {mask}")
     if not is_causal and mask.causal:
@@ -218,42 +227,46 @@ def check_causality(mask: AttentionMask, is_causal: bool) -> None:
 
 
 def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a module's `forward`, a method or a closure, as a function of the module and its arguments."""
+    """Returns a module's `forward` as a function whose first argument is the module, so that it can be bound again."""
 
     def ignore_module(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+        return forward(*args, **kwargs)  # a plain function that a user or a hook has set as `forward`
 
     return getattr(forward, "__func__", ignore_module)
 
 
 class SdpaParallel(Routing):
-    """The mode behind `sdpa_parallel`."""
+    """The mode that `sdpa_parallel` returns. It may be entered again inside; the outermost exit checks its use."""
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
-        self.entered_blocks: list[Sharding | None] = []
+        self.contexts: list[SequenceContext | None] = []  # one per entry
         self.refusals: list[Refusal] = []
 
-    def block(self) -> Sharding:
-        return current() or (self.entered_blocks[-1] if self.entered_blocks else None) or Sharding()
+    def sequence_context(self) -> SequenceContext:
+        return self._innermost() or SequenceContext()
+
+    def _innermost(self) -> SequenceContext | None:
+        """Returns the `sequence` block around the call, or in autograd's threads the one around this block."""
+        # Autograd's threads inherit torch's modes but not context variables, so the mode remembers the block.
+        return current_sequence() or (self.contexts[-1] if self.contexts else None)
 
     def __enter__(self) -> Self:
-        if not self.entered_blocks:
+        if not self.contexts:
             self.used, self.unrouted = False, ""
             self.refusals = refuse_models(TRANSFORMERS)
-        # Autograd's threads inherit torch's modes but not context variables, so the mode remembers the block.
-        self.entered_blocks.append(current() or (self.entered_blocks[-1] if self.entered_blocks else None))
+        self.contexts.append(self._innermost())
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self.entered_blocks.pop()
-        if self.entered_blocks:
+        self.contexts.pop()
+        if self.contexts:
             return
         for refusal in reversed(self.refusals):
             refusal.end()
-        if not any(raised):
+        if not any(raised):  # an exception of the model must not be hidden by ours
             self.check_used()
 
     def __torch_function__(
@@ -273,17 +286,15 @@ class SdpaParallel(Routing):
         inputs: Any = None,
         grad_tensors: Any = None,
     ) -> None:
-        """Runs backward with the mode on, so that recomputed attention is routed.
-
-        torch disables a mode while the mode handles a function, here `backward`. For gradient edges, which are not
-        tensors, it calls no mode. So backward starts from edges, inside of the re-entered mode.
-        """
+        """Runs backward with the mode enabled, so that recomputed attention is routed."""
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients = gradient if grad_tensors is None else grad_tensors
         all_require_grad = all(getattr(root, "requires_grad", False) for root in roots)
         if inputs is not None or not all_require_grad:  # checkpointing does not allow `inputs`, and torch then raises
             func(tensors, gradients, retain_graph, create_graph, inputs=inputs)
             return
+        # torch disables a mode while the mode handles a function, here `backward`, so it is entered again. Given
+        # tensors, that entry would intercept this call too, without end; given gradient edges, torch calls no mode.
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         with self:
             torch.autograd.backward(edges, gradients, retain_graph, create_graph)
@@ -293,6 +304,7 @@ def _is_attention_op(func: Any) -> bool:
     """Returns True for an op named like attention, unless one of our methods calls it, in forward or backward."""
     if not isinstance(func, OpOverload | OpOverloadPacket) or not re.search("attention|attn|flash", str(func)):
         return False
+    # Our kernels call the same ops: they are told from the model's calls by the stack, which has our modules.
     frame, method_modules = currentframe(), re.compile(r"armillary\.attention\.(?!context_parallel)")
     while frame is not None:
         if method_modules.match(frame.f_globals.get("__name__", "")):

@@ -1,4 +1,4 @@
-"""The sequence that a model's shards are part of: its layout, documents and mask, which a shard does not show."""
+"""The `sequence` block: layout, documents and mask of the whole sequence for models that only see a shard of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 
 
-class Sharding:
+class SequenceContext:
     """Arguments of a `sequence` block. None: not specified.
 
-    `documents` are those of the mask too, or the segments of a tree: position ids may restart there. `used` is set when
-    attention asks for the layout.
+    Attributes:
+        documents: boundaries at which position ids may restart: the documents of the block or its mask, or the segments
+            of a tree.
+        padded: see `sequence`.
+        used: True once attention has asked for the layout.
     """
 
     def __init__(
@@ -33,10 +36,10 @@ class Sharding:
         self.layout, self.documents, self.padded, self.mask, self.used = layout, documents, padded, mask, False
 
     def layout_for(self, method: Method, tokens: int, style_layout: SequenceLayout | None = None) -> SequenceLayout:
-        """Returns the layout over all ranks of a method.
+        """Returns the layout over all ranks of a method, and marks the block as used.
 
         Args:
-            tokens: tokens of this rank; on one rank they are the layout if none is specified.
+            tokens: number of local tokens; on one rank this is the sequence length if no layout is specified.
             style_layout: layout of a `ContextParallelStyle` around the module, which must agree with the block's.
 
         Raises:
@@ -74,10 +77,10 @@ def check_tokens(shard: int, tokens: int, layout: SequenceLayout) -> None:
         )
 
 
-_current: ContextVar[Sharding | None] = ContextVar("armillary_sequence", default=None)
+_current: ContextVar[SequenceContext | None] = ContextVar("armillary_sequence", default=None)
 
 
-def current() -> Sharding | None:
+def current_sequence() -> SequenceContext | None:
     """Returns the innermost `sequence` block around the call in this thread."""
     return _current.get()
 
@@ -110,23 +113,24 @@ def sequence(
             layout, or has other documents; at the end of the block, if no attention inside asked for the layout,
             because the model then attended within each shard.
     """
-    packed = AttentionMask(documents=documents)
+    document_mask = AttentionMask(documents=documents)
     check_layout("layout", layout)
-    restarts = packed.documents if mask is None else position_restarts(mask, packed.documents)
+    restarts = document_mask.documents if mask is None else position_restarts(mask, document_mask.documents)
     if layout is not None:
-        for each in (packed, mask):
-            if each is not None:
-                each.check(layout.length, layout.length, each.batch or 1)
-    # A context variable, and no argument of the model: its layers call attention without knowing of shards.
-    block, outer = Sharding(layout, restarts, padded, mask), current()
-    token = _current.set(block)
+        for checked_mask in (document_mask, mask):
+            if checked_mask is not None:
+                checked_mask.check(layout.length, layout.length, checked_mask.batch or 1)
+    # A context variable instead of an argument of the model: its layers call attention without knowing of shards.
+    context, outer = SequenceContext(layout, restarts, padded, mask), current_sequence()
+    token = _current.set(context)
     try:
         yield
     finally:
         _current.reset(token)
-        if outer is not None:  # a use inside of the inner block is one inside of the outer block
-            outer.used |= block.used
-    if not block.used and not (layout is None and documents is None and mask is None):
+        if outer is not None:  # attention in the inner block is also in the outer one
+            outer.used |= context.used
+    # Not in `finally`: an exception of the model must not be hidden by this one.
+    if not context.used and not (layout is None and documents is None and mask is None):
         raise ValueError(UNUSED)
 
 
@@ -141,6 +145,7 @@ def position_restarts(mask: AttentionMask, documents: Documents | None) -> Docum
     if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
     if isinstance(mask.pattern, RowMasks):
+        # A row without documents counts as one document, whose length comes from a row that has some.
         rows = [cast(tuple[int, ...] | None, position_restarts(row, None)) for row in mask.pattern.masks]
         length = next((ends[-1] for ends in rows if ends), None)
         boundaries = None if length is None else tuple(ends or (0, length) for ends in rows)
@@ -156,7 +161,7 @@ def position_restarts(mask: AttentionMask, documents: Documents | None) -> Docum
 
 
 def takes_documents(mask: AttentionMask) -> bool:
-    """Returns whether a mask of this kind can have documents."""
+    """Returns True if a mask of this kind can have documents."""
     return mask.pattern is None or mask.pattern.takes_documents
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from armillary.attention.context_parallel.communication import method_axes
 from armillary.attention.context_parallel.sdpa import Routing
-from armillary.attention.context_parallel.sequence import Sharding
+from armillary.attention.context_parallel.sequence import SequenceContext
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout, all_gather
@@ -48,7 +48,7 @@ class Streams:
         visible = None if text_mask is None else visible_text(text_mask)
         self.shardings = {order: self._sharding(order, visible) for order in orders}
 
-    def _sharding(self, order: tuple[str, ...], visible: list[int] | None) -> Sharding:
+    def _sharding(self, order: tuple[str, ...], visible: list[int] | None) -> SequenceContext:
         """Returns the sharding of the tokens of these streams, in the order in which each rank concatenates them.
 
         Text has the last positions, so that padding is one more document, at the end, which no other token sees.
@@ -56,9 +56,9 @@ class Streams:
         image, text = self.lengths["image"], self.lengths["text"] if "text" in order else 0
         layout = joint_layout(image, text, order, self.method.shards)
         if visible is None or not text:
-            return Sharding(layout)
+            return SequenceContext(layout)
         rows = [(0, image + count, image + text) if count < text else (0, image + text) for count in visible]
-        return Sharding(layout, AttentionMask(documents=rows).documents)
+        return SequenceContext(layout, AttentionMask(documents=rows).documents)
 
     def take(self, split: Split, value: Any) -> Any:
         """Returns this rank's piece of a whole tensor, or of each tensor in a nested value."""
@@ -173,7 +173,7 @@ class JointRouting(Routing):
         super().__init__(state.method)
         self.state, self.order = state, order
 
-    def block(self) -> Sharding:
+    def sequence_context(self) -> SequenceContext:
         return self.state.streams().shardings[self.order]
 
 

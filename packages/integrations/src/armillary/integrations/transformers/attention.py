@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from armillary.attention import ContextParallel, Method
 from armillary.attention.context_parallel.communication import gather_integers
 from armillary.attention.context_parallel.registries import ShardedImplementation
-from armillary.attention.context_parallel.sequence import Sharding, check_method, current
+from armillary.attention.context_parallel.sequence import SequenceContext, check_method, current_sequence
 from armillary.integrations.transformers.callers import Caller, calling_functions, calling_module
 from armillary.integrations.transformers.documents import DocumentFinder, documents_of_boundaries
 from armillary.integrations.transformers.groups import GroupFinder
@@ -135,7 +135,7 @@ class Implementation(ShardedImplementation):
         model = calling_module(callers)
         check_layers(config, states=model is not None and has_sharded_states(type(model)))
         first_position = self._check_model(model)
-        sharding = current() or Sharding()
+        sharding = current_sequence() or SequenceContext()
         layout = sharding.layout_for(self.method, q_length)
         position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not sharding.padded:

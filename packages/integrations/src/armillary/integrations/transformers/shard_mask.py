@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from armillary.attention.context_parallel.sequence import Sharding
+from armillary.attention.context_parallel.sequence import SequenceContext
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.content import Documents
 from armillary.core import SequenceLayout
@@ -46,7 +46,7 @@ class ShardMask:
 
     def __init__(
         self,
-        sharding: Sharding,
+        sharding: SequenceContext,
         layout: SequenceLayout,
         rule: Rule | None,
         groups: Tensor | None = None,

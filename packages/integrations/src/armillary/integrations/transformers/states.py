@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
 from armillary.attention.context_parallel.communication import gather_integers, sequence_axis
-from armillary.attention.context_parallel.sequence import Sharding, current
+from armillary.attention.context_parallel.sequence import SequenceContext, current_sequence
 from armillary.core import Axis, SequenceLayout, short_convolution
 
 OPTION = "armillary_sequence"
@@ -171,7 +171,7 @@ def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None)
     def call(*args: Any, **kwargs: Any) -> Any:
         sequence = kwargs.pop(OPTION, None)
         if sequence is None:
-            if current() is not None:
+            if current_sequence() is not None:
                 raise ValueError(
                     f"{original.__name__} inside a `sequence` block got no `sequence`: its model has another attention "
                     "implementation, or does not pass its options to its layers"
@@ -202,13 +202,13 @@ class StateHook:
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method = self.method_of(model.config)
-        if method is None or OPTION in kwargs or (current() is None and method.shards == 1):
+        if method is None or OPTION in kwargs or (current_sequence() is None and method.shards == 1):
             return None
         if model not in self.checked_models:
             self.check_modules(model, method.shards)
             self.checked_models.add(model)
         tokens = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        sharding = current() or Sharding()
+        sharding = current_sequence() or SequenceContext()
         layout = sharding.layout_for(method, tokens.shape[1])
         mask = sharding.mask
         if mask is None and sharding.documents is not None:
