@@ -1,4 +1,8 @@
-"""Compares the records of all ranks with those of one rank: which tensors, tokens and parameters differ, and how."""
+"""Errors of all ranks' records against the record of one rank, by tensor, by token and by parameter.
+
+Besides its size, an error keeps the numbers by which `diagnose.py` tells mistakes apart: the tokens that are wrong, and
+the factor between a wrong gradient and the right one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ from armillary.attention.check.method import relative_error, root_mean_square
 from armillary.attention.check.step import CheckRun, RankRecord
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Maximum relative error of a tensor, by dtype. A model's own rounding (`noise`) raises it."""
+"""Maximum relative error of a tensor, by dtype. Rounding errors of the model itself raise it (`NOISE_FACTOR`)."""
 NOISE_FACTOR = 4.0
-"""Maximum error, relative to the error of one rank in the same dtype."""
+"""Maximum error, relative to the rounding error of one rank in the same dtype."""
 GRADIENT_FLOOR = 1e-3
 """Errors of a gradient that is nearly zero are relative to this share of the root mean square of all gradients."""
 
@@ -29,7 +33,7 @@ class TensorError:
 
     @property
     def wrong(self) -> bool:
-        return not self.error <= self.limit
+        return not self.error <= self.limit  # True for a NaN
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,10 @@ class TokenError(TensorError):
     """Error of a tensor with one row per token.
 
     Args:
-        by_token: [N], the error of each token, relative to the root mean square of all tokens. For gradients, after
-            division by a factor common to all ranks, because FSDP2 and DDP average over ranks later.
-        factors: for gradients, the factor of each rank.
-        by_token_per_rank: as `by_token`, but after division by a factor of each rank.
+        by_token: [N], the error of each token, relative to the root mean square of all tokens. Gradients are first
+            divided by a factor common to all ranks, because FSDP2 and DDP average over ranks later.
+        factors: for gradients, the factor of each rank between its gradient and the right one.
+        by_token_per_rank: `by_token` with each rank's gradient divided by its own factor instead.
     """
 
     by_token: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -58,9 +62,9 @@ class GradientError(TensorError):
     """Error of a parameter's gradient: the largest of all ranks.
 
     Args:
-        factor: all ranks' gradients divided by the right one, if that is one number; else None.
+        factor: c if every rank's gradient is c times the right one; else None.
         ranks_differ: True if ranks have different gradients.
-        sum_factor: the sum over ranks divided by the right gradient, if that is one number; else None.
+        sum_factor: c if the sum over ranks is c times the right gradient; else None.
     """
 
     factor: float | None = None
@@ -78,6 +82,7 @@ class Comparison:
         activations: errors of activations, in the order of the forward pass.
         shards: the positions of each rank, or () if the step does not report them.
         untrained: parameters whose gradient is zero on one rank: nothing can be compared.
+        loss_is_share: True if ranks report shares of the loss, which sum or average to the right one.
     """
 
     run: CheckRun
@@ -126,21 +131,22 @@ def compare(
     run: CheckRun,
     records: Sequence[RankRecord],
     expected: RankRecord,
-    noise: RankRecord | None,
+    rounded: RankRecord | None,
     limit: float | None = None,
 ) -> Comparison:
     """Compares ranks with one rank.
 
     Args:
         expected: record of one rank in float64.
-        noise: record of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
+        rounded: record of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
         limit: maximum relative error, in place of that for the dtype.
     """
     dtype_limit = LIMITS[run.dtype] if limit is None else limit
-    noises = _noise(noise, expected) if noise is not None else {}
+    # A deep or badly scaled model amplifies rounding, on one rank as on many.
+    rounding_errors = _rounding_errors(rounded, expected) if rounded is not None else {}
 
     def limit_of(name: str) -> float:
-        return max(dtype_limit, NOISE_FACTOR * noises.get(name, 0.0))
+        return max(dtype_limit, NOISE_FACTOR * rounding_errors.get(name, 0.0))
 
     loss, is_share = _loss_error([x.loss for x in records], expected.loss, limit_of("loss"))
     tokens = list[TokenError]()
@@ -169,21 +175,22 @@ TOKEN_TENSORS = (
 gradients, so gradients of activations are larger by the number of ranks."""
 
 
-def _noise(record: RankRecord, expected: RankRecord) -> dict[str, float]:
-    """Returns one rank's error by name of the tensor."""
+def _rounding_errors(rounded: RankRecord, expected: RankRecord) -> dict[str, float]:
+    """Returns the error of one rank by name of the tensor."""
     floor = gradient_floor(expected.gradients)
-    pairs = {name: (getattr(record, key), getattr(expected, key), 0.0) for name, key, _ in TOKEN_TENSORS}
-    pairs |= {name: (record.activations.get(name), exact, 0.0) for name, exact in expected.activations.items()}
-    pairs |= {name: (record.gradients.get(name), exact, floor) for name, exact in expected.gradients.items()}
+    pairs = {name: (getattr(rounded, key), getattr(expected, key), 0.0) for name, key, _ in TOKEN_TENSORS}
+    pairs |= {name: (rounded.activations.get(name), exact, 0.0) for name, exact in expected.activations.items()}
+    pairs |= {name: (rounded.gradients.get(name), exact, floor) for name, exact in expected.gradients.items()}
     errors = {
         name: relative_error(x, exact, floor)
         for name, (x, exact, floor) in pairs.items()
         if x is not None and exact is not None and x.shape == exact.shape
     }
-    return errors | {"loss": abs(record.loss - expected.loss) / max(abs(expected.loss), 1e-300)}
+    return errors | {"loss": abs(rounded.loss - expected.loss) / max(abs(expected.loss), 1e-300)}
 
 
 def gradient_floor(gradients: Mapping[str, Tensor | None]) -> float:
+    """Returns the smallest size that errors of gradients are relative to."""
     sizes = [root_mean_square(x) for x in gradients.values() if x is not None and x.numel()]
     return GRADIENT_FLOOR * (sum(size**2 for size in sizes) / max(len(sizes), 1)) ** 0.5
 
@@ -194,8 +201,9 @@ def _loss_error(losses: Sequence[float], expected: float, limit: float) -> tuple
 
     def error(values: Sequence[float]) -> float:
         largest = max(abs(value - expected) for value in values) / size
-        return float("inf") if any(value != value for value in values) else largest
+        return float("inf") if any(value != value for value in values) else largest  # max() may drop a NaN
 
+    # A step may report its share, to be summed, or its local mean, if all ranks have as many labels.
     total = sum(losses)
     for combined in ([total], [total / len(losses)]):
         if error(losses) > limit and len(set(losses)) > 1 and error(combined) <= limit:
@@ -211,7 +219,13 @@ def _token_error(
     limit: float,
     scaled: bool,
 ) -> TokenError | None:
-    """Returns the error of a tensor [B, T, ...] by token, or None where shards and one rank's have other shapes."""
+    """Returns the error of a tensor by token; None if a shard is missing or has another shape than one rank's tokens.
+
+    Args:
+        shards: [B, T, ...] of each rank.
+        expected: [B, N, ...] of one rank.
+        scaled: True if a factor common to all ranks is allowed.
+    """
     if expected is None:
         return None
     expected = expected.double().flatten(2)
@@ -224,41 +238,45 @@ def _token_error(
         if x.shape != exact.shape:
             return None
         pairs.append((x, exact, record.positions))
-    common = _median_factor([(x, exact) for x, exact, _ in pairs], 1.0) if scaled else 1.0
-    factors = [_median_factor([(x, exact)], common) if scaled else 1.0 for x, exact, _ in pairs]
-    by_token, beside_factors = torch.zeros(2, expected.shape[1], dtype=torch.float64)
+    common_factor = _median_factor([(x, exact) for x, exact, _ in pairs], 1.0) if scaled else 1.0
+    factors = [_median_factor([(x, exact)], common_factor) if scaled else 1.0 for x, exact, _ in pairs]
+    by_token, by_token_per_rank = torch.zeros(2, expected.shape[1], dtype=torch.float64)
     for (x, exact, positions), factor in zip(pairs, factors, strict=True):
-        for errors, divisor in ((by_token, common), (beside_factors, factor)):
+        for errors, divisor in ((by_token, common_factor), (by_token_per_rank, factor)):
             difference = (x / divisor - exact).square().mean((0, 2)).sqrt().nan_to_num(float("inf"))
+            # Ranks of a head or tensor axis may have the same tokens: the largest error counts.
             errors[positions] = torch.maximum(errors[positions], difference)
     size = root_mean_square(expected) or 1.0
     error = float(by_token.square().mean().sqrt()) / size
-    return TokenError(name, error, limit, by_token / size, tuple(factors) if scaled else (), beside_factors / size)
+    return TokenError(name, error, limit, by_token / size, tuple(factors) if scaled else (), by_token_per_rank / size)
 
 
 def _median_factor(pairs: Sequence[tuple[Tensor, Tensor]], default: float) -> float:
     """Returns the median over tokens of the factor between two tensors; `default` if it is 0 or the tensors are."""
+    # The median and not the mean: a few wrong tokens must not change the factor by which the right ones are judged.
     ratios = list[Tensor]()
     for x, exact in pairs:
         norms = exact.square().sum((0, 2))
         nonzero = norms > 0
         ratios.append(((x * exact).sum((0, 2)) / norms.masked_fill(~nonzero, 1))[nonzero])
-    every = torch.cat(ratios)
-    return (float(every.nanmedian()) if every.numel() else 0.0) or default
+    token_ratios = torch.cat(ratios)
+    return (float(token_ratios.nanmedian()) if token_ratios.numel() else 0.0) or default
 
 
 def _gradient_errors(
     records: Sequence[RankRecord], expected: RankRecord, limit_of: Callable[[str], float]
 ) -> tuple[tuple[GradientError, ...], tuple[str, ...]]:
+    """Returns (errors of the parameters' gradients, names of parameters without a gradient on one rank and on all)."""
     floor = gradient_floor(expected.gradients)
     errors, untrained = list[GradientError](), list[str]()
     for name, gradient in expected.gradients.items():
         copies = [record.gradients.get(name) for record in records]
-        present = next((x for x in (gradient, *copies) if x is not None), None)
-        if present is None or (gradient is None and not any(bool(x.any()) for x in copies if x is not None)):
+        any_gradient = next((x for x in (gradient, *copies) if x is not None), None)
+        if any_gradient is None or (gradient is None and not any(bool(x.any()) for x in copies if x is not None)):
             untrained.append(name)
             continue
-        exact = torch.zeros_like(present, dtype=torch.float64) if gradient is None else gradient.double()
+        # A missing gradient counts as zeros, which a reduction over ranks may have filled in.
+        exact = torch.zeros_like(any_gradient, dtype=torch.float64) if gradient is None else gradient.double()
         ranks = [torch.zeros_like(exact) if x is None else x.double() for x in copies]
         limit = limit_of(name)
         if any(x.shape != exact.shape for x in ranks):
@@ -280,9 +298,9 @@ def _gradient_errors(
 
 
 def _factor(x: Tensor, exact: Tensor, floor: float, limit: float) -> float | None:
-    """Returns c if x = c exact within the limit."""
+    """Returns c if x = c exact within the limit; else None."""
     norm = float(exact.square().sum())
     if not norm:
         return None
-    factor = float((x * exact).sum()) / norm
+    factor = float((x * exact).sum()) / norm  # least squares
     return factor if factor and relative_error(x, factor * exact, floor) <= limit * max(1.0, abs(factor)) else None

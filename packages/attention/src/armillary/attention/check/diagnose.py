@@ -1,4 +1,9 @@
-"""Diagnosis of wrong results. Each mistake has a signature in the errors, and one rule that detects it."""
+"""Diagnosis of wrong results: the mistake that a run's errors look like.
+
+Each mistake has a signature in the errors, and one rule that detects it. A rule's docstring is the signature. If
+the measured numbers fit, the rule returns them as text, else None. Wrong gradients under right logits and wrong
+logits have separate rules, because the second make the first.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +97,7 @@ class Evidence:
 
     @property
     def first_wrong(self) -> Comparison:
-        """The simplest run that is wrong; the plain one if none is."""
+        """The simplest wrong run; the plain run if all are right."""
         return next((x for x in self.comparisons.values() if not x.right), self.plain)
 
 
@@ -104,7 +109,7 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
     if evidence.right:
         return ()
     comparison = evidence.first_wrong
-    if comparison.run.variant != "plain":
+    if comparison.run.variant != "plain":  # the same step is right without the variant
         return (Diagnosis(Mistake.WRONG_TIME, wrong_time(evidence)),)
     rules = GRADIENT_RULES if comparison.forward_right else FORWARD_RULES
     diagnoses = [Diagnosis(mistake, text) for mistake, rule in rules if (text := rule(evidence)) is not None]
@@ -127,8 +132,7 @@ def wrong_time(evidence: Evidence) -> str:
     return f"right without, wrong with {list_names(list(wrong))}; {first_difference(next(iter(wrong.values())))}"
 
 
-# Rules for right logits with wrong gradients. The docstring of a rule is its signature; it returns a text with the
-# measured numbers if they fit, else None.
+# Rules for right logits with wrong gradients. Several of them may fit.
 
 
 def averaged_gradients(evidence: Evidence) -> str | None:
@@ -166,6 +170,8 @@ def labels_shifted_late(evidence: Evidence) -> str | None:
     gradient = comparison.token_error("gradient of logits")
     if gradient is None or not comparison.shards:
         return None
+    # Shifted within a shard, its last token has no label, or that of its first token. Then the number of labels, and so
+    # the factor of each rank, changes too, which `by_token_per_rank` divides out.
     wrong = gradient.by_token_per_rank > gradient.limit
     if not wrong.any() or (wrong & ~shard_ends(comparison.shards)).any():
         return None
@@ -180,7 +186,8 @@ def locally_averaged_loss(evidence: Evidence) -> str | None:
         return None
     wrong = gradient.by_token_per_rank > gradient.limit
     spread = max(gradient.factors) - min(gradient.factors)
-    if spread <= 1e-6 * max(map(abs, gradient.factors)) or (wrong & ~shard_ends(comparison.shards)).any():
+    # Errors at shard ends do not count: labels may be shifted too late as well.
+    if spread <= SAME_FACTOR * max(map(abs, gradient.factors)) or (wrong & ~shard_ends(comparison.shards)).any():
         return None
     factors = ", ".join(f"{x:.4g}" for x in gradient.factors)
     return f"the gradient of the logits is that of one rank times {factors} on the ranks"
@@ -191,6 +198,7 @@ def layers_share_backward(evidence: Evidence) -> str | None:
     comparison = evidence.first_wrong
     if any(x.ranks_differ or x.factor is not None for x in comparison.wrong_gradients):
         return None
+    # Backward runs from the last layer to the first, so a wrong layer makes all layers before it wrong.
     layers = {layer for x in comparison.gradients if (layer := _layer(x.name)) is not None}
     wrong = {layer for x in comparison.wrong_gradients if (layer := _layer(x.name)) is not None}
     right = sorted(layers - wrong)
@@ -218,15 +226,18 @@ def low_precision(evidence: Evidence) -> str | None:
     if not all(isfinite(x) for x in errors) or max(errors) > SMALL:
         return None
     error, sizes = comparison.mean_error, list[str]()
+    # Errors of a few tokens (at shard ends) shrink in the mean over more tokens; rounding errors do not.
     if longer is not None:
         if not 0.3 < longer.mean_error / error < 3:
             return None
         sizes.append(f"{longer.mean_error:.1e} on twice the tokens")
+    # More ranks merge more partial results, and each merge rounds.
     if other is not None:
         more_ranks, fewer_ranks = sorted((comparison, other), key=lambda x: -x.run.ranks)
         if more_ranks.mean_error < MIN_GROWTH * fewer_ranks.mean_error:
             return None
         sizes.append(f"{other.mean_error:.1e} on {other.run.ranks} ranks")
+    # The first wrong activation has been rounded fewest times, so its error is closest to that of one rounding.
     first = comparison.first_wrong_activation
     size = error if first is None else first.error
     dtype = min(ROUNDINGS, key=lambda name: abs(log(size / ROUNDINGS[name])))
@@ -252,6 +263,7 @@ def no_halo(evidence: Evidence) -> str | None:
         return None
     wrong, distance = activation.wrong_tokens, distance_from_ends(comparison.shards)
     reach = int(distance[wrong].max())
+    # In short runs every token is near an end, which would prove nothing.
     _, lengths = owners(comparison.shards).unique_consecutive(return_counts=True)
     if reach > min(HALO, int(lengths.min()) // 3):
         return None
@@ -295,6 +307,7 @@ def dropped_window(evidence: Evidence) -> str | None:
     activation, first = evidence.first_wrong.first_wrong_activation, _first_beyond_window(evidence.first_wrong)
     if activation is None or first is None:
         return None
+    # A window does not depend on the length; ends of shards do.
     longer = evidence.longer and evidence.longer.first_wrong_activation
     if longer and _first_wrong_token(longer) != first:
         return None
@@ -324,7 +337,7 @@ FORWARD_RULES: Sequence[tuple[Mistake, Rule]] = (
 
 
 def _one_factor(evidence: Evidence, expected: float | None) -> str | None:
-    """All gradients are off by the factor `expected`, or by any one factor."""
+    """All gradients are off by the factor `expected`; with None, by any one factor."""
     comparison = evidence.first_wrong
     factors = [x.factor for x in comparison.gradients]
     if not factors or not comparison.wrong_gradients or factors[0] is None:

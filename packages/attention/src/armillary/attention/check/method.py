@@ -38,7 +38,7 @@ LENGTH = 61  # odd, so that shards and documents are uneven
 
 @dataclass(frozen=True)
 class CheckedTensor:
-    """The error of one tensor under one mask and layout, relative to the norm of the oracle's."""
+    """The error of one tensor under one mask and layout, relative to the norm of the oracle's tensor."""
 
     mask: str
     layout: str
@@ -52,7 +52,7 @@ class MethodReport:
     """The errors of all tensors, the same on every rank.
 
     Args:
-        differing: tensors that differ between two runs, or between ranks that hold the same shard.
+        differing: tensors whose bits differ between two runs, or between ranks that have the same shard.
     """
 
     errors: tuple[CheckedTensor, ...]
@@ -109,10 +109,12 @@ def check_method(
         layout = attend.layout(length, kind)
         shard_tensors = {x: layout.take(tensor, attend.shard).to(device) for x, tensor in tensors.items()}
         first, second = (_run(attend, shard_tensors, mask, layout) for _ in range(2))
-        every = _all_ranks((attend.shard, first, second))
-        shards = {shard: results for shard, results, _ in every}
+        rank_results = _gather_results((attend.shard, first, second))
+        shards = {shard: results for shard, results, _ in rank_results}
         for tensor, exact in _oracle_results(tensors, mask).items():
-            copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in every for x in runs]
+            # Both runs of every rank must have the bits of the one whose shards are joined: sums in the order of
+            # arrival would not.
+            copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in rank_results for x in runs]
             if not all(torch.equal(a, b) for a, b in copies):
                 differing.append(f"{name} {kind}: {tensor}")
             joined = layout.join([shards[shard][tensor] for shard in range(layout.shards)])
@@ -163,10 +165,10 @@ def _oracle_results(tensors: Tensors, mask: AttentionMask) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def _all_ranks(
+def _gather_results(
     results: tuple[int, dict[str, Tensor], dict[str, Tensor]],
 ) -> list[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
-    """Gathers the results of every rank of the world."""
+    """Gathers (shard, results of the first run, results of the second run) of every rank of the world."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [results]
     gathered = [results] * dist.get_world_size()

@@ -51,7 +51,7 @@ def check_model(
     worlds: Worlds | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> ModelReport:
-    """Runs one training step on one rank and on `world_size` gloo ranks and compares all that it computes.
+    """Runs one training step on one rank and on `world_size` gloo ranks, and compares loss, logits and gradients.
 
     Functions must be importable (defined at the top level of a module, or a `functools.partial` of one): each rank is a
     process. Random numbers are seeded before `build`.
@@ -64,7 +64,7 @@ def check_model(
         dtype: float64, float32, bfloat16 or float16. The expected values are always computed in float64.
         reduce: `reduce(model)` reduces gradients over ranks after the last micro-batch, if `step` and the model's own
             hooks (FSDP2, DDP) do not.
-        reference: returns (model, step) of one rank, if they are others than those on shards.
+        reference: builds (model, step) for one rank, if it differs from `build` and `step`.
         variants: any of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches".
         vocabulary: token ids are below it.
         limit: largest relative error, by default by dtype and by the rounding errors of one rank.
@@ -76,19 +76,22 @@ def check_model(
         RankFailed: a rank raised, died or hung in a run without variants.
     """
     _check_arguments(world_size, tokens, rows, documents, dtype, variants, vocabulary)
-    started = time.monotonic()
-    with _worlds(worlds) as open_worlds:
+    start_time = time.monotonic()
+    with _open_worlds(worlds) as open_worlds:
         sharded = _Runner(open_worlds, build, step, reduce, timeout, progress)
-        exact = sharded if reference is None else _Runner(open_worlds, reference, None, None, timeout, progress)
-        one_rank = _OneRank(exact, limit)
-        base = CheckRun(
+        unsharded = sharded if reference is None else _Runner(open_worlds, reference, None, None, timeout, progress)
+        one_rank = _OneRank(unsharded, limit)
+        # 1. One document per row.
+        plain_run = CheckRun(
             world_size, tokens, rows=rows, vocabulary=vocabulary, dtype=dtype, weight_dtype=dtype, seed=seed
         )
-        records = sharded.records(base)
-        plain = one_rank.compare(base, records)
+        records = sharded.records(plain_run)
+        plain = one_rank.compare(plain_run, records)
+        # 2. Packed documents.
         boundaries = None if documents is None else tuple(int(end) for end in documents)
-        packed_run = replace(base, documents=boundaries)
+        packed_run = replace(plain_run, documents=boundaries)
         packed = None if boundaries is None else one_rank.compare(packed_run, sharded.records(packed_run))
+        # 3. Variants, each of which a model may not support.
         notes = _notes(plain)
         compared = dict[str, Comparison]()
         for variant in variants:
@@ -99,18 +102,19 @@ def check_model(
                 notes.append(f"{variant} was not compared: {error_line(failure)}")
         evidence = Evidence(plain, packed, compared)
         if not plain.right:
-            evidence = _look_closer(evidence, records, one_rank, sharded)
-    return ModelReport(evidence, tuple(notes), time.monotonic() - started)
+            evidence = _add_diagnostic_runs(evidence, records, one_rank, sharded)
+    return ModelReport(evidence, tuple(notes), time.monotonic() - start_time)
 
 
 def error_line(failure: RankFailed) -> str:
-    """Returns the first line of the first rank's error."""
+    """Returns the first line of the first failed rank's exception, such as "ValueError: ..."."""
     lines = str(failure).splitlines()
     raised = next((i for i, line in enumerate(lines) if line.endswith("raised:")), None)
     if raised is None:  # ranks died or hung
         return lines[1]
-    ends = [i for i, line in enumerate(lines) if re.match(r"rank \d+ ", line) and i > raised]
-    traceback = lines[raised + 1 : ends[0] if ends else None]
+    # The message has the traceback of each rank that raised; the exception follows a traceback's last frame.
+    next_ranks = [i for i, line in enumerate(lines) if re.match(r"rank \d+ ", line) and i > raised]
+    traceback = lines[raised + 1 : next_ranks[0] if next_ranks else None]
     last_frame = max(i for i, line in enumerate(traceback) if line.startswith("  File "))
     return next((line for line in traceback[last_frame + 1 :] if line and not line.startswith(" ")), traceback[-1])
 
@@ -126,6 +130,7 @@ class _Runner(NamedTuple):
     progress: Callable[[str], object]
 
     def records(self, run: CheckRun) -> list[RankRecord]:
+        """Runs the step on a world of `run.ranks` and returns the record of each rank."""
         packed = "" if run.documents is None else ", packed documents"
         ranks = f"{run.ranks} ranks" if run.ranks > 1 else "1 rank"
         self.progress(f"{run.variant} on {ranks}, {run.tokens} tokens{packed}")
@@ -137,23 +142,27 @@ class _OneRank:
 
     def __init__(self, runner: _Runner, limit: float | None) -> None:
         self.runner, self.limit = runner, limit
-        self.expected: dict[CheckRun, tuple[RankRecord, RankRecord | None]] = {}
+        self.cache: dict[CheckRun, tuple[RankRecord, RankRecord | None]] = {}
+        """Run on one rank in float64 -> (its record, the record with other rounding)."""
 
     def compare(self, run: CheckRun, records: Sequence[RankRecord]) -> Comparison:
         # Recompute and compile must not change any number: they are compared with the plain step of one rank.
         variant = run.variant if run.variant == "two micro-batches" else "plain"
         exact_run = replace(run, ranks=1, variant=variant, dtype=torch.float64)
-        if exact_run not in self.expected:
-            noisy_run = replace(exact_run, dtype=run.dtype, perturbed=run.dtype is torch.float64)
+        if exact_run not in self.cache:
+            # Rounding errors are measured by the run's dtype, in float64 by weights changed in the last digits.
+            rounded_run = replace(exact_run, dtype=run.dtype, perturbed=run.dtype is torch.float64)
             (exact,) = self.runner.records(exact_run)
-            (noisy,) = self.runner.records(noisy_run) if self.limit is None else (None,)
-            self.expected[exact_run] = (exact, noisy)
-        exact, noisy = self.expected[exact_run]
-        return compare(run, records, exact, noisy, self.limit)
+            (rounded,) = self.runner.records(rounded_run) if self.limit is None else (None,)
+            self.cache[exact_run] = (exact, rounded)
+        exact, rounded = self.cache[exact_run]
+        return compare(run, records, exact, rounded, self.limit)
 
 
-def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _OneRank, sharded: _Runner) -> Evidence:
-    """Adds the runs that tell mistakes apart: other ranks, more tokens, another first token.
+def _add_diagnostic_runs(
+    evidence: Evidence, records: Sequence[RankRecord], one_rank: _OneRank, sharded: _Runner
+) -> Evidence:
+    """Adds the runs by which `diagnose` tells mistakes apart: other ranks, more tokens, another first token.
 
     Args:
         records: each rank's record of the plain run.
@@ -168,6 +177,7 @@ def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _O
             comparisons.append(one_rank.compare(variation, sharded.records(variation)))
         except RankFailed:  # a step may be written for this number of ranks or tokens alone
             comparisons.append(None)
+    # If attention stays within shards, the first token does not reach logits of ranks without it.
     reaches = None
     if evidence.plain.token_error("logits") is not None and not evidence.plain.forward_right:
         pairs = [
@@ -180,6 +190,7 @@ def _look_closer(evidence: Evidence, records: Sequence[RankRecord], one_rank: _O
 
 
 def _notes(comparison: Comparison) -> list[str]:
+    """Returns the report's lines on tensors that were not compared."""
     notes = list[str]()
     if not comparison.shards:
         notes.append("the step reports no positions, so that logits and activations were not compared")
@@ -193,8 +204,8 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 @contextmanager
-def _worlds(worlds: Worlds | None) -> Generator[Worlds]:
-    """Closes the worlds that it makes."""
+def _open_worlds(worlds: Worlds | None) -> Generator[Worlds]:
+    """Context with the given worlds, or with new ones that are closed at the end."""
     if worlds is not None:
         yield worlds
         return

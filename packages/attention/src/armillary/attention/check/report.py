@@ -18,9 +18,9 @@ class ModelReport:
 
     Args:
         evidence: all comparisons.
-        notes: what was not compared, and why.
+        notes: lines on tensors and variants that were not compared, with the reason.
         seconds: wall time of the check.
-        title: what was checked, for the first line of the table.
+        title: name of the model and method, for the first line of the table.
     """
 
     evidence: Evidence
@@ -34,7 +34,7 @@ class ModelReport:
 
     @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
-        """The mistakes that wrong numbers look like."""
+        """The mistakes whose signatures fit the errors; none if everything is right."""
         return diagnose(self.evidence)
 
     def assert_right(self) -> None:

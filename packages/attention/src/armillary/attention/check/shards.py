@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def owners(shards: Sequence[Tensor]) -> Tensor:
-    """[N], the first rank that has each token."""
+    """Returns the first rank that has each token, [N]."""
     owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
     for rank in reversed(range(len(shards))):
         owner[shards[rank]] = rank
@@ -17,13 +17,13 @@ def owners(shards: Sequence[Tensor]) -> Tensor:
 
 
 def shard_ends(shards: Sequence[Tensor]) -> Tensor:
-    """bool [N], the tokens whose next one is on another rank."""
+    """Returns True for tokens whose next token is on another rank, bool [N]."""
     owner = owners(shards)
     return torch.cat([owner[1:] != owner[:-1], torch.tensor([False])])
 
 
 def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
-    """[N], the number of tokens from the nearest end of a shard: 1 for the tokens on both of its sides."""
+    """Returns the distance of each token from the nearest boundary between shards, [N]: 1 on both of its sides."""
     tokens, ends = torch.arange(len(owners(shards))), shard_ends(shards).nonzero().flatten()
     if not len(ends):
         return torch.full_like(tokens, len(tokens))
@@ -32,7 +32,7 @@ def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
 
 
 def moved_tokens(shards: Sequence[Tensor]) -> Tensor:
-    """bool [N], the tokens whose position is not their index in the shard."""
+    """Returns True for tokens whose position is not their index in the shard, bool [N]."""
     moved = torch.zeros(len(owners(shards)), dtype=torch.bool)
     for positions in shards:
         moved[positions] |= positions != torch.arange(len(positions))

@@ -1,4 +1,4 @@
-"""Runs one training step on this rank and records its loss, logits, activations and gradients."""
+"""One training step on one rank of a world: the batch that it gets, and the record of all that it computes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from armillary.core import compat
 VOCABULARY = 64
 """Default vocabulary size of `check_model`; token ids are smaller."""
 FINGERPRINT = 4
-"""Number of random projections of a token's activation that are compared: records stay small at any width."""
+"""Number of random projections of a token's activation that are compared, so that records are small at any width."""
 ROUNDING = 1e-15
-"""Relative change of the weights that measures how much a model amplifies rounding errors in float64."""
+"""Relative change of weights in float64, by which a model's amplification of rounding errors is measured."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
 """Matches the parts of module and parameter names that wrappers add."""
 
@@ -34,8 +34,8 @@ class CheckBatch:
 
     Args:
         ids: [B, N].
-        labels: [B, N], before shifting: the token itself, or -100. One third of the row has fewer labels, so that
-            shards have different numbers of them.
+        labels: [B, N], before shifting: the token itself, or -100. The first third of a row has half as many labels, so
+            that shards have different numbers of them and a mean of means is wrong.
         documents: boundaries (0, ..., N), or None for one document per row.
     """
 
@@ -152,6 +152,7 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
     else:
         model = training
     assert step is not None
+    # Through `weight_dtype` first: the float64 reference then has the same weights, and only activations differ.
     model = model.to(run.weight_dtype).to(run.dtype).train()
     if run.perturbed:
         _perturb(model)
@@ -185,7 +186,7 @@ def _perturb(model: nn.Module) -> None:
 
 
 def _checkpoint_layers(model: nn.Module) -> int:
-    """Wraps the layers of the outermost module lists in activation checkpointing. Returns how many there are."""
+    """Wraps the layers of the outermost module lists in activation checkpointing. Returns the number of layers."""
     count = 0
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -228,7 +229,7 @@ class _Recorder:
     def _keep(self, tensors: list[Tensor], x: Tensor | None) -> None:
         # Hooks also run when activation checkpointing recomputes modules in backward; these calls are ignored.
         if x is not None and x.requires_grad and not in_backward():
-            x.retain_grad()
+            x.retain_grad()  # `record` reads its gradient
             tensors.append(x)
 
     def _keep_activation(self, name: str) -> Callable[..., None]:
@@ -241,6 +242,7 @@ class _Recorder:
         return keep
 
     def record(self, result: StepOutput, run: CheckRun) -> RankRecord:
+        """Returns the record of the last micro-batch's tensors and of the accumulated gradients."""
         positions = result.positions
         tokens = run.tokens if positions is None else positions.numel()
         if positions is None and run.ranks == 1:
@@ -286,12 +288,14 @@ def _full_outputs(calls: list[Tensor], tokens: int) -> list[Tensor]:
 
 
 def _last_full_output(calls: list[Tensor], tokens: int) -> Tensor | None:
+    """Returns the last of `_full_outputs` on the host; None without any."""
     outputs = _full_outputs([x for x in calls if x.ndim >= 3], tokens)
     return outputs[-1].detach().cpu() if outputs else None
 
 
 @cache
 def _projection(width: int) -> Tensor:
+    """Returns random directions [width, FINGERPRINT], the same on every rank."""
     generator = torch.Generator().manual_seed(width)
     return torch.randn(width, FINGERPRINT, generator=generator, dtype=torch.float64) / width**0.5
 
@@ -301,4 +305,5 @@ def _full(x: Any) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Returns a parameter's gradient on the host, gathered if FSDP2 or tensor parallelism shards it."""
     return None if parameter.grad is None else _full(parameter.grad).detach().cpu()
