@@ -1,6 +1,7 @@
-"""The visible pairs of a mask, pair by pair, from the definition of each kind: the oracle's own rule.
+"""Visibility of each pair of tokens under a mask, by the definition of each pattern. Used by `reference_attention`.
 
-It reads the constructor's arguments of a mask and shares no code with slices, tiles and counts of pairs.
+An independent oracle for tests: it reads the constructor's arguments of a mask and shares no code with slices, tiles
+and counts of pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Boundaries = tuple[int, ...]
 
 
 def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: Tensor, batch: int = 1) -> Tensor:
-    """Returns visibility, bool [1, T, S], or [B, T, S] where the rows of the batch have masks of their own.
+    """Returns visibility, bool [1, T, S], or [B, T, S] if the rows of the batch have masks of their own.
 
     Args:
         query_positions: [T], global.
@@ -30,7 +31,7 @@ def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: T
 
 
 def _row_count(mask: AttentionMask, batch: int) -> int:
-    """Returns the number of rows with masks of their own; 1 where all have the same mask."""
+    """Returns the number of rows with masks of their own; 1 if all rows have one mask."""
     if isinstance(mask.pattern, RowMasks):
         count, kind = len(mask.pattern.masks), "masks"
     elif mask.documents and isinstance(mask.documents[0], tuple):
@@ -43,7 +44,8 @@ def _row_count(mask: AttentionMask, batch: int) -> int:
 
 
 def _visible(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
-    """Returns bool, broadcast to [T, S]: the keys at j [1, S] that the queries at i [T, 1] see in one row."""
+    """Returns True where the query at i [T, 1] sees the key at j [1, S] in one row; broadcasts to [T, S]."""
+    # `RowMasks` has one mask per row; its own window and causality apply on top of these.
     if isinstance(mask.pattern, RowMasks):
         row_mask = mask.pattern.masks[row]
         visible, distance = _visible(row_mask, i, j, 0), _distance(row_mask, i, j)
@@ -62,9 +64,9 @@ def _visible(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
 
 
 def _by_pattern(mask: AttentionMask, i: Tensor, j: Tensor, documents: Boundaries | None) -> Tensor:
-    """Returns the visibility by pattern and documents, to which the caller adds the window and `causal`.
+    """Returns visibility by pattern and documents. The caller applies the window and causality.
 
-    `Prefix` and `ImageSpans` define causality themselves.
+    `Prefix` and `ImageSpans` are causal by definition, with exceptions.
     """
     same_document = _locate(i, documents)[0] == _locate(j, documents)[0]
     match mask.pattern:

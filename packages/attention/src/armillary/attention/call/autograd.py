@@ -69,6 +69,7 @@ def _run_forward(
 def _forward_like(
     tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
+    """Returns empty tensors shaped like the results of `_run_forward`, for fake tensors and graphs."""
     key = OpKey(*key_values)
     if key.in_graph:
         return results_like(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
@@ -78,7 +79,7 @@ def _forward_like(
 def _run_backward(
     dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    """Returns the gradients of q, k, v; or of x and the parameters. `key_shape`: tokens and heads of the keys."""
+    """Returns the gradients of q, k, v; or of x and the parameters. `key_shape` are tokens and heads of the keys."""
     key = OpKey(*key_values)
     if not key.in_graph:
         return object_of(key.call).backward(dout, saved)
@@ -92,6 +93,7 @@ def _run_backward(
 def _backward_like(
     dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
+    """Returns empty tensors shaped like the results of `_run_backward`."""
     if not key_shape:  # a call on hidden states
         x, _, _, _, *projection_tensors = saved
         parameters = projection_tensors[tensor_count(GraphKey.unpack(OpKey(*key_values), shapes_only=True)) :]
@@ -150,7 +152,7 @@ class Attention(torch.autograd.Function):
             results = _forward(tensors, sinks, mask_numbers, *key)
         out, lse, *inner_tensors = results
         ctx.key, ctx.call = key, call  # keeps the call alive: its number is only valid as long as it lives
-        # The numbers of a graph's key after the fifth describe projections (`GraphKey.unpack`).
+        # Only graphs pass calls on hidden states here; theirs have numbers after the fifth (`GraphKey.unpack`).
         ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
         ctx.set_materialize_grads(False)  # an unused lse then has no gradient instead of zeros
         if ctx.projected:
@@ -161,6 +163,7 @@ class Attention(torch.autograd.Function):
             # A method that redistributes its inputs (Ulysses) returns the tensors for its backward: head shards.
             saved = inner_tensors or (*tensors, out, lse)
             ctx.key_shape, local = tensors[1].shape[1:3], (out, lse, sinks)
+        # dsinks needs out and lse of local tokens, which `saved` may not have; without sinks they are not saved twice.
         ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
         ctx.saved_count = len(saved)
         return tuple(results)
@@ -171,7 +174,7 @@ class Attention(torch.autograd.Function):
         dout, *other_grads = grad_outputs
         if not ctx.projected:
             refuse_gradients(other_grads, is_traced=ctx.call is None)
-        if dout is None:  # no result takes part in the loss
+        if dout is None:  # out is not part of the loss
             return (None,) * (4 + ctx.count)
         mask_numbers, *tensors = ctx.saved_tensors
         saved, local = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
@@ -183,11 +186,12 @@ class Attention(torch.autograd.Function):
 
 
 def refuse_gradients(grads: Sequence[Tensor | None], is_traced: bool) -> None:
-    """Raises ValueError for a gradient of lse. A graph passes zeros for an unused lse, so it checks when it runs."""
+    """Raises ValueError for a gradient of lse."""
     message = "lse has no gradient here; detach it before it enters a loss"
     for grad in grads:
         if grad is not None and not is_traced:
             raise ValueError(message)
+        # A graph passes zeros for an unused lse, so their values are checked when it runs.
         if grad is not None:
             compat.assert_later((grad == 0).all(), message)
 

@@ -1,4 +1,4 @@
-"""Checks of a call on DTensors: placements, heads and shards. Raises ValueError before any communication."""
+"""Checks of calls on DTensors: placements, heads and shards. They raise ValueError before any communication."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], opti
     metadata = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
     if not torch.compiler.is_compiling():
         return _check(method, metadata, options)
+    # dynamo cannot trace the checks. It takes them as a constant of these arguments, which must be plain values.
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
     meshes, placements = [x.device_mesh for x in metadata.values()], [x.placements for x in metadata.values()]
     shapes = [[index(size) for size in x.shape] for x in metadata.values()]  # numbers instead of symbols
@@ -91,7 +92,10 @@ def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layou
 
 
 def _check_parameter(name: str, parameter: Placed, x: Placed) -> None:
-    """Raises ValueError unless a parameter is on axes of x's mesh: replicated where x is sharded, else cut evenly."""
+    """Raises ValueError unless a parameter is on axes of x's mesh.
+
+    It must be replicated on axes that shard x, and may be sharded evenly on others.
+    """
     axes = parameter.device_mesh.mesh_dim_names or ("",)
     if not set(axes) <= set(x.device_mesh.mesh_dim_names or ()):
         raise ValueError(
@@ -100,15 +104,15 @@ def _check_parameter(name: str, parameter: Placed, x: Placed) -> None:
         )
     for dim, axis in enumerate(axes):
         placement, ranks = parameter.placements[dim], parameter.device_mesh.size(dim)
-        of_x = x.placements[mesh_dim(x, Axis.of(parameter.device_mesh[axis]))]
-        if isinstance(of_x, Shard) or not isinstance(placement, Shard):
+        x_placement = x.placements[mesh_dim(x, Axis.of(parameter.device_mesh[axis]))]
+        if isinstance(x_placement, Shard) or not isinstance(placement, Shard):
             check_placement(name, parameter, dim, Replicate())
         elif parameter.shape[placement.dim] % ranks:
             raise ValueError(f"{name} is {describe(parameter)}; its heads must be sharded evenly over {ranks} ranks")
 
 
 def head_placements(x: Placed | DTensor, parameters: Iterable[Placed | DTensor]) -> tuple[Placement, ...]:
-    """Placements of heads projected from x: those of x, and Shard(2) on the axes that parameters are sharded over."""
+    """Returns the placements of heads projected from x: those of x, and Shard(2) on axes that shard the parameters."""
     head_axes = {
         name
         for parameter in parameters
@@ -162,8 +166,8 @@ def check_token_placements(
 
 
 def check_heads(name: str, x: Placed | DTensor) -> None:
-    """Raises ValueError unless the heads of x [B, N, H, ...] are cut evenly."""
-    # So that the query heads of a group stay with their key/value head.
+    """Raises ValueError unless the heads of x [B, N, H, ...] are sharded evenly."""
+    # With even shards the query heads of a group are on the rank of their key/value head.
     head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
     if head_ranks > 1 and (len(x.shape) < 3 or x.shape[2] % head_ranks):
         raise ValueError(
@@ -172,14 +176,15 @@ def check_heads(name: str, x: Placed | DTensor) -> None:
 
 
 def _sharding_axes(method: AttentionMethod) -> list[Axis]:
-    """The method's axes of several ranks, outermost first."""
+    """Returns the method's axes of more than one rank, outermost first."""
     return [axis for axis in method.axes if axis.size > 1]
 
 
 def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: SequenceLayout | None) -> None:
-    """Compares the layout's shards with DTensor's chunks. No layout is left to `check_call`."""
-    if layout is None:
+    """Raises ValueError unless the layout's shards have the sizes of DTensor's chunks."""
+    if layout is None:  # `check_call` decides if the method needs one
         return
+    # DTensor cuts a dim over several axes one after the other, outermost first, each time as torch.chunk does.
     chunks, axes = [x.shape[1]], _sharding_axes(method)
     for axis in axes:
         chunks = [size for chunk in chunks for size in chunk_sizes(chunk, axis.size)]
@@ -188,10 +193,10 @@ def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: Sequence
 
 
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
-    """Sinks are sharded where the heads of x are."""
-    heads = Shard(len(sinks.shape) - 1)
+    """Raises ValueError unless sinks are sharded by heads on the axes that shard the heads of x, else replicated."""
+    head_dim = Shard(len(sinks.shape) - 1)
     expected_placements: list[Placement] = [
-        heads if placement == Shard(2) else Replicate() for placement in x.placements
+        head_dim if placement == Shard(2) else Replicate() for placement in x.placements
     ]
     if sinks.device_mesh != x.device_mesh or any(
         placement != expected and sinks.device_mesh.size(dim) > 1

@@ -1,4 +1,4 @@
-"""Gradients of parameters summed over chunks in the accumulation dtype, so that each is rounded once."""
+"""Gradients of parameters, accumulated over chunks of tokens and stages of heads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class GradientSums:
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         self.parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
-        self._owned: set[int] = set()
-        self._places = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._owned: set[int] = set()  # indices of sums that are copies, not a caller's tensor
+        self._indices = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._buffers = dict[int, Tensor]()
 
     def add(self, addends: Iterable[Tensor | None]) -> None:
@@ -41,7 +41,7 @@ class GradientSums:
 
         For a DTensor it has the shape of this rank's part. None for other tensors than the parameters.
         """
-        i = self._places.get(id(parameter))
+        i = self._indices.get(id(parameter))
         if i is not None and i not in self._buffers:
             local = compat.local_part(self.parameters[i].detach())
             self._buffers[i] = torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
@@ -54,8 +54,8 @@ class GradientSums:
     def _result(self, i: int) -> Tensor | None:
         parameter, total, buffer = self.parameters[i], self._sums[i], self._buffers.get(i)
         if buffer is not None:
-            inside = gradient_of(parameter, buffer)
-            total = inside if total is None else inside + total
+            gradient = gradient_of(parameter, buffer)
+            total = gradient if total is None else gradient + total
         return None if total is None else total.to(gradient_dtype(parameter))
 
 

@@ -1,8 +1,11 @@
-"""A call in types that an op's schema allows and torch.compile can guard: numbers and strings.
+"""Attention calls encoded as numbers and strings, which an op's schema allows and torch.compile can guard.
 
-While a graph is traced, nothing may depend on Python objects. So a layout becomes a string, for which the graph is
-compiled; a method becomes its registered number; a mask becomes its `sides`, with documents and patterns in a separate
-tensor, so that one graph serves all documents.
+A graph must not depend on Python objects:
+
+    layout    -> its text, a constant of the graph: another layout compiles another graph
+    method    -> its registered number
+    mask      -> `AttentionMask.sides`, with documents and patterns in a separate tensor: one graph for all documents
+    kernel    -> its name
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ AUTOCAST_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
+"""Dtypes of autocast by name; "" is autocast off."""
 
 
 class OpKey(NamedTuple):
@@ -48,7 +52,7 @@ class OpKey(NamedTuple):
 
 
 class ProjectedDims(NamedTuple):
-    """Sizes of a call on hidden states: H, K, D, and the number of tensors that the projections are made of."""
+    """Sizes of a call on hidden states: H, K, D, and the number of tensors of the projections."""
 
     heads: int
     key_heads: int
@@ -94,14 +98,14 @@ class GraphKey(NamedTuple):
             ValueError: a kernel object outside of `KERNELS`: the op finds kernels by name.
         """
         mask, kernel = options.mask, options.kernel
-        if not (isinstance(kernel, str | None) or any(kernel is each for each in KERNELS)):
-            names = ", ".join(each.name for each in KERNELS)
+        if not (isinstance(kernel, str | None) or any(kernel is known_kernel for known_kernel in KERNELS)):
+            names = ", ".join(known_kernel.name for known_kernel in KERNELS)
             raise ValueError(f"torch.compile takes kernels of {names}; got {kernel}")
         return cls(
             method.registered_id,
             mask.sides,
             options.return_lse,
-            head_dim**-0.5 if options.scale is None else float(options.scale),
+            head_dim**-0.5 if options.scale is None else float(options.scale),  # the schema has no optional float
             options.softcap,
             "" if options.layout is None else options.layout.text,
             "" if options.key_layout is None else options.key_layout.text,
@@ -114,9 +118,10 @@ class GraphKey(NamedTuple):
         """Returns the op's arguments. `unpack` is the inverse."""
         return OpKey(
             -1,  # no registered call: the other fields describe it
+            # Five numbers (a mask has three sides), then the dims of a call on hidden states.
             [self.method, *self.sides, int(self.return_lse), *(self.projected or ())],
             self.scale,
-            self.softcap or 0.0,
+            self.softcap or 0.0,  # a softcap is above 0, so 0 is free to mean None
             "|".join((self.layout, self.key_layout, self.kernel, self.autocast)),
         )
 
@@ -168,4 +173,5 @@ def autocast_name(x: Tensor) -> str:
 
 
 def read_layout(text: str) -> SequenceLayout | None:
+    """Returns the layout of a `SequenceLayout.text`; None for ""."""
     return move_key.read_layout(text) if text else None

@@ -17,8 +17,9 @@ from armillary.attention.call.token_chunks import at_tokens, chunks
 from armillary.core import accumulation_dtype
 
 Heads = Sequence[int]
+"""Indices of query heads or of key/value heads."""
 Project = Callable[[Projections, Tensor], Sequence[Tensor]]
-"""From projections and x to some of q, k and v."""
+"""Computes some heads of q, or of k and v, from projections and x."""
 
 
 class QKVSource(Protocol):
@@ -84,7 +85,7 @@ class Finished(QKVSource):
 
 @dataclass
 class Projected(QKVSource):
-    """Projects q, k and v from x on request, in forward and again in backward, and saves nothing.
+    """Projects q, k and v from x on request, in forward and again in backward. Saves only x.
 
     Projections run in the autocast state in which this object was created.
 
@@ -92,7 +93,7 @@ class Projected(QKVSource):
         x: [B, T, E], the local tokens.
         piece: number of tokens to project at once, if the projections are token-wise.
         dx: the gradient of x, added to in place; None if it is not needed.
-        totals: sums of gradients, for the current parameters: FSDP replaces them between forward and backward.
+        totals: sums of gradients of the current parameters. FSDP replaces parameters between forward and backward.
         draws: random numbers of the projections (dropout), which backward replays.
     """
 
@@ -149,6 +150,8 @@ class Projected(QKVSource):
         """
         pieces = self._pieces() if self.dx is not None or self.totals.parameters else []
         for tokens, projections in pieces:
+            # Autograd would allocate a gradient of the whole weight for each stage and piece; `collecting` projections
+            # add to the totals in place.
             if (is_subset or len(pieces) > 1) and hasattr(projections, "collecting"):
                 projections = cast(CollectsGradients, projections).collecting(self.totals)
             # 1. Recompute the projections with autograd on, with forward's autocast state and random numbers.
@@ -163,6 +166,12 @@ class Projected(QKVSource):
             del heads, dheads, pairs
 
     def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor, tokens: slice) -> None:
+        """Adds the gradients of one piece to dx and the totals.
+
+        Args:
+            pairs: projected heads with their gradients.
+            x: the piece of x from which they were projected, a leaf.
+        """
         inputs = [*([] if self.dx is None else [x]), *self.totals.parameters]
         heads, dheads = zip(*pairs, strict=True)
         grads: list[Tensor | None] = list(torch.autograd.grad(heads, inputs, dheads, allow_unused=True))
@@ -171,6 +180,7 @@ class Projected(QKVSource):
         self.totals.add(grads)
 
     def _pieces(self) -> list[tuple[slice, Projections]]:
+        """Returns the tokens that are projected at once, with their projections: all unless these are token-wise."""
         pieces = chunks(self.x.shape[1], self.piece)
         if isinstance(self.projections, TokenProjections) and len(pieces) > 1:
             return [(tokens, self.projections.of_tokens(tokens)) for tokens in pieces]
@@ -203,7 +213,7 @@ def update_heads(x: Tensor, heads: Heads, values: Tensor, op: Callable[[Tensor, 
 
 
 def concatenate(tensors: list[Tensor], dim: int = 2) -> Tensor:
-    """Returns tensors [B, T, h, D] as one, without a copy of a single tensor."""
+    """Concatenates tensors [B, T, h, D] along `dim`. Returns a single tensor itself instead of a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
@@ -213,7 +223,7 @@ def _view(x: Tensor, run: slice, dim: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def head_slices(heads: tuple[int, ...]) -> tuple[slice, ...]:
-    """Returns heads as the fewest slices, evenly spaced and rising; an empty slice for no heads."""
+    """Cuts heads into the fewest rising slices with even steps; one empty slice for no heads."""
     # Slices, because indexing with a list would copy it to the GPU and synchronize.
     if not heads:
         return (slice(0, 0, 1),)

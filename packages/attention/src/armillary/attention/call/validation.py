@@ -17,7 +17,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout, compat
 from armillary.core.validation import check_tensor, number
 
-# -- a whole call -----------------------------------------------------------------------------------------------------
+# -- calls ------------------------------------------------------------------------------------------------------------
 
 
 def check_call(
@@ -84,6 +84,11 @@ def _check_tensors_and_layout(
     options: AttentionOptions,
     inputs: Inputs | None,
 ) -> AttentionSpec:
+    """Checks the arguments against each other, and chooses the kernel.
+
+    Args:
+        inputs: properties of q, k and v for the choice of the kernel, if these are meta tensors.
+    """
     check_tensors(q, k, v, sinks)
     method.check(q, k, v)
     layout = check_sequence_layout(method, options.layout, q.shape[1])
@@ -113,14 +118,14 @@ def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 def check_options(options: AttentionOptions) -> AttentionOptions:
     """Returns the options. Raises ValueError for wrong types, and for numbers that are not finite or out of range."""
     mask, layout, key_layout, scale, softcap, _, return_lse = options
-    # The usual call has nothing to check: one comparison instead of a dozen.
+    # Fast path of every layer and step: the usual call has nothing to check beyond these types.
     usual_types = type(mask) is AttentionMask and type(layout) in (SequenceLayout, type(None)) and key_layout is None
     if usual_types and scale is softcap is None and type(return_lse) is bool:
         return options
     if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(
-            f"mask is {_describe(mask)}; an AttentionMask is needed: AttentionMask(causal=False) for all keys, "
-            f"AttentionMask(documents=...) for packed sequences. It is in global positions; dense masks are not taken"
+            f"mask is {_describe(mask)}; an AttentionMask in global positions is needed: AttentionMask(causal=False) "
+            f"for all keys, AttentionMask(documents=...) for packed sequences. Dense masks are not accepted"
         )
     check_layout("layout", layout)
     check_layout("key_layout", key_layout)
@@ -185,7 +190,10 @@ def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceL
 
 
 def are_plain_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Returns True if all are dense tensors of torch's class. Raises ValueError for other values."""
+    """Returns True if q, k and v are dense tensors of class `Tensor` and there are no sinks.
+
+    False for subclasses, such as DTensors. Raises ValueError for values that are not dense tensors.
+    """
     plain = sinks is None and type(q) is type(k) is type(v) is Tensor
     if plain and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested):
         return True
@@ -218,9 +226,9 @@ def check_sinks(sinks: Tensor | None, heads: int, device: torch.device) -> None:
         return
     if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
         raise ValueError(f"sinks {tuple(sinks.shape)} must be [H] or [S, H] for {heads} query heads")
-    # Projections are checked by their shapes, on the meta device.
-    elsewhere = sinks.device != device and "meta" not in (sinks.device.type, device.type)
-    if not sinks.is_floating_point() or elsewhere:
+    # Heads of projections are meta tensors, which stand for any device.
+    wrong_device = sinks.device != device and "meta" not in (sinks.device.type, device.type)
+    if not sinks.is_floating_point() or wrong_device:
         raise ValueError(f"sinks are {sinks.dtype} on {sinks.device}; floating-point numbers on {device} are needed")
 
 

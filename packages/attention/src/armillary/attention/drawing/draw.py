@@ -1,4 +1,4 @@
-"""A picture of a mask, and with a layout of the tokens and the work of each rank. Needs matplotlib."""
+"""`draw_mask`: a picture of a mask and, with a layout, of the tokens and the work of each rank. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from armillary.core.files import writing
 from armillary.core.slices import Integers, Slices
 
 CELLS = 192
-"""Largest number of cells per side."""
+"""Maximum number of cells per side."""
 MIXED_CELLS = 64
-"""The same where neighbouring positions are on different ranks, so that each cell has pairs of all of them."""
+"""Maximum number if neighbouring positions are on different ranks: each cell then has pairs of all of them."""
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -37,19 +37,18 @@ def draw_mask(
 ) -> Shares | None:
     """Draws the visible pairs of a mask; with a layout, also the positions and the computed pairs of each rank.
 
-    Sequences of any length: beyond `CELLS` tokens a cell stands for many, and is fainter if fewer of its pairs are
-    visible.
+    Beyond `CELLS` tokens a cell is a square of several pairs, and is fainter if fewer of them are visible.
 
     Args:
         length: tokens of the sequence.
         path: path of the picture, .png, .svg or .pdf.
         layout: layout over the sequence axis, with one shard for each of its ranks.
         method: a name of `build_attention`. The ranks of a head axis are shown as one.
-        row: row of the batch, where rows have masks of their own.
+        row: row of the batch, if rows have masks of their own.
         options: options of the method, such as WallFacer's team.
 
     Returns:
-        The numbers of the picture, if there is a layout.
+        The pairs of each rank and other numbers of the picture, if there is a layout.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -92,7 +91,7 @@ def check_path(path: Path) -> Path:
 
 
 def draw_structure(axes: Any, mask: AttentionMask, edges: Integers) -> None:
-    """Draws visible pairs in the colours of documents, segments, chunks or slices."""
+    """Draws visible pairs, coloured by document, segment, chunk or slice."""
     length = int(edges[-1])
     slices, colors = mask.slices(length)[0], light_colors()
     group = slice_groups(mask, slices) % len(colors)
@@ -102,11 +101,12 @@ def draw_structure(axes: Any, mask: AttentionMask, edges: Integers) -> None:
 
 
 def slice_groups(mask: AttentionMask, slices: Slices) -> Integers:
-    """Returns the group of each slice: a tree's segment, text or image, or the slice itself (a document, a chunk)."""
-    if isinstance(mask.pattern, Tree):
+    """Returns the number of each slice's colour."""
+    if isinstance(mask.pattern, Tree):  # the segment of its keys
         return np.searchsorted(np.array(mask.pattern.ends), slices[:, 2], side="right") - 1
-    if isinstance(mask.pattern, ImageSpans):
+    if isinstance(mask.pattern, ImageSpans):  # text, or an image
         return (slices[:, 4] > 0).astype(np.int64)
+    # Blocks have one colour; otherwise each slice is a document or a chunk.
     return np.zeros(len(slices), np.int64) if isinstance(mask.pattern, Blocks) else np.arange(len(slices))
 
 

@@ -94,7 +94,7 @@ class Ring(Method):
         ring, accumulator = self.rotation("keys", spec), Merge.of(q, v)
         for current in ring.rotate(k, v):  # sends the current shard while its block is computed
             block = self.block("keys", current, current.token_ranges, spec)
-            # Online softmax: merges (out, lse) of this shard's keys into the accumulator.
+            # Blockwise attention: the online softmax merges (out, lse) of this shard's keys into the accumulator.
             block.forward(q, current.tensors[0], current.tensors[1], accumulator)
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
@@ -113,6 +113,7 @@ class Ring(Method):
             key_grads = [Sum.like(x) for x in current.tensors]
             current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
             block = self.block("keys", current, current.token_ranges, spec)
+            # P = exp(S - lse) with the lse of all keys: each block's dq, dk and dv are exact, and add up.
             block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
             del current_saved  # frees the shard at the end of its step
             # dk and dv are sent one step after their keys, so that the send overlaps with the next block.
@@ -128,7 +129,7 @@ class Ring(Method):
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         for side in get_args(RotatingSide) if self.inner is None else ():
-            if previous.has((side, id(self.axis))):
+            if previous.has((side, id(self.axis))):  # only the sides that an earlier call rotated
                 for step in self.rotation(side, spec).steps:
                     queries, keys = (None, step.token_ranges) if side == "keys" else (step.token_ranges, None)
                     spec.plan_block(rows, step.query_shard, step.key_shard, queries, keys)

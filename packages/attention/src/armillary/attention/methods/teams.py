@@ -1,4 +1,4 @@
-"""The arrangement of ranks in WallFacer (arXiv 2407.00611): teams, team groups and rings. Pure.
+"""The arrangement of ranks in WallFacer (arXiv 2407.00611): teams, team groups and rings. No communication.
 
 P ranks form P / C teams of C members, and R = P / C^2 consecutive teams form a team group; there are C groups. For
 P = 8, C = 2 (R = 2), with the ranks of placement "collect_intra":
@@ -138,16 +138,17 @@ class Teams:
         return SequenceLayout([members.spans(team * self.team + member) for team, member in seats])
 
     def deal(self, layout: SequenceLayout) -> SequenceLayout:
-        """Returns the layout over teams in which C teams take the tokens of each of R shards in turn.
+        """Returns the layout over P / C teams in which C teams take the tokens of each of R shards in turn.
 
-        Member a of a team computes its queries against the keys of teams a, a + C, ...; if queries rotate, the keys of
-        these teams against the queries of its group. The C teams of a shard are in different groups and have different
-        t % C. So every member has the same number of keys per query, within one, and every group the same number of
-        queries per key: ranks are as balanced as the R shards are, under any mask.
+        Ranks are then as balanced as the R shards are, under any mask.
 
         Raises:
             ValueError: fewer tokens than ranks.
         """
+        # Member a of team t computes the queries of team t against the keys of teams a, a + C, ...; if queries rotate,
+        # the keys of these teams against the queries of its group. The C teams of a shard are in different groups and
+        # have different t % C (`dealt_team`). So the keys of a shard are spread over all members evenly, within one
+        # token, and its queries over all groups.
         if layout.length < self.ranks:
             raise ValueError(f"a sequence of {layout.length} tokens is shorter than its {self.ranks} shards")
         team_spans = dict[int, list[range]]()
@@ -158,7 +159,8 @@ class Teams:
 
     def dealt_team(self, shard: int, group: int) -> int:
         """Returns the team of a group that takes tokens of one of R shards. Over all groups, t % C takes each value."""
-        # Group g starts at team g R; modulo C these are the multiples of gcd(R, C), each as often as the others.
+        # Group g starts at team g R. Modulo C, g R takes the C / d multiples of d = gcd(R, C), each of them d times, so
+        # the teams of a shard are shifted by one more in each of these d rounds.
         divisor = gcd(self.ring_size, self.team)
         first = shard - shard % divisor
         return group * self.ring_size + first + (shard + group * divisor // self.team) % divisor

@@ -58,6 +58,7 @@ class TokenRing(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, accumulator = self.rotation(spec), Merge.of(q, v)
 
+        # Update (Out, lse) with the block_out and block_lse that another rank returns.
         def merge(tokens: TokenRanges, partial_result: Partials) -> None:
             accumulator.add_tokens(tokens, *partial_result)
 
@@ -120,13 +121,14 @@ def pass_queries_backward(
     Bytes sent: B H ((D + 2 Dv) e + a) for each token and hop, and B H D a for each token and hop of a sum, or for each
     token and rank that it sees if partial sums return directly; p2p.
     """
-    dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), reduction(ring)
-    for current in ring.rotate(saved.q, saved.out, dout, saved.lse):
+    dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), reduction(ring)  # dk and dv stay with their keys
+    for current in ring.rotate(saved.q, saved.out, dout, saved.lse):  # sends them while their block is computed
         tokens, packed_tokens = returns.result_tokens(current.step)
         q, out, block_dout, lse = current.take(packed_tokens)
         dq = Sum.like(q)  # the part of dq from this rank's keys
         block(current, tokens).backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
         del q, out, block_dout, lse
+        # dq returns to the owner of q while the next block is computed.
         returns.push(current.step, (dq.value(),))
-        del dq
+        del dq  # frees it before the next block is computed
     return returns.finish()[0], dk.value(), dv.value()

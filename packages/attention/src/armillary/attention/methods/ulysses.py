@@ -75,10 +75,12 @@ class Ulysses(HeadMethod):
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
-        # The saved tensors are head shards already: only dout is exchanged.
+        # 3, reversed. The saved tensors are head shards already: only dout is exchanged.
         head_dout = start_seq_to_head(dout, self.axis, sizes, heads.queries).wait()
+        # 2, reversed.
         dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
-        # If ranks share a key/value head, dk and dv are partial sums, and are sent in the accumulation dtype.
+        # 1, reversed: dq, dk and dv are in flight at once. If ranks share a key/value head, dk and dv are partial sums,
+        # which are sent in the accumulation dtype and summed on arrival.
         dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.has_shared_heads else dout.dtype) for x in (dk, dv))
         pending = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, sizes, heads.queries),

@@ -119,11 +119,12 @@ class UPipe(HeadMethod, StagedMethod):
         call, results = self._staged_call(spec), list[Tensor]()
 
         def attend_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # q [B, n, h, D]: this rank's heads of the stage, all tokens of its sequence shard.
+            # 1. q [B, n, h, D] has arrived: this rank's heads of the stage, all tokens of its sequence shard.
             q = stage_tensors.pop()
-            if not results:
+            if not results:  # allocated at the first stage, which tells the dims
                 results.extend(self.results(q.shape[0], q, keys.v, spec, out_buffer))
             out, lse = results
+            # 2. Attention over the keys of the round.
             if stage.own_indices:
                 stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec)
                 write_heads(lse, stage.own_indices, [saved.lse])
@@ -131,7 +132,7 @@ class UPipe(HeadMethod, StagedMethod):
             else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
                 stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
             del q
-            # All-to-all back: this rank's tokens get out of the stage's heads, which is written to those heads of out.
+            # 3. All-to-all back to this rank's tokens. The stage's heads are written into the preallocated out.
             pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.all_ranks.query_ranges)
             write_heads(out, stage.all_ranks.queries, pending.wait())
 
@@ -150,9 +151,10 @@ class UPipe(HeadMethod, StagedMethod):
         call = self._staged_call(spec)
 
         def differentiate_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # `stage_tensors` are q, out and dout of this rank's heads of the stage. A rank without heads returns its
-            # empty q as dq.
+            # 1. q, recomputed from x, out and dout of this rank's heads have arrived. A rank without heads in the stage
+            # returns its empty q as dq.
             dq = stage_tensors[0]
+            # 2. Backward of attention, with the saved lse: attention itself is not recomputed.
             if stage.own_indices:
                 stage_lse = select_heads(lse, stage.own_indices)
                 saved = Saved(stage_tensors[0], keys.k, keys.v, stage_tensors[1], stage_lse)
@@ -160,13 +162,14 @@ class UPipe(HeadMethod, StagedMethod):
                 keys.add_grads(dk, dv)  # summed over the stages of a round, then sent once
                 del saved, dk, dv
             stage_tensors.clear()
+            # 3. All-to-all of dq back to this rank's tokens, and backward of the projection of these heads.
             pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.all_ranks.query_ranges)
             del dq
-            # Backward of the projection for these heads, recomputed from x.
             source.add_q(stage.all_ranks.queries, pending.wait())
             del pending
+            # 4. At the end of a round the same for dk and dv. Ranks in the middle of their rounds send no heads.
             returned_keys = stage.all_ranks.returned_keys
-            if returned_keys.heads:  # a round ends on some rank; ranks in the middle of a round send no heads
+            if returned_keys.heads:
                 round_keys = keys if stage.own_heads.ends_round else keys.without_heads()
                 source.add_kv(
                     returned_keys.heads, *self._return_key_grads(round_keys, returned_keys, dout.dtype, call.key_sizes)

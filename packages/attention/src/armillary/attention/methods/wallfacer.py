@@ -100,13 +100,13 @@ class WallFacer(Method):
     def forward_prefetched(
         self, pending_q: PendingGather | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
     ) -> tuple[Tensor, Saved]:
-        # 1, 2: q_team is in flight while k_team and v_team are gathered and placed.
+        # 1, 2: q_team is in flight while k_team and v_team are gathered and sent to r_send.
         pending_q = pending_q or self._gather((q,), spec.layout)
         (ring_k, ring_v), (q_team,) = self._place_keys(k, v, spec), pending_q()
-        # 3: the partial O and lse of the team's queries over 1 / C of all keys.
+        # 3: R - 1 hops; the partial O and lse of the team's queries over 1 / C of all keys.
         _, partial_result = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec))
         del q_team, ring_k, ring_v
-        # 4: O_final of this rank's own queries.
+        # 4: reduce-scatter over the team, by log-sum-exp: O_final of this rank's own queries.
         sizes = self._sizes(spec.layout)
         out, lse = start_merge_scatter(partial_result.out, partial_result.lse, self.team_axis, sizes).wait()
         return out, Saved(q, k, v, out, lse)

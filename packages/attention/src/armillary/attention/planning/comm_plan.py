@@ -98,7 +98,7 @@ def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> Sequence
 class CommPlan:
     """The steps of `forward` and `backward` of one attention call.
 
-    Calls that return lse or have sinks send more: on a head axis, an all-to-all of lse [B, T, H], which is not counted.
+    Not counted: on a head axis, calls that return lse or have sinks also send lse [B, T, H] in an all-to-all.
 
     Args:
         query_shards, key_shards: the shards that blocks name; None: the shards of the sequence axis.
@@ -132,9 +132,9 @@ class CommPlan:
         """Bytes by (rank, kind, phase, axis)."""
         sent_bytes = Counter[tuple[int, Kind, str, Role]]()
         for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
-            for each in (each for step in phase_steps for each in (*step.moves, *step.later_moves)):
-                for send in each.sends:
-                    sent_bytes[send.source, each.kind, phase, each.axis] += send.bytes
+            for step_move in (x for step in phase_steps for x in (*step.moves, *step.later_moves)):
+                for send in step_move.sends:
+                    sent_bytes[send.source, step_move.kind, phase, step_move.axis] += send.bytes
         return sent_bytes
 
 
@@ -272,12 +272,13 @@ def move(kind: Kind, axis: Role, tensors: tuple[str, ...], sends: Iterable[Send]
 
 
 def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
-    """All-gather of each rank's tokens, padded to the largest number of its group.
+    """Returns an all-gather of each rank's tokens, padded to the largest number of its group.
 
     Args:
         tokens: number of tokens of each rank.
     """
 
+    # A ring of C ranks: in C - 1 steps each rank forwards one block to its neighbour.
     def sends() -> Iterator[Send]:
         for group in groups:
             padded_bytes = max(tokens[rank] for rank in group) * (len(group) - 1) * payload.size
@@ -287,7 +288,7 @@ def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
 
 
 def send_to_each(kind: Kind, axis: Role, groups: Groups, payload: Payload, count: Callable[[int, int], int]) -> Move:
-    """A send from each rank to each rank of its group, of `count(source, target)` times the payload."""
+    """Returns sends from each rank to each rank of its group, of `count(source, target)` times the payload."""
     sends = (
         Send(source, target, count(source, target) * payload.size)
         for ranks in groups
@@ -298,12 +299,12 @@ def send_to_each(kind: Kind, axis: Role, groups: Groups, payload: Payload, count
 
 
 def reduce_scatter(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
-    """Reduce-scatter: to each rank its tokens, from every other rank of its group."""
+    """Returns a reduce-scatter: every rank sends to each other rank of its group partial sums of that rank's tokens."""
     return send_to_each("reduce_scatter", "ring", groups, payload, lambda _, target: tokens[target])
 
 
 def steps(*all_steps: Step) -> Steps:
-    """Removes empty moves, and then empty steps."""
+    """Returns steps without empty moves and without empty steps."""
     filled_steps = (
         step._replace(moves=_nonempty(step.moves), later_moves=_nonempty(step.later_moves)) for step in all_steps
     )
@@ -316,9 +317,8 @@ def _nonempty(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
     """Returns the steps with `moves` in flight during the first one."""
-    # Without this, empty moves would turn the first step into one with sends.
     moves = _nonempty(moves)
-    if not moves:
+    if not moves:  # a plan without steps must not get an empty one
         return next_steps
     first = next_steps[0] if next_steps else Step()
     return (first._replace(moves=(*moves, *first.moves)), *next_steps[1:])
@@ -333,6 +333,7 @@ def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
             for move in moves
         )
 
+    # Ranks of other groups compute nothing here; `side_by_side` adds the groups.
     def renumber_step(step: Step) -> Step:
         pairs = [0] * total if step.pairs else []
         blocks: list[Block | None] = [None] * total if step.blocks else []
@@ -355,8 +356,8 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
         return group_steps[0]
 
     def join(same_time: Sequence[Step]) -> Step:
-        computing = [step.pairs for step in same_time if step.pairs]
-        pairs = tuple(map(sum, zip(*computing, strict=True)))
+        # Each rank is in one group: its pairs are 0 in the others, its block None.
+        pairs = tuple(map(sum, zip(*(step.pairs for step in same_time if step.pairs), strict=True)))
         by_rank = zip(*(step.blocks for step in same_time if step.blocks), strict=True)
         blocks = tuple(next(filter(None, candidates), None) for candidates in by_rank)
         moves, later_moves = _join_moves([s.moves for s in same_time]), _join_moves([s.later_moves for s in same_time])
@@ -366,12 +367,12 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
 
 
 def _join_moves(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
-    """Joins moves of equal kind, axis and tensors: the first ones of all groups into one, the second ones, ..."""
+    """Joins the moves of all groups that have one kind, axis and tensors: first with first, second with second."""
     sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
     for moves in group_moves:
         counts = Counter[tuple[Kind, Role, tuple[str, ...]]]()
-        for kind, axis, tensors, group_sends in moves:
-            group = (kind, axis, tensors)
-            sends.setdefault((*group, counts[group]), []).extend(group_sends)
-            counts[group] += 1
-    return tuple(Move(*group[:3], tuple(joined_sends)) for group, joined_sends in sends.items())
+        for kind, axis, tensors, move_sends in moves:
+            label = (kind, axis, tensors)
+            sends.setdefault((*label, counts[label]), []).extend(move_sends)
+            counts[label] += 1
+    return tuple(Move(*label[:3], tuple(joined_sends)) for label, joined_sends in sends.items())

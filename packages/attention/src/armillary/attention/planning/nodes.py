@@ -84,11 +84,12 @@ class NodeRingPlan(SequencePlan):
         devices, inner = self.devices(ranks), self.inner
         if self.nodes == 1 or devices == 1:
             return inner.forward_memory(x, devices) if self.nodes == 1 else rotate_keys_forward(x, ranks)
+        # Visiting keys and the next ones; with two nodes nothing is received at the second and last step, and the
+        # result of the first step is not yet in the accumulation dtype.
         buffers = 2 * x.k * (1 if self.nodes == 2 else 2.5)
         merge_bytes = (1 if self.nodes == 2 else x.w) * x.q + x.lse
-        return max(
-            3 * x.k + inner.forward_memory(x, devices), buffers + merge_bytes + self.other_node_forward(x, devices)
-        )
+        first_step = 3 * x.k + inner.forward_memory(x, devices)
+        return max(first_step, buffers + merge_bytes + self.other_node_forward(x, devices))
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak at a step above 0: shards in flight between nodes, sums of gradients, and the inner method."""
@@ -97,11 +98,12 @@ class NodeRingPlan(SequencePlan):
             return (
                 inner.backward_memory(x, devices) if self.nodes == 1 else ring_backward_memory(x, ranks, self.backward)
             )
-        several = self.nodes > 2
+        # With more than two nodes, shards and sums of gradients are received, computed with and sent at once.
+        shard_copies, sum_copies = (2.5, 3) if self.nodes > 2 else (1, 1)
         if rotates_queries(x, self.backward):
-            outer = x.rotating * (2.5 if several else 1) + x.w * x.q * (3 if several else 1) + 2 * x.w * x.k
-            return outer + self.other_node_backward(x, devices)
-        outer = 2 * x.k * (2.5 if several else 1) + x.w * x.q + 2 * x.w * x.k * (3 if several else 1)
+            outer = x.rotating * shard_copies + x.w * x.q * sum_copies + 2 * x.w * x.k
+        else:
+            outer = 2 * x.k * shard_copies + x.w * x.q + 2 * x.w * x.k * sum_copies
         return outer + self.other_node_backward(x, devices)
 
     def other_node_forward(self, x: Sizes, devices: int) -> float:
@@ -122,7 +124,7 @@ class NodeRingPlan(SequencePlan):
 
 @dataclass(frozen=True)
 class NodeSteps:
-    """Steps of a ring between nodes on all ranks, each made of the inner method's steps in every node.
+    """Steps of a ring between nodes, on all ranks. Each step has the steps of the inner method in every node.
 
     Args:
         inner_plan: plan of the inner method for the queries and keys that meet in a node.
@@ -163,7 +165,7 @@ class NodeSteps:
         devices, by_node = self.rings.devices, list[Steps]()
         for node in range(self.rings.nodes):
             node_step = self.rings.step(node, step)
-            if node_step is not None:
+            if node_step is not None:  # None: no pair of the node's queries and visiting keys is visible
                 work = replace(self.work, layout=node_step.layout, key_layout=node_step.key_layout)
                 plan = within_node(node_step, inner_steps(self.inner_plan(work)))
                 first = self._rank(node, 0)
@@ -180,30 +182,32 @@ def within_node(node_step: NodeStep, inner: Steps) -> Steps:
     def on_devices(moves: Iterable[Move]) -> tuple[Move, ...]:
         return tuple(move._replace(axis="devices") for move in moves)
 
-    def of_all_nodes(block: Block | None) -> Block | None:
+    # The inner plan numbers the shards of a node from 0; blocks name shards of the whole sequence.
+    def global_block(block: Block | None) -> Block | None:
         return None if block is None else (node_step.query_shards[block[0]], node_step.key_shards[block[1]])
 
     return tuple(
-        Step(on_devices(step.moves), step.pairs, on_devices(step.later_moves), tuple(map(of_all_nodes, step.blocks)))
+        Step(on_devices(step.moves), step.pairs, on_devices(step.later_moves), tuple(map(global_block, step.blocks)))
         for step in inner
     )
 
 
 def spread(moves: Iterable[Move], inner: Steps) -> Steps:
     """Returns the inner steps with `moves` in flight during all of them, each step with its share of their bytes."""
-    moves = [each for each in moves if each.sends]
+    outer_moves = [outer_move for outer_move in moves if outer_move.sends]
     if not inner:
-        return (Step(tuple(moves)),) if moves else ()
+        return (Step(tuple(outer_moves)),) if outer_moves else ()
 
-    def share(each: Move, i: int) -> Move:
+    def share(outer_move: Move, i: int) -> Move:
         # Differences of rounded multiples, so that the shares add up to all bytes.
         def size(send: Send) -> int:
             return send.bytes * (i + 1) // len(inner) - send.bytes * i // len(inner)
 
-        return each._replace(sends=tuple(send._replace(bytes=size(send)) for send in each.sends))
+        return outer_move._replace(sends=tuple(send._replace(bytes=size(send)) for send in outer_move.sends))
 
     return tuple(
-        step._replace(moves=(*(share(each, i) for each in moves), *step.moves)) for i, step in enumerate(inner)
+        step._replace(moves=(*(share(outer_move, i) for outer_move in outer_moves), *step.moves))
+        for i, step in enumerate(inner)
     )
 
 

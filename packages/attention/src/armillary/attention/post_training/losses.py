@@ -18,8 +18,8 @@ from torch import Tensor
 from armillary.attention.post_training.segment_sum import Axes, Reduction, segment_sum
 
 Normalization = Literal["sequence", "token"] | float
-"""How per-token losses are averaged: "sequence", the mean over sequences of the mean over their tokens (GRPO); "token",
-the mean over all tokens (DAPO); a number L, the sum over all tokens divided by S L (Dr. GRPO; 1 is REINFORCE)."""
+"""Average of per-token losses: "sequence", the mean over sequences of the mean over their tokens (GRPO); "token", the
+mean over all tokens (DAPO); a number L, the sum over all tokens divided by S L (Dr. GRPO; 1 is REINFORCE)."""
 
 
 class SequenceLoss(NamedTuple):
@@ -69,23 +69,25 @@ def dpo_loss(
         raise ValueError(
             f"pairs must be integers [S / 2, 2], one pair at least; got {pairs.dtype} {tuple(pairs.shape)}"
         )
-    described = dict(statistics or {})
-    columns = _columns(sequences, logprobs, reference_logprobs=reference_logprobs, **described)
+    token_statistics = dict(statistics or {})
+    # Sums over each sequence, in columns: 0 tokens, 1 log pi, 2 log ref, 3 and on the statistics.
+    columns = _columns(sequences, logprobs, reference_logprobs=reference_logprobs, **token_statistics)
     sums = segment_sum(columns, sequences, 1 + int(pairs.max()), axes, gradients=gradients)
     chosen, rejected = sums[pairs.to(sums.device)].unbind(1)  # [S / 2, columns] each
-    rewards = beta * (chosen[:, 1] - chosen[:, 2]), beta * (rejected[:, 1] - rejected[:, 2])
-    margins = rewards[0] - rewards[1]
+    # Implicit rewards: beta log(pi / ref) of the whole sequence.
+    chosen_rewards, rejected_rewards = (beta * (x[:, 1] - x[:, 2]) for x in (chosen, rejected))
+    margins = chosen_rewards - rejected_rewards
     losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
     metrics = {
-        "rewards/chosen": rewards[0].mean(),
-        "rewards/rejected": rewards[1].mean(),
-        "rewards/accuracies": (rewards[0] > rewards[1]).to(sums.dtype).mean(),
+        "rewards/chosen": chosen_rewards.mean(),
+        "rewards/rejected": rejected_rewards.mean(),
+        "rewards/accuracies": (chosen_rewards > rejected_rewards).to(sums.dtype).mean(),
         "rewards/margins": margins.mean(),
         "logps/chosen": chosen[:, 1].mean(),
         "logps/rejected": rejected[:, 1].mean(),
     }
     totals = chosen.sum(0), rejected.sum(0)
-    for i, name in enumerate(described, 3):
+    for i, name in enumerate(token_statistics, 3):
         chosen_mean, rejected_mean = (_ratio(total[i], total[0]) for total in totals)
         if name == "logits":
             metrics |= {"logits/chosen": chosen_mean, "logits/rejected": rejected_mean}
@@ -146,9 +148,11 @@ def grpo_loss(
     ratio = (logprobs - old).exp()
     low, high = 1 - clip[0], 1 + clip[1]
     losses = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+    # Tokens without a gradient: the minimum is the clipped term, which does not depend on the policy.
     values = {"low": (ratio < low) & (advantage < 0), "high": (ratio > high) & (advantage > 0)}
     if beta:
         assert reference_logprobs is not None
+        # Schulman's estimator k3: unbiased, and never negative.
         log_ratio = reference_logprobs - logprobs
         values["kl"] = (log_ratio.exp() - log_ratio - 1) * (ratio if weight_kl else 1)
         losses = losses + beta * values["kl"]
@@ -159,12 +163,12 @@ def grpo_loss(
     low_mean, high_mean = means.pop("low"), means.pop("high")
     # A sequence without tokens on any rank has no share of clipped tokens.
     low_shares, high_shares = (sums[lengths > 0, i].detach() / lengths[lengths > 0] for i in (2, 3))
-    nothing = lengths.new_zeros(())
+    zero = lengths.new_zeros(())
     metrics = {
         "clip_ratio/low_mean": low_mean,
-        "clip_ratio/low_min": low_shares.min() if len(low_shares) else nothing,
+        "clip_ratio/low_min": low_shares.min() if len(low_shares) else zero,
         "clip_ratio/high_mean": high_mean,
-        "clip_ratio/high_max": high_shares.max() if len(high_shares) else nothing,
+        "clip_ratio/high_max": high_shares.max() if len(high_shares) else zero,
         "clip_ratio/region_mean": low_mean + high_mean,
         **means,
     }
@@ -188,10 +192,11 @@ def policy_gradient_loss(
     Bytes sent: those of `segment_sum` of S sequences with 2 sums, and one for each of `statistics`.
     """
     losses = -logprobs * _of_labels("advantages", advantages, sequences)
-    described = dict(statistics or {})
-    sums = segment_sum(_columns(sequences, losses, **described), sequences, len(advantages), axes, gradients=gradients)
+    token_statistics = dict(statistics or {})
+    columns = _columns(sequences, losses, **token_statistics)
+    sums = segment_sum(columns, sequences, len(advantages), axes, gradients=gradients)
     total = sums.detach().sum(0)
-    metrics = {name: _ratio(total[i], total[0]) for i, name in enumerate(described, 2)}
+    metrics = {name: _ratio(total[i], total[0]) for i, name in enumerate(token_statistics, 2)}
     return SequenceLoss(_normalize(sums[:, 1], sums[:, 0].detach(), normalize), metrics)
 
 
@@ -199,6 +204,7 @@ def _of_labels(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
     """Returns for each label the value of its sequence, from values [S]; 0 for labels of no sequence."""
     if per_sequence.ndim != 1 or not per_sequence.is_floating_point():
         raise ValueError(f"{name} must be floating-point [S]; got {per_sequence.dtype} {tuple(per_sequence.shape)}")
+    # A zero at index S, for labels of no sequence: index -1 would read the last sequence's value.
     padded = F.pad(per_sequence.detach(), (0, 1)).to(sequences.device)
     return padded[sequences.long().where(sequences >= 0, len(per_sequence))]
 
@@ -217,7 +223,7 @@ def _columns(sequences: Tensor, first: Tensor, **values: Tensor) -> Tensor:
 
 
 def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:
-    """Returns the loss for the sums [S] of per-token losses of each sequence."""
+    """Returns the loss, given each sequence's sum [S] of per-token losses and its number of tokens [S]."""
     if normalize == "sequence":
         return (sums / lengths.clamp(min=1)).mean()
     if normalize == "token":
@@ -228,4 +234,4 @@ def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tenso
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
-    return total / count.clamp(min=1)
+    return total / count.clamp(min=1)  # 0 and not NaN without tokens

@@ -1,4 +1,7 @@
-"""Methods by name: lookup, construction and plans."""
+"""Attention methods by name: lookup, construction and plans.
+
+A name is that of a sequence method, of a head method, or of both, joined by "+": "upipe+wallfacer".
+"""
 
 from __future__ import annotations
 
@@ -76,11 +79,11 @@ def build_comm_plan(
 
 @dataclass(frozen=True)
 class NamedMethod:
-    """The entries of a name, with options.
+    """A name's entries in the registry, with options.
 
     Args:
-        head: entry of the method that divides heads, or None.
-        sequence: entry of the method that divides the sequence; `LOCAL` if none does.
+        head: entry of the method on the head axis, or None.
+        sequence: entry of the method on the sequence axis; `LOCAL` if there is none.
     """
 
     name: str
@@ -132,7 +135,7 @@ class NamedMethod:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def missing(self, *functions: str) -> tuple[str, ...]:
-        """Returns the given functions of a plan, such as "comm_plan", that the method's plans do not define."""
+        """Returns those of the given functions, such as "comm_plan", that the method's plans do not define."""
         plans: list[tuple[type[MethodPlan], type[MethodPlan]]] = [(self.sequence.plan, SequencePlan)]
         if self.head is not None:
             plans.append((self.head.plan, HeadPlan))
@@ -190,6 +193,7 @@ def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMe
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{name!r} is no name of an attention method; known: {', '.join(names())}")
+    # "ulysses+ring+token_ring" is a head method and the sequence method "ring+token_ring", whose own name has a "+".
     head, _, sequence = ALIASES.get(name, name).partition("+")
     if head not in HEAD_METHODS:
         head, sequence = "", ALIASES.get(name, name)
@@ -209,7 +213,7 @@ def names() -> list[str]:
 
 
 def methods_without_plan(*functions: str) -> dict[str, tuple[str, ...]]:
-    """Returns the names whose plans do not define all of some functions, with those that are missing."""
+    """Returns {name: functions that its plans do not define}, for names that do not define all of the given ones."""
     return {
         name: missing_functions for name in names() if (missing_functions := named_method(name).missing(*functions))
     }
@@ -231,13 +235,14 @@ def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
 
 
 def _check_options(method: NamedMethod) -> None:
+    """Raises ValueError for an option that only other methods have."""
     entries = [method.sequence, *([method.head] if method.head else [])]
     option_names = [option for entry in entries for option in (*entry.options, *entry.mesh_options)]
     for option, value in method.options._asdict().items():
         if value != getattr(DEFAULT_OPTIONS, option) and option not in option_names:
-            entries = {**SEQUENCE_METHODS, **HEAD_METHODS}
+            all_entries = {**SEQUENCE_METHODS, **HEAD_METHODS}
             owners = ", ".join(
-                name for name, entry in entries.items() if option in (*entry.options, *entry.mesh_options)
+                name for name, entry in all_entries.items() if option in (*entry.options, *entry.mesh_options)
             )
             raise ValueError(f"{method.name} takes no {option}={value!r}; that is for {owners}")
 
@@ -248,6 +253,6 @@ def _check_mesh(mesh: DeviceMesh, sequence_axes: Sequence[str]) -> None:
     axes = mesh.mesh_dim_names or ()
     if absent := [axis for axis in (*sequence_axes, "ulysses") if axis not in axes]:
         raise ValueError(
-            f"the mesh has axes {axes} and no {' and '.join(absent)}; make it by build_mesh, or a method "
-            f"from an axis, such as Ring(mesh[...])"
+            f"the mesh has axes {axes} and no {' and '.join(absent)}; use build_mesh, or construct the method on an "
+            f"axis, such as Ring(mesh[...])"
         )

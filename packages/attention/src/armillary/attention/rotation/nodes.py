@@ -83,6 +83,7 @@ class NodeRings:
             (self.key_layout, self.layout) if keys_rotate else (self.layout, self.key_layout)
         )
         own_shards = tuple(range(node * self.devices, (node + 1) * self.devices))
+        # One visiting shard per device's ring, cut to the tokens that are still travelling.
         visiting_shards, visiting_spans, visible_count = list[int](), list[list[range]](), 0
         for ring in self.rings:
             index = ring.ranks.index(node)

@@ -1,8 +1,8 @@
 """Layers with a state inside `torch.compile` without a graph break: an op, and the op of its backward pass.
 
-Ops take tensors, numbers and strings, from which each of them rebuilds and checks the call when the graph runs. One
-graph serves all documents and trees: they are a tensor. How many elements the ranks gather depends on the mask, so this
-size stays unknown until the graph runs.
+Ops take only tensors, numbers and strings (`ScanKey`), and rebuild and check the call when the graph runs. Documents
+and trees are a tensor, so one graph serves all of them. The number of gathered elements depends on the mask, so it is a
+dynamic size, known when the graph runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scal
 
 
 class ScanKey(NamedTuple):
-    """A call without its tensors: `KEY_SCHEMA`.
+    """A call without its tensors, as the op's arguments: `KEY_SCHEMA`.
 
     Args:
         axis, group: names of the axis and of its group; "" without an axis.
@@ -90,6 +90,7 @@ def trace_scan(
 def _run_forward(
     inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
+    """Returns outputs, final states and the gathered elements, empty on one rank. None of them is a view."""
     out, final, gathered = ScanKey(*key).call(inputs, initial_state, mask_numbers).forward([*inputs, initial_state])
     return [*map(own_memory, (out, final)), final.new_empty(0) if gathered is None else own_memory(gathered)]
 
@@ -115,6 +116,7 @@ def _run_backward(
     """Returns the gradients of the inputs, and of the initial state if there is one."""
     call = ScanKey(*key).call(inputs, initial_state, mask_numbers)
     tensors = [*inputs, initial_state]
+    # An op runs below autograd, but backward recomputes the chunks with autograd.
     with compat.above_autograd():
         tensor_grads = call.backward(grads, tensors, gathered)
     return [
@@ -138,6 +140,7 @@ def _backward_like(
 def _scan_with_autograd(
     inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
+    """The op's autograd kernel."""
     if not any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         with compat.below_autograd():
             return _scan(inputs, initial_state, mask_numbers, *key)
@@ -159,13 +162,13 @@ _scan_backward = compat.define_op(
 
 
 class _TracedScan(torch.autograd.Function):
-    """The op's autograd kernel: `_Scan` of a graph."""
+    """`scan._Scan` for graphs: runs the op below autograd, and its backward op."""
 
     @staticmethod
     def forward(
         ctx: Any, key: ScanKey, mask_numbers: Tensor | None, initial_state: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        with compat.below_autograd():
+        with compat.below_autograd():  # above it, the op would dispatch to its autograd kernel, which is this function
             out, final, gathered = _scan(list(inputs), initial_state, mask_numbers, *key)
         ctx.key = key
         ctx.save_for_backward(mask_numbers, initial_state, gathered, *inputs)

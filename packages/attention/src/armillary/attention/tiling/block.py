@@ -81,8 +81,7 @@ class BlockAttention:
                     result = kernel.forward(*tensors, call.band, scores)
                 else:
                     result = call.kernel.forward_packed(*tensors, call.sequences, scores)
-                # References end here so that the copies of a packed call, and results of two calls, are never alive at
-                # the same time.
+                # Freed here, so that copies of a packed call are not alive beside its merge, nor results of two calls.
                 del tensors
                 accumulator.add(rows, *result)
                 del result
@@ -93,6 +92,7 @@ class BlockAttention:
         """Adds the block's gradients to dq, dk and dv; out and lse are over all keys of these queries."""
         if not self.calls or not q.shape[0]:  # a rank may have no row of the batch
             return
+        # Kernels take positive scales only: s (q k) = |s| (sign q) k, and dq = sign d(sign q).
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         dout, k, v, out = contiguous_rows(dout), contiguous_rows(k), contiguous_rows(v), contiguous_rows(out)
         kernel, scores = self.kernel, self.scores
@@ -153,10 +153,10 @@ def kernel_calls(
     for row in grid.rows:
         rows = slice(row, row + 1) if grid.mask.per_row else ALL
         for block_tile in grid.tiles(query, key, row):
-            for tile in kernel.cut(block_tile):
+            for tile in kernel.cut(block_tile):  # into tiles that the kernel supports
                 query_tokens = _packed_slice(tile.q0, tile.q1, queries, query_count)
                 key_tokens = _packed_slice(tile.k0, tile.k1, keys, key_count)
-                for run in heads:
+                for run in heads:  # kernels share key heads evenly; see `head_runs`
                     query_heads = ALL if len(heads) == 1 else slice(run.q0, run.q1)
                     key_heads = slice(run.k0, run.k1)  # there may be key heads that no query head uses
                     query_part = TilePart(rows, query_tokens, query_heads)

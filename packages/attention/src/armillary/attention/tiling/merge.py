@@ -73,7 +73,10 @@ EVERYTHING = TilePart(ALL, ALL, ALL)
 
 @dataclass
 class Merge:
-    """Attention over disjoint sets of keys, merged by their log-sum-exp.
+    """Attention over disjoint sets of keys, merged by their log-sum-exp:
+
+        lse = log(exp(lse_a) + exp(lse_b))
+        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
     A row that has seen no key has lse = -inf and out = 0.
     """
@@ -92,7 +95,7 @@ class Merge:
     def add(self, part: TilePart | PackedTokens, out: Tensor, lse: Tensor) -> None:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h] of `part`, or packed ones [n, h, ...]."""
         if isinstance(part, PackedTokens):
-            self.out, self.lse = total_out, total_lse = [x.contiguous() for x in self.start()]
+            self.out, self.lse = total_out, total_lse = [x.contiguous() for x in self.totals()]
             # In chunks: copies of all tokens at once would be as large as the accumulator.
             for tokens, chunk in part.chunks():
                 packed_out, packed_lse = tokens.of(total_out), tokens.of(total_lse)
@@ -101,11 +104,11 @@ class Merge:
                 tokens.put(total_lse, packed_lse)
             return
         if self.out is None and out.shape == self.shape:
-            # A first result of all queries becomes the accumulator, without a copy and in its own dtype: `start` widens
-            # it only if there is a second one.
+            # A first result of all queries becomes the accumulator, without a copy and in its own dtype: `totals`
+            # widens it only if there is a second one.
             self.out, self.lse = out, lse
             return
-        total_out, total_lse = self.start()
+        total_out, total_lse = self.totals()
         merge_(part.of(total_out), part.of(total_lse), out, lse)
 
     def add_tokens(self, tokens: TokenRanges, out: Tensor, lse: Tensor) -> None:
@@ -114,15 +117,15 @@ class Merge:
             (run,) = tokens.runs
             self.add(TilePart(ALL, slice(run.start, run.stop), ALL), out, lse)
             return
-        total_out, total_lse = self.start()
+        total_out, total_lse = self.totals()
         # Gathers the runs, so that there is one merge instead of one per run.
         packed_out, packed_lse = tokens.take(total_out), tokens.take(total_lse)
         merge_(packed_out, packed_lse, out, lse)
         tokens.put(total_out, packed_out)
         tokens.put(total_lse, packed_lse)
 
-    def start(self) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse) in the accumulation dtype; creates them if no result was added yet."""
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse) in the accumulation dtype, to be updated in place; 0 and -inf before the first result."""
         dtype = accumulation_dtype(self.dtype)
         if self.out is None or self.lse is None:
             self.out = torch.zeros(self.shape, dtype=dtype, device=self.device)
@@ -134,7 +137,7 @@ class Merge:
     def result(self) -> tuple[Tensor, Tensor]:
         """Returns (out in the inputs' dtype, lse in the accumulation dtype)."""
         if self.out is None or self.lse is None:
-            self.start()
+            self.totals()
         assert self.out is not None and self.lse is not None
         return self.out.to(self.dtype), self.lse
 
@@ -153,11 +156,12 @@ class Sum:
         return cls(tuple(x.shape), accumulation_dtype(x.dtype), x.device)
 
     def add(self, part: TilePart | PackedTokens, gradient: Tensor) -> None:
+        """Adds a tile's gradient [b, t, h, D] of `part`, or packed ones [n, h, D]."""
         if isinstance(part, PackedTokens):
             self.total = self.value().contiguous()
             part.put(self.total, part.of(self.total).add_(gradient))
             return
-        if self.total is None and gradient.shape == self.shape:
+        if self.total is None and gradient.shape == self.shape:  # as in `Merge.add`: no copy of a first gradient
             self.total = gradient
             return
         part.of(self.value()).add_(gradient)

@@ -49,7 +49,7 @@ class PackedCall(NamedTuple):
 class OpenPack:
     """A pack under construction: the indices of its calls, its size in tokens, and its sorted ranges of tokens."""
 
-    pieces: list[int] = field(default_factory=list[int])
+    call_indices: list[int] = field(default_factory=list[int])
     size: int = 0
     queries: list[range] = field(default_factory=list[range])
     keys: list[range] = field(default_factory=list[range])
@@ -69,7 +69,7 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
     Calls of a pack share no queries, because one merge writes all their results, and no keys, because one addition
     writes all their gradients.
     """
-    ordered = list[list[int]]()
+    packs_in_order = list[list[int]]()  # indices of the calls of each pack, in order of first calls
     open_packs = dict[Hashable, list[OpenPack]]()
     for index, (query_part, key_part, band) in enumerate(calls):
         rows, queries = query_part.ranges(shards.rows, shards.queries)
@@ -79,7 +79,7 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         if isinstance(kernel, PackingKernel) and size < MIN_SINGLE_TOKENS:
             key = kernel.pack_key(len(queries), len(keys), band)
         if key is None:
-            ordered.append([index])
+            packs_in_order.append([index])
             continue
         # Ranges of tokens in the concatenated rows. A call is on one row, or on all: then the first row's are enough.
         queries = _shift(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
@@ -88,20 +88,20 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         packs = open_packs.setdefault((key, heads), [])
         # First fit: the first open pack that shares no tokens with this call.
         for pack in packs:
-            at, key_at = _gap(pack.queries, queries), _gap(pack.keys, keys)
-            if at is not None and key_at is not None:
+            query_index, key_index = _gap(pack.queries, queries), _gap(pack.keys, keys)
+            if query_index is not None and key_index is not None:
                 break
         else:
             packs.append(pack := OpenPack())
-            ordered.append(pack.pieces)
-            at = key_at = 0
-        pack.pieces.append(index)
-        pack.queries.insert(at, queries)
-        pack.keys.insert(key_at, keys)
+            packs_in_order.append(pack.call_indices)
+            query_index = key_index = 0
+        pack.call_indices.append(index)
+        pack.queries.insert(query_index, queries)
+        pack.keys.insert(key_index, keys)
         pack.size += size
         if pack.size >= MAX_PACKED_TOKENS:
             packs.remove(pack)
-    return tuple(_call_of([calls[index] for index in pieces], kernel, shards) for pieces in ordered)
+    return tuple(_call_of([calls[index] for index in indices], kernel, shards) for indices in packs_in_order)
 
 
 def _shift(tokens: range, offset: int) -> range:
@@ -110,12 +110,14 @@ def _shift(tokens: range, offset: int) -> range:
 
 def _gap(ranges: list[range], tokens: range) -> int | None:
     """Returns the index at which `tokens` keep disjoint ranges sorted; None if they overlap one."""
-    at = bisect_left(ranges, tokens.start, key=lambda run: run.start)
-    overlap = (at > 0 and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop)
-    return None if overlap else at
+    index = bisect_left(ranges, tokens.start, key=lambda run: run.start)
+    overlaps_left = index > 0 and ranges[index - 1].stop > tokens.start
+    overlaps_right = index < len(ranges) and ranges[index].start < tokens.stop
+    return None if overlaps_left or overlaps_right else index
 
 
 def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> SingleCall | PackedCall:
+    """Returns one call that computes all of these."""
     if len(calls) == 1 or not isinstance(kernel, PackingKernel):
         return SingleCall(*calls[0])
     queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries)

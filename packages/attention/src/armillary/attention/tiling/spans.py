@@ -1,8 +1,8 @@
-"""Intersections of a mask's slices with the spans of shards: all tiles of a shard's queries, as arrays.
+"""Tiles of a shard: the intersections of a mask's slices with spans of queries and spans of keys, in NumPy.
 
-The intersection of a slice with a span of queries and a span of keys is one tile if both spans have the same step: then
-bounds on positions are bounds on local indices. A loop over thousands of slices would be slow, so each step computes
-with arrays of all of them.
+The intersection of a slice, a span of queries and a span of keys is one tile if both spans have the same step, because
+bounds on positions are then bounds on local indices. Masks of many documents have thousands of slices, so every step
+computes all intersections at once in arrays.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class SpanTable:
 
     @classmethod
     def of(cls, shards: Iterable[Spans]) -> SpanTable:
+        """Returns the table of the spans of each shard."""
         rows = list[tuple[int, ...]]()
         for shard, spans in enumerate(shards):
             local_start = 0
@@ -54,10 +55,12 @@ class SpanTable:
         return cls(*table, reach=np.maximum.accumulate(table[3]))
 
     def overlapping(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-        """Returns the pairs (index of a run of positions, index of a span) that may overlap."""
+        """Returns all pairs (i, index of a span) in which positions starts[i]..stops[i] and the span may overlap."""
+        # Candidates are adjacent in the table: from the first span that reaches beyond the start of the range, up to
+        # the last one that starts before its end.
         first, last = np.searchsorted(self.reach, starts, side="right"), np.searchsorted(self.start, stops)
-        run, number = repeat_indices(np.maximum(last - first, 0))
-        return run, first[run] + number
+        index, number = repeat_indices(np.maximum(last - first, 0))
+        return index, first[index] + number
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,7 @@ class Runs:
     def within(cls, table: SpanTable, span: Integers, start: Integers, stop: Integers) -> Runs:
         """Returns the part of span `span[i]` with positions in start[i]..stop[i], for each i."""
         step, first = table.step[span], table.start[span]
+        # Indices in the span: -(a // b) with a < 0 is |a| / b, rounded up.
         low = np.maximum(0, -((first - start) // step))
         high = np.minimum(table.count[span], -((first - stop) // step))
         return cls(table.local_start[span] + low, first + low * step, step, high - low)
@@ -108,9 +112,9 @@ def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray
     rows, low, high, starts, stops = rows[nonempty], low[nonempty], high[nonempty], starts[nonempty], stops[nonempty]
 
     # 2. The spans of keys in that range.
-    run, span = keys.overlapping(starts, stops)
-    columns, rows = Runs.within(keys, span, starts[run], stops[run]), rows[run]
-    shard, low, high = keys.shard[span], low[run], high[run]
+    index, span = keys.overlapping(starts, stops)
+    columns, rows = Runs.within(keys, span, starts[index], stops[index]), rows[index]
+    shard, low, high = keys.shard[span], low[index], high[index]
     nonempty = columns.count > 0
     rows, columns, shard, low, high = rows[nonempty], columns[nonempty], shard[nonempty], low[nonempty], high[nonempty]
     # 3. Bands on local indices.
@@ -141,6 +145,7 @@ def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integ
     high = np.where(high == FAR, FAR, shift + (np.minimum(high, FAR // 2) - distance) // step)
     q0, q1 = rows.local_start, rows.local_start + rows.count
     k0, k1 = columns.local_start, columns.local_start + columns.count
+    # Drop rows and columns without a visible pair; then bounds that hold for every pair that remains.
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
     low, high = np.where(low <= k0 - (q1 - 1), -FAR, low), np.where(high >= (k1 - 1) - q0, FAR, high)
@@ -156,7 +161,7 @@ def pair_counts(tiles: TileArray) -> Integers:
     low, high = np.maximum(low - shift, 1 - rows), np.minimum(high - shift, columns - 1)
 
     def triangle(last: Integers) -> Integers:
-        # Sum over rows 1..last, of which row n sees n columns, but at most all of them.
+        """Returns the sum over n = 1..last of min(n, columns)."""
         full = np.clip(last, 0, columns)
         return full * (full + 1) // 2 + np.maximum(0, last - columns) * columns
 
@@ -174,7 +179,7 @@ def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
 
 
 def unite_ranges(shards: Integers, starts: Integers, stops: Integers, count: int) -> list[tuple[range, ...]]:
-    """Returns, for each of `count` shards, the union of its ranges: sorted, disjoint, and not touching each other."""
+    """Returns, for each of `count` shards, the union of its ranges: sorted, disjoint, and with gaps between them."""
     if not len(starts):
         return [()] * count
     order = np.lexsort((starts, shards))
