@@ -153,7 +153,7 @@ def start_process_group(
         if "gloo" in backend:
             # Gloo returns on a rank when that rank has connected to all others. If it then ends, or destroys the group,
             # a rank that is still connecting fails with "connection closed by peer".
-            _connect(dist.group.WORLD, "cpu")
+            _connect(None, "cpu")
     else:
         start(store=dist.HashStore(), rank=0, world_size=1)
 
@@ -300,8 +300,8 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     return group
 
 
-def _connect(group: dist.ProcessGroup, device: str) -> None:
-    """Connects all ranks of a group by a small all-reduce.
+def _connect(group: dist.ProcessGroup | None, device: str) -> None:
+    """Connects all ranks of a group, or of the default group (None), by a small all-reduce.
 
     NCCL connects a group at its first use and needs all of its ranks there, but an exchange may involve only some. A
     barrier does not suffice: in a group with a host backend it connects only gloo, and otherwise it guesses the device.
