@@ -369,7 +369,7 @@ def refused_by_the_system(config: Config, call: str, name: str, error: int, rank
         return refusal([config])
 
 
-UNREADABLE = "cannot be read (Permission denied), though it may be whole; make it readable for every rank, or move"
+UNREADABLE = "cannot be read (Permission denied), though it may be intact; make it readable for every rank, or move"
 
 
 @pytest.mark.parametrize(

@@ -37,20 +37,22 @@ from armillary.train.tasks import load_task, task_tokens
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
     """Yields this rank's device, in the caller's process group if there is one, else in a new one."""
+    # 1. Checks that need no other rank come first: a rank that is refused here leaves none waiting in a collective.
     check(config)
     if config.train.device != "cpu":
-        set_connections(config.cuda)  # before anything starts CUDA
+        set_connections(config.cuda)  # CUDA reads this variable when it starts
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
-        set_allocator(allocator_settings(config.cuda.expandable_segments))
+        set_allocator(allocator_settings(config.cuda.expandable_segments))  # before the first allocation
     check_kernel(config, precision(config, device), device)
+    # 2. The group, which ends here only if it was started here.
     owns_group = not dist.is_initialized()
     if owns_group:
         host_too = config.optimizer.cpu_offload
         start_process_group(device.type, collective_timeout(config), host_too=host_too, bind=config.cuda.bind_device)
     yield device
-    if owns_group:  # not after an error: destroying a group can wait for ranks that are in a collective
+    if owns_group:  # not after an error (no `finally`): destroying a group can wait for ranks that are in a collective
         dist.destroy_process_group()
 
 
@@ -61,11 +63,13 @@ def prepare(config: Config, device: torch.device) -> Run:
         ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
             first step.
     """
+    # 1. The mesh. Ranks with different flags would wait for each other in different collectives, so they are refused.
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
     if config.model.pretrained is not None:
-        weight_map(config.model.pretrained)  # before memory is allocated for sizes that only config.json states
+        weight_map(config.model.pretrained)  # refuses a folder without weights before memory is allocated for them
     mesh = mesh_of(config, device, axes)
+    # 2. The model, with as many embeddings as the data has tokens, sharded on "meta": nothing is allocated yet.
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.with_vocabulary(vocab_size) for store in stores]
@@ -73,14 +77,16 @@ def prepare(config: Config, device: torch.device) -> Run:
     model, attention = shard_model(sizes, config, mesh, precision(config, device))
     attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device, axes["ring"])
     check_output(config)
+    # 3. The rows. Ranks of one replica (ring x ulysses x tp) share the same rows; each replica has rows of its own.
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     task = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
     if config.data.task is None:
         training, validation = load_rows(config, stores, attention, replica)
     else:
         training, validation = (task(config.data.task, held_out=held_out) for held_out in (False, True))
-    check_consistent("data", training.state_dict())
+    check_consistent("data", training.state_dict())  # hosts may have other files at the same path
     tasks = {name: task(name, held_out=True) for name in config.validation.tasks}
+    # 4. Weights and optimizer. Each rank allocates and fills only its shards.
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     if config.model.pretrained is None:
         initialize(model, config.train.seed)
@@ -94,7 +100,7 @@ def prepare(config: Config, device: torch.device) -> Run:
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """Returns the mesh for axes of `choose_axes`, with the configured communicators. Every rank must call it."""
     setup, timeout = cuda_setup(config, axes["ring"]), collective_timeout(config)
-    # A method over nodes has two axes in the place of `ring`, whose communicators are no less urgent.
+    # Some methods split `ring` into `nodes` and `devices`: these get the priority of `ring`.
     high_priority = (*setup.high_priority, "nodes", "devices") if setup.high_priority else ()
     return build_mesh(
         device.type,
@@ -106,17 +112,17 @@ def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> Devic
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Returns the time-out of collectives: a step's, plus the time that the watchdog needs to report late ranks."""
+    """Returns the time-out of collectives: longer than a step's, so that the watchdog can name late ranks first."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 
 def shard_model(
     sizes: LlamaConfig | GPTConfig, config: Config, mesh: DeviceMesh, precision: torch.dtype
 ) -> tuple[Llama | GPT, Method]:
-    """Returns a model on the mesh, its parameters sharded and still on "meta", and its attention.
+    """Returns a model with parameters sharded over the mesh, still on "meta", and its attention method.
 
     Args:
-        sizes: sizes of a model; the configuration's, or others for the same mesh.
+        sizes: the configured model's, or those of a smaller one, such as the tuner's single block.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the attention method.

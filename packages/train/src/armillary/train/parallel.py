@@ -1,4 +1,4 @@
-"""The device and mesh axes of a run."""
+"""The choice of this rank's device and of the sizes of the mesh axes."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def choose_axes(config: Config, world: int) -> dict[str, int]:
     parallel = config.parallel
     ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)
     fixed_ranks = parallel.replicate * parallel.shard * (ring or 1) * (ulysses or 1) * parallel.tp
-    open_ranks = max(1, world // max(fixed_ranks, 1))
+    free_ranks = max(1, world // max(fixed_ranks, 1))
     if ulysses is None:
-        divisors = (u for u in range(1, isqrt(open_ranks) + 1) if open_ranks % u == 0)
-        ulysses = open_ranks if ring is not None else max(divisors)
-        open_ranks //= ulysses
+        # The largest divisor up to the square root, so that the ring, which gets the quotient, is no smaller.
+        divisors = (u for u in range(1, isqrt(free_ranks) + 1) if free_ranks % u == 0)
+        ulysses = free_ranks if ring is not None else max(divisors)
+        free_ranks //= ulysses
     return {
         "replicate": parallel.replicate,
         "shard": parallel.shard,
-        "ring": open_ranks if ring is None else ring,
+        "ring": free_ranks if ring is None else ring,
         "ulysses": ulysses,
         "tp": parallel.tp,
     }
@@ -66,11 +67,12 @@ def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     By default a node has as many ranks as this machine.
 
     Raises:
-        ValueError: nodes that do not divide the ring, or are for another method.
+        ValueError: `--parallel.nodes` does not divide the ring, or the method has no such axis.
     """
     nodes = config.parallel.nodes
     method = named_method(config.parallel.attention, MethodOptions(nodes=nodes))
     if nodes is None and "nodes" in method.sequence.axes and "LOCAL_WORLD_SIZE" in os.environ:
+        # ulysses and tp are inside of `devices`, so a machine has that many fewer ranks for it.
         devices = gcd(axes["ring"], max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // (axes["ulysses"] * axes["tp"])))
         if 1 < devices < axes["ring"]:
             method = named_method(config.parallel.attention, MethodOptions(nodes=axes["ring"] // devices))
@@ -81,7 +83,7 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
     """Splits a context-parallel degree into (ring, ulysses).
 
     Ulysses gets the largest number of ranks that divides heads, key heads and a node, so that its all-to-alls stay
-    within the node; the ring gets the others.
+    within the node; the ring gets the quotient.
     """
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
     tp = config.parallel.tp

@@ -1,4 +1,4 @@
-"""Data of a run: token stores, and their packed rows for training and for validation."""
+"""Token stores of a run, and the rows packed from them for training and for validation."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | No
 def load_rows(
     config: Config, stores: list[TokenStore], attention: Method, replica: int
 ) -> tuple[PackedSequences, PackedSequences]:
-    """Returns rows of text for training and for validation, which have no document in common.
+    """Returns packed rows for training and for validation, from disjoint sets of documents.
 
     Args:
+        attention: its shard decides which tokens of a row this rank reads.
         replica: this rank's data-parallel index.
 
     Raises:
@@ -72,9 +73,11 @@ def load_rows(
             "--data.packing best_fit"
         )
 
+    # A balanced layout gives each rank the same number of visible pairs, which depends on the documents of the batch.
     def balanced_layout(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
         return attention.layout(length, "balanced", batch_mask(documents, parents, config.data.documents))
 
+    # The loader's thread plans attention (tiles and sends) for the next batch, while the current one trains.
     def plan(batch: Batch) -> None:
         mask = batch_mask(batch.documents, batch.parents, config.data.documents)
         attention.plan_ahead(mask, batch.layout, len(batch.documents))

@@ -1,4 +1,4 @@
-"""A run: model, optimizer, data and the axis that they are sharded over."""
+"""A prepared run: model, optimizer and data of one rank, ready for `train_loop`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from armillary.train.config import Config
 
 @dataclass
 class Run:
-    """A model, optimizer and data, built and sharded.
+    """A sharded model with its optimizer, and loaders that read this rank's tokens.
 
     Args:
-        data: the axis of all ranks that hold tokens of a step.
-        mesh: the mesh of a batch's DTensors, for code that composes with the model (`models.dtensors.tokens_dtensor`).
+        data: axis of all ranks that hold tokens of a step; losses and label counts are summed over it.
+        mesh: mesh for a batch as DTensors. The step passes local tensors; it is for code that composes with the model
+            (`models.dtensors.tokens_dtensor`).
+        tasks: held-out rows of each task of `validation.tasks`, by name.
     """
 
     config: Config
@@ -35,7 +37,6 @@ class Run:
     training: Batches
     validation: Batches
     tasks: dict[str, TaskRows]
-    """Rows of each of `validation.tasks`."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -50,7 +51,10 @@ class Run:
 def batch_mask(documents: Documents, parents: Parents | None, within_documents: bool) -> AttentionMask:
     """Returns the mask of a batch: causal, within documents if so configured, and along the paths of trees.
 
-    A token of a tree sees the segments on its path, up to itself.
+    Args:
+        documents: boundaries of the documents of each row; of a row of trees, of their segments.
+        parents: parent of each segment of a row of trees. A token sees the segments of its ancestors, and its own
+            segment up to itself.
     """
     if parents is None:
         return AttentionMask(documents=documents if within_documents else None)

@@ -22,7 +22,10 @@ from armillary.train.run import Run
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss and gradient norm (before clipping) over all ranks. A step that is not `good` changed no weights."""
+    """Loss and gradient norm (before clipping) over all ranks, equal on every rank.
+
+    A step is `good` if both are finite; otherwise the optimizer's update was skipped.
+    """
 
     loss: float
     grad_norm: float
@@ -35,24 +38,26 @@ class StepResult:
 def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     """Takes one optimizer step on one global batch, given as micro-batches.
 
-    The loss is the sum over all labelled tokens of all micro-batches and ranks, divided by their number, or by the sum
-    of their weights: gradients are sums, independent of mesh and accumulation. A loss or norm that is not finite leaves
-    the weights unchanged.
+    The loss is the sum over the labelled tokens of all micro-batches and ranks, divided by their number (or by the sum
+    of their weights). So it does not depend on the mesh or on the number of micro-batches.
     """
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(step, run.config.train.steps, run.config.optimizer)
-    # 1. The global number of labels, before any backward: the divisor of every micro-batch's loss.
+    # 1. Count the labels of all micro-batches and ranks. Each micro-batch's loss is divided by this number, so it must
+    # be known before the first backward.
     label_count = sum_over_ranks(run, sum(batch.labelled for batch in batches))
-    label_count = label_count.where(label_count > 0, 1)  # a batch of padding has no loss
-    # 2. Gradients add up over micro-batches here, and over ranks in FSDP2's reduce-scatter.
+    label_count = label_count.where(label_count > 0, 1)  # a batch of padding has loss 0, not 0 / 0
+    # 2. Forward and backward. Autograd adds gradients over micro-batches, FSDP2's reduce-scatter adds them over ranks.
     losses = list[Tensor]()
     for i, batch in enumerate(batches):
         if run.config.parallel.zero_stage == 1:
+            # Stage 1 gathers parameters for the first micro-batch and reduces gradients after the last one.
             begin_micro_batch(run.model, last=i == len(batches) - 1)
         losses.append(backward(run, batch, label_count))
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
+    # `item` makes the host wait for the GPU: once a step, after forward and backward are queued.
     result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item())
-    # 3. Every rank has the same loss and norm, so all ranks decide alike.
+    # 3. Update the weights. Loss and norm are equal on all ranks, so all ranks update or all skip.
     if result.good:
         run.optimizer.step()
     run.optimizer.zero_grad()
@@ -73,12 +78,12 @@ def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
-    """Calls the model on this rank's tokens of a batch and `head(hidden, weight, labels=...)` on its hidden states.
+    """Runs the model on this rank's tokens of a batch; returns `head(hidden, weight, labels=...)`.
 
     Tokens, labels and activations are local tensors; parameters and their gradients are DTensors.
     """
     labels = to_device(batch.labels, run.device) if isinstance(batch.labels, Tensor) else batch.labels.to(run.device)
-    # Positions from the start of the row are equal in all rows: [T] instead of [B, T].
+    # Without resets and trees all rows have the same positions: [T] instead of [B, T].
     by_row = run.config.data.reset_positions or batch.parents is not None
     return run.model(
         to_device(batch.tokens, run.device),
@@ -90,8 +95,8 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
 
 
 def sum_over_ranks(run: Run, value: Tensor | float) -> Tensor:
-    """Sums a value over all ranks with tokens of the step; each rank has a share."""
-    # `full` on the device: copying a number there would make the host wait.
+    """Sums a value over all ranks that hold tokens of the step."""
+    # `full` fills on the device. `torch.tensor` would copy from the host, which then waits for the GPU.
     dtype = torch.float64 if isinstance(value, float) else None
     local_value = value.clone() if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=run.device)
     dist.all_reduce(local_value, group=run.data.group)

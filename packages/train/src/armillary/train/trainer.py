@@ -30,8 +30,8 @@ from armillary.train.validation import validate
 def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str] = ()) -> Summary:
     """Trains as `armillary-train` does with this configuration, from the newest checkpoint if there is one.
 
-    Every rank must call it. It uses the default process group if there is one, else it starts one, from torchrun's
-    environment or alone, and ends it.
+    Every rank must call it. Without a default process group it starts one (from torchrun's environment, or of one
+    rank), and destroys it at the end.
 
     Args:
         watchdog: ends the process if a phase takes too long; by default from the configuration.
@@ -43,7 +43,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
         TimeoutError: a rank is missing.
     """
     watchdog = watchdog or watchdog_of(config)
-    # Before there is a process group a signal may end this rank: there is nothing to save, and no rank to notify.
+    # A signal that arrives earlier than this line simply ends the process: there is no state to save yet.
     with process_group(config) as device, StopSignal() as stop, watchdog:
         run = prepare(config, device)
         if notes and dist.get_rank() == 0:
@@ -67,51 +67,61 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
     """
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)
+    # The exit of some of these blocks may wait for a sink or for missing ranks. `watchdog.reporting()` stands inside of
+    # them, so that an error reaches the other ranks before that wait.
     with (
         OutputLock(config.train.output, partial(print, flush=True), flag="--train.output") as lock,
-        Reporter(config, lock.fence) as report,
-        watchdog.reporting(),  # before the reporter waits for its sinks
+        Reporter(config, lock.fence) as reporter,
+        watchdog.reporting(),  # before the reporter's exit waits for its sinks
         stop or StopSignal() as stop,
-        Checkpoints(run, lock, report.say, report.event) as checkpoints,
-        watchdog.reporting(),  # before checkpoints wait for the save in flight, and so for ranks that may be gone
+        Checkpoints(run, lock, reporter.say, reporter.event) as checkpoints,
+        watchdog.reporting(),  # before the exit of `checkpoints` waits for the save in flight
     ):
+        # 1. Resume from the newest intact checkpoint, if there is one.
         watchdog.start_phase("restoring", 0)
         step = checkpoints.restore()
-        report.on_resume(step)
+        reporter.on_resume(step)
         for line in schedule_notes(step, steps, config.optimizer):
-            report.say(line)
+            reporter.say(line)
         log, folder = config.log, config.train.output / "profile"
-        profiler = Profiler(log.profile, log.memory_snapshot, folder, report.say)
-        step_trace = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, report.say)
+        profiler = Profiler(log.profile, log.memory_snapshot, folder, reporter.say)
+        step_trace = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, reporter.say)
         summary = Summary(first_step=step + 1)
-        bad, watch = BadSteps(run, report.say), Stopwatch()
+        bad_steps, stopwatch = BadSteps(run, reporter.say), Stopwatch()
+        # 2. Train. All ranks stop after the same step, even if the signal reaches only one of them.
         while step < steps and not stop.is_requested(run.device):
             step += 1
             lock.check()  # raises before another step if a newer run has taken the folder
             watchdog.start_phase("training", step)
+            # One global batch, in micro-batches: loss, gradients, optimizer.
             with profiler.step(step), step_trace.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
                 result = train_step(run, step, batches)
-                watch.count(run.tokens_per_step)
-            bad.count(step, result, batches)  # may stop the run
+                stopwatch.count(run.tokens_per_step)
+            # Raises for a non-finite loss or gradient, or counts a skipped update (`--train.bad-step`).
+            bad_steps.count(step, result, batches)
             summary.losses.append(result.loss)
-            report.step(measure(run, step, batches, result, watch.last_seconds, checkpoints.tokens(step)))
-            with watch.pause():  # validation and saving do not count as step time
+            reporter.step(measure(run, step, batches, result, stopwatch.last_seconds, checkpoints.tokens(step)))
+            with stopwatch.pause():  # validation and saving do not count as step time
+                # Once in a while, and at the end: the loss on held-out rows.
                 if step % config.validation.every == 0 or step == steps:
                     watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
-                    report.on_validation(step, summary.validation)
+                    reporter.on_validation(step, summary.validation)
+                # Once in a while: a checkpoint, which a thread writes during the next steps. The last step's is in 3.
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.start_phase("saving", step)
                     checkpoints.start(step)
+        # 3. Save the last step and sum up the run. There is nothing to save before the first step.
         step_trace.finish()
         watchdog.start_phase("saving", step)
-        # Nothing to save before the first step. After a bad step the weights may be its cause, so older ones are kept.
-        summary.checkpoint = checkpoints.finish(step, prune=not bad.in_a_row) if step else None
-        summary.tokens, summary.seconds, summary.memory = watch.tokens, watch.seconds, peak_memory(run.device)
-        summary.elapsed, summary.picture = watch.elapsed(), report.finish(step)
+        # The weights may be the cause of a bad last step, so older checkpoints are kept after one.
+        summary.checkpoint = checkpoints.finish(step, prune=not bad_steps.in_a_row) if step else None
+        summary.tokens, summary.seconds = stopwatch.tokens, stopwatch.seconds
+        summary.memory = peak_memory(run.device)
+        summary.elapsed, summary.picture = stopwatch.elapsed(), reporter.finish(step)
         if summary.losses or step >= steps:
-            report.say(summary.text(dist.get_world_size()))
+            reporter.say(summary.text(dist.get_world_size()))
         if step < steps:
-            report.say(f"stopped by a signal after step {step} of {steps}; the same command resumes")
+            reporter.say(f"stopped by a signal after step {step} of {steps}; the same command resumes")
     return summary

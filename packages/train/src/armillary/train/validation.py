@@ -18,22 +18,27 @@ from armillary.train.step import forward, local_loss, sum_over_ranks
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """Returns "loss", the mean over all tokens of held-out rows, and for each task the share of right answers.
+    """Returns "loss", the mean over all tokens of held-out rows, and the accuracy on each task by its name.
 
-    The first rows of each kind: the same at every call, on every mesh and with any accumulation.
+    Reads the first rows of each kind: the same at every call, on every mesh and with any accumulation.
     """
 
-    def answers(batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns (number of right likeliest tokens, number of questions) of this rank."""
+    def count_answers(batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns (number of questions whose most likely token is right, number of questions) of this rank."""
         return accuracy(forward(run, batch, linear_argmax), to_device(cast(Tensor, batch.labels), run.device))
 
-    accuracies = {name: mean(run, rows, answers) for name, rows in run.tasks.items()}
+    accuracies = {name: mean(run, rows, count_answers) for name, rows in run.tasks.items()}
     return {"loss": mean(run, run.validation, lambda batch: local_loss(run, batch)), **accuracies}
 
 
 def mean(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:
-    """Returns sum of totals / sum of counts, over all ranks and the first `validation.batches` global batches."""
-    batches = range(run.config.validation.batches * run.config.train.accumulation)
-    sums = [torch.stack([x.double() for x in evaluate(rows.batch(i))]) for i in batches]
+    """Returns sum of totals / sum of counts, over all ranks and the first `validation.batches` global batches.
+
+    Args:
+        evaluate: returns (total, count) of a micro-batch on this rank.
+    """
+    micro_batches = range(run.config.validation.batches * run.config.train.accumulation)
+    # Sums stay on the device until the end, so that the host queues the next micro-batch meanwhile.
+    sums = [torch.stack([x.double() for x in evaluate(rows.batch(i))]) for i in micro_batches]
     total, count = sum_over_ranks(run, torch.stack(sums).sum(0)).tolist()
-    return total / (count or 1.0)
+    return total / (count or 1.0)  # rows of padding have no labels

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors in safetensors files, everything else in JSON, written in the background and committed at once.
+"""Checkpoints: tensors in safetensors files, everything else in JSON; written in the background, committed by a rename.
 
 checkpoints.py  the training loop's interface
 saving.py       writing one checkpoint

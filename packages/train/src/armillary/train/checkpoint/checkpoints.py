@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as the training loop sees them."""
+"""Saving and restoring of a run's checkpoints: the interface that the training loop calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ GRACE = 2.0
 class Checkpoints:
     """Saves and restores the checkpoints of a run. A context manager; every rank must call each method.
 
-    One checkpoint is written at a time, in a background thread if configured; its collectives have a process group of
-    their own. It has model, optimizer, step, tokens seen, the state of the training rows, and the random state of each
-    rank. The learning rate is a function of the step.
+    A checkpoint contains model, optimizer, step, tokens seen, the state of the training rows, and the random state of
+    each rank; the learning rate follows from the step. One checkpoint is written at a time, in a background thread if
+    configured, with a process group of its own for collectives.
 
     Args:
         lock: lock of the output folder; only its holder may change the folder.
@@ -61,8 +61,9 @@ class Checkpoints:
         self.folder = replace(checkpoint_folder(run.config), run=lock.run, fence=lock.fence)
         self.model = model_description(run)
         self.newest: int | None = None
-        self._first_step, self._tokens_before = 0, 0
+        self._first_step, self._tokens_before = 0, 0  # of the restored checkpoint
         self._saving: Background | None = None
+        # The stager copies the state to the host; on CUDA through pinned memory, without blocking the host.
         cuda = run.device.type == "cuda"
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
         self._stager = DefaultStager(options)
@@ -140,7 +141,10 @@ class Checkpoints:
         return self.folder.path_of(step)
 
     def _manifest(self, step: int) -> Manifest:
-        """Returns the manifest without the files and the time of the commit."""
+        """Returns the manifest, for which `save` fills in files and time.
+
+        Built in the training thread, because the loader continues while the state is written.
+        """
         rows, values = self.run.training.state_dict(), settings(self.run, self.ranks.size)
         return Manifest(step, self.ranks.size, self.tokens(step), rows, self.model, "", {}, values)
 
@@ -152,7 +156,7 @@ class Checkpoints:
 
     def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
         if self.run.device.type == "cuda":
-            torch.cuda.set_device(self.run.device)  # the current device of a new thread is the first one
+            torch.cuda.set_device(self.run.device)  # in a new thread the current device is GPU 0
         self.report("saving", step)
         try:
             save(self.folder, state, manifest, self.ranks)
@@ -170,7 +174,7 @@ class Checkpoints:
             self.say(f"older checkpoints could not be removed: {error}")
 
     def _wait_for_save(self) -> None:
-        """Waits for the save in flight."""
+        """Waits for the save in flight, and raises its error."""
         if self._saving is None:
             return
         since = time.monotonic()

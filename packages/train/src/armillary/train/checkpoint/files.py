@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files against the recorded sizes and checksums, and JSON files with a checksum."""
+"""Verifies a checkpoint's files by their recorded sizes and checksums; reads and writes JSON files with a checksum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, r
     Raises:
         ValueError: a file may not be read.
     """
-    # Sorted, so that the shares of all readers together are all files.
+    # Sorted, so that all readers number the files alike and their shares cover each file once.
     for name in sorted(files)[reader::readers]:
         try:
             with reading(folder / name):
@@ -84,6 +84,6 @@ def reading(path: Path) -> Generator[None]:
         if error.errno in DAMAGE:
             raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}), though it may be whole; make it readable for every rank, or "
+            f"{path} cannot be read ({error.strerror}), though it may be intact; make it readable for every rank, or "
             "move its checkpoint to another folder"
         ) from error

@@ -1,8 +1,9 @@
-"""The folder of a run's checkpoints: `step-N` is complete, and everything that a kill can leave has another name.
+"""The folder of a run's checkpoints: a folder `step-N` is always complete, even after a kill.
 
-A checkpoint is written as `step-N.partial-RUN`, and renamed once all of it is on disk. A checkpoint is renamed before
-it is deleted. A damaged one is kept as `step-N.damaged` until step N is saved again; one that is a copy of another step
-is kept as `step-N.copy`.
+step-N.partial-RUN  being written, or being deleted; renamed to step-N once all files are on disk
+step-N              complete
+step-N.damaged      failed its checksums; kept until step N is saved again
+step-N.copy         a copy of another step's folder
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class CheckpointFolder:
         """Renames a checkpoint that is damaged, or a `copy` of another step; returns the new path."""
         self.fence()
         if copy:
+            # Copies get numbers, because each may be the only one of its step. Damaged ones replace each other.
             names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
             path = next(path for name in names if not (path := self.path / name).exists())
         else:

@@ -29,7 +29,7 @@ def check_output(config: Config) -> None:
             path = checkpoint_folder(config).path_of(steps[-1])
             raise ValueError(f"--save.resume never: {path} exists; name another --train.output")
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        TemporaryFile(dir=folder).close()  # permission bits do not tell if a network file system accepts a file
 
 
 def write_config(config: Config) -> None:

@@ -42,6 +42,7 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         entries = {n: x for n, x in self.metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
         sharded = {name: entry for name, entry in entries.items() if is_local(self.state_dict.get(name))}
+        # torch's items for these tensors are replaced by items for the chunk that this rank really holds.
         items = [item for item in plan.items if item.dest_index.fqn not in sharded]
         for name, entry in sharded.items():
             items += create_read_items_for_chunk_list(name, entry, [local_chunk(self.state_dict[name])])

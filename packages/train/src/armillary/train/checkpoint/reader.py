@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, read by torch's reader of safetensors: reading executes nothing.
+"""Reads the tensors of a checkpoint with torch's reader of safetensors, which never executes code from a file.
 
 state = {"model": get_model_state_dict(model)}
 load(state, folder, Manifest.read(folder).files)
@@ -52,7 +52,7 @@ class TensorReader(HuggingFaceStorageReader):
 
     Args:
         folder: folder of the checkpoint.
-        files: their names; others in the folder are left alone.
+        files: names of its files; other files in the folder are not read.
     """
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
@@ -75,8 +75,10 @@ class TensorReader(HuggingFaceStorageReader):
             raise
         except Exception as error:  # a manipulated header can make torch fail with any exception
             reason = f"{type(error).__name__}: {one_line(str(error))}"
+            # torch raises a RuntimeError for too little memory: the file may be intact. RecursionError is a subclass of
+            # it, and the result of JSON that is nested too deep.
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
-                raise ValueError(f"files of tensors cannot be read ({reason})") from error  # such as too little memory
+                raise ValueError(f"files of tensors cannot be read ({reason})") from error
             raise Damaged(f"headers of tensors are invalid ({reason})") from error
         return metadata
 

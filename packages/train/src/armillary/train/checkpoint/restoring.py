@@ -1,4 +1,4 @@
-"""Resuming from the newest intact checkpoint."""
+"""Restores a run from its newest intact checkpoint."""
 
 from __future__ import annotations
 

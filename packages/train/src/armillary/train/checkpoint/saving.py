@@ -1,4 +1,4 @@
-"""Writing one checkpoint, from a state dict that does not change meanwhile."""
+"""Writes one checkpoint, from a state dict that stays constant until it is written."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Rank
     """Writes `state` as the checkpoint of `manifest`, whose files and time are filled in here. Collective.
 
     Raises:
-        OSError: a rank could not write, with the reason. The incomplete checkpoint is removed, and others are as they
-            were. On every rank.
+        OSError: a rank could not write, with the reason; on every rank. The incomplete checkpoint is removed, and
+            earlier ones are unchanged.
         ValueError: the state has something that a checkpoint cannot hold; on every rank.
         RuntimeError: anything else, such as a missing rank.
     """
     writer = TensorWriter(folder.partial(manifest.step), ranks)
     try:
+        # 1. All ranks write their files to the folder of an incomplete checkpoint.
         ranks.on_first(lambda: folder.begin(manifest.step))
         with convert_dcp_errors():
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=ranks.group)
+        # 2. Rank 0 adds the manifest with all checksums, and renames the folder: the commit.
         now = datetime.now(UTC).isoformat(timespec="seconds")
         ranks.on_first(lambda: commit(folder, replace(manifest, files=writer.files, time=now)))
     except BaseException:

@@ -8,13 +8,13 @@ from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
 
-PATHS = ("train.output",)
-"""Settings that do not change training."""
+NOT_COMPARED = ("train.output",)
+"""Settings that do not change training: the folder may have been moved."""
 
 
 def settings(run: Run, ranks: int) -> dict[str, str]:
     """Returns the settings of a run by flag, as they are printed, with defaults resolved."""
-    flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in PATHS}
+    flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_COMPARED}
     axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}
 

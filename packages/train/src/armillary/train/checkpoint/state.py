@@ -54,27 +54,32 @@ def load_state(run: Run, path: Path, manifest: Manifest, ranks: Ranks) -> None:
     Raises:
         ValueError: a tensor cannot be read, or is no random state; on every rank.
     """
+    # 1. Random states of generators that the checkpoint lacks.
     seed_all(run.config.train.seed, manifest.step, ranks.rank)
+    # 2. DCP fills the tensors of a state dict in place. Settings of the optimizer's groups are no tensors, and stay
+    # those of this run's configuration.
     state = training_state(run)
     groups = state["optimizer"].pop("param_groups")
     random = saved_random_state(run, path, manifest, ranks.rank) if manifest.ranks == ranks.size else {}
     state |= {"random": {f"rank-{ranks.rank}": random}} if random else {}
     with convert_dcp_errors():
         load(state, path, manifest.files, process_group=ranks.group)
+    # 3. From the state dict into model, optimizer and generators.
     optimizer = {**state["optimizer"], "param_groups": groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
     ranks.agree(lambda: set_random_state(random, run.device))
 
 
 def saved_random_state(run: Run, path: Path, manifest: Manifest, rank: int) -> State:
-    """Returns empty tensors for the saved states of generators that this process has, too."""
+    """Returns tensors to load random state into, for the generators that the checkpoint and this process share."""
     shapes = saved_shapes(path, manifest.files, f"random.rank-{rank}.")
     current = random_state(run.device)
     return {name: x for name, x in current.items() if shapes.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
 
 
 def model_description(run: Run) -> dict[str, Any]:
-    """Returns the fields of a Hugging Face config.json, as JSON preserves them."""
+    """Returns the fields of a Hugging Face config.json for the run's model."""
+    # Through JSON, so that tuples are lists, as in the manifest that they are compared with.
     return json.loads(json.dumps(describe(run.model.config, torch.float32)))
 
 
@@ -90,7 +95,7 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
         raise ValueError(f"{folder / MANIFEST}: model: {error}") from error
     saved = saved_shapes(folder, manifest.files, "model.")
     shapes = {name.removeprefix("model."): shape for name, shape in saved.items()}
-    # The manifest may state any number of layers; their names are only listed if there are as many tensors.
+    # The manifest may state any number of layers. Names of layers are built only up to the number of saved tensors.
     if config.layers > len(shapes):
         raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, and {len(shapes)} tensors were saved")
     if difference := differences(shapes, parameter_shapes(meta_model, config)):
@@ -119,6 +124,7 @@ def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
 
 def differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
     """Describes the first `limit` differences between saved and current values; "" if they are equal."""
+    # A name that only one side has differs from one whose value is None.
     names = [
         n
         for n in {**saved_values, **current}

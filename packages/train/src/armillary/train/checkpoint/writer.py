@@ -77,14 +77,13 @@ class RecordedFile(io.FileIO):
 
 
 class TensorWriter(StorageWriter):
-    """Writes each rank's tensors as `rank-N.safetensors`, in torch's format for sharded tensors, and flushes it to
-    disk.
+    """Writes the tensors of each rank to `rank-N.safetensors`, in torch's format for sharded tensors.
 
-    Tensors of more than `MAX_FILE_BYTES` continue in `rank-N-1.safetensors` and so on.
+    More than `MAX_FILE_BYTES` of tensors continue in `rank-N-1.safetensors` and so on. Files are flushed to disk.
 
-    `HuggingFaceStorageReader` reads these files. torch's `HuggingFaceStorageWriter` writes the same, but needs memory
-    for two more copies of a file's tensors, takes twice the time, and makes the file unreadable without an error if the
-    state has anything but tensors.
+    `HuggingFaceStorageReader` reads these files. torch's `HuggingFaceStorageWriter` writes the same format, but needs
+    memory for two more copies of a file's tensors and twice the time. A state with a non-tensor makes its file
+    unreadable, without an error.
 
     Args:
         folder: existing folder for the files.
@@ -96,6 +95,8 @@ class TensorWriter(StorageWriter):
         self.folder, self.ranks = folder, ranks
         self.files: dict[str, FileRecord] = {}
         """Records of the files of all ranks, by name; on rank 0, once they are written."""
+
+    # DCP calls the methods below in this order. Plans and `write_data` run on every rank, `finish` on rank 0.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -172,7 +173,7 @@ def split_items(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     Wide elements come first, so that each chunk begins at a multiple of its element size: readers map the files.
     """
     files: list[list[WriteItem]] = []
-    size = MAX_FILE_BYTES  # the first item opens a file
+    size = MAX_FILE_BYTES  # as if a file were full, so that the first item opens one
     for item in sorted(items, key=lambda item: (-tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
         nbytes = chunk_bytes(tensor_data(item))
         if size + nbytes > MAX_FILE_BYTES:
@@ -204,7 +205,11 @@ def chunk_bytes(data: TensorWriteData) -> int:
 
 
 def header(chunks: dict[str, TensorWriteData]) -> bytes:
-    """Returns the header of a safetensors file with these chunks in order, and their offsets as torch has them."""
+    """Returns the header of a safetensors file with these chunks, in order.
+
+    A file is the length of a JSON text (8 bytes), the text, and the data of all tensors. torch's metadata in the text
+    has the offsets of each chunk in its tensor.
+    """
     entries: dict[str, Any] = {}
     start = 0
     for name, data in chunks.items():
@@ -220,5 +225,6 @@ def header(chunks: dict[str, TensorWriteData]) -> bytes:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
+    # As bytes, because numpy has no bfloat16.
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())

@@ -1,6 +1,6 @@
 """The configuration of a run: plain dataclasses, every field settable as `--section.key` on the command line.
 
-Each field's text is its help: one line, since tyro keeps the breaks of longer ones.
+A field's docstring is its `--help` text. It is one line, because tyro keeps the line breaks of longer ones.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class ModelConfig:
     tied_embeddings: bool = False
     """The LM head shares the embedding table's weights."""
     mixers: tuple[Mixer, ...] = ("attention",)
-    """Of the blocks, repeated to layers: attention, delta_rule (Gated DeltaNet) or mamba2."""
+    """Mixer of each block, repeated to layers: attention, delta_rule (Gated DeltaNet) or mamba2."""
     state_heads: CountOrNone = None
     """Value heads of mixers with a state; by default heads."""
     state_key_heads: CountOrNone = None
     """Key heads of the delta rule, groups of Mamba-2; by default kv_heads."""
     state_key_dim: CountOrNone = None
-    """Channels of a key head, which are rows of a state; by default as an attention head's."""
+    """Dim of a key head, the rows of a state; by default attention's head dim."""
     state_value_dim: CountOrNone = None
-    """Channels of a value head, which are columns of a state; by default as an attention head's."""
+    """Dim of a value head, the columns of a state; by default attention's head dim."""
     conv_width: Count = 4
     """Tokens that the short convolution before a state sees."""
     rope_theta: Positive | None = None
@@ -93,7 +93,7 @@ class ParallelConfig:
     kernel: str | None = None
     """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
     zero_stage: Literal[1, 2, 3] = 3
-    """FSDP: 3 gathers a block's parameters for forward and for backward, 2 once for both, 1 once a step of several."""
+    """ZeRO stage: 3 gathers a block's parameters for forward and again for backward, 2 once for both, 1 once a step."""
     compiler: str | None = None
     """Backend of torch.compile for each block, such as inductor; by default none."""
     contiguous_states: bool = False
@@ -127,7 +127,7 @@ class DataConfig:
     pairs: Count = 8
     """recall: number of key-value pairs in a sequence, at most symbols."""
     symbols: Count = 16
-    """Tasks: number of different keys, values and fillers, or of tokens to copy; less in a small vocabulary."""
+    """Tasks: number of different keys, values and fillers, or of tokens to copy; fewer in a small vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = True
-    """Weight decay of embedding tables too; OLMo 2 has none, so that rare tokens' rows don't shrink."""
+    """Weight decay of embedding tables too; OLMo 2 has none, because it shrinks the rows of rare tokens."""
     beta1: Momentum = 0.9
     """Decay of the first moment."""
     beta2: Momentum = 0.95
     """Decay of the second moment."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient norm to clip to; inf: no clipping."""
     cpu_offload: bool = False
@@ -165,9 +165,9 @@ class CudaConfig:
     """Settings of CUDA and NCCL; unused on the CPU."""
 
     expandable_segments: bool = True
-    """Let the allocator's segments grow instead of leaving gaps; PYTORCH_ALLOC_CONF overrides it."""
+    """Let the allocator's segments grow, against fragmentation; PYTORCH_ALLOC_CONF overrides it."""
     bind_device: bool = True
-    """Bind NCCL to the rank's GPU: it connects at once and splits communicators. torch 2.15 always binds it."""
+    """Bind NCCL to the rank's GPU: it connects eagerly and splits communicators. torch 2.15 always binds it."""
     high_priority: bool = True
     """Run exchanges of ring and ulysses on streams of high priority, with communicators of their own."""
     max_ctas: CountOrNone = None
@@ -187,7 +187,7 @@ class ValidationConfig:
     batches: Count = 4
     """Batches of held-out sequences, the same each time."""
     tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
-    """Synthetic long-context tasks, as long as a sequence and never trained on, whose accuracy is shown."""
+    """Synthetic long-context tasks to report accuracy on, as long as a sequence, with held-out rows."""
 
 
 @dataclass(frozen=True)
@@ -271,10 +271,10 @@ class Config:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel groups of ranks, each with its own rows."""
+        """Number of data-parallel groups of ranks, each with its own rows."""
         return self.parallel.replicate * self.parallel.shard
 
     @property
     def rows_per_batch(self) -> int:
-        """Rows of a micro-batch on a rank, B."""
+        """Rows of a rank's micro-batch (B)."""
         return self.data.global_batch_size // (self.replicas * self.train.accumulation)

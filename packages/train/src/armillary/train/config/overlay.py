@@ -62,7 +62,7 @@ def overlay_section(
     """Returns a section, updated with its settings. `prefix` is the prefix of its keys, such as "model."."""
     annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
-        name = key.replace("-", "_")
+        name = key.replace("-", "_")  # a file may spell keys as flags do
         if name not in annotations:
             raise ValueError(f"{source}: {prefix}{key} is no key; {nearest(prefix + name, valid_keys)}")
         if name in changes:
@@ -76,7 +76,7 @@ def overlay_section(
             raise ValueError(f"{source}: {prefix}{name} is a section, not {value!r}")
     try:
         return replace(config, **changes)  # pyright: ignore[reportCallIssue, reportArgumentType, reportUnknownVariableType]
-    except ValueError as error:
+    except ValueError as error:  # from a section's own `__post_init__`, such as `Checkpointing`'s
         raise ValueError(f"{source}: {prefix.rstrip('.')}: {error}") from error
 
 
@@ -84,6 +84,7 @@ def nearest(key: str, valid_keys: Mapping[str, str]) -> str:
     """Returns a hint with the most similar key. `valid_keys` maps keys, also of earlier versions, to current ones."""
     if key in valid_keys:
         return f"it is {valid_keys[key]} now"
+    # A key in the wrong section is a likelier mistake than a misspelt one, so equal last parts come first.
     leaf, names = key.rpartition(".")[2], list(dict.fromkeys(valid_keys.values()))
     same_leaf = [name for name in names if name.rpartition(".")[2] == leaf]
     return f"the nearest is {(same_leaf or get_close_matches(key, names, n=1, cutoff=0.0))[0]}"
@@ -99,6 +100,7 @@ def convert(value: object, annotation: Any, key: str) -> Any:
     if value in ("none", "None") and accepts(adapter, None) and not accepts(adapter, "none"):
         return None
     try:
+        # Strict validation of JSON takes lists for tuples and texts for paths, which that of Python values refuses.
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         # A text such as "64k" is a number only where the field's type refuses texts, so it is tried second.
@@ -140,7 +142,10 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def by_flag(config: object) -> dict[str, Any]:
-    """Returns all fields by their flags, to compare ranks. Any path is "a path", since hosts may have other mounts."""
+    """Returns all fields by their flags, to compare ranks.
+
+    Values of paths are left out, because hosts may mount the same folder in different places.
+    """
 
     def has_path(value: Any) -> bool:
         return any(isinstance(item, Path) for item in (value if isinstance(value, tuple) else (value,)))  # pyright: ignore[reportUnknownVariableType]

@@ -21,7 +21,7 @@ class Profiler:
     `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The step before a chosen one warms up.
 
     Args:
-        traced: steps with a Chrome trace.
+        trace_steps: steps with a Chrome trace.
         snapshots: steps after which the allocator's history is written; cuda only.
         folder: created when there is something to write.
         say: called with a line about a file that could not be written; training continues.
@@ -45,6 +45,7 @@ class Profiler:
         self._end_trace(step)
 
     def _begin_trace(self, step: int) -> None:
+        # One step early: the first step under a profiler pays for its start, so it is not recorded (`_action`).
         if self._profile is None and {step, step + 1} & self._traced:
             self._first = step
             self._profile = profile(schedule=self._action, on_trace_ready=self._write_trace)
@@ -60,6 +61,7 @@ class Profiler:
         if self._profile is None:
             return
         self._profile.step()
+        # Continues if the next step is traced, or is the warm-up of a traced step.
         if not {step + 1, step + 2} & self._traced:
             self._profile.stop()
             self._profile = None
@@ -70,6 +72,7 @@ class Profiler:
         self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", profile_data.export_chrome_trace)
 
     def _begin_memory(self, step: int) -> None:
+        # From the step before, so that tensors which outlive a step have an allocation in the history.
         if {step, step + 1} & self._snapshots:
             cuda_memory._record_memory_history(max_entries=HISTORY)  # pyright: ignore[reportPrivateUsage]
 

@@ -17,6 +17,7 @@ WORDS = 624
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Returns all states as tensors: int64 for words, float64 for normal numbers that were drawn ahead."""
     version, words, gauss = random.getstate()
+    # Both draw normal numbers in pairs: the second one of a pair is part of the state.
     _, keys, position, has_gauss, cached_gauss = cast(tuple[Any, ...], np.random.get_state())
     state = {
         "python": torch.tensor([version, *words]),

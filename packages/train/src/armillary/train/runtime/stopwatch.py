@@ -1,4 +1,4 @@
-"""Time of steps, without the time between them."""
+"""A stopwatch for training steps, which leaves out validation and saving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Tokens and seconds of all steps and of the last one, without pauses."""
+    """Counts tokens and seconds of all steps, and the seconds of the last one, without pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -23,7 +23,7 @@ class Stopwatch:
 
     @contextmanager
     def pause(self) -> Generator[None]:
-        """Context manager of a pause."""
+        """Context manager around work that is part of no step."""
         yield
         self.running_since = self.clock()
 

@@ -1,4 +1,4 @@
-"""Heartbeats: the state of a rank as the other ranks see it, and which rank of a hung run is missing."""
+"""Heartbeats, in which a rank tells the others its state, and the rules that find the missing ranks of a hung run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Calls:
     """Operations that a rank has started in one process group.
 
     Args:
-        count: number of collectives, which is equal on ranks that wait for each other.
+        count: number of collectives. It is equal on ranks that wait in the same one.
         last: name of the latest operation.
         running: True if an operation has not completed.
         messages: number of sends and receives, which may differ between ranks.
@@ -78,12 +78,12 @@ def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> di
     lost_ranks = {rank: beat for rank, beat in beats.items() if rank in silent or beat is None or beat.failure}
     if lost_ranks:
         return {rank: reason_of_loss(beat) for rank, beat in lost_ranks.items()}
-    # 2. Busy ranks: all others wait for them.
+    # 2. Ranks that still compute, or read a file: the others wait for them.
     alive = {rank: beat for rank, beat in beats.items() if beat is not None}
     busy = {rank: beat for rank, beat in alive.items() if not beat.waits}
     if 0 < len(busy) < len(alive):
         return {rank: f"in {beat.position}, at {beat.location}" for rank, beat in busy.items()}
-    # 3. All ranks wait, or none does: the counts of collectives tell who is late.
+    # 3. All ranks wait, or none does. A rank that skipped a collective has a lower count than the others.
     return ranks_behind(alive)
 
 

@@ -1,8 +1,8 @@
-"""The lock of an output folder: one run at a time works there, and a run that has lost it changes nothing.
+"""The lock of an output folder: one run at a time writes there, and a run that has lost it writes nothing more.
 
-The folder `lock` has a file `N.held` while a run works, and `N.released` after it. A run takes the lock by creating the
-file with the next number, in which only one process succeeds. The number is a fencing token: a run whose number is no
-longer the highest has lost the folder.
+The folder `lock` contains a file `N.held` while a run works, which is renamed to `N.released` at its end. A run takes
+the lock by creating the file with the next number; file systems let only one process succeed. The number is a fencing
+token: a run whose number is no longer the highest has lost the folder.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def write(claim: Claim) -> bool:
         with writing(claim.path), file:
             file.write(json.dumps(asdict(claim.holder)) + "\n")
     except OSError:
-        claim.path.unlink()
+        claim.path.unlink()  # a file without a holder would look like the lock of an unknown run
         raise
     return True
 
@@ -146,7 +146,7 @@ def clear(claim: Claim) -> bool:
     for name in os.listdir(claim.folder):
         if (match := NUMBERED.fullmatch(name)) is None or name == claim.path.name:
             continue
-        if int(match[1]) >= claim.number:
+        if int(match[1]) >= claim.number:  # taken, perhaps even released, since `newest` listed the folder
             claim.path.unlink()
             return False
         (claim.folder / name).unlink(missing_ok=True)
@@ -173,7 +173,10 @@ def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
 
 
 def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: float) -> bool:
-    """Returns True if a heartbeat arrives within `timeout` seconds. Clocks of other hosts are not compared."""
+    """Returns True if a heartbeat arrives within `timeout` seconds.
+
+    Waits for a change instead of comparing its time with now, because clocks of hosts differ.
+    """
     end = time.monotonic() + timeout
     while (current := heartbeat(path)) == last_heartbeat:
         if time.monotonic() > end:

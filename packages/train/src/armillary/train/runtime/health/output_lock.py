@@ -90,7 +90,7 @@ class OutputLock:
             try:
                 claim.check()
             except LockLost as lost:
-                self._lost = "" if self._over.is_set() else str(lost)
+                self._lost = "" if self._over.is_set() else str(lost)  # a lock that was just released is not lost
                 return
             except OSError:
                 continue  # a network file system may not answer for a while

@@ -32,11 +32,12 @@ def is_running(machine_name: str, pid: int, started: int) -> bool | None:
 def start_time(pid: int) -> int | None:
     """Returns the start of a process in ticks since the boot; None if it has ended or /proc hides it."""
     try:
+        # The fields of proc(5) from the third on: the second is the name in parentheses, which may contain spaces.
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     is_zombie = fields[0] in "ZX"  # it has ended, and its parent has not read the exit code yet
-    return None if is_zombie else int(fields[19])
+    return None if is_zombie else int(fields[19])  # `starttime`, field 22
 
 
 def is_hidden(pid: int) -> bool:

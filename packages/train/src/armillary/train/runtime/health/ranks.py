@@ -1,4 +1,4 @@
-"""All ranks of a run on a process group of their own, on which they fail together."""
+"""Agreement between all ranks of a run: an action that fails on one rank raises on every rank."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class Ranks:
         """
         answer: tuple[R | None, Failure | None]
         cause: Exception | None = None
+        # A rank whose action failed still takes part in the exchange below, since the others wait for it there.
         try:
             answer = action(), None
         except Exception as error:
             cause, kind = error, next((kind for kind in SHARED_TYPES if isinstance(error, kind)), RuntimeError)
             answer = None, (kind, str(error))
-        self.gather()
+        self.gather()  # names missing ranks, which a timed-out all-gather does not
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self.group)
         if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:

@@ -18,6 +18,7 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
         ValueError: names the ranks that do not see a file of rank 0; on every rank.
     """
 
+    # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for it.
     def create_token() -> str:
         folder.mkdir(parents=True, exist_ok=True)
         token = f".seen-by-all-{uuid4().hex}"

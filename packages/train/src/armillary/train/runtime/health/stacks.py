@@ -57,6 +57,7 @@ def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None
     dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
     python_threads = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
     autograd = [ident for ident in frames if ident not in python_threads]
+    # There is one for each device. The one that runs code of these packages is in the middle of backward.
     return max(autograd, key=lambda ident: runs_packages(frames[ident]), default=None)
 
 
@@ -132,10 +133,13 @@ def called_function(line: FrameSummary) -> str | None:
     """Returns the name of the function or method that a line is calling; None if its source does not show a call."""
     if line.lineno is None or line.end_lineno is None or line.colno is None or line.end_colno is None:
         return None
+    # Encoded, because columns count bytes.
     source = [linecache.getline(line.filename, number).encode() for number in range(line.lineno, line.end_lineno + 1)]
-    source[-1] = source[-1][: line.end_colno]  # the last line first: it may be the first one too
+    # The end is cut first: if the expression is on one line, cutting its start first would shift the end.
+    source[-1] = source[-1][: line.end_colno]
     source[0] = source[0][line.colno :]
     try:
+        # Parentheses, so that an expression over several lines parses.
         expression = ast.parse(b"(" + b"".join(source) + b")", mode="eval").body
     except SyntaxError:
         return None

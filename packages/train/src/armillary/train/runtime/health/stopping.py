@@ -41,6 +41,7 @@ class StopSignal:
 
     def is_requested(self, device: torch.device) -> bool:
         """Returns True on every rank if any rank has received a signal. Collective."""
+        # A signal may reach ranks during different steps. The all-reduce lets them all stop after the same step.
         count = torch.tensor(float(self.received), device=device)
         dist.all_reduce(count)
         return count.item() > 0

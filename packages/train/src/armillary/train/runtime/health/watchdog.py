@@ -63,18 +63,22 @@ class Watchdog:
 
     def __init__(self, limit: float, flag: str, folder: Path, program: str) -> None:
         self.limit, self.flag, self.folder, self.program = limit, flag, folder, program
+        # Written by the training thread, read by the watchdog's thread.
         self.step, self.phase, self.training_started = 0, "starting", False
         self._phase_limit, self._phase_start = SLOW_PHASE_FACTOR * self.limit, time.monotonic()
-        self._failure: str | None = None
-        self._alarm: str | None = None
-        self._hang: str | None = None
-        self._ended = self._failing = False
+        self._failure: str | None = None  # an error of this rank itself, posted with its heartbeat
+        self._alarm: str | None = None  # this rank's reason to raise the alarm
+        self._hang: str | None = None  # the diagnosis after an alarm, with the missing ranks
+        self._failing = False  # an error is leaving the block
+        self._ended = False  # the block was left without an error
         self._launcher = Launcher()
-        self._wake, self._reported = threading.Event(), threading.Event()
+        self._wake = threading.Event()  # ends the thread's pause between heartbeats
+        self._reported = threading.Event()  # the thread has posted the error, or printed the diagnosis
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start_phase(self, phase: str, step: int) -> None:
         """Begins `phase` of `step`; phases other than "training" may take `SLOW_PHASE_FACTOR` times as long."""
+        # The first step also compiles, tunes kernels and connects communicators.
         factor = 1 if phase == "training" and self.training_started else SLOW_PHASE_FACTOR
         self.training_started = self.training_started or phase == "training"
         self.step, self.phase, self._phase_limit, self._phase_start = step, phase, factor * self.limit, time.monotonic()
@@ -90,7 +94,8 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception):
             self._report(error)
-            # After a diagnosed hang, peers end, and an error about them only follows from the hang.
+            # After a diagnosed hang the peers exit. A communication error is then only a consequence, and the
+            # diagnosis, which names the missing ranks, is the cause to raise.
             if self._hang is not None and caused_by_peers(error):
                 raise TimeoutError(self._hang) from error
         else:
@@ -102,8 +107,8 @@ class Watchdog:
     def reporting(self) -> Generator[None]:
         """Context manager that reports an error to all ranks at once, before any enclosing block handles it.
 
-        Use it inside of blocks whose exit waits for a thread or for other ranks: they may be the missing ranks, and
-        would keep the error from being reported. Does nothing outside of the watchdog's block.
+        Use it inside of blocks whose exit waits for a thread or for other ranks. If these never answer, the wait would
+        otherwise keep the error from being reported. Does nothing outside of the watchdog's block.
         """
         try:
             yield
@@ -135,7 +140,7 @@ class Watchdog:
             reason = self._wait_for_alarm()
             if reason is not None:
                 self._print(*self._diagnose(reason))
-        except RuntimeError as error:
+        except RuntimeError as error:  # the store does not answer
             self._wait_without_store(error)
         self._reported.set()
         if not self._ended:
@@ -166,6 +171,7 @@ class Watchdog:
                 return None
             if self._alarm is None and time.monotonic() - self._phase_start > self._phase_limit:
                 self._alarm = f"{self._heartbeat().position} takes longer than {self._phase_limit:g} s ({self.flag})"
+            # Raises this rank's alarm, or reads one that another rank has raised.
             if (reason := self._heartbeats.alarm(self._alarm)) is not None:
                 return reason
             self._wake.wait(min(1.0, self.limit / 20))
@@ -187,7 +193,7 @@ class Watchdog:
         beats, silent = self._heartbeats.gather()
         missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
         lines = [reason, *(missing_lines or ["no rank is missing: all wait for each other"])]
-        if not self._failing:
+        if not self._failing:  # a rank that raised an error exits with that error instead
             self._hang = "; ".join(lines)
             record_for_torchrun(self._hang)
         return [*lines, self._write(lines, beats)]
@@ -215,6 +221,7 @@ class Watchdog:
             time.sleep(GRACE)
         with suppress(OSError):
             sys.stdout.flush()
+        # `sys.exit` would only end this thread, and could not interrupt a main thread that waits in a collective.
         os._exit(1)
 
     def _print(self, *lines: str) -> None:
@@ -243,12 +250,12 @@ def caused_by_peers(error: Exception) -> bool:
 class Heartbeats:
     """The heartbeats of all ranks, in the store of the process group. Calls raise a RuntimeError if the store is gone.
 
-    Has a connection of its own; not thread-safe.
+    Not thread-safe.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        # A thread that waits on a connection locks it, and training may wait on the default store's connection.
+        # A clone has its own connection. Training may wait on the default store's connection and lock it meanwhile.
         self._store = dist.PrefixStore("armillary/watchdog", compat.default_store().clone())
         self._store.set_timeout(timedelta(seconds=3 * SILENCE))
         self._count = 0
@@ -268,6 +275,7 @@ class Heartbeats:
     def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
         """Waits until every rank has posted its state or is silent; returns all heartbeats and the silent ranks."""
         posts = dict.fromkeys(range(self.ranks), "")
+        # A post counts from when this rank saw it change: clocks of other hosts are not compared.
         since = dict.fromkeys(posts, time.monotonic())
         awaited_ranks, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
         while awaited_ranks and time.monotonic() < end:
