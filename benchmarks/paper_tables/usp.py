@@ -14,7 +14,7 @@ from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan import Cluster
-from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import FORWARD, PassTime, plan_seconds
 from armillary.plan.comm_volume import BytesPlan, plan_bytes
 from armillary.plan.search.search import SearchPlan, search
 from paper_tables import usp_training
@@ -201,13 +201,13 @@ def throughput(title: str, cluster: str, published: Throughput) -> Table:
 KINDS = {"contiguous": "basic ring", "zigzag": "balanced ring"}
 
 
-def spread(ours: dict[int, list[Span]]) -> str:
+def spread(ours: dict[int, list[PassTime]]) -> str:
     """How far predictions lie apart."""
     times = [spans[1].seconds for spans in ours.values()]
     return f"predictions differ by {max(times) / min(times) - 1:.1%}"
 
 
-def forward(cluster: Cluster, length: int, split: int, kind: str) -> Span:
+def forward(cluster: Cluster, length: int, split: int, kind: str) -> PassTime:
     """Time of USP's forward on 8 ranks; their ring passes every shard on, whoever sees it."""
 
     def steps(causal: bool) -> tuple[Step, ...]:
@@ -228,7 +228,7 @@ def forward(cluster: Cluster, length: int, split: int, kind: str) -> Span:
     return plan_seconds(both, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0]))
 
 
-def pass_row(title: str, paper: float, span: Span, length: int, cluster: Cluster) -> Row:
+def pass_row(title: str, paper: float, span: PassTime, length: int, cluster: Cluster) -> Row:
     """A row, with attained FLOPs as its reason."""
     flops = FORWARD * 128 * 32 * (length * 1024) ** 2 / 2 / 8
     reason = (

@@ -7,7 +7,7 @@ import pytest
 
 from armillary.attention.registry import names
 from armillary.plan.cli import main
-from armillary.plan.comm_volume import BytesPlan, Row, Sent, choices, plan_bytes
+from armillary.plan.comm_volume import BytesPlan, PhaseBytes, Row, choices, plan_bytes
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh
 
@@ -17,7 +17,7 @@ LSE = 1024 * 52 * 4
 SMALL = BytesPlan(tokens="480", heads=8, kv_heads=4, head_dim=8, ranks=8, rows=2, of_ranks=(0, 5))
 
 
-def figures(rows: list[Row]) -> dict[tuple[str, tuple[int, ...], str], Sent]:
+def figures(rows: list[Row]) -> dict[tuple[str, tuple[int, ...], str], PhaseBytes]:
     return {(str(row.candidate.attention), row.ranks, row.phase): row.counted for row in rows}
 
 
@@ -28,12 +28,12 @@ def model_m() -> list[Row]:
 
 def test_bytes_of_model_m(model_m):
     sent = figures(model_m)
-    assert sent["ring", (0, 1), "forward"] == Sent(63 * 2 * UNIT, 0)
-    assert sent["ring", (0, 1), "backward"] == Sent(63 * (3 * UNIT + LSE + 2 * UNIT), 0)  # queries, and dq wide
+    assert sent["ring", (0, 1), "forward"] == PhaseBytes(63 * 2 * UNIT, 0)
+    assert sent["ring", (0, 1), "backward"] == PhaseBytes(63 * (3 * UNIT + LSE + 2 * UNIT), 0)  # queries, and dq wide
     collective = 3 * (3 * UNIT + UNIT + LSE)
-    assert sent["wallfacer C=4", (0,), "forward"] == Sent(3 * 4 * 2 * UNIT, collective)
-    assert sent["wallfacer C=4", (1,), "forward"] == Sent(4 * 4 * 2 * UNIT, collective)
-    assert sent["usp", (0, 1), "forward"] == Sent(15 * 2 * UNIT, 3 * UNIT)
+    assert sent["wallfacer C=4", (0,), "forward"] == PhaseBytes(3 * 4 * 2 * UNIT, collective)
+    assert sent["wallfacer C=4", (1,), "forward"] == PhaseBytes(4 * 4 * 2 * UNIT, collective)
+    assert sent["usp", (0, 1), "forward"] == PhaseBytes(15 * 2 * UNIT, 3 * UNIT)
 
 
 def test_model_m_against_the_paper(model_m):
@@ -74,7 +74,7 @@ def test_default_methods():
 
 def test_one_rank_sends_nothing():
     rows = plan_bytes(replace(SMALL, ranks=1, of_ranks=()))
-    assert all(row.counted == row.closed == Sent(0, 0) and row.published is None for row in rows)
+    assert all(row.counted == row.closed == PhaseBytes(0, 0) and row.published is None for row in rows)
 
 
 def test_the_command_prints_a_table_or_json(capsys):

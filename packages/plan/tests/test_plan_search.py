@@ -24,7 +24,7 @@ from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.segments import segment_sizes
 from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
-from armillary.plan.comm_time.comm_plan_time import FORWARD, Span, all_gather_seconds, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import FORWARD, PassTime, all_gather_seconds, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, step_time
 from armillary.plan.dry_run import read_plan
 from armillary.plan.memory import Job
@@ -158,7 +158,7 @@ def test_a_step_takes_the_longer_of_computation_and_transfer():
     assert actual.compute == pytest.approx(2.0) and actual.exchange == pytest.approx(2.0)  # of the busiest rank
     assert actual.exposed == pytest.approx(1.5, rel=1e-2) and actual.overhead == pytest.approx(3e-3)
     assert actual.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, and has more to do then
-    assert Span(1, 2, 3, 4) + Span(1, 1, 1, 1) == Span(2, 3, 4, 5)
+    assert PassTime(1, 2, 3, 4) + PassTime(1, 1, 1, 1) == PassTime(2, 3, 4, 5)
 
 
 def test_moves_of_a_kernel_on_all_multiprocessors_start_after_it():

@@ -1,4 +1,4 @@
-"""Blocks and decoders of all models: attention and the MLP on a residual stream."""
+"""The base classes of LLaMA's and GPT's blocks and decoders: attention and the MLP on a residual stream."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ HeadFunction = Callable[..., Any]
 
 
 class Context:
-    """The tokens of a forward pass: their number, rotation, mask and layout, shared by all blocks.
+    """Arguments of attention that all blocks of a forward pass share: number of tokens, rotation, mask and layout.
 
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
-    to reach tensors inside. Cosines in bfloat16 would blur positions.
+    to reach the tensors inside. Cosines in bfloat16 have too few digits for long sequences.
 
     `previous_checkpoint`, a list shared by all blocks, contains the checkpoint of the previous block, if it has one.
     """
@@ -67,13 +67,13 @@ class Context:
         return self.changed(mask=with_window(self.mask, block.window - 1))
 
     def for_states(self, method: Method, contiguous: bool) -> Context:
-        """Returns the context of blocks with a state: of a layout over all ranks of attention.
+        """Returns the context of blocks with a state, whose layout is over all ranks of attention.
 
         Args:
-            contiguous: the blocks have contiguous shards, whichever the others have.
+            contiguous: gives these blocks contiguous shards, whatever layout the call has.
         """
         if self.layout is None and method.shards > 1:
-            return self  # which the layer refuses
+            return self  # the layer raises an error for it
         layout = over_all_ranks(self.layout or SequenceLayout.contiguous(self.tokens, 1), method)
         if contiguous:
             layout = SequenceLayout.contiguous(layout.length, layout.shards)
@@ -188,13 +188,15 @@ class Decoder(nn.Module):
         positions = checked_positions(ids, positions, layout)
         x = self.embed(ids, positions)
         mask = AttentionMask(causal=True) if mask is None else mask
+        # Cosines and sines are computed once for all blocks.
         context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
+        # In a hybrid, blocks with a state have a context of their own, which may have another layout.
         methods = [block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)]
         method = methods[0] if methods and isinstance(methods[0], Method) else None
-        states = context if method is None else context.for_states(method, self.contiguous_states)
-        current = context
+        state_context = context if method is None else context.for_states(method, self.contiguous_states)
+        current = context  # x is in the layout of this context
         for block in self.blocks:
-            block_context = states if isinstance(block.mixer, StateMixer) else context
+            block_context = state_context if isinstance(block.mixer, StateMixer) else context
             x, current = self.relayout(x, current, block_context, method), block_context
             x = block(x, block_context.for_block(block))
         x = self.relayout(x, current, context, method)
@@ -202,7 +204,7 @@ class Decoder(nn.Module):
         return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
 
     def relayout(self, x: Tensor, source: Context, target: Context, method: Method | None) -> Tensor:
-        """Returns hidden states [B, T, E] in the layout of another context."""
+        """Moves hidden states [B, T, E] from the layout of `source` to that of `target`, if `contiguous_states`."""
         if not self.contiguous_states or source is target or method is None:
             return x
         if source.layout is None or target.layout is None:

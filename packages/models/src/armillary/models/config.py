@@ -1,4 +1,4 @@
-"""Sizes of models, and their numbers of parameters and floating-point operations."""
+"""The sizes of LLaMA and GPT models, with their parameter counts and FLOPs per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.models.state_config import Mixer, StateConfig, check_sizes
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
 MAX_PARAMETERS = 2**59
-"""Their bytes in float64 fit into 64 bits. Beyond that torch fails, even on the meta device."""
+"""Most parameters whose float64 bytes fit into 64 bits. Above, torch fails even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +197,11 @@ class LlamaConfig:
 
     def block_parameters(self, mixer: Mixer) -> int:
         """Number of parameters of a block with this mixer."""
+        # Gate, up and down projection (SwiGLU).
         mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
         if mixer != "attention" and self.states is not None:
-            return self.states.parameters(mixer, self.dim) + mlp + 2 * self.dim
+            return self.states.parameters(mixer, self.dim) + mlp + 2 * self.dim  # 2 E: the norms before mixer and MLP
+        # Queries and output have H heads, keys and values K heads.
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         attention += 2 * self.head_dim if self.qk_norm else 0
         attention += self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
@@ -220,11 +222,12 @@ class LlamaConfig:
         """
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
         windows = (self.window_of(layer) for layer in range(self.layers) if self.mixer_of(layer) == "attention")
-        pair_count = visible_keys(length, mask, windows) * self.heads * self.head_dim
+        # Q K^T and P V: 2 products x 2 FLOPs in forward, twice as much in backward, so 12 for each element of a key.
+        key_elements = visible_keys(length, mask, windows) * self.heads * self.head_dim
         states = 0
         if self.states is not None:
             states = sum(n * self.states.flops_per_token(mixer) for mixer, n in self.mixer_counts().items())
-        return 6 * (self.parameters() - looked_up) + 12 * pair_count + states
+        return 6 * (self.parameters() - looked_up) + 12 * key_elements + states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +304,7 @@ class GPTConfig:
 
     def parameters(self) -> int:
         """Number of trained parameters: blocks, final norm, embedding table and positions."""
+        # Weights: q, k, v and output 4 E^2, MLP 8 E^2. Biases: 4 E and 5 E. Two LayerNorms: 4 E.
         block = 12 * self.dim**2 + 13 * self.dim
         return self.layers * block + 2 * self.dim + (self.vocab_size + self.max_positions) * self.dim
 
@@ -314,10 +318,10 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
     """Returns the number of visible keys per query, averaged over queries and rows, and summed over layers."""
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1
-    layers = Counter(windows)
+    layer_counts = Counter(windows)  # pairs are counted once per distinct window
     pairs = 0
-    for window, count in layers.items():
-        layer_mask = mask.narrow(None if window is None else window - 1)
+    for window, count in layer_counts.items():
+        layer_mask = mask.narrow(None if window is None else window - 1)  # a window includes the query's own key
         pairs += count * sum(layer_mask.pairs(length, row) for row in range(rows))
     return pairs / (length * rows)
 
@@ -326,7 +330,7 @@ def one_block(config: LlamaConfig | GPTConfig, mixer: Mixer | None = None) -> Ll
     """Returns the config with one block, which has a window only if all blocks have it.
 
     Args:
-        mixer: of the block; by default attention, or the first mixer where there is none.
+        mixer: the block's mixer; by default attention, or the first mixer of a model without attention.
     """
     if isinstance(config, LlamaConfig):
         if mixer is None:

@@ -43,7 +43,7 @@ def tokens_dtensor(x: Tensor, layout: SequenceLayout, mesh: DeviceMesh) -> Tenso
     ranks zigzag gives two ranks 62, DTensor 63 and 61.
     """
     names = mesh.mesh_dim_names or ()
-    axes, rows = ([name for name in kind if name in names] for kind in (SEQUENCE_AXES, ROW_AXES))
+    axes, rows = ([name for name in axis_group if name in names] for axis_group in (SEQUENCE_AXES, ROW_AXES))
     if not is_cut_by_dtensor(layout, mesh, axes):
         return x
     return sequence_from_local(x, layout, mesh, axes=axes, rows=rows)
@@ -70,7 +70,7 @@ def takes_dtensors(forward: F) -> F:
     """
 
     @wraps(forward)
-    def local_or_placed(
+    def forward_local(
         model: Any,
         ids: Tensor,
         *,
@@ -82,6 +82,7 @@ def takes_dtensors(forward: F) -> F:
             if isinstance(positions, DTensor):
                 raise ValueError(f"positions are {describe(positions)} and ids local; pass both as local tensors")
             return forward(model, ids, positions=positions, layout=layout, **options)
+        # DTensors: check placements, compute on local tensors, place the results like `ids`.
         method = check_ids(model, ids, layout)
         if positions is None and layout is not None:
             positions = over_all_ranks(layout, method).positions(method.shard)
@@ -90,7 +91,7 @@ def takes_dtensors(forward: F) -> F:
             positions = local_of(positions)
         return place_like(ids, forward(model, local_of(ids), positions=positions, layout=layout, **options))
 
-    return cast(F, local_or_placed)
+    return cast(F, forward_local)
 
 
 def sums_dtensors(loss: F) -> F:
@@ -107,24 +108,26 @@ def sums_dtensors(loss: F) -> F:
     parameters = signature(loss)
 
     @wraps(loss)
-    def local_or_placed(*args: Any, **options: Any) -> Any:
+    def loss_of_local(*args: Any, **options: Any) -> Any:
         if not any(isinstance(x, DTensor) for x in (*args, *options.values())):
             return loss(*args, **options)
         arguments = parameters.bind(*args, **options).arguments
         first, labels = next(iter(parameters.parameters)), arguments["labels"]
         if not isinstance(arguments[first], DTensor) and not isinstance(labels, DTensor):
-            return loss(*args, **options)
+            return loss(*args, **options)  # only the weight is a DTensor
+        # Triples have no placements of their own: those of the hidden states or logits count.
         like = tokens_of(arguments[first]) if isinstance(labels, LabelTriples) else labels
         if not isinstance(like, DTensor):
             raise ValueError(f"{first} is {describe(arguments[first])} and labels are local; pass both as DTensors")
         check_loss(first, arguments[first], like, None if arguments.get("axis") is None else Axis.of(arguments["axis"]))
         if isinstance(arguments[first], DTensor):
+            # Local logits do not tell V, the DTensor does.
             if first == "logits" and arguments.get("axis") is not None:
                 arguments.setdefault("vocabulary", arguments[first].shape[2])
             arguments[first] = local_of(arguments[first])
         return place_like(like, loss(**arguments | {"labels": labels if labels is not like else local_of(like)}))
 
-    return cast(F, local_or_placed)
+    return cast(F, loss_of_local)
 
 
 # -- inputs ----------------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method
             raise ValueError(f"ids {describe(ids)} on {method.shards} sequence ranks need layout=")
     for dim, name in enumerate(names):
         if ids.placements[dim] == Shard(1):
-            continue
+            continue  # a sequence axis, which `check_tokens` has checked
         if tensor_axis is not None and name == tensor_axis.name:
             check_placement("ids", ids, mesh_dim(ids, tensor_axis), Replicate())
         elif name in ROW_AXES:
@@ -205,7 +208,7 @@ def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> Non
 def tokens_of(x: DTensor) -> DTensor:
     """Returns a DTensor [B, N] of zeros for the tokens of x [B, N, ...], with their placements."""
     placements = [placement if placement in (Shard(0), Shard(1)) else Replicate() for placement in x.placements]
-    local = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.to_local().shape[:2])
+    local = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.to_local().shape[:2])  # one element of memory
     stride = (x.shape[1], 1)
     return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape[:2], stride=stride)
 
@@ -228,6 +231,7 @@ def check_alike(name: str, x: DTensor, other: str, like: DTensor, placements: Se
 def place_like(like: DTensor, result: Any) -> Any:
     """Returns a result with DTensors: tensors of this rank's tokens placed like `like`, scalars as `Partial` sums."""
     local = like.to_local().shape
+    # A scalar is this rank's share of a sum over tokens: partial wherever the tokens are sharded.
     sums = {dim: Partial() for dim, placement in enumerate(like.placements) if isinstance(placement, Shard)}
     placements = [sums.get(dim, placement) for dim, placement in enumerate(like.placements)]
 

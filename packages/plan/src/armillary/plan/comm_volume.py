@@ -100,7 +100,7 @@ class BytesPlan:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PhaseBytes:
     """Bytes that one rank sends in one phase."""
 
     p2p: int
@@ -124,9 +124,9 @@ class Row:
     candidate: Candidate
     ranks: tuple[int, ...]
     phase: str
-    counted: Sent
-    closed: Sent
-    published: Sent | None
+    counted: PhaseBytes
+    closed: PhaseBytes
+    published: PhaseBytes | None
     messages: int
 
 
@@ -196,8 +196,8 @@ def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
     rows = list[Row]()
     for name in PHASES:
         p2p, closed_p2p = ledger.bytes(kind="p2p", phase=name), comm_plan.bytes(rank, "p2p", name)
-        counted_bytes = Sent(p2p, ledger.bytes(phase=name) - p2p)
-        formula_bytes = Sent(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
+        counted_bytes = PhaseBytes(p2p, ledger.bytes(phase=name) - p2p)
+        formula_bytes = PhaseBytes(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
         paper = published_bytes(shape, candidate.attention) if name == "forward" else None
         rows.append(Row(candidate, (rank,), name, counted_bytes, formula_bytes, paper, ledger.messages(phase=name)))
     return rows
@@ -242,13 +242,13 @@ class AnyFlash(SimulatedFlash):
         return out, lse.to(accumulation_dtype(q.dtype))
 
 
-def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> Sent | None:
+def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> PhaseBytes | None:
     """Returns forward bytes under a full mask by WallFacer's paper (arXiv 2407.00611); None if it has no formula."""
     method, ranks = attention.method, shape.layout.shards
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
     paper_bytes = method.sequence_plan(ranks).published_bytes(shape)
-    return None if paper_bytes is None else Sent(*paper_bytes)
+    return None if paper_bytes is None else PhaseBytes(*paper_bytes)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

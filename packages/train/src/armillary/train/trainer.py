@@ -117,8 +117,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         watchdog.start_phase("saving", step)
         # The weights may be the cause of a bad last step, so older checkpoints are kept after one.
         summary.checkpoint = checkpoints.finish(step, prune=not bad_steps.in_a_row) if step else None
-        summary.tokens, summary.seconds = stopwatch.tokens, stopwatch.seconds
-        summary.memory = peak_memory(run.device)
+        summary.tokens, summary.seconds, summary.memory = stopwatch.tokens, stopwatch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = stopwatch.elapsed(), reporter.finish(step)
         if summary.losses or step >= steps:
             reporter.say(summary.text(dist.get_world_size()))

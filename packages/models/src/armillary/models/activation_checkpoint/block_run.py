@@ -1,4 +1,4 @@
-"""The base class of runs of a block under a checkpoint policy."""
+"""`BlockRun`: forward, backward and recomputation of one block under a checkpoint policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BlockRun(ABC):
     """
 
     needs_output: ClassVar[bool]
-    """True if backward takes attention's output; otherwise it recomputes all from x."""
+    """True if backward takes attention's output; False if it recomputes the whole block from x."""
 
     block: Block
     context: Context
@@ -62,6 +62,6 @@ class BlockRun(ABC):
 
     @abstractmethod
     def differentiate(
-        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, wants_dx: bool
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
         """Computes the gradient of x in place: `dx` holds dy on entry. `output` is (out, lse)."""

@@ -1,4 +1,4 @@
-"""The checkpoint of one run of a block: the tensors kept for its backward, and the recomputation of all others."""
+"""The checkpoint of one run of a block: keeps some tensors for its backward, and recomputes the others from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gathers(Protocol):
 
 
 class StoredTensors(Protocol):
-    """Tensors kept until they are requested."""
+    """Tensors kept on the device, on the host, or by autograd; `take` returns them on the device."""
 
     def take(self) -> Sequence[Tensor]: ...
 
@@ -54,21 +54,21 @@ class SavedByAutograd:
 
 
 class Checkpoint:
-    """One run of a block.
+    """The tensors that one run of a block keeps for its backward.
 
     Args:
-        work: the run, to be repeated.
+        block_run: the run, which recomputation repeats.
         autocast: a context that restores forward's autocast.
-        previous: the checkpoint of the block below.
+        previous: the checkpoint of the block below, whose result is this block's x.
     """
 
     def __init__(
         self,
-        work: BlockRun,
+        block_run: BlockRun,
         autocast: Callable[[], AbstractContextManager[Any]],
         previous: Checkpoint | None,
     ) -> None:
-        self.work, self.keep, self.autocast, self.previous = work, work.keep, autocast, previous
+        self.block_run, self.keep, self.autocast, self.previous = block_run, block_run.keep, autocast, previous
         self.stored_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
         self.recomputed_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
         # Weak, so that the result is freed as soon as nothing else uses it; the version shows in-place changes.
@@ -105,36 +105,39 @@ class Checkpoint:
 
     def recall(self) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns x, and out and lse if backward needs them: stored or recomputed."""
-        x = None if self._has("x") else self._previous_result(stays=True)
+        # The block below runs backward next, so its parameters stay gathered.
+        x = None if self._has("x") else self._previous_result(keep_gathered=True)
         tensors = self._take()
         x = tensors["x"][0] if x is None else x
-        if not self.work.needs_output:
+        if not self.block_run.needs_output:
             return x, ()
-        return x, tensors.get("attention_output") or self.work.replay().attend(x)
+        return x, tensors.get("attention_output") or self.block_run.replay().attend(x)
 
-    def result(self, stays: bool) -> Tensor:
+    def result(self, keep_gathered: bool) -> Tensor:
         """Recomputes the block's result. Keeps recomputed inputs and attention outputs for the block's backward.
 
         Args:
-            stays: leaves its parameters gathered under FSDP2, since they are needed next.
+            keep_gathered: leaves its parameters gathered under FSDP2, since they are needed next.
         """
-        # Recurses down the segment: x of this block is the result of the one below, up to a block that stored its x.
+        # 1. x: stored, or the result of the block below, which recurses down to the block that stored its x.
         new_tensors: dict[TensorName, Sequence[Tensor]] = (
-            {} if self._has("x") else {"x": (self._previous_result(stays=False),)}
+            {} if self._has("x") else {"x": (self._previous_result(keep_gathered=False),)}
         )
         tensors_by_name = {**self._take(), **new_tensors}
         (x,) = tensors_by_name["x"]
-        with unsharded_parameters(self.work.block, stays), self.autocast():
+        with unsharded_parameters(self.block_run.block, keep_gathered), self.autocast():
+            # 2. Attention. If backward needs its output, it is kept, so that attention is recomputed only once.
             if "attention_output" not in tensors_by_name:
-                tensors_by_name["attention_output"] = self.work.replay().attend(x)
-                if self.work.needs_output:
+                tensors_by_name["attention_output"] = self.block_run.replay().attend(x)
+                if self.block_run.needs_output:
                     new_tensors["attention_output"] = tensors_by_name["attention_output"]
             if new_tensors:
                 tensors = [tensor for group in new_tensors.values() for tensor in group]
                 self.recomputed_tensors[tuple(new_tensors)] = (
                     OffloadedTensors(tensors) if self.keep.host else OnDevice(tensors)
                 )
-            y = self.work.replay().after_attention(x, tensors_by_name["attention_output"][0], None)
+            # 3. The token-wise part.
+            y = self.block_run.replay().after_attention(x, tensors_by_name["attention_output"][0], None)
         for group in self.recomputed_tensors.values():
             if isinstance(group, OffloadedTensors):
                 group.finish_copy()  # frees them before the block above is differentiated, where memory peaks
@@ -159,15 +162,16 @@ class Checkpoint:
             self.stored_tensors.clear()
             self.previous = None
 
-    def _previous_result(self, stays: bool) -> Tensor:
+    def _previous_result(self, keep_gathered: bool) -> Tensor:
         assert self.previous is not None  # without one, x is stored
-        return self.previous.result(stays)
+        return self.previous.result(keep_gathered)
 
     def _has(self, name: TensorName) -> bool:
         return any(name in names for names in (*self.stored_tensors, *self.recomputed_tensors))
 
     def _take(self) -> dict[TensorName, Sequence[Tensor]]:
         """Returns all stored tensors, on the device."""
+        # A group has x, or (out, lse), or all three in this order.
         tensors_by_name: dict[TensorName, Sequence[Tensor]] = {}
         for names, group in (self.stored_tensors | self.recomputed_tensors).items():
             tensors = group.take()
@@ -176,16 +180,16 @@ class Checkpoint:
 
 
 @contextmanager
-def unsharded_parameters(block: Any, stays: bool) -> Generator[None]:
+def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
     """Context manager that gathers a block's parameters under FSDP2, outside of the block's forward and backward.
 
     Args:
-        stays: leaves them gathered; the block's backward, which comes next, reshards them.
+        keep_gathered: leaves them gathered; the block's backward, which comes next, reshards them.
     """
     if not isinstance(block, Gathers):
         yield
         return
     block.unshard()
     yield
-    if not stays:
+    if not keep_gathered:
         block.reshard()

@@ -1,4 +1,4 @@
-"""Offloading of tensors for a layer's backward to host memory, while other layers run.
+"""Offloads the tensors for a layer's backward to host memory, while other layers run.
 
 On CUDA, tensors are copied to pinned memory and back on a side stream; on the CPU they are copied synchronously.
 
@@ -32,7 +32,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.latest_copy: Callable[[], Transfer | None] = lambda: None
-        """The latest copies to the host."""
+        """Returns the latest copies to the host, or None if they are finished and gone."""
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
         """Runs `copy` after all work queued on the current stream.
@@ -40,7 +40,7 @@ class SideStream:
         Returns a function that makes the current stream wait for the copy; the host never waits.
         """
         current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)  # the source of the copy may still be computed there
+        self.stream.wait_stream(current)  # the kernel that computes the source may still run there
         with torch.cuda.stream(self.stream):
             copy()
         return partial(self._wait, current, self.stream.record_event())
@@ -156,9 +156,8 @@ class OffloadedTensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.host = [HostCopy(x) for x in tensors]
         self.copy_to_device: Transfer | None = None
-        finish_latest_copy(
-            tensors[0].device
-        )  # releases the previous layer's tensors before this layer's are referenced
+        # Releases the previous layer's tensors before this layer's are referenced: at most two layers coexist.
+        finish_latest_copy(tensors[0].device)
         self.copy_to_host = Transfer(tensors, partial(copy_all, HostCopy.write, self.host, tensors))
         side = side_stream(tensors[0].device)
         if side is None:
@@ -173,6 +172,7 @@ class OffloadedTensors:
     def fetch(self) -> None:
         """Starts to copy the tensors back, unless that was done or they are still on the device."""
         if self.copy_to_device is None and not self.copy_to_host.tensors:
+            # Queued kernels may still read the memory that these reuse; `SideStream.start` waits for them.
             tensors = [copy.like() for copy in self.host]
             self.copy_to_device = Transfer(tensors, partial(copy_all, HostCopy.read, self.host, tensors))
 

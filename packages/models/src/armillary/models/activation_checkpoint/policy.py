@@ -1,4 +1,4 @@
-"""Checkpoint policies, applied to a plain model from outside.
+"""Activation checkpointing policies, applied to a plain model from outside.
 
     policy              kept per block          recomputed in backward
     none                autograd's tensors      nothing
@@ -9,7 +9,8 @@
 backward runs the token-wise part of the block below once more, but not its attention: the attention output of that
 block is kept when it is recomputed, in memory that the blocks above have released.
 
-A layer with a state keeps x under both: its backward needs more than its output, and recomputes it from x.
+A layer with a state keeps x under both policies. Its output alone would not save its recomputation: its backward also
+needs states and chunks, which it recomputes from x.
 
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
 are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
@@ -171,10 +172,10 @@ def run_checkpointed(
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
     if isinstance(block.mixer, StateMixer):
-        work = StateRun(block, context, replace(keep, attention_output=False), chunk, prefetch)
+        block_run = StateRun(block, context, replace(keep, attention_output=False), chunk, prefetch)
     else:
-        work = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
-    return cast(Tensor, cast(Any, CheckpointedBlock).apply(work, previous, x, *params))
+        block_run = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
+    return cast(Tensor, cast(Any, CheckpointedBlock).apply(block_run, previous, x, *params))
 
 
 @dataclass
@@ -193,8 +194,8 @@ class CheckpointedRun(BlockRun):
         method = cast(Method, block.attention)
         # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view is enough.
         attention_x = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
-        # `method` checks the call instead of the UPipe below, which is a new object: its cache has the previous block's
-        # checked call.
+        # Checked by `method`, which all blocks share and whose cache has the previous block's check. The UPipe below is
+        # a new object with an empty cache.
         call = method.check_projected(
             attention_x,
             block.projections(context, True),
@@ -244,26 +245,26 @@ class CheckpointedRun(BlockRun):
         return self.after_attention(x, out, y if out is out_buffer else None), out, lse
 
     def differentiate(
-        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, wants_dx: bool
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
         """Computes the gradient of x in place: `dx` holds dy on entry. `output` is (out, lse)."""
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
-        needs_attention = wants_dx or any(p.requires_grad for p in projections.parameters())
-        # 1. The token-wise part. On entry `dx` is dy; chunk by chunk it becomes the gradient of x through the residual
-        # and the MLP. Also writes dout.
+        needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
+        # 1. Backward of the token-wise part. On entry `dx` is dy; chunk by chunk it becomes the gradient of x through
+        # the residual and the MLP. Also writes dout.
         with label("attention"):
             dout = torch.empty_like(out) if needs_attention else None
         with label("mlp"):
-            grads = (dx if wants_dx else None, dout)
+            grads = (dx if needs_dx else None, dout)
             chunking = self.chunk, self.gathered_ranks
             chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
         if dout is None:
             return
-        # 2. Attention and projections, which add to dx.
+        # 2. Backward of attention and of the projections, stage by stage of heads, which adds to dx.
         with label("attention"):
             if self.gathered_ranks == 1:
-                source = self.source(x, dx if wants_dx else None, totals)
+                source = self.source(x, dx if needs_dx else None, totals)
                 self.upipe.differentiate(dout, source, out, lse, self.call)
             else:
                 self.differentiate_gathered(x, out, lse, dout, dx, totals)
@@ -272,10 +273,11 @@ class CheckpointedRun(BlockRun):
         self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: GradientSums
     ) -> None:
         """Adds attention's gradient to dx under tensor parallelism: through the gather of tokens, and the norm."""
+        # Attention's input is the gathered norm(x). Its gradient goes back through the reduce-scatter and the norm.
         gathered_dx = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
         source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
-        del dout
+        del dout  # frees it before `norm_dx` is allocated
         norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.gathered_ranks)
         chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
         dx += norm_dx
@@ -285,28 +287,28 @@ class CheckpointedBlock(torch.autograd.Function):
     """A block as one autograd function. Saves those of x, out and lse that `keep` names; recomputes everything else."""
 
     @staticmethod
-    def forward(ctx: Any, work: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
-        checkpoint = Checkpoint(work, capture_autocast(x.device.type), previous)
+    def forward(ctx: Any, block_run: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
+        checkpoint = Checkpoint(block_run, capture_autocast(x.device.type), previous)
         with checkpoint.autocast():
-            y, *attention_output = work.forward(x)
+            y, *attention_output = block_run.forward(x)
         checkpoint.store(ctx, params, x, attention_output)
         checkpoint.record_result(y)
         ctx.checkpoint = checkpoint
-        work.context.previous_checkpoint[:] = [ref(checkpoint)]
+        block_run.context.previous_checkpoint[:] = [ref(checkpoint)]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with label("gradients"):
-            dx = writable(grad_outputs)
+            dx = writable(grad_outputs)  # dy now; `differentiate` overwrites it by the gradient of x
         checkpoint: Checkpoint = ctx.checkpoint
-        work = checkpoint.work.replay()
-        totals = GradientSums(trained_parameters(work.block))
+        block_run = checkpoint.block_run.replay()
+        totals = GradientSums(trained_parameters(block_run.block))
         with phase("backward"), checkpoint.autocast():
             x, output = checkpoint.recall()
-            if work.prefetch:  # the copies of the block below overlap with this block's backward
+            if block_run.prefetch:  # the copies of the block below overlap with this block's backward
                 checkpoint.fetch_previous()
-            work.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
+            block_run.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
         checkpoint.finish()
         return None, None, dx if ctx.needs_input_grad[2] else None, *totals.result()

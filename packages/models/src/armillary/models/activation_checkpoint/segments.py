@@ -1,8 +1,8 @@
-"""The tensors that each block keeps for its backward, and where, as a pure function of counts.
+"""Chooses the tensors that each block keeps for its backward, and their place, from three numbers of blocks.
 
 A block without its input recomputes it from the block below. So blocks form segments, in which only the first block
-keeps its input. A segment is rerun when backward reaches its last block; its blocks then keep their recomputed tensors
-until they are differentiated. By then the blocks above have released theirs, so lower segments may be longer at the
+keeps its input. A segment is recomputed when backward reaches its last block; its blocks then keep the recomputed
+tensors until their own backward. By then the blocks above have released theirs, so lower segments may be longer at the
 same peak.
 """
 
@@ -48,12 +48,12 @@ def best_input_count(layers: int, outputs: int) -> int:
 
 
 def peak_count(layers: int, inputs: int, outputs: int) -> int:
-    """Returns the peak number of inputs and attention outputs: after forward, or while a segment is rerun."""
+    """Returns the peak number of inputs and attention outputs: after forward, or while a segment is recomputed."""
     end, count, peak = layers, inputs + outputs, inputs + outputs
     for size in reversed(segment_sizes(layers, inputs, outputs)):  # in backward's order
         start = end - size
         peak = max(peak, count + sum(recomputed_counts(start, end, layers - outputs)))
-        # The segment is differentiated: its input, and the outputs that it kept from forward, are released.
+        # After the segment's backward, its input and the outputs that it kept from forward are released.
         count -= 1 + min(size, max(0, end - (layers - outputs)))
         end = start
     return peak
@@ -66,7 +66,8 @@ def _longest_segments(layers: int, inputs: int, outputs: int, limit: int) -> tup
     """
     sizes, end = list[int](), layers
     for segments in range(inputs, 0, -1):
-        size, longest = 1, end - (segments - 1)
+        size, longest = 1, end - (segments - 1)  # each segment below has at least one block
+        # Kept from forward while this segment is recomputed: inputs of the segments, outputs of the blocks below `end`.
         count = segments + max(0, outputs - (layers - end))
         while size < longest and count + sum(recomputed_counts(end - size - 1, end, layers - outputs)) <= limit:
             size += 1
@@ -75,9 +76,9 @@ def _longest_segments(layers: int, inputs: int, outputs: int, limit: int) -> tup
 
 
 def recomputed_counts(start: int, end: int, without: int) -> tuple[int, int]:
-    """Returns the numbers of inputs and attention outputs that blocks start..end-1 keep while the segment is rerun.
+    """Returns the numbers of inputs and attention outputs that recomputation adds in the segment start..end-1.
 
-    The last block's are used at once and not counted.
+    Its first block's input is kept from forward; its last block's input and output are used at once and not counted.
 
     Args:
         without: number of first blocks that keep no attention output from forward.

@@ -1,4 +1,4 @@
-"""A block with a state under a checkpoint policy: keeps x, and recomputes its mixer under autograd in backward."""
+"""A block with a recurrent state under a checkpoint policy: keeps x, and recomputes its mixer in backward."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ class StateRun(BlockRun):
         return self.after_attention(x, out, None), out, lse
 
     def differentiate(
-        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, wants_dx: bool
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
         """Turns dx, which holds dy on entry, into the gradient of x."""
-        leaf = x.detach().requires_grad_(wants_dx)
+        # 1. Recompute the mixer from x, under autograd: its states and chunks have no hand-written backward here.
+        leaf = x.detach().requires_grad_(needs_dx)
         with torch.enable_grad():
             out, _ = self.attend(leaf)
-        # 1. The token-wise part, which overwrites dx by its gradient and the residual's, and writes dout.
+        # 2. Backward of the token-wise part. Overwrites dx by the gradient through residual and MLP, and writes dout.
         dout = torch.empty_like(out) if out.requires_grad else None
         with label("mlp"):
             chunking = self.chunk, self.gathered_ranks
-            grads = (dx if wants_dx else None, dout)
+            grads = (dx if needs_dx else None, dout)
             chunked.backward(self.block.after_attention, (x, out.detach()), dx, grads, totals, self.draws, *chunking)
         if dout is None:
             return
-        # 2. The mixer, which adds to dx.
+        # 3. Backward of the mixer, which adds to dx.
         with label("attention"):
-            sources = [*([leaf] if wants_dx else []), *totals.parameters]
+            sources = [*([leaf] if needs_dx else []), *totals.parameters]
             gradients: list[Tensor | None] = list(torch.autograd.grad(out, sources, dout, allow_unused=True))
             totals.add(gradients[len(sources) - len(totals.parameters) :])
-        if wants_dx and (mixer_dx := gradients[0]) is not None:
+        if needs_dx and (mixer_dx := gradients[0]) is not None:
             dx += mixer_dx

@@ -1,4 +1,4 @@
-"""Sharded cache of keys and values: each rank keeps the keys and values of its shard of the prompt.
+"""Sharded cache of keys and values for decoding: each rank keeps those of its shard of the prompt.
 
     prompt     attention by the layer's method (Ring, Ulysses, ...); each rank keeps k and v of its own tokens
     one token  every rank has its q, k and v; one rank keeps k and v; each attends to its own keys, and the partial
@@ -62,7 +62,7 @@ class CacheLayout:
         """
         if self.new_tokens == 0:
             raise ValueError(f"the cache has room for {self.length} tokens and is full; give a larger max_new_tokens")
-        self.owner = self.sizes.index(min(self.sizes))
+        self.owner = self.sizes.index(min(self.sizes))  # the first rank with the fewest tokens, alike on all ranks
         if self.owner == self.shard:
             self._new_runs[-1:] = extend_run(self._new_runs[-1:], self.length)
         self.sizes[self.owner] += 1
@@ -122,6 +122,7 @@ class CachedAttention:
 
     def _next(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
         """Computes one token's attention over the keys of all ranks: [B n, 1, H, D]."""
+        # 1. The owner of the token appends its k and v.
         cache_layout = self.cache_layout
         if cache_layout.owner == cache_layout.shard:
             if self.new is None:
@@ -132,11 +133,13 @@ class CachedAttention:
                 )
             last = sum(map(len, cache_layout.new_spans)) - 1
             self.new[0][:, last], self.new[1][:, last] = k[:, 0], v[:, 0]
+        # 2. Every rank attends to its own keys: of the prompt, then of new tokens. The n completions of a prompt are n
+        # queries [B, n, H, D] of one call over its keys.
         result = Merge.of(q, v)
-        # Completions attend to the keys of their prompt as n queries [B, n, H, D] of one call.
         completion_queries = q.reshape(-1, self.completions, *q.shape[2:])
         self._attend(result, completion_queries, self.prompt, cache_layout.prompt_spans, mask)
         self._attend(result, q, self.new, cache_layout.new_spans, mask)
+        # 3. Partial results of all ranks are merged by their log-sum-exp.
         return merge_partial_attention(*result.result(), self.axes)
 
     def _attend(

@@ -1,4 +1,4 @@
-"""Decoding with a cache: the whole prompt at once, sharded or not, then token by token."""
+"""Decoding with a cache: one pass over the whole prompt, sharded or not, then one pass for each token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Decoding:
         model: plain, or on a mesh (`parallelize`).
         max_new_tokens: upper bound of tokens after the prompt, for which memory is allocated.
         mask: causal by default; may have a window, unless the model has layers with a state.
-        completions: n, of each prompt at once. They share the cache of the prompt.
+        completions: n, the number of completions of each prompt. They share the cache of the prompt.
 
     Raises:
         ValueError: a model without armillary's blocks, whose attention is not an armillary method, or whose layers
@@ -160,6 +160,7 @@ class Decoding:
         """Context manager for one forward pass: attention through the caches, no dropout, no gradients."""
         original = [(block.attention, block.run) for block in self.blocks]
         training = [module for module in self.model.modules() if module.training]
+        # Flags are set one by one, since `model.eval()` and `train()` would lose those of single modules.
         try:
             for module in training:
                 module.training = False
@@ -182,7 +183,9 @@ def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
     for block in blocks:
         if not isinstance(block.attention, Method):
             kind = type(block.attention).__name__
-            raise ValueError(f"{kind} is no armillary method: a cache needs to know who has which tokens; use Local()")
+            raise ValueError(
+                f"{kind} is not an armillary method, which tells the cache the tokens of each rank; use Local()"
+            )
         methods.append(block.attention)
     first = methods[0]
     for method in methods:

@@ -1,4 +1,4 @@
-"""Text generation, also from a prompt longer than one device holds.
+"""Text generation, also from prompts that exceed the memory of one device.
 
 for token in stream(model, ids, new_tokens=100, temperature=0.8, top_p=0.95): ...    # [B] at a time
 tokens = generate(model, ids, new_tokens=100)                                       # [B, 100]
@@ -44,12 +44,12 @@ def generate(
         model: on a device, plain or under FSDP. Attention, checkpoint policy and training flags are unchanged after it.
         ids: the whole prompt [B, N], integers, the same on every rank; all rows equally long.
         new_tokens: number of tokens.
-        layout: of the prompt, over all ranks of the method; `attend.layout(N)` by default.
+        layout: layout of the prompt over all ranks of the method; `attend.layout(N)` by default.
         mask: causal by default; may have a window, unless the model has layers with a state.
         temperature, top_k, top_p: as in `Sampling`; the most likely token by default.
-        seed: of random draws. The same seed gives the same tokens, on devices of one type.
-        stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must take the same number
-            of steps: pass none if other ranks have other prompts.
+        seed: seed of random draws. The same seed gives the same tokens on devices of one type.
+        stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must run the same number
+            of steps, so pass none if ranks have different prompts.
         completions: n, the number of completions of each prompt, which are consecutive rows of the result. The prompt
             is computed and cached once. Completion j is drawn with seed + j, like a single completion with that seed.
 
@@ -118,11 +118,12 @@ def _tokens(
     generators: Sequence[torch.Generator],
     stop: Tensor,
 ) -> Iterator[Tensor]:
-    # The completions of a prompt start from the same logits.
+    # The prompt is computed once; all of its completions start from the same logits.
     logits = decoding.prompt(ids, layout).repeat_interleave(len(generators), 0)
     token = ids[:, -1].repeat_interleave(len(generators))
     ended = torch.zeros_like(token, dtype=torch.bool)
     for remaining in reversed(range(new_tokens)):
+        # Ranks may differ in the last bit of the logits, so all take the token of the first one.
         next_token = decoding.broadcast_token(sampling.choose(logits, generators))
         token = torch.where(ended, token, next_token)  # a row that has ended repeats its end
         ended = ended | torch.isin(token, stop)
@@ -142,7 +143,7 @@ def check(model: Llama | GPT, ids: Tensor, new_tokens: int, completions: int) ->
         raise ValueError(f"completions={completions}: it must be at least 1")
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= model.config.vocab_size:
-        raise ValueError(f"ids from {low} to {high}; the model knows 0..{model.config.vocab_size - 1}")
+        raise ValueError(f"ids run from {low} to {high}; the vocabulary is 0..{model.config.vocab_size - 1}")
     if isinstance(model, GPT) and ids.shape[1] + new_tokens > model.config.max_positions:
         raise ValueError(
             f"a prompt of {ids.shape[1]} and {new_tokens} new tokens, but the GPT has learned "

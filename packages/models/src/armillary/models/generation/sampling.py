@@ -55,6 +55,7 @@ class Sampling:
             scores[:, self.top_k :] = -torch.inf
         probabilities = scores.softmax(-1)
         if self.top_p is not None:
+            # Drops tokens whose predecessors already have probability top_p; the most likely one always stays.
             probabilities = probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= self.top_p, 0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)

@@ -1,4 +1,4 @@
-"""Cache of a layer with a state: its last state and its convolution's last tokens, the same on every rank."""
+"""Cache of a layer with a state for decoding: its last state and the convolution's last inputs, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from armillary.models.layers.state_mixers import Recurrence, convolve, sharded_r
 
 
 class CachedStates:
-    """In place of the attention method of a layer with a state: over its ranks for the prompt, then token by token.
+    """Takes the place of a state layer's attention method: runs the prompt over its ranks, then token by token.
 
-    Called with a layout it gets the prompt, called without one the newest token, the same on every rank. Completions
-    start from the state of their prompt. Nothing in it has a gradient.
+    A call with a layout gets the prompt; one without gets the newest token, equal on all ranks. Completions start from
+    the state of their prompt. It has no gradient.
 
     Bytes of the cache on every rank: B n (H Dk Dv a + (W - 1) C e), with `a` bytes of a state's element.
 
@@ -71,6 +71,7 @@ def last_tokens(x: Tensor, count: int, layout: SequenceLayout, method: Method) -
         x: [B, T, C], this rank's tokens.
         layout: over all ranks of the method.
     """
+    # 1. On the host: which of the last tokens each rank has, and their indices on this rank.
     first = layout.length - count
     positions: list[list[int]] = [[] for _ in range(layout.shards)]
     own_indices: list[int] = []
@@ -81,6 +82,7 @@ def last_tokens(x: Tensor, count: int, layout: SequenceLayout, method: Method) -
                 if span[index] >= first:
                     positions[shard].append(span[index])
                     own_indices += [start + index] if shard == method.shard else []
+    # 2. Gather them from all ranks, and sort them by position.
     tail = x[:, own_indices]
     axis = sequence_axis(method)
     if axis.size > 1:

@@ -1,4 +1,4 @@
-"""`config.json` to our configs and back."""
+"""Converts Hugging Face's `config.json` to a `LlamaConfig` or `GPTConfig`, and back."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
 
 def parse(fields: Mapping[str, Any]) -> Config:
     """Returns the config from the fields of a `config.json`. Errors as in `read_config`."""
+    # 1. Refuse settings that our models do not compute.
     kind = check_choice("model_type", fields.get("model_type"), list(FAMILIES))
     family = FAMILIES[kind]
     nonnull = {name: value for name, value in fields.items() if value is not None}
@@ -76,17 +77,19 @@ def parse(fields: Mapping[str, Any]) -> Config:
         if name in nonnull and nonnull[name] not in accepted:
             expected = f"must be {' or '.join(map(repr, accepted))}" if accepted else "is not computed here"
             raise ValueError(f"{name}={nonnull[name]!r} {expected} for model_type {kind!r}")
+    # 2. Fields that have a counterpart in our config, with the family's defaults.
     values = {name: nonnull.get(name, family.defaults.get(name)) for name in family.fields}
     sizes = {
         family.fields[name]: read_field(family, name, value) for name, value in values.items() if value is not None
     }
-    # In `transformers` null means as many as query heads, and an absent field the family's default.
+    # `transformers` reads null as "as many as query heads", and an absent field as the family's default.
     null = "num_key_value_heads" in fields and "num_key_value_heads" not in nonnull
     if family.config is LlamaConfig and (null or "kv_heads" not in sizes):
         sizes["kv_heads"] = sizes["heads"]
+    # 3. The options that follow from several fields. Errors of our configs name our sizes; the reader knows the file's.
     try:
         return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
-    except ValueError as error:  # names sizes as our configs do: translated to the file's names
+    except ValueError as error:
         hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
         translated = re.sub(r"(?<![\w.])\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))
         raise ValueError(translated) from error
@@ -109,7 +112,7 @@ def read_field(family: Family, name: str, value: object) -> int | float | bool:
 
 
 def size(name: str, value: object, minimum: int = 1) -> int:
-    """Returns a value that can be a tensor's size. Errors as in `read`."""
+    """Returns a value that can be a tensor's size. Errors as in `read_field`."""
     result = integer(name, value, minimum)
     if result >= 2**63:
         raise ValueError(f"{name}={result} must be below 2^63")
@@ -124,6 +127,7 @@ def gpt_config(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> GPTConfig
 
 
 def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) -> LlamaConfig:
+    # Qwen2 always has biases of q, k and v, and Mistral never has any: `transformers` ignores the field in both.
     bias = bool(fields.get("attention_bias")) and kind in ("llama", "qwen3")
     theta, scaling = read_rope(fields, sizes["max_positions"])
     window, first = read_window(kind, fields, sizes["layers"])
@@ -167,7 +171,7 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
         window = None if window is None else size("sliding_window", window)
     if window is not None and kind != "mistral":
         first = size("max_window_layers", fields.get("max_window_layers", 28), minimum=0)
-    # `transformers` ignores this field in Mistral.
+    # Newer files list the kind of each layer instead. `transformers` ignores this field in Mistral.
     types: object = fields.get("layer_types") if kind != "mistral" else None
     if types is not None:
         layer_types = cast("list[object]", types) if isinstance(types, list) else []
@@ -191,7 +195,7 @@ def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | Non
     """
     kind = "gpt2" if isinstance(config, GPTConfig) else llama_family(config)
     family = FAMILIES[kind]
-    # Written as null: `transformers` would replace absent ids by the family's defaults.
+    # Unknown ids are written as null, because `transformers` replaces absent ones by the family's defaults.
     copied_fields = {"bos_token_id": None, "eos_token_id": None}
     copied_fields |= {name: value for name, value in (source or {}).items() if name in COPIED}
     return {

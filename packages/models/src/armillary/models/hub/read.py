@@ -1,6 +1,6 @@
-"""Reads tensors from safetensors files: each rank its own parts, without communication.
+"""Reads tensors from safetensors files. Each rank reads its own parts, without communication.
 
-Every rank checks the headers of all files first, so that all ranks refuse a bad folder before any change.
+Every rank checks the headers of all files first, so that all ranks refuse a bad folder before any parameter changes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def read_tensors(
         ValueError: a file is missing or broken, or a tensor missing, unexpected or of another shape; names it.
     """
     tensors: dict[str, Tensor] = {}
+    expected_slices = file_slices(config, shapes)
     with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected_slices := file_slices(config, shapes))
+        check_entries(Path(folder), entries, expected_slices)
         for name, file_slice in expected_slices.items():
             values = part_of(entries, file_slice, tuple(slice(0, size) for size in shapes[name]))
             # A copy: a view would map the file, and saving to the same folder would change the tensor.
@@ -66,6 +67,7 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")
+    # All refusals come before the first copy: parts that are no box, then names, shapes and dtypes.
     local_parts = {name: local_part(parameter) for name, parameter in parameters.items()}
     expected_slices = file_slices(config, {name: parameter.shape for name, parameter in parameters.items()})
     with open_entries(Path(folder), names_of(config)) as entries:

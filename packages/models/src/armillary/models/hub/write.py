@@ -1,7 +1,8 @@
-"""Writes a model's tensors to files. A rank holds at most the tensors of one file and one further tensor.
+"""Writes a model as a Hugging Face folder of safetensors files, in parallel on all ranks of a sharded model.
 
-Rank i % ranks writes file i. All ranks gather each sharded tensor, and only the rank that writes its file keeps it. New
-files are written as partial files beside the old ones, and replace them when all are complete.
+Rank i % ranks writes file i. All ranks gather each sharded tensor, and only the rank that writes its file keeps it.
+So a rank holds at most the tensors of one file and one further tensor. New files are written under temporary names
+beside the old ones, which they replace once all are complete.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`."""
+    # 1. Divide the tensors into files. Every rank computes the same names.
     ranks = SavingRanks.of(tensors.values())
     ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
     file_tensors = tensors_of_files(config, tensors, dtype)
@@ -62,11 +64,14 @@ def save(
     files_by_name = name_files(split(file_tensors, max_file_bytes))
     target = Path(folder)
     try:
+        # 2. Write them under temporary names, one file per rank at a time.
         ranks.agree(lambda: target.mkdir(parents=True, exist_ok=True))
         for first in range(0, len(files_by_name), ranks.size):
             write_round(target, dict(list(files_by_name.items())[first : first + ranks.size]), ranks)
+        # 3. Rank 0 replaces the old files.
         ranks.agree(lambda: ranks.rank or commit(target, files_by_name, config, config_fields, source))
     finally:
+        # After an error, temporary files remain; after the commit there are none.
         for path in list(files_by_name)[ranks.rank :: ranks.size]:
             files.discard(target / path)
 
@@ -128,6 +133,7 @@ def name_files(groups: Sequence[list[FileTensor]]) -> dict[str, list[FileTensor]
 def write_round(target: Path, files_by_name: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
     """Gathers tensors for at most one file per rank, then writes the files concurrently. Collective."""
     own_tensors: dict[str, Tensor] = {}
+    # Every rank gathers every tensor, in the same order, also those that it does not keep.
     for writer, file_tensors in enumerate(files_by_name.values()):
         for tensor in file_tensors:
             values = assemble(tensor, is_kept=writer == ranks.rank)
@@ -147,6 +153,7 @@ def assemble(file_tensor: FileTensor, is_kept: bool) -> Tensor | None:
             continue
         if len(file_tensor.sources) == 1:
             return file_slice.transpose(our_values.cpu()).contiguous()
+        # Several of our tensors are columns of one tensor in the file, as q, k and v of GPT-2's `c_attn`.
         values = torch.empty(file_tensor.shape, dtype=file_tensor.dtype) if values is None else values
         values_in_file = file_slice.transpose(our_values)
         values.narrow(-1, file_slice.start, values_in_file.shape[-1]).copy_(values_in_file)
@@ -165,7 +172,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
         except SafetensorError as error:
-            # For a full disk, safetensors has the error number only in the message.
+            # safetensors raises a full disk as an error of its own, with the system's error number in the message.
             match = re.search(r"os error (\d+)", str(error))
             if match is None:
                 raise OSError(str(error)) from error
@@ -185,7 +192,7 @@ def commit(
 
     Meanwhile a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
     """
-    writers = companions(target, files_by_name, config, config_fields, source)
+    writers = other_writers(target, files_by_name, config, config_fields, source)
     old_weights = files.earlier_weights(target)
     try:
         for name, save in writers.items():
@@ -205,14 +212,14 @@ def commit(
             path.unlink(missing_ok=True)
 
 
-def companions(
+def other_writers(
     target: Path,
     files_by_name: Mapping[str, list[FileTensor]],
     config: LlamaConfig | GPTConfig,
     config_fields: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> dict[str, Callable[[Path], object]]:
-    """Returns functions that write the other files (config, index, tokenizer), by file name."""
+    """Returns functions that write the files besides weights (config, index, tokenizer), by file name."""
     writers: dict[str, Callable[[Path], object]] = {}
     if source is not None:
         origin = Path(source)
@@ -249,6 +256,7 @@ class SavingRanks:
 
     def agree(self, action: Callable[[], object]) -> None:
         """Calls `action`. If it fails on one rank, raises on every rank."""
+        # A failed rank takes part in the exchange too: otherwise the others would wait for it.
         own_error: Exception | None = None
         try:
             action()

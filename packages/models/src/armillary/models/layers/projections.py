@@ -97,13 +97,16 @@ class HeadProjections:
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
         """Computes the requested heads out of `count`."""
+        # Backward of a checkpointed block: gradients are added to `totals`.
         if self.totals is not None and isinstance(linear, nn.Linear) and plain(linear, nn.Linear):
             y = collected_linear(x, linear, HeadRows(tuple(heads), self.head_dim), self.totals)
             return y.unflatten(-1, (len(heads), self.head_dim))
         if tuple(heads) == tuple(range(count)):
             return linear(x).unflatten(-1, (count, self.head_dim))
+        # A module with hooks or its own `forward` must be called as a whole, and computes all heads.
         if not isinstance(linear, nn.Linear) or not plain(linear, nn.Linear):
             return select_heads(linear(x).unflatten(-1, (count, self.head_dim)), heads)
+        # A plain linear layer: only the rows of the requested heads are multiplied.
         rows = HeadRows(tuple(heads), self.head_dim)
         bias = cast(Tensor | None, linear.bias)
         y = F.linear(x, rows.of(linear.weight), None if bias is None else rows.of(bias))
@@ -111,7 +114,9 @@ class HeadProjections:
 
 
 class ProjectionModule(nn.Module):
-    """Attention of a layer and its projections. An op rebuilds `HeadProjections` from the module's registered number.
+    """Attention of a layer and its projections.
+
+    It is registered under a number, from which an op in a compiled graph finds it and rebuilds `HeadProjections`.
 
     Args:
         attention: an `AttentionFunction`.
@@ -157,6 +162,7 @@ def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Returns True if the module computes exactly what a class of `kinds` does: no hooks, no other `forward`."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     is_changed = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
+    # The method is compared, not the class: a subclass such as a tensor-parallel layer may inherit it.
     return any(type(module).forward is kind.forward for kind in kinds) and not is_changed
 
 

@@ -1,7 +1,8 @@
-"""Layers with a state in attention's place: Gated DeltaNet and Mamba-2, over the ranks of an attention method.
+"""Layers with a recurrent state in place of attention, Gated DeltaNet and Mamba-2, on a sharded sequence.
 
 Both project to queries, keys and values (C, B and x of Mamba-2), pass these through a short convolution, run a
-recurrence, and gate its normed outputs. The recurrence and the convolution alone see other tokens.
+recurrence along the tokens, and gate its normed outputs. Only convolution and recurrence communicate, over the ranks of
+an attention method.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 @runtime_checkable
 class StateOperations(Protocol):
-    """Convolutions and recurrences with a cache, in place of the attention method of a layer with a state."""
+    """Convolution and recurrence with a cache, for decoding. Takes the place of the layer's attention method."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
@@ -121,8 +122,8 @@ class StateMixer(nn.Module):
 
     Args:
         dim: E.
-        eps: of the norm.
-        attention: its ranks share the sequence.
+        eps: epsilon of the norm.
+        attention: the attention method whose ranks share the sequence, or `StateOperations`.
     """
 
     has_conv_bias: bool
@@ -144,10 +145,10 @@ class StateMixer(nn.Module):
         self.o_proj = nn.Linear(sizes.values, dim, bias=False)
 
     def forward(self, x: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
+        # 1. Projections and short convolution: q, k and v in one call, which exchanges the halo of all three at once.
         convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
         weights = [conv.weight for conv in convolutions]
         biases = [conv.bias for conv in convolutions if conv.bias is not None]
-        # All in one convolution, whose halo is exchanged once.
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         weight, bias = torch.cat(weights).squeeze(1), torch.cat(biases) if biases else None
         qkv = F.silu(convolve(self.attention, qkv, weight, bias, mask, layout))
@@ -155,9 +156,10 @@ class StateMixer(nn.Module):
         key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
         q, k = (y.unflatten(-1, (-1, key_dim)) for y in (q, k))
         v, z = (y.unflatten(-1, (-1, value_dim)) for y in (v, self.z_proj(x)))
-        # Decays are exponentials of small numbers, in float32 beside 16 bits.
+        # 2. Step sizes dt and rates A of the decay exp(dt A), which is close to 1: in float32 for 16-bit inputs.
         wide = torch.promote_types(x.dtype, torch.float32)
         dt = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
+        # 3. The recurrence, then norm and gate.
         call = partial(recur, self.attention, mask=mask, layout=layout)
         return self.gated_outputs(StateInputs(x, q, k, v, z, dt, -self.A_log.to(wide).exp(), call))
 
@@ -177,6 +179,7 @@ class GatedDeltaNet(StateMixer):
         self.norm = nn.RMSNorm(sizes.value_dim, eps=eps)
 
     def gated_outputs(self, inputs: StateInputs) -> Tensor:
+        # Queries and keys of length 1, so that the delta rule's I - beta k k^T does not enlarge the state.
         q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPS) for y in (inputs.q, inputs.k))
         beta = self.b_proj(inputs.x).sigmoid()
         out = inputs.recur(gated_delta_rule, q, k, inputs.v, inputs.dt * inputs.A, beta)
@@ -197,7 +200,7 @@ class Mamba2(StateMixer):
         v = inputs.v
         out = inputs.recur(ssd, v, inputs.dt, inputs.A, inputs.k, inputs.q)
         gated = (out + self.D.unsqueeze(-1) * v) * F.silu(inputs.z)
-        # One norm for the heads of a group.
+        # Gate first, then one RMSNorm over all heads of a group, as in Mamba-2 (`norm_before_gate=False`).
         groups = gated.flatten(-2).unflatten(-1, (inputs.q.shape[2], -1))
         normed = F.rms_norm(groups, groups.shape[-1:], eps=self.eps)
         return (normed.flatten(-2) * self.norm_weight).unflatten(-1, v.shape[-2:])

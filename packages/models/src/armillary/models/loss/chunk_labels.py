@@ -1,4 +1,4 @@
-"""Labels of chunks of tokens, one per token or several with weights: their logits, and the gradient by all logits.
+"""Labels of a chunk of tokens, one per token or several with weights: selects their logits, computes d(logits).
 
 Letters: C tokens of a chunk, m labels, V_r rows of the vocabulary on this rank.
 """
@@ -26,13 +26,14 @@ class ChunkLabels(Protocol):
     def weights(self) -> Tensor: ...
 
     def logits_of(self, logits: Tensor) -> Tensor:
-        """Returns the weighted sum of the labels' logits, [C, V_r] -> [C, 1]; labels on other ranks count 0."""
+        """Returns the weighted sum of a token's label logits, [C, V_r] -> [C, 1]; labels of other ranks count 0."""
         ...
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
-        """Writes softmax [C, V_r] times factor [C, 1], minus the labels' weights, to `gradient`.
+        """Writes the gradient of cross entropy by the logits: softmax [C, V_r] times factor [C, 1], minus weights.
 
-        `softmax` is overwritten; `gradient` may share its memory, or have another dtype.
+        Weights are subtracted in the columns of their labels. `softmax` is overwritten; `gradient` may share its
+        memory, or have another dtype.
         """
         ...
 
@@ -114,7 +115,13 @@ class SingleLabels:
 
 @dataclass(frozen=True)
 class SingleChunkLabels:
-    """Columns [C, 1] of the labels' logits, and a mask of the labels on this rank."""
+    """One label for each of C tokens.
+
+    Args:
+        weights: bool [C, 1], False for ignored labels.
+        columns: [C, 1], the label's column of this rank's logits; 0 if another rank has it.
+        is_local: bool [C, 1], True for a valid label whose column this rank has.
+    """
 
     weights: Tensor
     columns: Tensor
@@ -151,7 +158,7 @@ class MultiLabels:
     @classmethod
     def of(cls, triples: LabelTriples, ranks: int) -> MultiLabels:
         rows, tokens = triples.shape
-        padding = -tokens % ranks
+        padding = -tokens % ranks  # at the end of each row, so that row b moves by b * padding positions
         positions = triples.positions + triples.positions // max(tokens, 1) * padding
         return cls((rows, tokens + padding), positions, triples, ranks)
 
@@ -171,6 +178,7 @@ class MultiLabels:
         in_chunk = self._within(chunk)
         labels, weights = self.triples.labels[in_chunk], self.triples.weights[in_chunk].to(dtype)
         tokens = gathered_index(self.positions[in_chunk], chunk, self.ranks)
+        # All labels of a token count in its total, whichever rank has their columns.
         total = weights.new_zeros((chunk.stop - chunk.start) * self.ranks).index_put_(
             (tokens,), weights, accumulate=True
         )

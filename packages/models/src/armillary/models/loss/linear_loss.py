@@ -112,8 +112,9 @@ def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks:
     before and after the reduction.
     """
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
-    wide_itemsize = 4 if itemsize < 4 else 0
-    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0
+    wide_itemsize = 4 if itemsize < 4 else 0  # of the float32 copy; float32 logits need none
+    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0  # of a token: the four tensors in flight, each [E]
+    # Bytes of all tokens together, over the budget.
     chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide_itemsize) + exchanged_bytes) / budget)
     return max(1, ceil(tokens / max(1, chunks)))
 
@@ -141,7 +142,7 @@ def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
 @torch.compiler.disable  # traced, the loop would be unrolled into a graph of all chunks
 def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """Computes the summed loss chunk by chunk (`linear_chunks`)."""
-    # Decided here: inside a Function grad mode is off.
+    # Inside of an `autograd.Function` grad mode is off, so gradients that are needed are determined here.
     needs_grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, needs_grad))
 

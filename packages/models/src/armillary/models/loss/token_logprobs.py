@@ -1,10 +1,10 @@
 """Log-probabilities of labels, a chunk of tokens at a time, so that logits [T, V] never exist.
 
-Forward keeps one log-sum-exp for each token. Backward gets a gradient for each label, which forward cannot know, so it
-computes a chunk's logits a second time.
+Forward keeps one log-sum-exp for each token. The gradient of each label is known only in backward, which therefore
+computes each chunk's logits a second time.
 
-Letters: this rank has t of T tokens, c of the C tokens of a chunk, and V_r of V rows of the vocabulary. M labels in
-all, m of a chunk.
+Letters: of T tokens this rank has t, and a chunk has C tokens, c of them on this rank. V_r of V rows of the vocabulary
+are on this rank. There are M labels, m of them in a chunk.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def token_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: it must be above 0")
     rows, dtype = VocabularyShard.of(len(weight), axis, vocabulary), matmul_dtype(hidden)
-    # `gather` raises for a label outside of the vocabulary, without a host sync on a GPU.
+    # Refuses labels outside of the vocabulary: `gather` checks its indices without a host sync on a GPU. V zeros are
+    # one element of memory, expanded.
     label_list.labels.new_zeros(1).expand(rows.total_rows).gather(0, label_list.labels.where(label_list.valid, 0))
     chunk = chunk or chunk_rows(prod(label_list.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
     spec = LogprobsSpec(label_list, chunk, dtype, rows, temperature, statistics)
@@ -150,8 +151,16 @@ def token_logprobs(
 class LabelList:
     """M labels, sorted by the position of the token that predicts them.
 
-    Positions count all tokens of `shape` (B, T), which are padded to a multiple of R ranks. Labels [B, T] become a list
-    with one label for each padded token. Unlike `MultiLabels`, labels have results of their own, in the caller's order.
+    Unlike in `MultiLabels`, each label has a result of its own, which is returned in the caller's order.
+
+    Args:
+        shape: (B, T), with rows padded to a multiple of R ranks.
+        positions: [M], indices among all B T tokens of `shape`. Labels [B, T] have one for each padded token.
+        labels: [M].
+        valid: bool [M], False for ignored labels.
+        host_positions: the positions on the CPU; None for labels [B, T], whose positions are 0, 1, ...
+        order: [M], the index of each label in the caller's order; None for labels [B, T].
+        row_tokens: tokens of a row, without padding.
     """
 
     shape: tuple[int, int]
@@ -159,12 +168,9 @@ class LabelList:
     labels: Tensor
     valid: Tensor
     host_positions: Tensor | None
-    """The positions on the CPU; None for labels [B, T], whose positions are 0, 1, ..."""
     order: Tensor | None
-    """The index of each label in the caller's order; None for labels [B, T]."""
     ranks: int
     row_tokens: int
-    """Tokens of a row, without padding."""
 
     @classmethod
     def of(cls, labels: Tensor, positions: Tensor | None, ignore: int, hidden: torch.Size, ranks: int) -> LabelList:
@@ -174,10 +180,10 @@ class LabelList:
             raise ValueError(f"labels must be integers {accepted_shape}; got {labels.dtype} {tuple(labels.shape)}")
         if positions is None:
             rows, tokens = labels.shape
-            flat = pad_to_multiple(labels, ranks, ignore)
-            positions = torch.arange(flat.numel(), device=labels.device)
-            padded = flat.flatten().long()
-            return cls((rows, flat.shape[1]), positions, padded, padded != ignore, None, None, ranks, tokens)
+            padded = pad_to_multiple(labels, ranks, ignore)
+            positions = torch.arange(padded.numel(), device=labels.device)
+            flat = padded.flatten().long()
+            return cls((rows, padded.shape[1]), positions, flat, flat != ignore, None, None, ranks, tokens)
         check_tensor("positions", positions)
         if positions.is_floating_point() or positions.shape != labels.shape:
             raise ValueError(
@@ -193,6 +199,7 @@ class LabelList:
                 f"positions run from {int(host.min())} to {int(host.max())}; {rows} rows of {tokens} tokens have 0 to "
                 f"{rows * tokens - 1}"
             )
+        # Sorted, so that the labels of a chunk of tokens are one slice (`slice_of`).
         order = torch.argsort(host, stable=True)
         host = host[order]
         order, sorted_positions = order.to(labels.device), host.to(labels.device)
@@ -201,6 +208,7 @@ class LabelList:
 
     def slice_of(self, tokens: slice) -> slice:
         """Returns the slice of labels that are predicted by the slice `tokens` of each rank's tokens."""
+        # Tokens are interleaved: tokens a..b of all R ranks are the positions a R..b R.
         bounds = tokens.start * self.ranks, tokens.stop * self.ranks
         if self.host_positions is None:
             return slice(*bounds)
@@ -269,14 +277,17 @@ class LogProbabilities(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogprobsSpec
     ) -> tuple[Tensor, ...]:
         matrix, offset = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
-        columns = 4 if spec.statistics else 1
-        results = hidden.new_zeros((columns, len(spec.labels.labels)), dtype=spec.wide)
-        lses = hidden.new_zeros((len(hidden), spec.vocabulary.axis.size), dtype=spec.wide)
+        result_count = 4 if spec.statistics else 1
+        results = hidden.new_zeros((result_count, len(spec.labels.labels)), dtype=spec.wide)
+        lses = hidden.new_zeros((len(hidden), spec.vocabulary.axis.size), dtype=spec.wide)  # [t, R]
         for tokens, gathered in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
+            # 1. Logits [C, V_r] of all ranks' tokens of the chunk, over this rank's rows of the vocabulary.
             _, logits = spec.logits(gathered, matrix, offset)
+            # 2. Log-sum-exp [C] over the whole vocabulary, and the results [m] of the chunk's labels.
             labels = spec.labels.of_chunk(tokens, spec.vocabulary)
             lse, *values = chunk_values(logits, len(weight), labels, spec)
             results[:, labels.indices] = torch.stack(values)
+            # 3. Kept for backward. The chunk has all tokens of rank 0, then of rank 1, ...: [C] -> [R, c] -> [c, R].
             lses[tokens] = lse.view(spec.vocabulary.axis.size, -1).T
         ctx.save_for_backward(hidden, weight, bias, lses)
         ctx.spec = spec
@@ -297,6 +308,7 @@ class LogProbabilities(torch.autograd.Function):
             for tokens, gathered in chunks(hidden, spec.token_slices(), spec.vocabulary, spec.dtype):
                 buffer, logits = spec.logits(gathered, matrix, offset)
                 labels = spec.labels.of_chunk(tokens, spec.vocabulary)
+                # exp(logit - lse), with the lse of the whole vocabulary: this rank's columns of the softmax.
                 softmax = logits.sub_(lses[tokens].T.reshape(-1, 1)).exp_()
                 add_gradient(tokens, buffer, softmax, upstream, labels, gathered, matrix, spec, gradients)
         results = gradients.hidden, gradients.weight, gradients.bias
@@ -317,6 +329,7 @@ def add_gradient(
     gradients: Gradients,
 ) -> None:
     """Adds a chunk's gradients. Overwrites its softmax [C, V_r], and `buffer` with the gradient by the logits."""
+    # A token with several labels has softmax times the sum of their weights, minus each weight at its label.
     weights = upstream[labels.indices]
     total = weights.new_zeros(len(softmax)).index_put_((labels.tokens,), weights, accumulate=True).unsqueeze(1)
     chunk = MultiChunkLabels(total, labels.tokens, labels.columns, weights.where(labels.is_local, 0))
@@ -331,30 +344,31 @@ def chunk_values(logits: Tensor, rows: int, labels: ChunkLabelList, spec: Logpro
         logits: [C, V_r], or [C, 1] of -inf for a rank without rows.
         rows: V_r.
     """
+    # 1. Over this rank's rows of the vocabulary.
     label_logits = logits[labels.tokens, labels.columns].where(labels.is_local, 0)
-    columns = [logits.logsumexp(1), label_logits]
+    vectors = [logits.logsumexp(1), label_logits]
     if spec.statistics:
         probabilities = logits.softmax(1)
         # `where` drops NaN: a rank without rows has NaN probabilities, and 0 times -inf is NaN for masked logits.
         mean_logits = (probabilities * logits).where(probabilities > 0, 0).sum(1)
-        columns += [mean_logits, logits.narrow(1, 0, rows).sum(1), logits.amax(1)]
-    # All columns of all ranks, [R, n] each, are reduced over ranks. Only one rank has a label's logit, the others 0.
-    lses, label_logits, *statistics = gather_vectors(columns, spec.vocabulary)
+        vectors += [mean_logits, logits.narrow(1, 0, rows).sum(1), logits.amax(1)]
+    # 2. Over all rows: vectors of all ranks, [R, n] each. One rank has a label's logit; the others have 0.
+    lses, label_logits, *statistics = gather_vectors(vectors, spec.vocabulary)
     lse, label_logit = lses.logsumexp(0), label_logits.sum(0)
     values = [lse, label_logit - lse[labels.tokens]]
     if spec.statistics:
         mean_logits, sums, largest = statistics
         rank_probability = (lses - lse).exp()  # [R, C], the probability that the label is one of a rank's rows
-        entropy = lse - (mean_logits * rank_probability).sum(0)
+        entropy = lse - (mean_logits * rank_probability).sum(0)  # -sum p log p, with log p = logit - lse
         mean_logit, top = sums.sum(0) / spec.vocabulary.total_rows, largest.amax(0)
         is_top = (label_logit >= top[labels.tokens]).to(lse.dtype)
         values += [entropy[labels.tokens], mean_logit[labels.tokens], is_top]
     return values
 
 
-def gather_vectors(columns: Sequence[Tensor], vocabulary: VocabularyShard) -> list[Tensor]:
+def gather_vectors(vectors: Sequence[Tensor], vocabulary: VocabularyShard) -> list[Tensor]:
     """Gathers vectors [n] of each rank in one message: [R, n] each, in rank order."""
-    joined = torch.cat(list(columns)).unsqueeze(0)
+    joined = torch.cat(list(vectors)).unsqueeze(0)
     if not vocabulary.alone:
         joined = start_all_gather(joined, vocabulary.axis, [1] * vocabulary.axis.size, 0).wait()
-    return list(joined.split([len(column) for column in columns], 1))
+    return list(joined.split([len(vector) for vector in vectors], 1))

@@ -1,4 +1,4 @@
-"""FSDP2 over all axes that shard rows or tokens: parameters, gradients and optimizer state are sharded."""
+"""Applies FSDP2 over all axes that shard rows or tokens: parameters, gradients and optimizer state are sharded."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def begin_micro_batch(model: nn.Module, last: bool) -> None:
     of a model of `shard_parameters`.
     """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last)
-    model.set_reshard_after_backward(last)
-    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(last)  # reduce-scatter only after the last micro-batch
+    model.set_reshard_after_backward(last)  # keep parameters gathered until then
+    model.set_is_last_backward(last)  # wait for these reductions at its end
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Applies attention, checkpointing, tensor parallelism, torch.compile and FSDP2 to a plain model, in this order."""
+"""`parallelize`: puts attention, checkpointing, tensor parallelism, torch.compile and FSDP2 onto a plain model."""
 
 from __future__ import annotations
 
@@ -68,10 +68,12 @@ def parallelize(
     Raises:
         ValueError: something does not fit the model or the mesh. Raised before any module or parameter is changed.
     """
+    # 1. Check everything before anything changes.
     check(model, mesh, attention, precision, compiler, contiguous_states)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if checkpointing is not None:
-        checkpointing.tensors_by_block(len(blocks))  # raises for counts that do not fit, before anything changes
+        checkpointing.tensors_by_block(len(blocks))  # raises for counts above the number of blocks
+    # 2. Attention and checkpointing are attributes of the blocks.
     for block in blocks:
         block.attention = block.attention if attention is None else attention
     for module in model.modules():
@@ -79,7 +81,8 @@ def parallelize(
             module.contiguous_states = contiguous_states
     if checkpointing is not None:
         checkpointing.apply(model)
-    # In this order only: graphs contain the modules of tensor parallelism, and FSDP's hooks stay outside of graphs.
+    # 3. Modules and parameters, in this order only: graphs contain the modules of tensor parallelism, and FSDP's hooks
+    # stay outside of graphs.
     if "tp" in (mesh.mesh_dim_names or ()):
         tensor_parallel(model, mesh["tp"])
     if compiler is not None:
@@ -114,7 +117,7 @@ def check(
         for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
     if contiguous_states and is_tensor_parallel:
-        # Between blocks each of its ranks has every R-th of a shard's tokens, which no layout describes.
+        # Between blocks each rank of tp has every R-th token of its shard, which no `SequenceLayout` describes.
         raise ValueError(f"contiguous_states=True on {mesh['tp'].size()} ranks of tp: its tokens cannot be moved")
     for block in model.modules():
         if isinstance(block, Block) and isinstance(block.mixer, StateMixer):

@@ -1,8 +1,8 @@
-"""Modules whose parameters are sharded over one mesh axis, and that compute with this rank's part.
+"""Tensor-parallel versions of linear layers, norms, embeddings and mixers, which compute with local parameters.
 
 A registered parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers expect; the attribute of that name
-is its local part. Tokens are interleaved over the ranks between blocks (`armillary.models.layers.interleaved`), and
-gathered within attention and MLP.
+returns its local part. Between blocks tokens are interleaved over the ranks (`armillary.models.layers.interleaved`);
+attention and MLP gather them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ShardedModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        # A DTensor on two mesh axes is sharded by FSDP as well, and read by FSDP itself: during forward, parameters are
-        # gathered, and on the tensor-parallel axis alone.
+        # On two mesh axes a parameter is sharded by FSDP too, and FSDP is the reader. During forward FSDP has gathered
+        # it, and it is a DTensor on the tensor-parallel axis alone.
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
             return value
         return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
@@ -80,6 +80,7 @@ def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements:
     Every rank keeps its part of its own full value (or of "meta"); no communication.
     """
     for name, parameter in module.named_parameters(recurse=False):
+        # `src_data_rank=None`: no broadcast, since every rank has the full value.
         dtensor = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
     parameters = cast(Mapping[str, DTensor], dict(module.named_parameters(recurse=False)))
@@ -91,13 +92,16 @@ def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements:
 
 
 class ColumnParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer that computes some outputs for all tokens: weight and bias are sharded by rows."""
+    """A linear layer from all inputs to this rank's outputs, for all tokens: weight and bias are sharded by rows."""
 
     plain = nn.Linear
 
 
 class RowParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer from some inputs of all tokens to all outputs of this rank's tokens: sharded by columns."""
+    """A linear layer from this rank's inputs to all outputs: the weight is sharded by columns.
+
+    Takes the tokens of all ranks; a reduce-scatter sums over ranks and leaves each its own tokens.
+    """
 
     plain = nn.Linear
 
@@ -119,14 +123,14 @@ class ReplicatedLayerNorm(ShardedModule, nn.LayerNorm):
 
 
 class GatheringRMSNorm(ReplicatedRMSNorm):
-    """An RMSNorm of this rank's tokens, whose results are all-gathered."""
+    """An RMSNorm of this rank's tokens that returns the normed tokens of all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(x), self.axis)
 
 
 class GatheringLayerNorm(ReplicatedLayerNorm):
-    """A LayerNorm of this rank's tokens, whose results are all-gathered."""
+    """A LayerNorm of this rank's tokens that returns the normed tokens of all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         return all_gather_interleaved(super().forward(input), self.axis)
@@ -185,6 +189,6 @@ class InterleavedEmbedding(ShardedModule, nn.Embedding):
 
 
 class VocabularyParallelHead(ShardedModule, Head):
-    """An LM head with some rows of the weight. `sharded_head` passes its function the axis and the vocabulary size."""
+    """An LM head with this rank's rows of the weight. `sharded_head` passes axis and vocabulary size to the loss."""
 
     plain = Head

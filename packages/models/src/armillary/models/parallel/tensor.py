@@ -99,7 +99,7 @@ class SplitHeads(ParallelStyle):
     """Reduces attention's head counts to this rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # The projections' outputs are local, so attention must view them with local head counts.
+        # q_proj and the others return this rank's heads, so attention must reshape with local head counts.
         attention: Any = module
         attention.heads //= device_mesh.size()
         attention.key_heads //= device_mesh.size()
@@ -115,6 +115,8 @@ class GatherTokens(ParallelStyle):
         return module
 
 
+# Megatron's pair: a column-parallel layer computes some hidden units from all inputs, and needs no communication after
+# it; the row-parallel layer that follows sums the ranks' contributions in a reduce-scatter over tokens.
 COLUMN = ReplaceBy(sharded_modules.ColumnParallelLinear, {"weight": Shard(0), "bias": Shard(0)})
 ROW = ReplaceBy(sharded_modules.RowParallelLinear, {"weight": Shard(1)})
 TABLE = ReplaceBy(sharded_modules.VocabularyParallelEmbedding, {"weight": Shard(0)})
@@ -202,7 +204,10 @@ def gpt_styles() -> dict[str, ParallelStyle]:
 
 
 def sharded_head(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
-    """Returns the `prepare_head` of a sharded vocabulary: binds `axis` and `vocabulary`; logits are gathered."""
+    """The model's `prepare_head` under tensor parallelism: binds `axis` and `vocabulary` to a loss's `head`.
+
+    Without a loss (`F.linear`), the head returns gathered logits.
+    """
     if head is F.linear:
         return partial(full_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
     return partial(head, axis=axis, vocabulary=vocabulary)
@@ -216,7 +221,7 @@ def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: in
 def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
     """Returns logits [B, T, V] on every rank, from all tokens' hidden states [B, T, E] and its rows [V_r, E].
 
-    Every rank must compute the same from them: their gradient is not summed over ranks.
+    Every rank must compute the same loss from them, because their gradient is not summed over ranks.
     """
     logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))

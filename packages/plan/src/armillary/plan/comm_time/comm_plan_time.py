@@ -1,4 +1,4 @@
-"""Seconds that a `CommPlan` takes on a cluster: a discrete simulation of every rank, step by step."""
+"""Predicts the time of a `CommPlan` on a cluster, by a simulation of every rank's clock, step by step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery
 
 FORWARD, BACKWARD = 4, 10
-"""FLOPs per visible (query, key) pair, head and unit of head dim: two matrix products forward, five backward."""
+"""FLOPs per visible (query, key) pair, head and unit of head dim, 2 for each matrix product.
+
+Forward: Q K^T and P V. Backward, as FlashAttention-2 counts it: Q K^T again, dV, dP, dQ and dK.
+"""
 
 Ends = tuple[int, int]
 """(source, target) of a send."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Seconds of one or more passes of attention, by cause.
+class PassTime:
+    """Seconds of one or more passes (forward or backward) of attention, by cause.
 
     Args:
         compute: kernels, as if nothing were sent.
@@ -40,12 +43,12 @@ class Span:
     def seconds(self) -> float:
         return self.compute + self.exposed + self.overhead
 
-    def times(self, n: float) -> Span:
+    def times(self, n: float) -> PassTime:
         """`n` such passes, one after another."""
-        return Span(n * self.compute, n * self.exposed, n * self.overhead, n * self.exchange)
+        return PassTime(n * self.compute, n * self.exposed, n * self.overhead, n * self.exchange)
 
-    def __add__(self, other: Span) -> Span:
-        return Span(
+    def __add__(self, other: PassTime) -> PassTime:
+        return PassTime(
             self.compute + other.compute,
             self.exposed + other.exposed,
             self.overhead + other.overhead,
@@ -54,11 +57,11 @@ class Span:
 
 
 class Clocks(NamedTuple):
-    """Time of each rank.
+    """Clock of each rank, in seconds since the pass began.
 
     Args:
-        ready: when the rank starts its next step.
-        transfers_done: when the outgoing and incoming transfers of its last step are done.
+        ready: time at which the rank starts its next step.
+        transfers_done: time at which the transfers of its last step's results are done, outgoing and incoming.
     """
 
     ready: list[float]
@@ -67,22 +70,22 @@ class Clocks(NamedTuple):
     def after(
         self, compute: Sequence[float], moves: Iterable[Delivery], leaving: Iterable[Delivery], overlap: bool = True
     ) -> Clocks:
-        """The clocks after one more step.
+        """Returns the clocks after one more step.
 
         Args:
-            compute: seconds of each rank's kernels; empty where the step only communicates.
+            compute: seconds of each rank's kernels; empty if the step only communicates.
             moves: transfers that the step waits for.
             leaving: transfers of the step's results, which overlap with the next step's computation.
             overlap: True if moves run beside the computation, False if after it.
         """
-        # A step without computation has nothing to hide earlier transfers behind, so it waits for them.
+        # 1. Computation. A step without any has nothing to hide earlier transfers behind, so it waits for them.
         start = self.ready if compute else [max(pair) for pair in zip(self.ready, self.transfers_done, strict=True)]
         compute = compute or [0.0] * len(start)
-        # A step ends no earlier than the transfers that the last one left behind.
+        # A step ends no earlier than the result transfers of the step before.
         computed = [max(a + b, t) for a, b, t in zip(start, compute, self.transfers_done, strict=True)]
         ready, transfers_done = list(computed), list(computed)
-        # Moves run beside the computation, from the moment when both ends have reached the step; without overlap, from
-        # the moment when both have computed it.
+        # 2. Moves run beside the computation, once both ends have reached the step; without overlap, once both have
+        # computed it.
         if not overlap:
             start, compute = computed, [0.0] * len(start)
         for send in moves:
@@ -90,7 +93,7 @@ class Clocks(NamedTuple):
             source, target = send.source, send.target
             ready[target] = max(ready[target], begin + send.receive_and_compute(compute[target]))
             ready[source] = max(ready[source], begin + send.send_and_compute(compute[source]))
-        # Results leave once both ends have computed them.
+        # 3. Results leave once both ends have computed them.
         for send in leaving:
             begin = max(computed[send.source], computed[send.target])
             transfers_done[send.target] = max(transfers_done[send.target], begin + send.seconds)
@@ -105,12 +108,12 @@ def plan_seconds(
     copies: int = 1,
     overlap: bool = True,
     stride: int = 1,
-) -> Span:
+) -> PassTime:
     """Time of one pass of attention, until the last rank is done.
 
-    A rank starts its next step once it has computed, received the step's moves and handed over its own (see
-    `Link.buffer`). Results that leave have until the end of the next step's computation. A transfer starts when both
-    of its ends have reached the step.
+    A transfer starts when both of its ends have reached the step. A rank starts its next step once it has computed,
+    received the step's moves and handed over its own (see `Link.buffer`). Results have until the end of the next step's
+    computation to arrive.
 
     Args:
         steps: forward or backward of a plan over P ranks.
@@ -128,11 +131,11 @@ def plan_seconds(
         if compute:
             kernel_seconds = [a + b for a, b in zip(kernel_seconds, compute, strict=True)]
         exchange += max((delivery.seconds for delivery in (*moves, *leaving)), default=0.0)
-    overheads = overhead * sum(bool(step.pairs) for step in steps)
+    overheads = overhead * sum(bool(step.pairs) for step in steps)  # part of every rank's `compute` above
     # Time beyond the busiest rank's computation is exposed communication, or waiting for slower ranks.
     busiest = max(kernel_seconds, default=0.0)
     end = max((*clocks.ready, *clocks.transfers_done), default=0.0)
-    return Span(busiest - overheads, end - busiest, overheads, exchange)
+    return PassTime(busiest - overheads, end - busiest, overheads, exchange)
 
 
 @lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are mostly equal
@@ -153,10 +156,11 @@ def step_deliveries(
         for source, target, size in (*sends, *leaving_sends)
     ]
     timed = cluster.deliveries(all_sends)
-    # Groups may cross nodes differently: of each send, the slowest group counts.
+    # Groups lie on nodes differently, so the same send may be slower in one of them: the slowest counts.
     per_group = len(timed) // copies
     slowest = (max(timed[i::per_group], key=lambda one: one.seconds) for i in range(per_group))
     delays = collective_delays(moves, cluster, stride)
+    # Ranks of the cluster become ranks of the group again.
     result = list[Delivery]()
     for delivery in slowest:
         source, target = (rank // stride % ranks for rank in (delivery.source, delivery.target))
@@ -166,7 +170,7 @@ def step_deliveries(
 
 
 def rounds_of(move: Move) -> Iterator[Send]:
-    """Sends of a move; those of an all-gather round by round, of which the plan only has the sum."""
+    """Yields the sends of a move. The plan has the sum of an all-gather's rounds, which are yielded one by one."""
     for send in move.sends:
         rounds = ring_peers(move, send.source) if move.kind == "all_gather" else 1
         yield from [send._replace(bytes=send.bytes // rounds)] * rounds
@@ -177,7 +181,7 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) 
 
     Each round of an all-gather waits for the round before. In all-gathers and reduce-scatters, ranks that send to each
     other may have to take turns (`Link.turns`): a request for data queues behind the data that the rank sends itself.
-    In an all-to-all all ranks are still in step.
+    An all-to-all has neither delay, because all of its ranks start together.
     """
     delays = defaultdict[Ends, float](float)
     for move in moves:
@@ -223,17 +227,17 @@ def all_gather_seconds(cluster: Cluster, size: float, ranks: int | None = None, 
     ranks, per_node = ranks or cluster.ranks, cluster.ranks_per_node
     if ranks == 1:
         return 0.0
-    # Each rank passes all shards but one on to its neighbor in the node...
+    # A ring all-gather: (ranks - 1) / ranks of the bytes pass through every link of the ring.
     passed = int(size * (ranks - 1) / ranks)
     block, sends = ranks * stride, list[Send]()
     for rank in range(cluster.ranks):
-        start, place = rank - rank % block, rank % block
-        # Places of the same group on the same node.
-        on_node = [p for p in range(place % stride, block, stride) if (start + p) // per_node == rank // per_node]
-        following = on_node[(on_node.index(place) + 1) % len(on_node)]
+        start, index = rank - rank % block, rank % block
+        # 1. To the next rank of the group on the same node: all rings together pass all of the bytes.
+        on_node = [i for i in range(index % stride, block, stride) if (start + i) // per_node == rank // per_node]
+        following = on_node[(on_node.index(index) + 1) % len(on_node)]
         sends.append(Send(rank, start + following, passed))
-        # ...and one ring per rank of the node crosses to the next node there, with its share of the bytes.
+        # 2. To the next node: each rank is the exit of one ring, which has its share of the bytes.
         if len(on_node) < ranks:
-            across = start + (place + max(per_node, stride)) % block
+            across = start + (index + max(per_node, stride)) % block
             sends.append(Send(rank, across, passed // len(on_node)))
     return cluster.transit(sends)

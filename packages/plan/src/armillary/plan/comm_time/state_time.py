@@ -1,4 +1,4 @@
-"""Seconds and bytes of a hybrid's layers with a state, and of moving its tokens between two layouts."""
+"""Predicts time and bytes of a hybrid's layers with a state, and of moving hidden states between two layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from armillary.core import SequenceLayout
 from armillary.models import LlamaConfig
 from armillary.models.state_config import Mixer, StateConfig
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.comm_plan_time import Span, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import PassTime, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, sent_bytes
 
 
@@ -33,8 +33,8 @@ def with_states(
 ) -> Passes:
     """Returns the passes of a hybrid, whose attention alone takes `passes`.
 
-    Recurrences run at the speed of matrix products, with the operations of the recurrence token by token: chunked
-    kernels compute more. Nothing hides their exchanges, those of the short convolution, and moves between layouts.
+    Assumes that recurrences run at the speed of matrix products, with the FLOPs of a token-by-token recurrence (chunked
+    kernels compute more), and that nothing hides their exchanges, the short convolution's or moves between layouts.
 
     Args:
         attention_layout, state_layout: over all ranks of ring x ulysses.
@@ -58,7 +58,8 @@ def with_states(
 
 
 def relayouts(model: LlamaConfig) -> int:
-    """Number of moves of hidden states, there and back, if blocks with a state have a layout of their own."""
+    """Number of moves of hidden states, in both directions, if blocks with a state have a layout of their own."""
+    # The sequence begins and ends in attention's layout.
     has_state = [False, *(model.mixer_of(i) != "attention" for i in range(model.layers)), False]
     return sum(a != b for a, b in pairwise(has_state))
 
@@ -87,21 +88,24 @@ def state_passes(
         batch=rows,
         mask=mask,
     )
-    # The tokens before the runs of the short convolution come first, then states and maps; backward the other way.
+    # Forward exchanges the halo (the tokens before each run, for the short convolution), then states and maps. Backward
+    # has the opposite order.
     plan = CommPlan((*halo.forward, *scan.forward), (*scan.backward, *halo.backward))
     exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
+    # `flops_per_token` counts forward once and backward twice, hence / 3; the rank with the most tokens counts.
     operations = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
     compute = operations / (device.flops * device.matmul)
+    # Backward recomputes the recurrence, and differentiates it in twice the time.
     return replace(
-        exchanges, forward=exchanges.forward + Span(compute), backward=exchanges.backward + Span(3 * compute)
+        exchanges, forward=exchanges.forward + PassTime(compute), backward=exchanges.backward + PassTime(3 * compute)
     )
 
 
 def exchange_passes(plan: CommPlan, cluster: Cluster, layout: SequenceLayout, tp: int) -> Passes:
-    """Time of a plan without computation, by groups over the shards of a layout."""
+    """Time of a plan without computation, all of it exposed, in groups of `layout.shards` ranks side by side."""
     copies = cluster.ranks // layout.shards
     forward, backward = (
-        Span(exposed=seconds, exchange=seconds)
+        PassTime(exposed=seconds, exchange=seconds)
         for seconds in (
             plan_seconds(steps, cluster, 0.0, copies, stride=tp).exchange for steps in (plan.forward, plan.backward)
         )

@@ -1,4 +1,4 @@
-"""Seconds of a training step, part by part, from its computation and its communication."""
+"""Predicts the time of a training step, part by part: computation, and the communication that it does not hide."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from armillary.attention.planning.comm_plan import CommPlan
 from armillary.core.observe.ledger import PHASES
 from armillary.models.state_config import Mixer
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, Span, all_gather_seconds, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, PassTime, all_gather_seconds, plan_seconds
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate.peaks import Peaks
 from armillary.plan.memory.estimate.step import MASTER, StepSizes
 
 ADAM = 7 * MASTER
-"""Bytes that AdamW reads and writes per parameter: the parameter, its gradient and both moments."""
+"""Bytes that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient) per parameter."""
 HOST_BANDWIDTH = 200e9
 """Memory bandwidth of a machine in bytes a second, for an optimizer on the host."""
 
@@ -65,25 +65,25 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Passes:
-    """Time of one block's attention, forward and backward.
+    """Time of one block's attention, forward and backward, and of a hybrid's other mixers.
 
     Args:
         overlap: False if nothing is sent while forward computes.
         sent_bytes: bytes that each rank sends, in forward and in backward.
-        states: the same for the blocks of each mixer with a state.
-        relayout: one move of hidden states to the layout of blocks with a state, and back with the gradients.
-        relayouts: number of these in a step, there and back.
+        states: passes of a block with each mixer that has a state.
+        relayout: one move of hidden states between the layouts of attention and of states, and of their gradients.
+        relayouts: number of such moves in a step, in both directions.
     """
 
-    forward: Span
-    backward: Span
+    forward: PassTime
+    backward: PassTime
     overlap: bool = True
     sent_bytes: SentBytes = ((), ())
     states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
     relayout: Passes | None = None
     relayouts: int = 0
 
-    def both(self) -> Span:
+    def both(self) -> PassTime:
         """Forward and backward."""
         return self.forward + self.backward
 
@@ -133,25 +133,26 @@ def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
-    Parameters are gathered a block ahead, gradients and checkpoints leave meanwhile: a block's computation hides these
-    transfers, except for the part of it that already hides attention's exchanges. Exposed are checkpoints without
-    prefetch, and what a recomputed segment gathers and copies.
+    FSDP2 gathers parameters one block ahead and reduces gradients while the next block computes; checkpoints are copied
+    at the same time. So a block's computation hides these transfers, except for the time in which it already hides
+    attention's exchanges. Exposed are copies of checkpoints without prefetch, and transfers of recomputed segments.
 
     Raises:
         ValueError: as `estimate`.
     """
     step, device = StepSizes.of(job), cluster.accelerator
-    products = device.flops * device.matmul
+    matmul_flops = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
+    # 1. Computation, summed over the blocks of each mixer.
     dense = recomputed = 0.0
-    attention, recomputed_attention = Span() if passes.relayout is None else passes.relayout.both(), Span()
+    attention, recomputed_attention = PassTime() if passes.relayout is None else passes.relayout.both(), PassTime()
     attention = attention.times(passes.relayouts)
-    computing, gathers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers
+    computing, gathers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
     segment_ends = {segment[-1] for segment in step.segments}
     for sizes, blocks in step.by_mixer(range(layers)):
         mixer_passes = passes.at(sizes.mixer)
-        # Two FLOPs per parameter and token in forward, and twice as many in backward.
-        block_dense = 2 * sizes.model.block * tokens / products
+        # Two FLOPs (multiply, add) per parameter and token in forward, and twice as many in backward.
+        block_dense = 2 * sizes.model.block * tokens / matmul_flops
         dense += 3 * block_dense * len(blocks)
         recomputed += recomputed_products(step, sizes, blocks, block_dense)
         recomputed_attention += mixer_passes.forward.times(recomputed_attentions(step, blocks))
@@ -160,13 +161,15 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         for i in blocks:
             computing[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
             gathers[i] = gather
+    # 2. Transfers of parameters and gradients, less the computation beside them.
     segment_gathers, segment_copies = recomputed_segments(step, cluster)
     parameters = sum(map(exposed_seconds, gathers, computing)) + segment_gathers + root_transfers(step, cluster)
     return StepTime(
         dense=dense,
         attention=attention.compute,
         recomputed=recomputed + recomputed_attention.compute,
-        head=6 * step.model.vocabulary * step.model.dim * tokens / products,
+        # The logits' product, and two for their gradients. `linear_token_loss` computes logits once.
+        head=6 * step.model.vocabulary * step.model.dim * tokens / matmul_flops,
         exchange=attention.exposed + recomputed_attention.exposed,
         steps=attention.overhead + recomputed_attention.overhead,
         tensor=tensor_transfers(step, cluster),
@@ -197,7 +200,7 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
 
 
 def exposed_seconds(transfers: Seconds, computing: Seconds) -> float:
-    """Seconds of transfers that the concurrent computation does not hide."""
+    """Seconds of transfers, in forward and backward, beyond those of the concurrent computation."""
     return sum(max(0.0, transfer - compute) for transfer, compute in zip(transfers, computing, strict=True))
 
 
@@ -212,11 +215,11 @@ def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int]
         sizes: sizes of these blocks.
         dense: seconds of one block's products in forward.
     """
+    # Time of products is proportional to the parameters that they multiply with.
     after_attention = sizes.model.after_attention / sizes.model.block * dense
     if step.checkpointing.policy == "none":
         projections = dense - after_attention if sizes.projects_in_stages else 0.0
         return len(blocks) * (projections + (after_attention if step.checkpointing.tiled else 0.0))
-    # `keeps` has the checkpoints of each block; see `armillary.models.activation_checkpoint`.
     without_input = sum(not step.keeps[i].x for i in blocks)
     return len(blocks) * dense + without_input * after_attention
 
@@ -227,30 +230,31 @@ def recomputed_attentions(step: StepSizes, blocks: Sequence[int]) -> int:
 
 
 def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> Seconds:
-    """Computation of block i that can hide transfers.
+    """Computation of block i that can hide transfers: (forward, backward).
 
     Args:
-        ends_segment: the block is the last of its segment. Other blocks recompute their attention when the segment is
-            recomputed, not in their own backward.
+        ends_segment: the block is the last of its segment. The other blocks recompute their attention when the segment
+            is recomputed, not in their own backward.
     """
-    backward, by_parts = passes.backward, step.checkpointing.policy != "none"
-    if by_parts and passes.overlap and ends_segment and not step.keeps[i].attention_output:
+    backward, is_checkpointed = passes.backward, step.checkpointing.policy != "none"
+    if is_checkpointed and passes.overlap and ends_segment and not step.keeps[i].attention_output:
         backward += passes.forward
-    recomputed = dense if by_parts else recomputed_products(step, step.at(i), [i], dense)
+    recomputed = dense if is_checkpointed else recomputed_products(step, step.at(i), [i], dense)
 
-    def idle_links(span: Span) -> float:
+    def idle_links(attention: PassTime) -> float:
         # Attention's own exchanges use the links first; the rest of its time is free for other transfers.
-        return max(0.0, span.compute + span.exposed - span.exchange)
+        return max(0.0, attention.compute + attention.exposed - attention.exchange)
 
     hidden_by_forward = idle_links(passes.forward) if passes.overlap else 0.0
+    # Backward has twice the products of forward, and those that it recomputes.
     return dense + hidden_by_forward, 2 * dense + recomputed + idle_links(backward)
 
 
 def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
     """Exposed transfers of recomputed segments: (all-gathers of parameters, copies from and to the host).
 
-    The last two blocks' parameters are gathered at that time in any case. Copied are the other blocks' checkpoints,
-    from the host, and the tensors that recomputation stores there for them.
+    The parameters of a segment's last two blocks are gathered for their backward anyway; the others' are gathered once
+    more. Checkpoints of all blocks but the last are read from the host, and those that recomputation adds are written.
     """
     peaks, gathers, copied = Peaks(step), 0.0, 0.0
     if len(step.segments) == len(step.keeps):
@@ -268,16 +272,19 @@ def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
 def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
     """All-gathers and reduce-scatters of [B, T, E] over the tensor-parallel ranks. Computation waits for them.
 
-    A block has two of each, forward and backward; embedding and loss together have four. Recomputed are, without
-    policy "none", attention's gather for its backward, and again if attention is recomputed; and the three of the part
-    after attention, whose last output nobody needs, but which is reduced all the same.
+    Each of them takes equally long, so they are counted.
     """
     if step.tp == 1:
         return 0.0
     layers, policy = step.model.layers, step.checkpointing
+    # Attention and MLP gather their input and reduce-scatter their output, in forward and in backward: 8 a block.
+    # Embedding and loss have 4 together.
     count = 8 * layers + 4
     if policy.policy != "none":
+        # Backward recomputes attention's gather, and the part after attention: a reduce-scatter, a gather, and another
+        # reduce-scatter, whose result is not needed. Recomputing attention itself gathers once more.
         count += 4 * layers + sum(not keep.attention_output for keep in step.keeps)
+        # A block without its input repeats the part after attention of the block below.
         count += 3 * sum(not keep.x for keep in step.keeps)
     elif policy.tiled:
         count += 3 * layers
@@ -287,7 +294,7 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
 def parameter_transfers(step: StepSizes, cluster: Cluster) -> Seconds:
     """A block's parameters and gradients: (all-gather in forward, transfers in backward)."""
     gather = sharded_seconds(step, cluster, step.model.block * step.e)
-    regather = gather if step.zero_stage == 3 else 0.0
+    regather = gather if step.zero_stage == 3 else 0.0  # stages 1 and 2 keep parameters gathered
     return gather, regather + reduced_seconds(step, cluster, step.model.block)
 
 
@@ -305,6 +312,7 @@ def sharded_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
 def reduced_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
     """Reduce-scatter of gradients, and all-reduce of the result over replicas."""
     replicas, stride = cluster.ranks // (step.sharing * step.tp), step.sharing * step.tp
+    # HSDP's all-reduce of a shard is a reduce-scatter and an all-gather.
     over_replicas = 2 * all_gather_seconds(cluster, MASTER * parameters / step.sharing, replicas, stride)
     return sharded_seconds(step, cluster, MASTER * parameters) + over_replicas
 

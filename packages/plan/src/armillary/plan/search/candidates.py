@@ -14,14 +14,14 @@ from armillary.train.config import Config
 
 Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")
-"""Layouts to weigh for packed documents. Striped ones send most."""
+"""Layouts to compare for packed documents. Striped ones send most, and are left out."""
 STATE_LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous")
-"""Layouts to weigh for hybrids: contiguous shards exchange fewer states, and zigzag ones balance attention. Or both:
-attention on zigzag shards, states on contiguous ones."""
+"""Layouts to compare for hybrids. Contiguous shards exchange fewer states, zigzag shards balance attention; the search
+also tries attention on zigzag shards with states on contiguous ones (`Candidate.contiguous_states`)."""
 
 
 def layouts_of(hybrid: bool, documents: bool) -> tuple[Layout, ...]:
-    """Returns the layouts to weigh for a model and its rows; none if every layout but zigzag is worse."""
+    """Returns the layouts to compare; none for plain causal attention, where zigzag is the best."""
     return LAYOUTS if documents else STATE_LAYOUTS if hybrid else ()
 
 
@@ -55,7 +55,7 @@ class Candidate:
     """A mesh, an attention method on it, and the layout of sequences over the ring.
 
     Args:
-        contiguous_states: layers with a state have contiguous shards, to which hidden states are moved and back.
+        contiguous_states: layers with a state have contiguous shards; hidden states move there and back.
     """
 
     mesh: Mesh
@@ -102,7 +102,7 @@ def candidates(
         heads: query heads.
         rows: sequences per step, which replicate x shard must divide.
         names: only these methods; "usp" is ulysses+ring.
-        layouts: of meshes with a ring; others have the first one.
+        layouts: layouts to try on meshes with a ring. Without a ring all layouts are equal, and the first one is used.
         relaid: also tries the first layout with states on contiguous shards, on meshes with a ring and without tp.
         tensor_parallel, replicate: sizes of these axes to try; those that do not divide the ranks are left out.
     """
@@ -112,6 +112,7 @@ def candidates(
             continue
         for shard, ulysses in product(divisors(ranks // (tp * replicas)), repeat=2):
             mesh = Mesh(shard, ranks // (tp * replicas * shard * ulysses), ulysses, replicas, tp)
+            # Skips products that do not divide the ranks, replicas without rows, and head ranks without a head.
             if prod(mesh.axes.values()) != ranks or rows % mesh.replicas or ulysses > heads // tp:
                 continue
             for method in variants(mesh.ring, mesh.ulysses, heads // tp):

@@ -1,4 +1,4 @@
-"""The trainer's configuration for a choice, as a file or as a `torchrun` command."""
+"""Converts a choice to the trainer's configuration, as a file or as a `torchrun` command."""
 
 from __future__ import annotations
 

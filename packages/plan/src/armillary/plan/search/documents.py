@@ -1,4 +1,4 @@
-"""Packed documents of a step, from a token store or drawn: the rows that layouts are weighed on."""
+"""The documents of a step's rows, from a token store or drawn at random, on which layouts are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = tuple[tuple[int, ...], ...]
 """Boundaries of the documents of each row."""
 
 SIGMA = 1.0
-"""Of the lognormal distribution that lengths are drawn from; text on the web has about 1."""
+"""Standard deviation of the logarithm of a document's length; about that of text on the web."""
 
 
 def rows_of_store(path: Path, length: int, rows: int) -> Rows:
@@ -36,6 +36,7 @@ def sample_rows(mean: int, length: int, rows: int) -> Rows:
     for _ in range(rows):
         ends = [0]
         while ends[-1] < length:
+            # The mean of a lognormal distribution is exp(mu + sigma^2 / 2).
             size = max(1, round(rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA)))
             ends.append(min(length, ends[-1] + size))
         drawn.append(tuple(ends))

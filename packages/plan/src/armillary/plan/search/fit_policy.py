@@ -40,17 +40,19 @@ def fit_policy(
     def fits(candidate: Checkpointing) -> bool:
         return room.share(memory(candidate)) <= 1
 
+    # 1. All checkpoints, on the device or on the host.
     yield policy
     if policy.policy == "none" or (not policy.offload and fits(policy)):
         return
+    # 2. With offload: as many of the last blocks as fit on the device. Only the device's memory limits their number.
     if policy.offload:
-        # The device alone limits how many blocks keep their checkpoints there.
         unlimited_host = replace(room, host=1 << 62)
         on_device = largest(0, layers, lambda n: unlimited_host.share(memory(replace(policy, on_device=n))) <= 1)
         if on_device == layers:
             return  # the policy without offload has this case
         policy = replace(policy, on_device=on_device or 0)
         yield policy
+    # 3. Fewer checkpoints.
     if not fits(policy):
         yield from _with_counts(policy, layers, True, fits)
         yield from _with_counts(policy, layers, False, fits)

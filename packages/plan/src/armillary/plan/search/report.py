@@ -1,4 +1,4 @@
-"""Output of `armillary-plan search`: tables, JSON, or a plot of stacked bars."""
+"""Prints the result of `armillary-plan search` as tables or JSON, or draws it as stacked bars."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATE_LAYOUTS = (
 )
 POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
 DRAWN_SHARE = 0.002
-"""Share of the slowest step below which a part is not drawn."""
+"""A part below this share of the slowest step is not drawn."""
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
 
 
@@ -69,9 +69,9 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def show(result: SearchResult) -> None:
-    """Prints the best choices, the first one's time by part and policies, and the command that trains it.
+    """Prints the best choices, the first one's time by part and its other policies, and the command that trains it.
 
-    If nothing fits: the nearest choices, and the number of accelerators that would suffice.
+    If nothing fits, prints the choices that need the least memory, and the number of accelerators that would suffice.
     """
     print(*heading(result), "", sep="\n")
     best = result.fitting[: result.plan.best]
@@ -113,7 +113,7 @@ def heading(result: SearchResult) -> list[str]:
 
 
 def figures(choice: Choice, first: Choice) -> list[str]:
-    """Cells for time, MFU and memory; times have as many decimals as give the first choice's four digits."""
+    """Table cells for time, MFU and memory. Times have as many decimals as the first choice's four digits need."""
     decimals = max(0, 3 - floor(log10(first.time.seconds)))
     memory = gib(choice.memory.device), gib(choice.memory.host)
     return [f"{choice.time.seconds:,.{decimals}f}", f"{100 * choice.mfu:.1f}", *memory]
@@ -122,8 +122,8 @@ def figures(choice: Choice, first: Choice) -> list[str]:
 def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
     """Yields the table row of each choice; the first choice, the best, has no reason."""
     for choice in best:
-        weighed = result.documents is not None or is_hybrid(result.model)
-        layout = f", {choice.candidate.layout_name}" if weighed and choice.candidate.mesh.ring > 1 else ""
+        has_layouts = result.documents is not None or is_hybrid(result.model)
+        layout = f", {choice.candidate.layout_name}" if has_layouts and choice.candidate.mesh.ring > 1 else ""
         names = f"{choice.candidate.attention}{layout}", str(choice.candidate.mesh)
         reason = "" if choice is best[0] else result.reason(choice)
         yield [*names, *figures(choice, best[0]), stored_text(choice), reason]
@@ -143,6 +143,7 @@ def stored_text(choice: Choice) -> str:
 
 def policy_rows(result: SearchResult) -> Iterator[list[str]]:
     """A table row for each policy of the first choice's candidate, in its best variant; last those that do not fit."""
+    # `result.policies` is sorted, so the first variant of a policy is its best.
     shown = set[tuple[str, bool]]()
     for choice in result.policies:
         kind = choice.job.checkpointing.policy, choice.job.checkpointing.offload

@@ -1,4 +1,4 @@
-"""Time and memory of all candidates, and the choice between them."""
+"""Searches meshes, attention methods and checkpoint policies for the fastest step that fits into memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from armillary.plan.search.fit_policy import POLICIES, fit_policy
 from armillary.train.config.limits import Count, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
-"""Functions of a method's plan that a prediction calls. By default, a search skips methods without them."""
+"""Functions of a method's plan that a prediction calls. A search over all methods skips those that lack one."""
 TIE = 1e-3
 """Relative difference in step time below which the choice with more free memory wins."""
 
@@ -84,12 +84,11 @@ class SearchPlan:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with a checkpoint policy and a place for the optimizer, and its predicted time and memory.
+    """A candidate with a checkpoint policy, a ZeRO stage and a place for the optimizer: predicted time and memory.
 
     Args:
         job: one rank's step, as `armillary.plan.memory` simulates it.
-        sent_bytes: bytes that the busiest rank sends in a step to mix tokens: of attention, states, moves between
-            layouts.
+        sent_bytes: bytes that the busiest rank sends in a step for attention, states and moves between layouts.
     """
 
     candidate: Candidate
@@ -106,9 +105,8 @@ class SearchResult:
     """Result of a search: its inputs with names resolved, and all choices.
 
     Args:
-        choices: the best choice of each candidate. Choices that fit come first, by step time, then the others, by
-            memory.
         documents: boundaries of documents in each row of a step.
+        choices: the best choice of each candidate: those that fit, by step time, then the others, by memory.
         policies: the first choice's candidate under every checkpoint policy, in the same order.
     """
 
@@ -144,7 +142,7 @@ class SearchResult:
 
 
 def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _total: None) -> SearchResult:
-    """Evaluates all candidates.
+    """Evaluates all candidates, and ranks the best choice of each.
 
     Args:
         progress: called with (candidates done, all candidates).
@@ -152,11 +150,13 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     Raises:
         ValueError: an unknown name, or a length or number of rows that no candidate supports.
     """
+    # 1. Names to values.
     check_limits(plan)
     check_kernel_name("--kernel", plan.kernel)
     cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
+    # 2. Candidates: meshes with the methods that use them, and layouts.
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
     replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica holds whole nodes
     documents = documents_of(plan, length)
@@ -171,13 +171,14 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
             f"{' '.join(plan.attention) or 'not set'}"
         )
+    # 3. Each candidate under all policies. Attention's time does not depend on the policy: once per candidate.
     choices = list[list[Choice]]()
     for i, candidate in enumerate(all_candidates):
         progress(i, len(all_candidates))
         passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel, documents=documents)
-        # Attention's time does not depend on the checkpoint policy, so it is computed once per candidate.
         choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes, documents))
 
+    # 4. Rank them, and show the first one's candidate under all policies.
     def order(choice: Choice) -> tuple[bool, float]:
         return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
 
@@ -284,7 +285,8 @@ def choices_of(
             contiguous_states=candidate.contiguous_states,
         )
         if fastest < inf and not all_policies:
-            # Lower bound: variants with fewer checkpoints recompute more, and variants on the host add copies.
+            # Skip a policy whose fastest variant is slower than a choice that fits. That variant has all checkpoints on
+            # the device: fewer checkpoints recompute more, and checkpoints on the host add copies.
             on_device = Checkpointing(policy.policy, tiled=policy.tiled)
             key = on_device, on_host, zero_stage
             if key not in minimum_seconds:
@@ -292,7 +294,7 @@ def choices_of(
             if minimum_seconds[key] > (1 + TIE) * fastest:
                 continue
 
-        # `fit_policy` bisects over counts and asks for the same policies repeatedly.
+        # Cached, because the bisections of `fit_policy` repeat policies.
         @cache
         def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
             return estimate(replace(job, checkpointing=checkpointing))
@@ -318,7 +320,7 @@ def best_of(choices: list[Choice], room: Room) -> Choice:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds, such as 2.1 h, 35 s or 120 ms."""
+    """Formats seconds with three digits, such as 2.1 h, 35 s or 120 ms."""
     for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

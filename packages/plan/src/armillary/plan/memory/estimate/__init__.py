@@ -1,4 +1,4 @@
-"""Peak memory of a training step by closed formulas, within a few percent of `simulate`."""
+"""Estimates the peak memory of a training step by closed formulas, within a few percent of `simulate`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def estimate(job: Job) -> Estimate:
 def host_peaks(step: StepSizes) -> list[CategoryBytes]:
     """Host memory in the last block's backward, in backward of recomputed segments, and in the optimizer's step."""
     model, peaks = step.model, Peaks(step)
+    # Bytes of a parameter's share on this rank: of master weight, of gradient, and of each of AdamW's moments.
     shard, last = MASTER / step.sharing if step.on_host else 0, model.layers - 1
     state = CategoryBytes(parameters=shard * step.all_parameters, optimizer=2 * shard * step.all_parameters)
 

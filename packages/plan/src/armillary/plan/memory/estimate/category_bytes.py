@@ -1,4 +1,4 @@
-"""Bytes by category."""
+"""`CategoryBytes`: sums of bytes by category."""
 
 from __future__ import annotations
 

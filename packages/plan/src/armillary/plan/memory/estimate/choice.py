@@ -1,4 +1,4 @@
-"""An attention method as data: its name and options."""
+"""`AttentionChoice`: an attention method by its name and options, which a `Job` builds on its mesh."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from armillary.core import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The method `build_attention(name, mesh, ...)`. Called with a mesh, builds it: the `attention` of a `Job`.
+    """A method by name and options. A call with a mesh builds it, as `build_attention(name, mesh, ...)` does.
 
     Args:
-        name: such as "ring", "usp" or "upipe+wallfacer".
+        name: name in the registry, such as "ring", "usp" or "upipe+wallfacer".
         heads_per_stage, team, placement, nodes: options of the trainer's `ParallelConfig`.
     """
 
@@ -31,7 +31,7 @@ class AttentionChoice:
 
     @classmethod
     def of(cls, method: NamedMethod) -> AttentionChoice:
-        """The choice that stands for a method."""
+        """Returns the choice that builds this method."""
         options = method.options
         return cls(method.name, options.heads_per_stage, options.team, options.placement, options.nodes)
 

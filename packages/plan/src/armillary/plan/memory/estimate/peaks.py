@@ -1,4 +1,4 @@
-"""Device memory at the moments of a training step that may be its peak, by category."""
+"""`Peaks`: device memory, by category, at each moment of a training step that may be its peak."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Peaks:
         policy = self.step.checkpointing
         # Without prefetch, a recomputed segment fetches its checkpoints from the host one by one, so it is no peak.
         segment_ends = [] if policy.offload and not policy.prefetch else self.recomputed_segment_ends()
-        # Block 1 counts because it prefetches block 0's checkpoints. The last ones meet all checkpoints of others.
+        # Candidates: block 0, when most gradients exist; block 1, which also prefetches block 0's checkpoints; and the
+        # last blocks, one of each mixer at least, when all checkpoints exist.
         last_blocks = range(max(0, last - len(self.step.mixers)), last + 1)
         for i in sorted({0, min(1, last), *last_blocks, *segment_ends}, reverse=True):
             memory = self.in_backward(i) + self.stored_at(i)
@@ -56,8 +57,8 @@ class Peaks:
             unreduced_blocks: in backward, blocks whose gradients are not reduced yet.
         """
         step, model = self.step, self.step.model
-        batch = 8 * step.tokens * (2 * step.rows + 1)
-        rotation = step.tokens * model.head_dim * MASTER if model.gated else 0
+        batch = 8 * step.tokens * (2 * step.rows + 1)  # int64: ids and labels of each row, positions of all
+        rotation = step.tokens * model.head_dim * MASTER if model.gated else 0  # D / 2 cosines and D / 2 sines
         memory = self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
         if not step.keeps_gradients:
             return memory
@@ -87,7 +88,7 @@ class Peaks:
         """
         step, model = self.step, self.step.model
         last = i == model.layers - 1
-        unit_below = step.at(i - 1).model.block if i else model.table
+        unit_below = step.at(i - 1).model.block if i else model.table  # FSDP units: the embedding is below block 0
         reducing = MASTER * (model.head if last else step.at(i + 1).model.block)
         reduced = self.shard(model.head + step.parameters(range(i + 1, model.layers)))
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
@@ -180,6 +181,7 @@ class Peaks:
         buffer.
         """
         last = self.step.model.layers - 1
+        # The block with the largest copy to the host, which is in flight beside the next block. -1 selects block 0.
         largest_copy = -1
         if self.step.checkpointing.offload:
             largest_copy = max(range(last), key=lambda i: sum(self.outgoing(i).values()), default=-1)
@@ -201,6 +203,7 @@ class Peaks:
         """
         step, model = self.step, self.step.model
         chunk = chunk_rows(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
+        # Of each token: logits and their float32 copy, both [V], and one float32 tensor [E].
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
         parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
@@ -222,7 +225,7 @@ class Peaks:
         step = self.step.at(i)
         model = step.model
         memory = CategoryBytes(gradients=step.x)
-        last_matrix = step.e * model.inner * model.dim
+        last_matrix = step.e * model.inner * model.dim  # the gradient of one weight of the MLP, just computed
         if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
             mlp = (2 if model.gated else 1) * step.tensor(model.inner) + last_matrix + step.gathered
             return memory + self.stored_tensors([i]) + CategoryBytes(mlp=mlp)
@@ -232,7 +235,9 @@ class Peaks:
         return (
             memory
             + self.recomputed_output(i)
-            + CategoryBytes(attention=step.out + step.recorded, mlp=step.total * model.after_attention + chunk)
+            + CategoryBytes(
+                attention=step.out + step.recorded, mlp=step.summed_gradient * model.after_attention + chunk
+            )
         )
 
     def mlp_chunk(self) -> float:
@@ -242,8 +247,8 @@ class Peaks:
         GELU, and the gradients after and before it.
         """
         step, inner = self.step, self.step.model.inner
-        inside = step.tensor((6 if step.model.gated else 3) * inner, step.tp * step.piece)
-        return inside + step.tensor(3 * step.model.dim, step.piece)
+        inside = step.tensor((6 if step.model.gated else 3) * inner, step.tp * step.chunk_tokens)
+        return inside + step.tensor(3 * step.model.dim, step.chunk_tokens)
 
     def recomputed_output(self, i: int) -> CategoryBytes:
         """Out and lse of block i in its backward, if they are recomputed."""
@@ -256,7 +261,7 @@ class Peaks:
         step = self.step.at(i)
         if step.checkpointing.policy == "none":
             return self.backward_saved_attention(i)
-        accumulated = step.total * step.model.after_attention
+        accumulated = step.summed_gradient * step.model.after_attention
         attention = step.out + step.recomputed_backward()
         return self.recomputed_output(i) + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
 
@@ -274,20 +279,23 @@ class Peaks:
         model = step.model
         if step.checkpointing.policy == "none":
             return CategoryBytes(gradients=step.x + step.e * model.block)
-        rounded = step.e if step.total != step.e else 0
-        grads = CategoryBytes(gradients=step.x + rounded * model.block, mlp=step.total * model.block)
+        # Gradients that chunks summed in float32 are rounded to the compute dtype for FSDP2.
+        rounded = step.e if step.summed_gradient != step.e else 0
+        grads = CategoryBytes(gradients=step.x + rounded * model.block, mlp=step.summed_gradient * model.block)
         return self.recomputed_output(i) + grads
 
     def tables(self) -> CategoryBytes:
         """Gradient of the embedding, with a tied head's and the positions'; then its float32 reduction."""
         step, model = self.step, self.step.model
-        numbers = model.root if model.tied else model.table
-        reduced = self.shard(step.all_parameters - numbers)
-        before_reduction = step.e * numbers * 2 + step.x + MASTER * step.at(0).model.block
-        before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0
+        table_size = model.root if model.tied else model.table
+        reduced = self.shard(step.all_parameters - table_size)
+        # Parameters and gradient of the table, dx, and block 0's float32 gradients, which are being reduced.
+        before_reduction = step.e * table_size * 2 + step.x + MASTER * step.at(0).model.block
+        before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0  # the tied head's gradient
         if step.tp > 1:
             # The gradient of positions, which each rank has whole, is a partial sum: copied, and still beside them.
             unsharded = model.root - (model.vocabulary * model.dim if model.tied else 0)
             before_reduction += step.e * (model.root + 4 * unsharded)
-        reduction = (MASTER + step.e + (MASTER if step.keeps_gradients else 0)) * numbers
+        # The float32 input of the reduce-scatter, and the gradient that it was copied from.
+        reduction = (MASTER + step.e + (MASTER if step.keeps_gradients else 0)) * table_size
         return self.state() + CategoryBytes(gradients=reduced + max(before_reduction, reduction))

@@ -1,4 +1,4 @@
-"""Sizes of a training step's tensors on a rank, and the memory of its attention."""
+"""`StepSizes`: bytes of a training step's tensors on a rank, and of attention's buffers. The terms of `Peaks`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MASTER = float32.itemsize
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """Sizes of a job's tensors on a rank, in bytes: of its blocks with attention, and by `at` of any block.
+    """Bytes of a job's tensors on a rank, in its blocks with attention; `at` returns those of any block.
 
     Args:
         model: widths of one tensor-parallel rank's part of the model.
         tokens: local tokens T of each of `rows` sequences (B), in attention and inside the MLP.
         e: bytes of an element in the compute dtype.
-        sharing: number of ranks that parameters are sharded over.
+        sharing: number of ranks that share each parameter (FSDP2): shard x ring x ulysses.
         tp: number of tensor-parallel ranks, which split the T tokens between blocks (sequence parallelism).
         zero_stage: as in `Job`.
         keeps_gradients: ZeRO stage 1 with several micro-batches, which keeps parameters and gradients unsharded.
@@ -95,7 +95,7 @@ class StepSizes:
         return self.state_blocks.get(self.mixers[i % len(self.mixers)], self)
 
     def by_mixer(self, blocks: Sequence[int]) -> list[tuple[StepSizes, Sequence[int]]]:
-        """Returns (sizes, those of `blocks`) of each mixer."""
+        """Returns (sizes, indices of the blocks with them) for each mixer in `blocks`."""
         if not self.state_blocks:
             return [(self, blocks)]
         indices = defaultdict[Mixer, list[int]](list)
@@ -142,14 +142,14 @@ class StepSizes:
         return self.tensor(self.model.heads, size=MASTER)
 
     @cached_property
-    def piece(self) -> int:
-        """Chunk size in tokens of the part after attention."""
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of the part after attention."""
         return chunks(self.own_tokens, self.checkpointing.chunk)[0].stop
 
     @property
-    def total(self) -> int:
-        """Bytes of a number in accumulated parameter gradients: float32 if there are several chunks."""
-        return self.e if self.piece >= self.own_tokens else MASTER
+    def summed_gradient(self) -> int:
+        """Bytes of an element of parameter gradients while chunks add to them: float32 if there are several chunks."""
+        return self.e if self.chunk_tokens >= self.own_tokens else MASTER
 
     @cached_property
     def stages(self) -> HeadStages:
@@ -185,6 +185,7 @@ class StepSizes:
 
     def call(self, queries: int, keys: int) -> Sizes:
         """Sizes for `queries` and `keys` heads per rank; each head has the tokens of all U ranks on the head axis."""
+        # After Ulysses' all-to-all a rank has a U-th of the heads, each over U times as many tokens.
         head = self.tensor(self.model.head_dim) * self.ulysses
         lse = self.tensor(1, size=MASTER) * self.ulysses
         return Sizes(queries * head, keys * head, queries * lse, max(MASTER, self.e) / self.e, queries / keys)
@@ -229,8 +230,8 @@ class StepSizes:
         """Accumulated gradients of projections: of queries after the first stage, of keys after the first round."""
         model, stages = self.model, self.stages
         queries = model.heads if stages.several else 0
-        keys = 2 * model.key_heads if stages.rounds else 0
-        return self.total * (queries + keys) * model.head_dim * model.dim
+        keys = 2 * model.key_heads if stages.rounds else 0  # of keys and of values
+        return self.summed_gradient * (queries + keys) * model.head_dim * model.dim
 
     def kept_attention(self) -> float:
         """Tensors that autograd saves for attention's backward: q, k, v, out and lse.
@@ -240,8 +241,9 @@ class StepSizes:
         if self.projects_in_stages:
             return self.out + self.lse
         x, model = self.attended, self.model
-        before = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
-        return 2 * x.q + 2 * x.k + x.lse + before
+        norm_inputs = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
+        # q and out have the same size, and so have k and v.
+        return 2 * x.q + 2 * x.k + x.lse + norm_inputs
 
 
 @dataclass(frozen=True, kw_only=True)

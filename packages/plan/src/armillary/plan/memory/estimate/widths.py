@@ -1,4 +1,4 @@
-"""Widths of a model, and parameter counts of the units that FSDP gathers."""
+"""Widths of a model's tensors, and parameter counts of the units that FSDP2 gathers."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class Widths:
         inner = model.hidden_dim if llama else 4 * model.dim
         states = model.states if llama and mixer != "attention" else None
         mixed_width = model.heads * model.head_dim if states is None else states.values
+        # Output projection, MLP (SwiGLU has 3 matrices, a GPT's 2), and vectors: LLaMA's norm E; of a GPT the biases
+        # of output (E) and MLP (4 E, E) and its LayerNorm (2 E).
         after_attention = (
             mixed_width * model.dim + (3 if llama else 2) * model.dim * inner + (model.dim if llama else 8 * model.dim)
         )
@@ -80,8 +82,10 @@ class Widths:
         """The widths of one of `ranks` tensor-parallel ranks: norms, a GPT's output biases and positions are whole."""
         if ranks == 1:
             return self
+        # Replicated vectors. LLaMA: two norms; a GPT: two LayerNorms (4 E) and the biases of row-parallel layers (2 E).
         unsharded_in_block = (2 if self.gated else 6) * self.dim + self.output_norm
         unsharded_in_block += 2 * self.head_dim if self.head_norms else 0
+        # Of these, the second norm is after attention, and so are both biases.
         unsharded_after = self.dim if self.gated else 4 * self.dim
         table = self.vocabulary * self.dim
         unsharded_root = self.root - (table if self.tied else 0)
