@@ -159,9 +159,10 @@ def plan_bytes(
 
 
 def choices(plan: BytesPlan) -> Iterator[Candidate]:
-    """Yields the plan's methods, or the default ones, with their mesh and every team size."""
+    """Yields the plan's methods, or the default ones, each on its mesh; WallFacer once for every team size."""
     for name in plan.attention or default_methods(plan):
         method = named_method(name)
+        # All ranks are on the method's axis. A method on two axes gets the largest head axis of at most 8 ranks.
         if method.axes == ("ring", "ulysses"):
             common = gcd(plan.heads, plan.key_heads, plan.ranks)
             ulysses = plan.ulysses or max(u for u in range(1, 9) if common % u == 0)
@@ -190,7 +191,7 @@ def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | Non
 
 
 def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
-    """Returns the rows of one rank, for forward and for backward."""
+    """Returns the rows of one rank, for forward and for backward: bytes counted, by closed form, and published."""
     ledger, shape = attend(plan, candidate, rank)
     comm_plan = candidate.attention.comm_plan(shape, candidate.mesh.ring, candidate.mesh.ulysses)
     rows = list[Row]()

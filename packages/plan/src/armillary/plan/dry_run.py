@@ -1,4 +1,4 @@
-"""`armillary-plan run`: memory and time of a step, from the trainer's own flags."""
+"""`armillary-plan run`: predicts memory and time of a step, from the trainer's own flags."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Prediction:
         memory: simulated memory of a step.
         bound: True if `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
             the tensors that CUDA's do.
-        limit: seconds after which the run's watchdog ends a step.
+        limit: seconds that a step may take before the run's watchdog ends it.
     """
 
     run: DryRun
@@ -101,6 +101,7 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
     job = job_of(config, run.axes, run.model, precision_of(config))
     room = Room.of(machines)
     assert isinstance(job.attention, AttentionChoice)
+    # A step that is far too large is refused by formulas, if the method has them, before a long simulation.
     if not job.attention.method.missing("forward_memory", "backward_memory"):
         check_simulated(job, machines, room, "--data.sequence-length")
     return Prediction(

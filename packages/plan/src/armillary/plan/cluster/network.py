@@ -1,4 +1,4 @@
-"""Transfer times of concurrent sends, from the load of each port that they pass."""
+"""The network model: transfer times of concurrent sends, from the load of each port that they pass."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from armillary.data.console.quantity import LARGEST, quantity
 
 Wiring = Literal["rank", "pair", "group"]
 Port = tuple[str | int, ...]
+"""Name of a level, the kind of port, and the rank, pair or group that it belongs to."""
 
 
 def number(value: Any) -> Any:
-    """Converts text such as "80GB" to a number. pydantic would also accept a bool as one."""
+    """Converts text such as "80GB" to a number. Refuses booleans, which pydantic accepts as 0 and 1."""
     if isinstance(value, bool):
         raise ValueError('must be a number, or a quantity such as "80GB"')
     return quantity(value) if isinstance(value, str) else value
@@ -113,6 +114,7 @@ class Delivery(NamedTuple):
         return self._overlap(self.sending, compute)
 
     def _overlap(self, seconds: float, compute: float) -> float:
+        # The longer of both, plus the part of the shorter one that contention for the device's resources adds.
         return max(compute, seconds) + self.link.disturbs * min(compute, seconds)
 
 
@@ -138,8 +140,8 @@ class Load:
         sizes, sums = self.sorted_sizes
         smaller = bisect_right(sizes, size)
         carried_bytes = sums[smaller] + (len(sizes) - smaller) * size
-        crowd = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
-        return carried_bytes * crowd / self.link.bandwidth
+        slowdown = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
+        return carried_bytes * slowdown / self.link.bandwidth
 
 
 def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
@@ -148,6 +150,7 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
     Args:
         levels: links by level, from the smallest groups to all ranks.
     """
+    # 1. The load of every port, and the ports on the route of every send.
     loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
     sends_by_rank, receives_by_rank = Counter[int](), Counter[int]()
     for send in sends:
@@ -166,7 +169,7 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
             route.append(load)
         routes.append((send, level.link, route))
 
-    # Loads are complete only now, so times are computed in a second pass.
+    # 2. The time of every send: latency, software overhead of its messages, and the busiest port on its route.
     result = list[Delivery]()
     for send, link, route in routes:
         start = link.latency + link.message * max(sends_by_rank[send.source], receives_by_rank[send.target])

@@ -78,7 +78,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """A plan with its defaults filled in, and the memory of its step.
+    """A plan with names and defaults resolved, and the simulated and estimated memory of its step.
 
     Args:
         fit: with `max_context`, the longest sequence that fits.
@@ -127,6 +127,7 @@ def plan_memory(
     def measure(length: int) -> StepMemory:
         return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
+    # A faster prediction, with which `longest_fit` searches.
     def outlook(length: int) -> StepMemory | Estimate:
         job, policy = job_of(plan, axes, length), plan.checkpointing
         if is_hybrid(job.model) or (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):

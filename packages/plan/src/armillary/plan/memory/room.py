@@ -1,4 +1,4 @@
-"""Available memory, the longest sequence that fits into it, and the number of accelerators that a longer one needs."""
+"""`Room`: memory that a run may use; the longest sequence that fits into it, and the accelerators for a longer one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESERVE, HOST_RESERVE = "5GiB", "100GB"
 """Default memory of a device and of a machine that is not available to torch's tensors."""
 
 SIMULATED_SHARE = 4
-"""Largest estimated share of the room that is still simulated: a simulation takes as long as its step has chunks."""
+"""A step with a larger estimated share of the room is not simulated: simulations take longer the more chunks it has."""
 
 Usage = StepMemory | Estimate
 Measure = Callable[[int], StepMemory]
@@ -24,7 +24,7 @@ Outlook = Callable[[int], Usage]
 
 
 class DoesNotFitError(Exception):
-    """The answer of a command that no memory suffices; its exit code is 1."""
+    """A step, or every sequence length, needs more memory than there is. The input is valid: the exit code is 1."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,13 @@ def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
 
 @dataclass(frozen=True)
 class LongestFit:
-    """The longest sequence that fits, its memory, and by the outlook that of a million tokens more."""
+    """The longest sequence that fits.
+
+    Args:
+        length: its number of tokens.
+        memory: its memory, simulated.
+        longer: memory of a sequence with a million tokens more, by the outlook.
+    """
 
     length: int
     memory: StepMemory
@@ -126,7 +132,9 @@ def longest_fit(measure: Measure, outlook: Outlook, room: Room, step: int, start
     Raises:
         DoesNotFitError: not even `step` tokens fit.
     """
+    # 1. Search with the fast outlook.
     length = longest_by_outlook(outlook, room, step, start)
+    # 2. Confirm by simulation, and shorten in proportion while it does not fit.
     memory = measure(length)
     while (used_share := room.share(memory)) > 1:
         if length == step:
@@ -143,7 +151,7 @@ def longest_by_outlook(outlook: Outlook, room: Room, step: int, start: int, atte
     Memory is nearly linear in the length, so a few attempts suffice.
     """
     first = max(step, start // 2 // step * step)
-    usages = {length: outlook(length) for length in (first, 2 * first)}
+    usages = {length: outlook(length) for length in (first, 2 * first)}  # the first two points of the secant
     for _ in range(attempts):
         guess = max(step, _full_length(usages, room) // step * step)
         if guess in usages:

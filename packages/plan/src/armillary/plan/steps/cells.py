@@ -47,6 +47,8 @@ class MaskCells:
         chunks = 2 * layout.shards  # of a zigzag layout: cells end where chunks do
         count = min(layout.length, chunks * max(1, MOST_CELLS // chunks))
         edges = np.arange(count + 1) * layout.length // count
+        # From the middle of each cell on, the position of the shard that has been chosen least often so far: a striped
+        # layout would otherwise show the same shard in every cell.
         uses, chosen_positions, chosen_shards = np.zeros(layout.shards, np.int64), list[int](), list[int]()
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             middle = (start + stop) // 2

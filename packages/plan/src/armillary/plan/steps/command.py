@@ -1,4 +1,4 @@
-"""`armillary-plan steps`: arguments, and the steps of the methods that they name."""
+"""`armillary-plan steps`: its arguments, and the drawings of the methods that they name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from armillary.train.config.limits import Count, CountOrNone, check_limits
 MOST_RANKS = 64
 """Ranks of a picture."""
 TOKENS_PER_RANK = 8
-"""Of the default sequence: four in each of a zigzag layout's chunks."""
+"""Tokens of a rank in the default sequence: four in each of a zigzag layout's two chunks."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

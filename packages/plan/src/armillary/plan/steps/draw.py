@@ -1,7 +1,7 @@
-"""A frame as two SVG drawings: ranks in a circle with their sends, and the mask with the blocks that they compute.
+"""Draws a frame as SVG: the ranks in a circle with their sends, and the mask with the blocks that they compute.
 
-Shapes that several frames have are defined once: an arrow for each pair of ranks that send, a path for each block.
-Classes carry colours, so that one style sheet serves light and dark pages.
+Shapes that several frames use are defined once: an arrow for each pair of ranks that send, a path for each block.
+Colours are in classes, so that one style sheet serves light and dark pages.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Circle:
 
     def arrow(self, source: int, target: int) -> str:
         """Returns the path of an arrow. Opposite directions bend to opposite sides."""
+        # A quadratic Bezier curve from dot to dot, whose control point is beside the middle of the straight line.
         (x0, y0), (x1, y1) = self.center(source), self.center(target)
         length = hypot(x1 - x0, y1 - y0)
-        side_x, side_y = (y0 - y1) / length, (x1 - x0) / length
+        side_x, side_y = (y0 - y1) / length, (x1 - x0) / length  # unit vector across the line
         bend = 0.14 * length + 3
         control_x, control_y = (x0 + x1) / 2 + bend * side_x, (y0 + y1) / 2 + bend * side_y
         start = _towards(x0, y0, control_x, control_y, self.dot + 1)
         end = _towards(x1, y1, control_x, control_y, self.dot + 2)
-        # The head is two strokes from the tip, 35 degrees to either side of the curve: 0.82 and 0.57 are the cosine and
-        # the sine.
+        # The head: two strokes from the tip, 35 degrees to either side of the curve (cosine 0.82, sine 0.57).
         angle_x, angle_y = control_x - end[0], control_y - end[1]
         size = min(6.0, 0.5 * self.dot + 1.5) / hypot(angle_x, angle_y)
         stroke_ends = (
@@ -116,6 +116,7 @@ class Drawing:
 
     def masks(self, index: int) -> str:
         """Returns a square for each rank of the head axis, with the blocks of frame `index` and those before it."""
+        # One square per rank of the head axis, in a grid that is as square as possible.
         columns = ceil(self.ulysses**0.5)
         rows = ceil(self.ulysses / columns)
         # Above each square: its heads, and a strip with the owner of each key. To its left, the owners of queries.

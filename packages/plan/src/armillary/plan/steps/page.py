@@ -1,4 +1,4 @@
-"""Output: a page to step through a method, or an SVG file with frames of one or several methods side by side."""
+"""Writes an HTML page to step through a method, or an SVG file with frames of one or several methods side by side."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MethodSteps:
 
 
 def html_page(steps: MethodSteps) -> str:
-    """Returns a page that needs no other file and no network."""
+    """Returns an HTML page that contains its styles, script and data, and loads nothing."""
     frames = "\n".join(
         f'<figure class="frame">{svg(steps.drawing.ring(frame), "ranks")}{svg(steps.drawing.masks(i), "mask")}'
         f"<figcaption>{escape(frame.title)}: {escape(moves_text(frame))}</figcaption></figure>"

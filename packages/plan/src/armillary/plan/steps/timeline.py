@@ -1,4 +1,4 @@
-"""Frames: the transfers and computations of each step of a method, from its communication plan."""
+"""Converts a communication plan to frames: the transfers and the computation of each step of a method."""
 
 from __future__ import annotations
 
@@ -127,6 +127,8 @@ def join_frames(frames: Sequence[Frame]) -> list[Frame]:
     for frame in frames:
         before = result[-1] if result and result[-1].phase == frame.phase else None
         has_sends = bool(frame.moves or frame.returning)
+        # Joined are a computation without sends and the frame before it, and successive sends of inputs, such as the
+        # all-to-alls of q, k and v. Sends of results are frames of their own.
         only_sends = before and not (before.blocks or frame.blocks or before.returning or frame.returning)
         if before and (not has_sends or (only_sends and kinds(before) == kinds(frame) and not is_output(before))):
             result[-1] = replace(
@@ -167,7 +169,7 @@ def rank_blocks(plan: CommPlan, step: Step, heads: int, ulysses: int) -> Iterato
 
 
 def sent_bytes(rank_bytes: Counter[tuple[Role, Kind, int]]) -> tuple[SentBytes, ...]:
-    """Returns the sum and the maximum over ranks for each axis and kind."""
+    """Returns the sum and the maximum over ranks for each axis and kind of move."""
     sizes_of_ranks = dict[tuple[Role, Kind], list[int]]()
     for (axis, kind, _), size in rank_bytes.items():
         sizes_of_ranks.setdefault((axis, kind), []).append(size)

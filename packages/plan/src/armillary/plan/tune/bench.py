@@ -1,4 +1,4 @@
-"""Times forward and backward of one block of the model, or of each that a hybrid repeats, on a candidate's mesh."""
+"""Times forward and backward of one block of the model, or of one period of a hybrid's, on a candidate's mesh."""
 
 from __future__ import annotations
 
@@ -51,19 +51,20 @@ class Bench:
         Raises:
             ValueError: the candidate does not match the model, the rows or the length; on every rank.
         """
+        # 1. The mesh and the method of the candidate.
         config = candidate.apply_to(config)
         check(config)
         axes, dtype = choose_axes(config, world_size()), precision(config, device)
         mesh = mesh_of(config, device, axes)
+        # 2. The model: one block, or the blocks that a hybrid repeats.
         block = model_config(config.model, VOCABULARY, config.data.sequence_length)
-        # The blocks that a hybrid repeats; one of any other model.
         block = replace(block, layers=len(block.mixers)) if is_hybrid(block) else one_block(block)
         block = replace(block, vocab_size=VOCABULARY)
         model, attention = shard_model(block, config, mesh, dtype)
         attention.kernel = kernel_with_margin(config, block, dtype, device, axes["ring"])
+        # 3. The tokens: random ones; with documents, in the layout and under the mask of the run's first batch.
         layout, mask = attention.layout(config.data.sequence_length, config.data.layout), AttentionMask()
         if config.data.documents:
-            # The documents of the run's first batch, in their layout.
             replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
             stores = open_stores(config.data, config.model.pretrained)
             batch = load_rows(config, stores, attention, replica)[0].batch(0)

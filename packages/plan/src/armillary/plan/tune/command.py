@@ -32,11 +32,10 @@ class TunePlan(Source):
       # the chosen run
       torchrun --nproc-per-node 8 -m armillary.train --config tuned.toml
 
-    It takes as many ranks as the run will have, and the run's own flags. All meshes of shard x ring x ulysses are
-    tried, whatever the flags say of these; replicate and tp are kept. With --data.documents the layouts zigzag,
-    contiguous and balanced are tried too, on the documents of the first batch; of a hybrid zigzag and contiguous ones,
-    and contiguous ones for its states alone. The same command resumes an interrupted
-    one.
+    Start it on as many ranks as the run, with the run's own flags. It tries all meshes of shard x ring x ulysses,
+    whatever the flags say of these, and keeps replicate and tp. With --data.documents it also tries the layouts zigzag,
+    contiguous and balanced, on the documents of the first batch; for a hybrid zigzag, contiguous, and zigzag with
+    contiguous states. The same command resumes an interrupted run.
     """
 
     out: Path = Path("tuned.toml")

@@ -1,4 +1,4 @@
-"""A process group for each candidate, so that its communicators end with it."""
+"""Starts a process group for each candidate, so that its communicators are freed with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Groups:
 
     @contextmanager
     def group(self, phase: str, number: int = 0) -> Generator[tuple[torch.device, Ranks]]:
-        """A new process group around the block: (this rank's device, all ranks on a group of their own).
+        """Context manager with a new process group. Yields this rank's device, and `Ranks` to agree with the others.
 
         Args:
             phase, number: title of the block in the watchdog's reports.

@@ -1,4 +1,4 @@
-"""The tuner's JSON file: measurements, the choice, and the cache key of all settings that they depend on."""
+"""The tuner's JSON file: measurements, the choice, and the settings that both depend on (the cache key)."""
 
 from __future__ import annotations
 

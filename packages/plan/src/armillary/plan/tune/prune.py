@@ -1,4 +1,4 @@
-"""Candidates for the tuner, without those that the planner predicts to be slow or not to fit."""
+"""Selects the tuner's candidates: leaves out those that the planner predicts to be slow or not to fit."""
 
 from __future__ import annotations
 

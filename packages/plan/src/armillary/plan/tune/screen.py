@@ -1,4 +1,4 @@
-"""Progress on the terminal: a line for each candidate, above a progress bar."""
+"""Prints the tuner's progress: a line for each candidate, above a progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures all candidates one after another, then compares the fastest ones by alternating between them."""
+"""`tune`: measures all candidates one after another, then compares the fastest ones by alternating between them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Tuner:
         return state
 
     def measure_candidate(self, candidate: Candidate, number: int, state: TunerState) -> TunerState:
-        """Measures a candidate and saves the result, or the reason of a failure."""
+        """Measures a candidate, and saves the result or the reason of its failure."""
         plan, name = self.plan, str(candidate)
         starts = state.attempts.get(name, 0)
         with self.groups.group("measuring", number) as (device, ranks):
@@ -101,6 +101,7 @@ class Tuner:
             else:
                 measurement, reason = None, f"has ended {starts} runs; remove it from the file to try again"
             measurement = measurement or Measurement(candidate, reason=reason)
+            # The candidate has ended, so its attempts no longer count.
             attempts = {
                 candidate_name: count for candidate_name, count in state.attempts.items() if candidate_name != name
             }
@@ -112,7 +113,8 @@ class Tuner:
 
     def choose(self, state: TunerState) -> TunerState:
         """Chooses the fastest candidate, after a comparison if others are within `NOISE`."""
-        # Drop the comparison of an earlier run, which may have had other finalists.
+        # 1. Finalists: candidates whose fastest pass is as fast as the best median, up to noise. Comparisons of an
+        # earlier run are dropped, because it may have had other finalists.
         state = replace(
             state, measurements=tuple(replace(measurement, paired_seconds=None) for measurement in state.measurements)
         )
@@ -123,10 +125,11 @@ class Tuner:
             if (measurement.fastest_pass or 0.0) <= NOISE * (fastest[0].seconds or 0.0)
         ]
         with self.groups.group("comparing") as (device, ranks):
+            # 2. Measure them in turns.
             if len(finalists) > 1:
                 state = self.compare_finalists(finalists[:FINALISTS], state, device, ranks)
 
-            # Compared candidates come first, in the order of the comparison.
+            # 3. Choose: compared candidates come first, in the order of the comparison.
             def order(measurement: Measurement) -> tuple[bool, float]:
                 return measurement.paired_seconds is None, measurement.paired_seconds or measurement.seconds or 0.0
 

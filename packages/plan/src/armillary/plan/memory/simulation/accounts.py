@@ -1,4 +1,4 @@
-"""Accounts of allocated bytes by category, with the breakdown at the peak."""
+"""`Account`: allocated bytes of one memory by category, and their breakdown at the peak."""
 
 from __future__ import annotations
 

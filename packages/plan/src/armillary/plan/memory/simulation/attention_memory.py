@@ -1,4 +1,4 @@
-"""Memory in units that papers count: attention's peak, and activations right before attention is recomputed."""
+"""Attention's peak memory in the units of papers, and activations right before attention is recomputed."""
 
 from __future__ import annotations
 

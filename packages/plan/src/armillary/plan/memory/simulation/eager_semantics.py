@@ -1,4 +1,4 @@
-"""Dispatch mode that restores eager execution where torch executes differently under any dispatch mode."""
+"""`EagerSemantics`: a dispatch mode that undoes the ways in which torch executes differently under dispatch modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live bytes of tensors by category, for real tensors on the CPU and for fake ones."""
+"""`LiveBytes`: a dispatch mode that counts the bytes of live tensors by category, on real CPU tensors or fake ones."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ class LiveBytes(TorchDispatchMode):
             return result
         self.ops += 1
         arguments = args, kwargs or {}
+        # Every new storage among the results is an allocation; views share the storage of an argument.
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage_key(storage) in self._storages:

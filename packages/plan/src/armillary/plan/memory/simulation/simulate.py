@@ -1,4 +1,4 @@
-"""Simulation of one training step: the real model, FSDP2 and optimizer on fake tensors, without a GPU."""
+"""Simulates the memory of one training step: the real model, FSDP2 and optimizer on fake tensors, without a GPU."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """The rank with the most memory: rank 0, or of a hybrid the second on the sequence axis.
+        """The rank with the most memory: rank 0, or for a hybrid the second rank on the sequence axis.
 
-        Every chunk of its states follows a state of another rank, whose effect it computes.
+        In a hybrid, states from other ranks enter all of that rank's chunks, and it computes their effect.
         """
         has_states = isinstance(self.model, LlamaConfig) and self.model.states is not None
         is_sharded = self.axes.get("ring", 1) * self.axes.get("ulysses", 1) > 1
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Sizes of the axes of the mesh. A hybrid method splits the ring axis of `axes` in two (`AttentionChoice`)."""
+        """Sizes of the mesh's axes. Methods over nodes split the ring axis of `axes` in two (`AttentionChoice`)."""
         return getattr(self.attention, "mesh_axes", dict)(self.axes)
 
 
@@ -155,8 +155,10 @@ class SimulatedStep:
                 if parameter.grad is not None:
                     live.pin("gradients", [parameter.grad], self.job.on_host)
 
+            # 1. State of a run that has trained before: master weights and AdamW's moments.
             optimizer = self.allocate_state()
             live.pin("parameters", self.model.parameters(), self.job.on_host)
+            # 2. One step. Gradients are ordinary tensors until they appear in `.grad`, where they get their category.
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(pin_gradient)
             self.train_step(optimizer)
@@ -186,7 +188,8 @@ class SimulatedStep:
         return optimizer
 
     def train_step(self, optimizer: Optimizer) -> None:
-        """`armillary.train.trainer.train_step` without the parts that read numbers."""
+        """As `armillary.train.step.train_step`, without reading values of tensors, which fake tensors do not have."""
+        # A first micro-batch leaves gathered parameters and unsharded gradients; more micro-batches leave the same.
         if self.job.zero_stage == 1 and self.job.micro_batches > 1:
             begin_micro_batch(self.model, last=False)
             self.loss().backward()
@@ -198,7 +201,7 @@ class SimulatedStep:
         optimizer.zero_grad()
 
     def loss(self) -> Tensor:
-        """`armillary.train.trainer.global_loss` on a batch of zeros."""
+        """Returns the loss of one micro-batch of zeros, as the trainer computes it."""
         with label("batch"):
             positions = self.layout.positions(self.shard).to(self.device)
             tokens = torch.zeros(self.job.rows, len(positions), dtype=torch.long, device=self.device)

@@ -1,4 +1,4 @@
-"""Memory of a layer with a state by itself: simulated on few tokens, and linear in tokens and exchanged states."""
+"""`StateMemory`: memory of a layer with a state alone, simulated on few tokens and extrapolated linearly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE_BYTES = torch.float32.itemsize
 
 
 class LinearBytes(NamedTuple):
-    """Bytes that are linear in a rank's tokens and in the bytes of all gathered states and maps."""
+    """A linear function of a rank's tokens and of the bytes of gathered states and maps, with values in bytes."""
 
     fixed: float
     per_token: float
@@ -62,6 +62,8 @@ class StateMemory:
 
         The rank is one whose chunks all follow another rank's state, as on all ranks but the first.
         """
+        # Three simulations give the three coefficients: twice the tokens for `per_token`, and twice the ranks, which
+        # gather more states, for `per_gathered`.
         ranks = 2 if sharded else 1
         short, long = (_peaks(mixer, states, precision, TOKENS * n, ranks) for n in (1, 2))
         wide = _peaks(mixer, states, precision, TOKENS * 2, 2 * ranks) if sharded else long
@@ -77,7 +79,7 @@ class StateMemory:
 def gathered_bytes(mixer: Mixer, states: StateConfig, ranks: int, zigzag: bool) -> int:
     """Bytes of the states and maps that a layer gathers from all ranks for a row, on zigzag or contiguous shards.
 
-    Each rank beyond the second adds as many, so that no layout of many ranks is built.
+    Each rank beyond the second adds the same number, so layouts of 2 and 3 ranks are enough.
     """
     if ranks == 1:
         return 0
