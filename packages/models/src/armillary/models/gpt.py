@@ -22,8 +22,9 @@ from armillary.models.layers.projections import ProjectionModule
 
 
 class GPT(Pretrained):
-    """A decoder whose head is its embedding table. Weights are torch's defaults until `initialize` or
-    `from_pretrained`.
+    """A decoder whose head is its embedding table.
+
+    Weights are torch's defaults until `initialize` or `from_pretrained`.
 
     Args:
         attention: called by every layer; `armillary.attention.Local()` unless given.

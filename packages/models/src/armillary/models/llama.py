@@ -77,6 +77,7 @@ class Llama(Pretrained):
         """
         hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
         head = head if self.prepare_head is None else self.prepare_head(head, ids.shape[1])
+        # `lm_head` calls `head` itself: FSDP gathers its weight only while the module runs.
         return head(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden, head)
 
     @property

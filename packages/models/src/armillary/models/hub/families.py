@@ -1,4 +1,4 @@
-"""Fields, defaults and limits of each supported `model_type`."""
+"""The supported model types of Hugging Face: their fields, defaults, and the values that our models compute."""
 
 from __future__ import annotations
 
@@ -136,4 +136,4 @@ FAMILIES = {
         },
     ),
 }
-"""By `model_type`."""
+"""The supported families by `model_type`. Defaults are those of the family's config class in `transformers`."""

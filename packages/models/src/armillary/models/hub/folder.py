@@ -1,4 +1,4 @@
-"""Files of a Hugging Face folder: names, JSON, the index of weights, and atomic writes."""
+"""The files of a Hugging Face folder: their names, reading JSON and the index of weights, and atomic writes."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def write_partial(path: Path, save: Callable[[Path], object]) -> None:
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         save(partial)
+        # Otherwise a crash after the rename could leave the new name with the content of neither file.
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
 

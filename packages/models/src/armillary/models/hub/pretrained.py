@@ -48,10 +48,11 @@ class Pretrained(nn.Module):
         """
         build: Any = cls
         config = hub.read_config(folder, cls.kind)
-        hub.check_weights(Path(folder), config, cls)
+        hub.check_weights(Path(folder), config, cls)  # before a model is built with the sizes that the config states
         with torch.device("meta"):
             model = build(config, attention)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        # `assign` makes the tensors that were read the parameters, in place of those on "meta".
         model.load_state_dict(hub.read_tensors(folder, model.config, shapes, dtype), assign=True)
         model.source = Path(folder)
         return model

@@ -1,4 +1,4 @@
-"""The slice of a file's tensor that each parameter is: GPT-2 files have transposed weights, and q, k and v fused."""
+"""Maps each parameter to a slice of a file's tensor: GPT-2 files have transposed weights, and q, k and v fused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The slice of a tensor in a file that one parameter of the model is.
+    """The slice of a tensor in a file that contains one parameter of the model.
 
     Args:
         name: name of the tensor in the file.

@@ -86,6 +86,7 @@ class ShardedLoss(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: TokenLabels, vocabulary: VocabularyShard, z_loss: float, needs_grad: bool
     ) -> Tensor:
         padded_logits = pad_empty_shard(logits)
+        # A copy in the dtype of sums, which becomes the softmax and then the gradient. The caller's logits stay.
         gradient = padded_logits.to(accumulation_dtype(logits.dtype), copy=True)
         gradient_buffer = gradient if needs_grad else None
         chunk = labels.of_chunk(slice(0, len(padded_logits)), vocabulary, gradient.dtype)

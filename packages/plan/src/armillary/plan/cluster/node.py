@@ -60,7 +60,7 @@ class Accelerator:
             else (published_efficiency.forward(tokens), published_efficiency.backward)
         )
         if self.is_persistent(kernel):
-            forward *= 1 - margin / MULTIPROCESSORS
+            forward *= 1 - margin / MULTIPROCESSORS  # it computes on the other multiprocessors only
         return self.attention or forward, self.attention_backward or backward
 
     def is_persistent(self, kernel: str | None = None) -> bool:

@@ -67,6 +67,7 @@ def model_flags(model: Model) -> ModelConfig:
         sizes |= {f"state_{name}": getattr(states, name) for name in names} | {"conv_width": states.conv_width}
     if not isinstance(model, GPTConfig):
         sizes |= {"rope_theta": model.rope_theta, "rope_scaling": "none"}
+        # Left out where it is the default, so that the command line stays short.
         sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim
     sizes["family"] = "gpt" if is_gpt else "llama"
     return ModelConfig(**sizes)

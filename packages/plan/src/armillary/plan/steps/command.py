@@ -158,6 +158,7 @@ def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
         batch=plan.rows,
     )
     frames = timeline(method.comm_plan(work, ring, ulysses), plan.heads, ulysses)
+    # Side by side only a few frames fit, so steps that belong together are joined.
     if len(plan.attention) > 1:
         frames = join_frames(frames)
     drawing = Drawing(frames, MaskCells.of(layout, mask, ulysses), plan.ranks, ulysses, prefix)

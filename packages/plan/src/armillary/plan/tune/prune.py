@@ -42,8 +42,8 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
         )
     model = model_config(config.model, VOCABULARY, config.data.sequence_length)
     heads = model.heads // parallel.tp
-    rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
-    # The run's own layout, and others that may send less or be more even.
+    rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)  # of a micro-batch
+    # The run's own layout, and others that may send less or balance better.
     layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
     relaid = is_hybrid(model) and parallel.tp == 1
     every = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts, relaid=relaid))

@@ -27,6 +27,7 @@ def check(config: Config) -> None:
     check_tasks(config)
     check_states(config)
     check_schedule(config.optimizer, config.train.steps)
+    # `LlamaConfig` would round dim / heads down.
     if config.model.pretrained is None and config.model.dim % config.model.heads and config.model.head_dim is None:
         raise ValueError(
             f"--model.dim {config.model.dim} is not a multiple of --model.heads {config.model.heads}; "
@@ -122,9 +123,13 @@ def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
     if config.trace_steps and config.trace is None:
         raise ValueError("--log.trace-steps: name the file too, as --log.trace FILE")
-    traced_steps = {"profile": config.profile, "trace-steps": config.trace_steps}
-    for name, steps_value in {**traced_steps, "memory-snapshot": config.memory_snapshot}.items():
-        outside = [step for step in steps_value if not 1 <= step <= steps]
+    by_flag = {
+        "profile": config.profile,
+        "trace-steps": config.trace_steps,
+        "memory-snapshot": config.memory_snapshot,
+    }
+    for name, chosen_steps in by_flag.items():
+        outside = [step for step in chosen_steps if not 1 <= step <= steps]
         if outside:
             raise ValueError(f"--log.{name}: there is no step {outside[0]}; choose from 1 to {steps}")
     if config.memory_snapshot and device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The sizes of the configured model: from its fields or its pretrained folder, with checks of one against the other."""
+"""Returns the sizes of the configured model, from its fields or its pretrained folder, and checks that these agree."""
 
 from __future__ import annotations
 
@@ -107,24 +107,25 @@ def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
 
 def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
     """Raises ValueError, with the flag and both values, for sizes that differ from the pretrained folder's."""
-    plain = ModelConfig()
+    defaults = ModelConfig()
     family = "gpt" if isinstance(sizes, GPTConfig) else "llama"
     for name in (*SIZES, "vocab_size"):
-        value, default = getattr(config, name), getattr(plain, name)
-        has = family if name == "family" else getattr(sizes, name, default)
-        if value not in (default, has):
+        value, default = getattr(config, name), getattr(defaults, name)
+        folder_value = family if name == "family" else getattr(sizes, name, default)
+        # A field that has its default counts as not set.
+        if value not in (default, folder_value):
             raise ValueError(
-                f"--model.{flag(name)} {value}: the model in {config.pretrained} has {has}; leave it out, or train "
-                "without --model.pretrained"
+                f"--model.{flag(name)} {value}: the model in {config.pretrained} has {folder_value}; leave it out, or "
+                "train without --model.pretrained"
             )
 
 
 def check_gpt(config: ModelConfig) -> None:
     """Raises ValueError, with the flag, for fields that only a LLaMA has."""
-    plain = ModelConfig()
+    defaults = ModelConfig()
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name not in OF_GPT and value != getattr(plain, field.name):
+        if field.name not in OF_GPT and value != getattr(defaults, field.name):
             raise ValueError(
                 f"--model.{flag(field.name)} {value}: a GPT has none; leave it out, or use --model.family llama"
             )

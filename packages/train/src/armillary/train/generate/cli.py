@@ -44,10 +44,12 @@ def run(options: Generate) -> list[Continuation]:
     Raises:
         ValueError: no such model, no tokenizer, an invalid prompt, or more tokens than the model has positions.
     """
+    # 1. Model folder and tokenizer.
     source = find_source(options.source, options.step)
     tokenizer = None if options.ids else find_tokenizer(source, options.tokenizer, options.begin_of_document)
     if tokenizer is None and not options.ids:
         raise ValueError(f"{options.source}: no tokenizer is known; name one by --tokenizer, or give tokens by --ids")
+    # 2. The process group, and the sharded model.
     device, owns_group = choose_device(options.train, "--device"), not dist.is_initialized()
     if owns_group:
         start_process_group(device.type, TIMEOUT)
@@ -55,6 +57,7 @@ def run(options: Generate) -> list[Continuation]:
     prompts = ranks.on_first(lambda: prompts_of(options))
     with Bar("loading", quiet=options.json or ranks.rank > 0):
         model, step = load_model(options, source, device, ranks)
+    # 3. All prompts are checked before the first one is continued.
     rows = [encode(prompt, tokenizer, model.config.vocab_size) for prompt in prompts]
     check_positions(model, rows, options.tokens)
     stops = stops_of(source, tokenizer) if options.stop else []
@@ -73,7 +76,7 @@ def run(options: Generate) -> list[Continuation]:
 
 
 def encode(prompt: str, tokenizer: TwoWayTokenizer | None, vocabulary: int) -> list[int]:
-    """Returns the tokens of a prompt, which holds their numbers if there is no tokenizer.
+    """Returns the token ids of a prompt. Without a tokenizer the prompt lists the ids themselves.
 
     Raises:
         ValueError: no numbers, no tokens, or tokens outside the model's vocabulary.

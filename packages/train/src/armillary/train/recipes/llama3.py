@@ -1,7 +1,7 @@
 """LLaMA-3 (arXiv 2407.21783) on long sequences.
 
-Sizes and, at 128k, RoPE's scaling are those of LLaMA 3.1; learning rates are modest ones for training on from published
-weights (`--model.pretrained FOLDER`), on which a run for long sequences should build.
+Sizes and, at 128k, RoPE's scaling are those of LLaMA 3.1. Learning rates are modest, because a run for long sequences
+should continue from published weights (`--model.pretrained FOLDER`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LLAMA3_70B = ModelConfig(
 def llama3_8b_128k() -> Config:
     """LLaMA-3.1-8B at 131,072 tokens on 8 x H100 80 GB: Ulysses, a head of keys to a rank.
 
-    A step is a million tokens, 8 rows one after the other. Everything except the MLP is kept for backward: 42 of 74 GiB
-    a device, none of it on the host.
+    A step is a million tokens: 8 rows, one after the other. Backward recomputes only the MLP: 42 of 74 GiB a device,
+    nothing on the host.
     """
     return long_run(
         scale_rope(LLAMA3_8B),
@@ -47,8 +47,8 @@ def llama3_8b_128k() -> Config:
 def llama3_8b_1m() -> Config:
     """LLaMA-3-8B at 1,048,576 tokens on 8 x H100 80 GB: UPipe (arXiv 2602.21196), attention's results kept on the host.
 
-    At this length attention is nearly all of the work, and so is not done again in backward. 25 of 74 GiB a device and
-    65 of 221 of the host's. RoPE is LLaMA 3's: its slowest pair turns once in 2.6 million positions.
+    At this length attention is nearly all of the work, so backward does not recompute it. 25 of 74 GiB a device and 65
+    of 221 GiB of the host. RoPE is LLaMA 3's: its slowest pair turns once in 2.6 million positions.
     """
     return long_run(
         LLAMA3_8B,
@@ -61,9 +61,9 @@ def llama3_8b_1m() -> Config:
 def llama3_8b_5m() -> Config:
     """LLaMA-3-8B at 5,242,880 tokens on 8 x H100 80 GB: UPipe, blocks' inputs and the optimizer on the host.
 
-    42 of 74 GiB a device and 171 of 221 of the host's; attention is done again in backward, as its results would not
-    fit there. A step is about two hours. Theta is 5 million, so that RoPE's slowest pair turns once in 25 million
-    positions; it is not tuned.
+    42 of 74 GiB a device and 171 of 221 GiB of the host, which has no room for attention's outputs: backward
+    recomputes them. A step takes about two hours. Theta is 5 million, so that RoPE's slowest pair turns once in 25
+    million positions; it is not tuned.
     """
     return long_run(
         replace(LLAMA3_8B, rope_theta=5_000_000.0),
@@ -78,8 +78,8 @@ def llama3_8b_5m() -> Config:
 def llama3_70b_128k() -> Config:
     """LLaMA-3.1-70B at 131,072 tokens on 4 nodes of 8 x H100 80 GB: a sequence for each node, Ulysses within.
 
-    Between nodes only parameters and gradients travel. 54 of 74 GiB a device and 40 of 221 of the host's, with
-    attention's results kept there.
+    Nodes exchange only parameters and gradients. 54 of 74 GiB a device and 40 of 221 GiB of the host, which keeps
+    attention's outputs.
     """
     return long_run(
         scale_rope(LLAMA3_70B),
