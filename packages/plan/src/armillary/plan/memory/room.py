@@ -66,7 +66,7 @@ class Room:
 
 
 def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
-    """Advice for a step that does not fit: the number of accelerators on which it would, by formulas.
+    """Advice for a step that does not fit: the number of accelerators that suffice, by formulas.
 
     Doubles the ring until the step fits. A method without a ring gets one around it.
     """

@@ -30,7 +30,7 @@ RECIPES = {
 def trainer_config(result: SearchResult, choice: Choice) -> Config:
     """The trainer's configuration for a choice.
 
-    Learning rate, steps and saving are those of the model's recipe, which continues from published weights.
+    Learning rate, steps and saving come from the model's recipe, which continues from published weights.
     """
     recipe = recipe_config(RECIPES[result.plan.model])
     return replace(

@@ -63,7 +63,7 @@ class SearchPlan:
     attention: tuple[str, ...] = ()
     """Methods to search, named as for --parallel.attention; by default all."""
     documents: Path | None = None
-    """Token store: attention within its documents, packed into rows. Layouts are weighed too."""
+    """Token store: attention within its documents, packed into rows. Compares layouts too."""
     document_tokens: Quantity | None = None
     """Mean length of packed documents, drawn from a lognormal distribution, in place of a store."""
     kernel: str | None = None

@@ -116,7 +116,7 @@ def continue_prompt(
     stops: Sequence[int],
     print_text: bool,
 ) -> Continuation:
-    """Generates the tokens after a prompt, the same on every rank; prints them as they come if `print_text`."""
+    """Generates the tokens after a prompt, the same on every rank; prints each at once if `print_text`."""
 
     def write(text: str) -> None:
         if print_text:

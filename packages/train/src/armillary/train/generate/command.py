@@ -34,7 +34,7 @@ class Generate:
       torchrun --nproc-per-node 4 -m armillary.train.generate outputs --prompt-file book.txt --parallel.ring 4
 
     Each rank reads its own part of the weights; rank 0 prints. On one rank or several, the likeliest tokens are the
-    same. Tokens appear as they come; prompts are continued one after the other.
+    same. Text is printed as it is generated; prompts are continued one after the other.
     """
 
     source: Annotated[Path, tyro.conf.Positional]

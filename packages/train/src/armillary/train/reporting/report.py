@@ -34,7 +34,7 @@ class Reporter:
     """
 
     def __init__(self, config: Config, fence: Callable[[], None] = lambda: None) -> None:
-        self.config, self.last_step, self._begun = config, 0, False
+        self.config, self.last_step, self._started = config, 0, False
         first = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
         self._screens = [GuardedSink(self._screen, complain=_ignore)] if first else []
@@ -55,7 +55,7 @@ class Reporter:
 
     def on_resume(self, step: int) -> None:
         """Starts the report: training begins after `step`, 0 or the checkpoint's. Before this, only `say` prints."""
-        self.last_step, self._begun = step, True
+        self.last_step, self._started = step, True
         self._submit_to_all(lambda sink: sink.on_resume(step))
 
     def step(self, metrics: StepMetrics) -> None:
@@ -97,7 +97,7 @@ class Reporter:
             return None
 
     def _submit_to_all(self, report: Callable[[Sink], None]) -> None:
-        for guarded in self._sinks if self._begun else ():
+        for guarded in self._sinks if self._started else ():
             guarded.submit(lambda sink=guarded.sink: report(sink))
 
     def _complain(self, error: str) -> None:

@@ -98,5 +98,5 @@ def memory_before_attention(
         with fake, simulating(), LiveBytes() as live, patch_method(Ring, "forward", with_snapshot):
             step.allocate_state()
             step.loss().backward()
-    # Forward takes one snapshot per block; the next one is that of the last block, which is recomputed first.
+    # Forward takes one snapshot per block. Backward recomputes the last block first, which takes the next one.
     return snapshots[model.layers]
