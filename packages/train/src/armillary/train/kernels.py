@@ -20,9 +20,10 @@ DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
 def kernels_of(
     config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, capability: Capability | None = None
 ) -> list[ChosenKernel]:
-    """Returns the kernel on the CPU if so configured, else on the given capability, this GPU's, or each family's.
+    """Returns the attention kernel for each device of a dry run, with the reasons against faster ones.
 
-    Packages count as installed if they are on this machine.
+    The device is the CPU if so configured, else a GPU of this capability: by default this machine's, or one of each
+    family. Packages count as installed if they are on this machine.
     """
     if config.train.device == "cpu":
         return [_explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
@@ -67,6 +68,7 @@ def kernel_with_margin(
     Args:
         ring: ranks on the ring.
     """
+    # A margin is a field of FlashAttention-3's kernel object. Other kernels have none, and are passed on by name.
     name, margin = config.parallel.kernel, sm_margin(config, ring)
     kernel = choose_kernel(inputs_of(config, model, dtype, device), name) if margin else None
     return replace(kernel, sm_margin=margin) if isinstance(kernel, FlashAttn3) else name

@@ -1,4 +1,8 @@
-"""The network model: transfer times of concurrent sends, from the load of each port that they pass."""
+"""The network model: transfer times of concurrent sends, from the load of each port that they pass.
+
+A send alone takes as long as in LogGP (Alexandrov et al., 1995), where `latency` is L, `message` o and 1 / `bandwidth`
+G. Concurrent sends share the bandwidth of their ports.
+"""
 
 from __future__ import annotations
 

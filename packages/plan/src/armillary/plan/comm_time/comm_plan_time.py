@@ -16,7 +16,7 @@ from armillary.plan.cluster.network import Delivery
 FORWARD, BACKWARD = 4, 10
 """FLOPs per visible (query, key) pair, head and unit of head dim, 2 for each matrix product.
 
-Forward: Q K^T and P V. Backward, as FlashAttention-2 counts it: Q K^T again, dV, dP, dQ and dK.
+Forward: Q K^T and P V. Backward, as FlashAttention-2 (arXiv 2307.08691) counts it: Q K^T again, dV, dP, dQ and dK.
 """
 
 Ends = tuple[int, int]

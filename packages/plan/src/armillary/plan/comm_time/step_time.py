@@ -151,7 +151,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     segment_ends = {segment[-1] for segment in step.segments}
     for sizes, blocks in step.by_mixer(range(layers)):
         mixer_passes = passes.at(sizes.mixer)
-        # Two FLOPs (multiply, add) per parameter and token in forward, and twice as many in backward.
+        # 6 FLOPs per parameter and token (arXiv 2001.08361): a multiply and an add in forward, twice that in backward.
         block_dense = 2 * sizes.model.block * tokens / matmul_flops
         dense += 3 * block_dense * len(blocks)
         recomputed += recomputed_products(step, sizes, blocks, block_dense)
@@ -277,8 +277,8 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
     if step.tp == 1:
         return 0.0
     layers, policy = step.model.layers, step.checkpointing
-    # Attention and MLP gather their input and reduce-scatter their output, in forward and in backward: 8 a block.
-    # Embedding and loss have 4 together.
+    # Attention and MLP gather their input and reduce-scatter their output, in forward and in backward: 8 a block
+    # (sequence parallelism, arXiv 2205.05198). Embedding and loss have 4 together.
     count = 8 * layers + 4
     if policy.policy != "none":
         # Backward recomputes attention's gather, and the part after attention: a reduce-scatter, a gather, and another

@@ -60,6 +60,7 @@ def export(options: Export) -> None:
         manifest = Manifest.read(options.checkpoint)
     except Damaged as damage:
         raise ValueError(f"{options.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
+    # Checksums first: damaged weights would be exported without an error.
     if fault := file_fault(manifest.files, options.checkpoint):
         raise ValueError(f"{options.checkpoint}: {fault}")
     try:
@@ -75,7 +76,7 @@ def pretrained_of(checkpoint: Path) -> Path | None:
 
     Prints a line and returns None if that folder no longer exists.
     """
-    path = checkpoint.resolve().parent.parent / "config.json"
+    path = checkpoint.resolve().parent.parent / "config.json"  # OUTPUT/checkpoint/step-N
     model = read_json(path).get("model") if path.is_file() else None
     pretrained = model.get("pretrained") if isinstance(model, dict) else None
     if not isinstance(pretrained, str):

@@ -57,7 +57,7 @@ class Manifest:
         """
         fields = read_checked(folder / MANIFEST)
         version = fields.get("format")
-        if type(version) is not int:
+        if type(version) is not int:  # `isinstance` would take True for 1
             raise Damaged(f"{MANIFEST} has no format, but {version!r}")
         if version > FORMAT:
             raise ValueError(f"{folder} has format {version}; this version of armillary-train reads format {FORMAT}")

@@ -34,7 +34,7 @@ def check_limits(config: Any, prefix: str = "") -> None:
             continue
         annotation, adapter = field_adapter(type(config), field.name)
         try:
-            # In strict mode a list is no tuple, and code that builds a configuration may give either.
+            # Strict mode refuses a list for a tuple, but Python code may build a configuration with either.
             adapter.validate_python(tuple(value) if isinstance(value, list) else value, strict=True)  # pyright: ignore[reportUnknownArgumentType]
         except ValidationError as error:
             raise ValueError(f"--{flag(name)} {flag_text(value)}: {requirement(annotation, error)}") from error

@@ -35,8 +35,8 @@ class DryRun:
         axes: ranks on each mesh axis.
         precision: dtype of forward and backward, on GPUs unless the configuration asks for the CPU.
         shapes: shapes of a micro-batch's tensors, by name.
-        parameters: numbers of the whole model.
-        local_parameters: those that rank 0 holds.
+        parameters: number of parameters of the model.
+        local_parameters: number of parameters in rank 0's shards.
         largest: the largest parameters.
         flops: operations of a step over all ranks.
         cuda: settings of CUDA and NCCL; None on the CPU.
@@ -73,6 +73,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
     check(config)
     axes = axes_of(config, ranks)
     dtype = precision_of(config)
+    # The trainer's own functions shard the model, on a process group that communicates nothing.
     with fake_world(**mesh_axes(config, axes)) as mesh:
         sizes = model_config(config.model, vocabulary(config), config.data.sequence_length)
         model, attention = shard_model(sizes, config, mesh, dtype)
