@@ -108,7 +108,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
                     watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
                     reporter.on_validation(step, summary.validation)
-                # Once in a while: a checkpoint, which a thread writes during the next steps. The last step's is in 3.
+                # Once in a while: a checkpoint, written by a thread during the next steps. Part 3 saves the last step.
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.start_phase("saving", step)
                     checkpoints.start(step)
