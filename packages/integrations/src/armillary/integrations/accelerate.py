@@ -1,7 +1,7 @@
-"""Rows of the data under Hugging Face accelerate: ranks that share a sequence read the same rows.
+"""`share_rows`: under Hugging Face accelerate, ranks that share a sequence read the same rows.
 
-Accelerate gives each process rows of its own, and gathers predictions from all of them. `share_rows` makes one of its
-accelerators count groups of ranks instead of ranks.
+Accelerate gives each process rows of its own, and gathers predictions from all of them. `share_rows` makes an
+accelerator count groups of ranks instead of ranks.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def find_row_groups(method: Method) -> RowGroups:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return RowGroups(0, 1)
-    this_rank = [[method.shard, dist.get_rank()]]
-    shards = sorted(gather_integers(this_rank, method)) if method.shards > 1 else this_rank
-    # Methods communicate over their own axes alone; the groups of other ranks come over the default process group.
+    # 1. The ranks of this rank's group, by shard, over the method's own axes.
+    own_row = [[method.shard, dist.get_rank()]]
+    shards = sorted(gather_integers(own_row, method)) if method.shards > 1 else own_row
+    # 2. The groups of all ranks, over the default process group.
     shards_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shards_of_ranks, shards)
     groups = sorted({tuple(rank for _, rank in shards) for shards in shards_of_ranks})
@@ -76,8 +77,9 @@ def find_row_groups(method: Method) -> RowGroups:
         raise ValueError(f"ranks {groups} each share a sequence: groups of one size are needed")
     if len(groups) == 1:
         return RowGroups(0, 1)
+    # 3. A process group across groups for each shard. `new_group` is collective: every rank makes all of them.
     peers = [[ranks[shard] for ranks in groups] for shard in range(method.shards)]
-    process_groups: list[Any] = [dist.new_group(ranks) for ranks in peers]  # collective: every rank makes all of them
+    process_groups: list[Any] = [dist.new_group(ranks) for ranks in peers]
     own_peers = peers[method.shard]
     return RowGroups(
         next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks),
@@ -95,8 +97,8 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         share_rows(accelerator, cp)
         model, optimizer, loader = accelerator.prepare(cp.prepare(model), optimizer, loader)
 
-    Call it on every rank, before `prepare` is given a data loader. `accelerator.gather_for_metrics` then takes tensors
-    that all ranks of a sequence have alike, such as whole predictions, and gives each row once. Every rank reads its
+    Call it on every rank, before `prepare` gets a data loader. `accelerator.gather_for_metrics` then takes tensors that
+    are equal on all ranks of a sequence, such as whole predictions, and returns each row once. Every rank reads its
     loader: random choice and augmentation of rows must be the same on the ranks of a sequence.
 
     Returns:
@@ -124,7 +126,7 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
 
 
 def check_parallelism(accelerator: Any) -> None:
-    """Raises ValueError if accelerate splits sequences or rows a second time."""
+    """Raises ValueError if accelerate would shard sequences or models a second time."""
     config = accelerator.parallelism_config
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
     if config is not None and any(size > 1 for size in sizes.values()):
@@ -140,7 +142,7 @@ def _prepare_data_loader(
 ) -> Any:
     """Replaces `Accelerator.prepare_data_loader`: counts groups as processes."""
     prepare_data_loader: Any = import_module("accelerate.data_loader").prepare_data_loader
-    # As Accelerator.prepare_data_loader, except for num_processes and process_index.
+    # A copy of Accelerator.prepare_data_loader, which has no arguments for num_processes and process_index.
     if getattr(loader, "_is_accelerate_prepared", False):
         if loader not in accelerator._dataloaders:
             accelerator._dataloaders.append(loader)

@@ -25,7 +25,7 @@ else:
 
 
 class SharedRowsTrainer(Trainer):
-    """The base of mixins before a Trainer: the ranks of a method read the same rows.
+    """Base of the mixins before a Trainer, by which the ranks of a method read the same rows.
 
     Attributes:
         cp: the `ContextParallel` of the model's method; None until the Trainer has been initialized.
@@ -97,7 +97,7 @@ class ContextParallelTrainer(SharedRowsTrainer):
         cp = ContextParallel(method_of(self.model))
         check_trainer(self, ContextParallelTrainer)
         self.share_rows(cp)
-        # The trainer lets the smoother shift labels of causal models; those of a shard are shifted already.
+        # The trainer makes its label smoother shift the labels of causal models; those of a shard are shifted already.
         smoother: Any = self.label_smoother
         self.label_smoother = smoother and partial(_smooth_unshifted, smoother)
 
@@ -111,7 +111,8 @@ class ContextParallelTrainer(SharedRowsTrainer):
         """Returns the loss of whole rows, with the gradient of this rank's share; outputs are of its tokens."""
         batch, shard = shard_inputs(self.cp, inputs)
         if num_items_in_batch is None:
-            # A mean over this batch. With average_tokens_across_devices, the trainer multiplies losses by all ranks.
+            # A mean over this batch. The trainer's loss is to be cp.ranks times this rank's share, for DDP's average;
+            # with average_tokens_across_devices, the trainer multiplies losses by the number of all ranks.
             ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             num_items_in_batch = torch.tensor(batch.labelled * ranks / self.cp.ranks, device=batch.ids.device)
         with batch, _gathering_shards(self.accelerator):
@@ -158,7 +159,7 @@ def _smooth_unshifted(smoother: Any, outputs: Any, labels: Tensor, shift_labels:
 
 @contextmanager
 def _gathering_shards(accelerator: Any) -> Generator[None]:
-    """Context in which gather_for_metrics gathers over all ranks: TRL sums its metrics over the tokens of a rank."""
+    """Context in which gather_for_metrics gathers over all ranks: TRL sums its metrics over local tokens."""
     gather_rows = accelerator.gather_for_metrics
     accelerator.gather_for_metrics = accelerator.gather
     try:

@@ -1,7 +1,7 @@
 """Context parallelism in TRL's GRPOTrainer and DPOTrainer: a mixin before either.
 
-Only a model's forward and backward are sharded. Their per-token results, such as log-probabilities, are gathered to
-whole rows on each rank, and TRL computes its loss and metrics from these as on one rank.
+Only a model's forward and backward are sharded. Every rank gathers their per-token results, such as log-probabilities,
+for whole rows, and TRL computes its loss and metrics from these as on one rank.
 """
 
 from __future__ import annotations
@@ -54,23 +54,26 @@ class ShardedForward:
         if inputs.get("position_ids") is None:
             # Decoders of transformers count positions from the start of a row, padding on the left included.
             inputs["position_ids"] = torch.arange(length, device=input_ids.device)[None]
+        # 1. Forward on this rank's shard.
         batch, shard = shard_inputs(self.cp, {"input_ids": input_ids, **inputs})
         with batch:
             outputs = self.model(**shard, fused_lm_head=True)
         values = {name: x for name in PER_TOKEN if (x := getattr(outputs, name, None)) is not None}
         columns = torch.stack([x.to(outputs.log_probs.dtype) for x in values.values()], -1)
-        # Every token is a segment of its own, so that `segment_sum` copies each value from the rank that has it.
+        # 2. A differentiable gather: with every token a segment of its own, the sum over ranks copies each value from
+        # the rank that has it.
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
         token_indices = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
         row_values = segment_sum(columns, token_indices, rows * length, self.cp.method, gradients="averaged")
+        # 3. TRL's shapes: the last token predicts nothing.
         values = dict(zip(values, row_values.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
         if "is_top1" in values:
-            values["is_top1"] = values["is_top1"] > 0
+            values["is_top1"] = values["is_top1"] > 0  # summed as a number, bool in TRL
         return SimpleNamespace(**{name: values.get(name) for name in PER_TOKEN})
 
 
 class GroupAccelerator:
-    """An accelerator whose processes are groups of ranks; the ranks of a group share a sequence."""
+    """An accelerator that counts a group of ranks, which share a sequence, as one process."""
 
     def __init__(self, accelerator: Any, groups: RowGroups) -> None:
         self._accelerator, self._groups = accelerator, groups
@@ -98,7 +101,7 @@ class GroupAccelerator:
 
 
 class _PolicyTrainer(SharedRowsTrainer):
-    """Base of the mixins: ranks of a sequence share rows, and the loss takes values of each token of whole rows."""
+    """Base of both mixins: ranks of a sequence share rows, and losses are of per-token values of whole rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +111,7 @@ class _PolicyTrainer(SharedRowsTrainer):
 
     def _refusals(self, cp: ContextParallel) -> Generator[str]:
         """Yields a reason for each setting that does not work on shards."""
-        if padding_idx_of(self.model) is not None:
+        if padding_idx_of(self.model) is not None:  # RoBERTa
             yield f"{type(self.model).__name__} counts positions without padding, which is on the left in TRL's rows"
         reference = getattr(self, "ref_model", None)
         if reference is not None and method_of(self.accelerator.unwrap_model(reference)) is not cp.method:
@@ -150,7 +153,7 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = self.args
-        # TRL multiplies by the number of ranks; here a group of ranks reads the rows.
+        # TRL has multiplied by the number of ranks; here a group of ranks reads the same rows.
         settings.generation_batch_size = (
             settings.per_device_train_batch_size * self.groups.count * settings.steps_per_generation
         )
@@ -184,7 +187,7 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates from whole prompts with SDPA, since attention over shards has no KV cache."""
+        """Generates from whole prompts with local attention, because attention over shards has no KV cache."""
         model = self.accelerator.unwrap_model(self.model)
         implementation = model.config._attn_implementation
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -194,13 +197,14 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
             model.set_attn_implementation(implementation)
 
     def _calculate_rewards(self, inputs: Any, prompts: Sequence[Any], *args: Any) -> Tensor:
-        """Returns the rewards of all groups; TRL gathers them from all ranks."""
-        rank_rewards = super()._calculate_rewards(inputs, prompts, *args)
+        """Returns the rewards of the rows of all groups; TRL's own have the rows of all ranks."""
+        all_rewards = super()._calculate_rewards(inputs, prompts, *args)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        local = rank_rewards.view(-1, len(prompts), rank_rewards.shape[1])[rank]
-        # A reward function may be random or a remote judge. All ranks of a group take the first rank's rewards.
-        from_first = local if self.cp.method.shard == 0 else torch.zeros_like(local)
-        return self.groups.gather(sum_over_axes(from_first, method_axes(self.cp.method)))
+        own_rewards = all_rewards.view(-1, len(prompts), all_rewards.shape[1])[rank]
+        # A reward function may be random or a remote judge: all ranks of a group take the first rank's rewards. The
+        # sum of these and of the others' zeros is a broadcast.
+        first_rewards = own_rewards if self.cp.method.shard == 0 else torch.zeros_like(own_rewards)
+        return self.groups.gather(sum_over_axes(first_rewards, method_axes(self.cp.method)))
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._get_per_token_logps_and_entropies(ShardedForward(model, self.cp), *args, **kwargs)
@@ -241,6 +245,7 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
     def _compute_loss(self, model: Any, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
         if return_outputs:
             raise ValueError("return_outputs=True: logits would be only of one rank's tokens; set prediction_loss_only")
+        # TRL calls self.ref_model inside of its loss.
         reference = self.ref_model
         self.ref_model = ShardedForward(reference, self.cp)
         try:

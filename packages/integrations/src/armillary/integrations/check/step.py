@@ -1,4 +1,4 @@
-"""A training step of a tiny Hugging Face model: by `ContextParallel` on shards, by transformers alone on one rank."""
+"""Training steps of a tiny Hugging Face model: with `ContextParallel` on shards, and with transformers on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.core.testing import mesh
 from armillary.integrations.check.tiny import VOCABULARY, model_class
 
 SPREAD = 0.1
-"""Random numbers of this size are added to all weights, so that those that start at 0 or 1 matter too."""
+"""Size of the random numbers that are added to all weights, so that those that start at 0 or 1 matter too."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Architecture:
 
 
 class InFloat64(TorchFunctionMode):
-    """Keeps float64 where models round to float32, so that errors of shards are not lost in rounding."""
+    """Mode that ignores a model's casts to float32, so that errors of shards are not lost in rounding."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -51,7 +51,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def new_model(architecture: Architecture) -> nn.Module:
-    """Returns the same weights on every rank. Poolers, which look at the first token, are left out."""
+    """Returns the model, with the same weights on every rank and without poolers, which need the first token."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = model_class(architecture.config).from_config(architecture.config, **options)
     for module in model.modules():
@@ -114,7 +114,7 @@ def _cache_option(model: Any) -> dict[str, Any]:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    """Returns logits [B, T, V], of a model without a head by a random one."""
+    """Returns logits [B, T, V]. A model without a head gets a random one."""
     if "logits" in output:
         return output.logits
     hidden = output[0]

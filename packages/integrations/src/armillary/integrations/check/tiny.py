@@ -1,4 +1,7 @@
-"""A tiny config of the same architecture: every kind of layer, the ratio of query to key/value heads, short windows."""
+"""Tiny copies of Hugging Face configs, for checks of an architecture.
+
+A copy keeps the kinds of layers and the ratio of query to key/value heads; widths, counts and windows are small.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any, cast
 import torch
 
 HEAD_DIM, WIDE_HEAD_DIM = 8, 16
-"""The wide one is for rotary embeddings of a part of each head, which need an even number of dims."""
+"""Head dims. With rotary embeddings of a part of each head, the wide one gives this part an even number of dims."""
 VOCABULARY = 64
 MAX_LAYERS = 8
 MAX_PARAMETERS = 20_000_000
-"""A larger copy has a size that no rule below shrinks."""
+"""If a copy is larger, its config has a size that no rule below shrinks."""
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_size", "lstm_hidden_size")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
@@ -31,13 +34,14 @@ FIXED: Mapping[str, int] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
     "pad_token_id": 2,
 }
-"""Sizes by the name of the field, where the config has the field."""
+"""New values by the name of the field."""
 AT_MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "n_group", "topk_group", "moe_k"), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_kv_shared_layers", "moe_layer_start_index", "n_shared_experts"), 1),
 }
+"""Maximum values by the name of the field."""
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
-"""In the names of fields that are set to 0: shards draw other random numbers than one rank."""
+"""Parts of the names of fields that are set to 0: shards draw other random numbers than one rank."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
@@ -72,7 +76,7 @@ def load_config(source: str) -> Any:
 def tiny_config(config: Any, tokens: int) -> Any:
     """Returns a small config of the same class for sequences of `tokens` tokens.
 
-    Layers are the first of each kind, in order, then the first kind again, and the last one. Windows and chunks are a
+    It has the first layer of each kind, another layer of the first kind, and the last layer. Windows and chunks are a
     third of the sequence. Dropout is 0.
 
     Raises:
@@ -101,7 +105,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of heads, in the ratio of the config, and the width of the model."""
+    """Returns the numbers of heads, in the ratio of the config, the head dim and the width of the model."""
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
     key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
     group_size = min(max(heads // key_heads, 1), 8)
@@ -120,7 +124,7 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """Lengths and rotary embeddings. Rotary scaling starts within the sequence."""
+    """Returns lengths and sizes of rotary embeddings, whose scaling starts within the sequence."""
     old_dim, new_dim = _rotary_dim(fields), _rotary_dim({**fields, **changes})
     sizes: dict[str, Any] = {
         name: 4 * tokens + 2 for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields
@@ -136,22 +140,23 @@ def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: in
 
 
 def _rotary_dim(fields: Mapping[str, Any]) -> int:
-    """Head dim that rotary embeddings are applied to."""
+    """Returns the head dim that rotary embeddings are applied to."""
     width, heads = _first(fields, HIDDEN) or 1, _first(fields, HEADS) or 1
     return _first(fields, ("qk_rope_head_dim", "head_dim")) or max(width // heads, 1)
 
 
 def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str, Any]:
-    """Rotary parameters, which may be one dictionary per kind of layer."""
+    """Returns rotary parameters for a head dim that is multiplied by `ratio`."""
     shrunk = dict[str, Any]()
     for name, value in rope.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict):  # one dictionary per kind of layer
             shrunk[name] = _shrink_rope(cast(dict[str, Any], value), ratio, tokens)
         elif name == "original_max_position_embeddings":
             shrunk[name] = tokens // 2
         elif name in ("long_factor", "short_factor"):
             shrunk[name] = value[: max(round(len(value) * ratio), 1)]
         elif name == "mrope_section":
+            # Sections add up to half of the head dim; the first one takes the rounding errors.
             sections = [max(round(section * ratio), 1) for section in value]
             sections[0] += round(sum(value) * ratio) - sum(sections)
             shrunk[name] = sections
@@ -161,8 +166,9 @@ def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str
 
 
 def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of layers, and the fields with one value per layer."""
+    """Returns the number of layers, and the fields with one value per layer."""
     count = _first(fields, LAYERS) or 2
+    # A field such as `moe_layers` lists indices of layers; other lists as long as the model have a value per layer.
     indices = {name for name, x in fields.items() if name.endswith("layers") and _are_indices(x)}
     per_layer = {
         name: x
@@ -170,8 +176,11 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if isinstance(x, (list, tuple)) and len(x) == count > 1 and name not in indices
     }
     overrides = {int(layer): sizes for layer, sizes in (fields.get("per_layer_config") or {}).items()}
+    # Layers with the same values in all of these fields are of one kind.
     kinds = [str([*(values[i] for values in per_layer.values()), overrides.get(i)]) for i in range(count)]
-    layers = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())[: MAX_LAYERS - 2]
+    first_of_kind = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    layers = sorted(first_of_kind.values())[: MAX_LAYERS - 2]
+    # Another layer of the first kind, behind the other kinds.
     layers.append(next((i for i in range(layers[-1] + 1, count) if kinds[i] == kinds[0]), layers[0]))
     if kinds[-1] != kinds[0]:  # Gemma 4 needs a certain kind there
         layers.append(count - 1)
@@ -188,7 +197,7 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _in_ratio(value: Any, old: Any, new: Any) -> Any:
-    """Shrinks one layer's size as that of all layers was shrunk."""
+    """Returns one layer's size, shrunk by the ratio of the model's new size to its old one."""
     sizes = (value, old, new)
     return max(value * new // old, 1) if all(type(size) is int for size in sizes) else value
 
@@ -199,6 +208,7 @@ def _are_indices(values: Any) -> bool:
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """Returns the value of the first of these fields that is an integer; None without one."""
     return next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
 
 
@@ -237,6 +247,6 @@ def check_size(config: Any) -> None:
 
 
 def _build_error(config: Any, error: Exception) -> ValueError:
-    """The sizes of an architecture may depend on each other in ways that no rule above knows."""
+    """Returns a ValueError for sizes that depend on each other in a way that no rule above knows."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}")

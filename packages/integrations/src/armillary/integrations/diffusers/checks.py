@@ -1,4 +1,4 @@
-"""Checks of a diffusers model whose tokens are sharded, and of the arguments of its calls."""
+"""Checks of a diffusers model before its tokens are sharded, and of the arguments of each call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_processor(name: str, module: Any, plan: Plan) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raises ValueError for modules and hooks that make ranks differ, or decide by the tokens of one rank."""
+    """Raises ValueError for modules and hooks that draw random numbers or decide by the local tokens."""
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is under diffusers' enable_parallelism too, which shards it a second time; remove "
@@ -66,7 +66,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 HARMLESS = ("group_offloading", "layerwise_casting")
-"""Modules of diffusers.hooks whose hooks do not look at tokens."""
+"""Modules of diffusers.hooks whose hooks do not read activations."""
 
 
 def check_unchanged(model: nn.Module, names: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ def check_options(options: Mapping[str, Any] | None, plan: Plan) -> None:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Returns trained parameters that are whole on each rank: adapters, which are initialized at random."""
+    """Returns trained parameters that are replicated: adapters, which each rank initializes at random."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and not compat.is_dtensor(p)}
 
 
@@ -98,7 +98,7 @@ def check_equal_over_ranks(arguments: Mapping[str, Any], method: Method) -> None
     if method.shards == 1:
         return
     values = [(name, x) for name, value in arguments.items() for x in pytree.tree_leaves(value) if isinstance(x, PLAIN)]
-    # 56-bit hashes, so that any values are compared by one gather of integers.
+    # 56-bit hashes fit into int64, so one gather of integers compares values of any type.
     digests: dict[int, list[int]] = {}
     for i, digest in gather_integers([[i, _digest(x)] for i, (_, x) in enumerate(values)], method):
         digests.setdefault(i, []).append(digest)
@@ -113,6 +113,7 @@ def check_equal_over_ranks(arguments: Mapping[str, Any], method: Method) -> None
 
 
 PLAIN = (Tensor, int, float, str)
+"""Types of arguments that are compared."""
 
 
 def _digest(x: Tensor | int | float | str) -> int:

@@ -1,4 +1,8 @@
-"""Context parallelism inside transformers of diffusers: whole tensors in, the whole output out."""
+"""`prepare_diffusers`: shards the tokens of a diffusers transformer inside its forward.
+
+Callers pass whole tensors and get the whole output. Hooks on the modules of a `Plan` shard arguments and results on the
+way in, route attention, and gather the output.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
     """
     plan, state = Plan.of(model), ForwardState(cp.method)
     check_model(model, plan)
+    # Arguments of the model itself (the empty pattern) are sharded by `_wrap_forward`.
     for pattern, splits in plan.arguments.items():
         for _, module in find_modules(model, pattern) if pattern else []:
             module.register_forward_pre_hook(_shard_arguments_hook(module, splits, state), with_kwargs=True)
@@ -98,18 +103,18 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
     The wrapper is never part of a compiled graph.
     """
     forward, names = unbound(model.forward), _parameter_names(model)
-    changed = [name for name, _ in changed_modules(model, plan)]
+    changed_names = [name for name, _ in changed_modules(model, plan)]
 
     @torch.compiler.disable
-    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
+    def check_and_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        check_unchanged(module, changed)
+        check_unchanged(module, changed_names)
         check_modules(module)
         check_options(arguments.get(plan.options), plan)
         if compare:
             weights = {} if state.compared_weights else trained_parameters(module)
             check_equal_over_ranks({**arguments, **weights}, state.method)
-        state.compared_weights = True
+        state.compared_weights = True  # equal gradients keep them equal
         streams = _make_streams(module, arguments, plan, state.method)
         # diffusers may set its checkpointing function at any time before the call.
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -123,7 +128,7 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
     @wraps(forward)
     def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # pyright does not know the signature that `disable` keeps.
-        streams, args, kwargs = start(module, args, kwargs)  # pyright: ignore[reportCallIssue]
+        streams, args, kwargs = check_and_shard(module, args, kwargs)  # pyright: ignore[reportCallIssue]
         with state.running(streams):
             return forward(module, *args, **kwargs)
 
@@ -137,7 +142,7 @@ def _make_streams(model: Any, arguments: Mapping[str, Any], plan: Plan, method: 
     check_tensor("hidden_states", image)
     check_tensor("encoder_hidden_states", text)
     tokens = image.shape[1]
-    if image.ndim > 3:
+    if image.ndim > 3:  # [B, C, (frames,) height, width]
         size, patch = image.shape[2:], model.config.patch_size
         patch = patch if isinstance(patch, Sequence) else [patch] * len(size)
         tokens = prod(length // step for length, step in zip(size, patch, strict=True))
@@ -183,7 +188,7 @@ def _gather_hook(state: ForwardState) -> Hook:
 
 
 def _route_attention(name: str, module: Any, routing: JointRouting, plan: Plan) -> None:
-    """Wraps a module's forward: its attention sees all tokens of its streams."""
+    """Wraps a module's forward, so that its attention is over all tokens of its streams."""
     forward = unbound(module.forward)
 
     @wraps(forward)
@@ -207,7 +212,7 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
 def _change_arguments(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Applies functions to the arguments of a call that have these names, if they are passed."""
+    """Returns the arguments of a call, with functions applied to those of these names that were passed."""
     positional, kwargs = list(args), dict(kwargs)
     for name, change in changes.items():
         if name in kwargs:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Split(NamedTuple):
-    """A tensor with the tokens of `stream` on `dim`; a tensor without this dim has none and stays whole."""
+    """The dim of a tensor that has the tokens of a stream, "image" or "text". A tensor without this dim stays whole."""
 
     stream: str
     dim: int = -2
@@ -20,7 +20,7 @@ IMAGE, TEXT = Split("image"), Split("text")
 
 @dataclass(frozen=True)
 class Plan:
-    """The sharding of one class of models. Modules are named by patterns, in which `*` is one part of a name.
+    """The sharding of one class of models. Modules are named by patterns, in which `*` matches one part of a name.
 
     Args:
         attention: modules that attend to all tokens -> their streams, in the order in which a rank concatenates them.

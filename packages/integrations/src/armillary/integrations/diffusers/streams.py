@@ -1,4 +1,4 @@
-"""Token streams, image and text: the piece of each on this rank while a model of diffusers runs."""
+"""Token streams of a diffusers model, image and text, and the piece of each on this rank during a forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from armillary.integrations.diffusers.plans import Split
 
 
 class Streams:
-    """The streams of one forward of a model. Compiled graphs read it, so everything is computed before they run.
+    """The streams of one forward of a model.
+
+    Everything is computed in the constructor, because compiled graphs only read attributes.
 
     Args:
         image, text: number of tokens of each.
@@ -46,12 +48,16 @@ class Streams:
         self.image_sizes = [len(piece) for piece in pieces["image"]]
         self.local_pieces = {stream: ranks[method.shard] for stream, ranks in pieces.items()}
         visible = None if text_mask is None else visible_text(text_mask)
-        self.shardings = {order: self._sharding(order, visible) for order in orders}
+        self.contexts = {order: self._context(order, visible) for order in orders}
 
-    def _sharding(self, order: tuple[str, ...], visible: list[int] | None) -> SequenceContext:
-        """Returns the sharding of the tokens of these streams, in the order in which each rank concatenates them.
+    def _context(self, order: tuple[str, ...], visible: list[int] | None) -> SequenceContext:
+        """Returns layout and documents of image and text as one sequence.
 
-        Text has the last positions, so that padding is one more document, at the end, which no other token sees.
+        Text has the last positions, so that its padding is one more document at the end, which no other token sees.
+
+        Args:
+            order: the streams, in the order in which each rank concatenates them.
+            visible: number of tokens of the text without padding, for each row; None: all.
         """
         image, text = self.lengths["image"], self.lengths["text"] if "text" in order else 0
         layout = joint_layout(image, text, order, self.method.shards)
@@ -78,15 +84,17 @@ class Streams:
     def gather(self, x: Tensor, dim: int = -2) -> Tensor:
         """Gathers the image: [..., T, C] of this rank -> [..., N, C] on every rank. Gradients are summed over ranks.
 
-        Every rank computes the loss of the whole output, so the sum is P times the gradient of one loss, and averaging
-        gradients of parameters over ranks gives those of one rank with whole images.
+        Every rank computes the loss of the whole output, so the sum is P times the gradient of one loss. Averaged over
+        P ranks, gradients of parameters are those of one rank with whole images.
 
         Bytes sent: those of `all_gather`, and in backward of `reduce_scatter`, on each axis of the method.
         """
         sizes, shard = self.image_sizes, self.method.shard
         if x.shape[dim] != sizes[shard]:
             raise ValueError(f"the model returned {x.shape[dim]} tokens of the image; this rank has {sizes[shard]}")
-        for axis in method_axes(self.method):  # innermost first: neighbours in the layout are ranks of the first axis
+        # Axis by axis, innermost first: ranks of the innermost axis have adjacent pieces, which become one piece of the
+        # next axis.
+        for axis in method_axes(self.method):
             group_sizes = sizes[shard // axis.size * axis.size :][: axis.size]
             x = all_gather(x, axis, sizes=group_sizes, dim=dim % x.ndim)
             sizes = [sum(sizes[i : i + axis.size]) for i in range(0, len(sizes), axis.size)]
@@ -96,12 +104,9 @@ class Streams:
 
 @lru_cache(maxsize=256)
 def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
-    """Returns the tokens of image and text on each rank. Image tokens, and both together, are cut evenly.
-
-    Then no rank has two more tokens than another, and methods that divide heads get the sizes that they cut themselves.
-    Text may be shorter than the number of ranks.
-    """
-    # Text fills up each rank to an even share of both together.
+    """Returns the tokens of image and text on each rank. Text may be shorter than the number of ranks."""
+    # Image tokens are cut evenly, and text fills up each rank to an even share of both together. So numbers of tokens
+    # differ by at most one, and a head axis finds the sizes into which it cuts a sequence itself.
     image_pieces = cut(range(image), shards)
     text_sizes = [
         len(both) - len(piece) for both, piece in zip(cut(range(image + text), shards), image_pieces, strict=True)
@@ -136,7 +141,7 @@ def visible_text(mask: Tensor) -> list[int] | None:
 
 
 class ForwardState:
-    """State that the modules of one model share: the streams of the forward that runs, or is recomputed in backward."""
+    """State that the modules of one model share: the streams of the forward that runs or is recomputed."""
 
     def __init__(self, method: Method) -> None:
         self.method, self.compared_weights = method, False
@@ -174,11 +179,11 @@ class JointRouting(Routing):
         self.state, self.order = state, order
 
     def sequence_context(self) -> SequenceContext:
-        return self.state.streams().shardings[self.order]
+        return self.state.streams().contexts[self.order]
 
 
 def keep_streams(checkpoint: Callable[..., Any], state: ForwardState) -> Callable[..., Any]:
-    """Wraps a checkpointing function of diffusers: backward recomputes a block with the streams of its forward."""
+    """Wraps a checkpointing function of diffusers, so that backward recomputes a block with the streams of forward."""
 
     def checkpoint_block(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(_BlockWithStreams(block, state, state.streams()), *args, **kwargs)

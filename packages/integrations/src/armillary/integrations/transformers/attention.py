@@ -1,8 +1,8 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
 A model first creates a mask for each kind of layer, then passes it to every layer of that kind. Our mask function
-returns a `ShardMask`, which has the layout and documents of the `sequence` block. So a layer that is recomputed in
-backward, in any thread, has those of its own forward.
+returns a `ShardMask`, which carries the layout and documents of the `sequence` block. So a layer that is recomputed in
+backward, in any thread, uses those of its own forward.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     Raises:
         ValueError: as `register_transformers`.
     """
+    # A name per method: models prepared with different methods can run side by side.
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
     register_transformers(cp.method, name)
     model.set_attn_implementation(name)
@@ -102,7 +103,7 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
 
 
 class Implementation(ShardedImplementation):
-    """The pair of functions that transformers calls, for one method."""
+    """The mask function and the attention function that transformers calls, for one method."""
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
@@ -128,26 +129,27 @@ class Implementation(ShardedImplementation):
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
-        # transformers does not pass position ids and token types to mask functions: they are read from callers' frames.
+        # 1. The model. transformers does not pass it, position ids or token types: they are read from callers' frames.
         callers = calling_functions()
         if any(caller.locals.get("encoder_hidden_states") is not None for caller in callers[:1]):
             raise ValueError("the model asks for a mask of cross-attention, which is not supported on shards")
         model = calling_module(callers)
         check_layers(config, states=model is not None and has_sharded_states(type(model)))
         first_position = self._check_model(model)
-        sharding = current_sequence() or SequenceContext()
-        layout = sharding.layout_for(self.method, q_length)
+        # 2. The whole sequence.
+        context = current_sequence() or SequenceContext()
+        layout = context.layout_for(self.method, q_length)
         position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
-        if attention_mask is not None and not sharding.padded:
+        if attention_mask is not None and not context.padded:
             self._check_padding(attention_mask)
-        # An unknown mask is not refused here but by the first layer that gets it: some masks are used by no layer.
+        # 3. The rule. An unknown mask is refused by the first layer that gets it, because no layer may use it.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
-            groups = None if sharding.mask is not None else self.groups.find(rule, callers, layout)
+            groups = None if context.mask is not None else self.groups.find(rule, callers, layout)
         except ValueError as error:
-            refusal = None if sharding.mask is not None else str(error)
-        return ShardMask(sharding, layout, rule, groups, position_ids, counts_from_shard, first_position, refusal)
+            refusal = None if context.mask is not None else str(error)
+        return ShardMask(context, layout, rule, groups, position_ids, counts_from_shard, first_position, refusal)
 
     def attention(
         self,
@@ -169,6 +171,7 @@ class Implementation(ShardedImplementation):
     ) -> tuple[Tensor, None]:
         """An attention function of transformers: query, key, value [B, heads, T, D] -> ([B, T, heads, D], None)."""
         name = type(module).__name__
+        # Without these checks, attention would be over the shard alone, or differ from the model's, without an error.
         if dropout:
             raise ValueError(f"{name} asks for attention dropout {dropout}: set attention_dropout=0 in the config")
         if key.shape[2] != query.shape[2]:
@@ -189,7 +192,8 @@ class Implementation(ShardedImplementation):
         # output_router_logits may be an argument of the call, which the checks of the config do not see.
         if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
             raise ValueError(ROUTERS)
-        layout, documents = attention_mask.layout, attention_mask.sharding.documents
+        # Documents, from most to least explicit: the block's, cu_seq_lens, position ids.
+        layout, documents = attention_mask.layout, attention_mask.context.documents
         if documents is None and cu_seq_lens_q is not None:
             documents = documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, layout)
         documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, documents)
@@ -229,9 +233,9 @@ def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bo
         ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
             whatever position ids its layers get.
     """
-    methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
-    takes_position_ids = any("position_ids" in method.parameters for method in methods)
-    tokens = [method.locals.get(name) for method in methods for name in ("input_ids", "inputs_embeds")]
+    module_methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
+    takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
+    tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]
     has_tokens = any(isinstance(x, Tensor) for x in tokens)
     if shards > 1 and has_tokens and not takes_position_ids:
         raise ValueError(
@@ -265,7 +269,7 @@ HARMLESS = frozenset(
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for options that may change attention: a bias, a choice of keys, weights to return."""
+    """Raises ValueError for options that may change attention: biases, selected keys, attention weights as output."""
     unknown = [
         key for key, value in options.items() if key not in HARMLESS and value is not None and value is not False
     ]

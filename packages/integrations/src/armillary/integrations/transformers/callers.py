@@ -1,4 +1,7 @@
-"""Reads calling frames: a mask function of transformers is not passed the position ids and token types it needs."""
+"""Arguments of the functions that call a mask function of transformers, read from their stack frames.
+
+transformers does not pass a mask function the model, position ids and token types, which a sharded mask needs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ MAX_FRAMES = 12
 
 
 class Caller(NamedTuple):
-    """A running function."""
+    """A running function, with its module's name, its variables and the names of its parameters."""
 
     module: str
     locals: dict[str, Any]
@@ -21,13 +24,13 @@ class Caller(NamedTuple):
 
 
 def calling_functions() -> list[Caller]:
-    """Returns the functions above the caller of this one's caller, up to the methods of the innermost module.
+    """Returns the callers of the function that calls this one, innermost first.
 
-    Of that module all methods in a row; at most MAX_FRAMES functions.
+    The last ones are the adjacent methods of the innermost `nn.Module`. At most MAX_FRAMES functions.
     """
     callers: list[Caller] = []
     frame: FrameType | None = currentframe()
-    for _ in range(2):  # this function, and the one that asks
+    for _ in range(2):  # skips this function and the one that calls it
         frame = frame and frame.f_back
     while frame is not None and len(callers) < MAX_FRAMES:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Documents of packed rows in a model of transformers, and checks of its position ids."""
+"""`DocumentFinder`: documents of packed rows by the rules of transformers, with checks of position ids."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DocumentFinder:
     def __init__(self, method: Method) -> None:
         self.method = method
         self.cache: Any = WeakTensorKeyDictionary()
-        """position_ids -> ((their version, layout, documents in the block, bidirectional), documents)."""
+        """Position ids -> ((version, layout, given documents, bidirectional), documents)."""
 
     def find(
         self, name: str, mask: ShardMask, tokens: int, position_ids: Tensor | None, documents: Documents | None
     ) -> Documents | None:
-        """Returns `documents`, or without them the documents that position ids show; None if each row is one.
+        """Returns `documents` or, if they are None, the documents in position ids; None if each row is one document.
 
         Args:
             name: name of the layer, for error messages.
@@ -64,8 +64,9 @@ class DocumentFinder:
     def _check_or_find(
         self, position_ids: Tensor, mask: ShardMask, documents: Documents | None, bidirectional: bool
     ) -> Documents | None:
+        """Checks position ids against documents; without documents, finds them in the position ids."""
         layout = mask.layout
-        if position_ids.ndim == 3:
+        if position_ids.ndim == 3:  # M-RoPE: time, height, width
             if documents is None:
                 check_multimodal(position_ids, layout, self.method)
             return documents
@@ -85,6 +86,7 @@ class DocumentFinder:
     def _find_without_positions(
         self, name: str, mask: ShardMask, tokens: int, documents: Documents | None
     ) -> Documents | None:
+        """Returns the given documents for a layer that gets no position ids. Raises ValueError if it needs some."""
         check_tokens(self.method.shard, tokens, mask.layout)
         if mask.counts_from_shard and self.method.shards > 1:
             first = mask.first_position
@@ -117,7 +119,7 @@ def check_first_position(name: str, position_ids: Tensor, first: int, method: Me
 
 
 def documents_of_boundaries(queries: Tensor, keys: Tensor | None, layout: SequenceLayout) -> Documents | None:
-    """Returns the documents of flash attention's cu_seq_lens."""
+    """Returns the documents of flash attention's cu_seq_lens of the whole sequence."""
     documents = AttentionMask(documents=queries).documents
     if keys is not None and AttentionMask(documents=keys).documents != documents:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")

@@ -1,4 +1,4 @@
-"""Groups of tokens that belong to one image, over all ranks, and their masks."""
+"""Groups of tokens, such as the tokens of one image, over all ranks, and the masks that they imply."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from armillary.integrations.transformers.callers import Caller
 from armillary.integrations.transformers.masks import FAR, Band, Rule
 
 Runs = list[tuple[int, range]]
-"""(group, -1 for none; positions) of a row from start to end."""
+"""Adjacent tokens of one group, in order: (group, or -1 for none; positions)."""
 
-SLICES = 2**16
+MAX_SLICES = 2**16
 """Maximum number of slices of a row."""
 
 TYPE_IS_GROUP = frozenset({"hrm_text"})
@@ -32,14 +32,14 @@ TYPE_IS_GROUP = frozenset({"hrm_text"})
 class GroupFinder:
     """Finds the groups of all tokens of a sequence, with the numbers that they have on one device.
 
-    Models number images by their order in the row, which a shard does not show. So the token types of all ranks are
-    gathered, and the model's own function numbers them. Results are cached by the tensor of token types.
+    Models number images by their order in the row, which a shard does not show. So ranks gather the token types of the
+    whole row, and the model's own function numbers them. Results are cached by the tensor of token types.
     """
 
     def __init__(self, method: Method) -> None:
         self.method = method
         self.cache: Any = WeakTensorKeyDictionary()
-        """token types -> ((their version, layout), groups)."""
+        """Token types -> ((version, layout), groups)."""
 
     def find(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
         """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
@@ -93,7 +93,7 @@ def mask_of(
     """Returns the mask of a rule for a sequence of `length` tokens packed from documents, each masked as if alone.
 
     Raises:
-        ValueError: groups in so many parts that their mask would have more than SLICES slices.
+        ValueError: groups in so many parts that their mask would have more than MAX_SLICES slices.
     """
     if rule.chunk is not None:
         if groups is not None or not rule.causal:
@@ -106,40 +106,43 @@ def mask_of(
     return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
 
 
-def _mask_of_row(rule: Rule, groups: Tensor, ends: Sequence[int] | None, length: int) -> AttentionMask:
-    runs_of_documents = [_runs(groups, low, high) for low, high in pairwise(ends or (0, length))]
-    images = [(group, span) for runs in runs_of_documents for group, span in runs if group >= 0]
-    left_window = (rule.window or (None,))[0]
-    contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
+def _mask_of_row(rule: Rule, groups: Tensor, documents: Sequence[int] | None, length: int) -> AttentionMask:
+    """Returns the mask of a row with groups [N], packed from documents."""
+    runs_of_documents = [_runs(groups, low, high) for low, high in pairwise(documents or (0, length))]
     # The usual case has a compact form: causal, and each image is one run whose tokens see all of it.
+    contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
     if rule.causal and rule.other_keys and contiguous and rule.group_keys == (rule.other_keys[0], FAR):
-        spans = [span for _, span in images if len(span) > 1]
-        if not spans:
-            return AttentionMask(window=rule.window, documents=ends)
-        return AttentionMask.image_spans(spans, ends, window=None if left_window is None else (left_window, None))
+        images = [span for runs in runs_of_documents for group, span in runs if group >= 0 and len(span) > 1]
+        if not images:
+            return AttentionMask(window=rule.window, documents=documents)
+        left_window = (rule.window or (None,))[0]
+        window = None if left_window is None else (left_window, None)
+        return AttentionMask.image_spans(images, documents, window=window)
     return AttentionMask.of_slices(_slices(rule, runs_of_documents))
 
 
 def _groups_are_contiguous(runs: Runs) -> bool:
+    """Returns True if each group is a single run."""
     groups = [group for group, _ in runs if group >= 0]
     return len(set(groups)) == len(groups)
 
 
 def _runs(groups: Tensor, low: int, high: int) -> Runs:
+    """Returns the runs of tokens low .. high - 1."""
     ids, counts = groups[low:high].unique_consecutive(return_counts=True)
     ends = [low, *(low + counts.cumsum(0)).tolist()]
     return [(max(group, -1), range(a, b)) for group, (a, b) in zip(ids.tolist(), pairwise(ends), strict=True)]
 
 
 def _slices(rule: Rule, runs_of_documents: Sequence[Runs]) -> list[Slice]:
-    """Returns the slices of a row. For each run of queries, keys of its group and other keys have their own slices."""
+    """Returns the slices of a row: each run of queries with keys of its group, and with other keys of its document."""
     slices: list[Slice] = []
     for runs in runs_of_documents:
         for group, queries in runs:
             for same_group, keys in _split_keys(group, runs):
                 slices += _slice(queries, keys, rule.group_keys if same_group else rule.other_keys)
-            if len(slices) > SLICES:
-                raise ValueError(f"blocks of tokens in more than {SLICES} slices of a row: they are too scattered")
+            if len(slices) > MAX_SLICES:
+                raise ValueError(f"groups of tokens in more than {MAX_SLICES} slices of a row: they are too scattered")
     return slices
 
 
@@ -156,7 +159,7 @@ def _split_keys(group: int, runs: Runs) -> list[tuple[bool, range]]:
 
 
 def _slice(queries: range, keys: range, band: Band | None) -> list[Slice]:
-    """Returns at most one slice; none if no pair is in the band."""
+    """Returns the slice of these queries, keys and band, in a list that is empty if no pair is visible."""
     if band is None or band[0] > keys[-1] - queries[0] or band[1] < keys[0] - queries[-1]:
         return []
     low, high = (None if abs(bound) >= FAR else bound for bound in band)

@@ -32,7 +32,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
     Raises:
         ValueError: ranks were given different rows; inputs whose shard is unknown; errors of `ContextParallel.shard`.
     """
-    # First of all: ranks with different rows would find different errors, or wait for each other in attention.
+    # Before all other checks: ranks with different rows would raise different errors, or hang in attention.
     check_same_rows(cp.method, inputs)
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):

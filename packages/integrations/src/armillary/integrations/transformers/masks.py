@@ -1,8 +1,8 @@
-"""Reads the mask functions of Hugging Face transformers.
+"""Converts mask functions of Hugging Face transformers to a `Rule`: bands, groups of tokens and chunks.
 
-They are nested closures: bands around the diagonal, groups of tokens (images) and chunks, joined by `and` and `or`.
-Each is identified by the name of the function that returned it. Unknown functions are refused: they cannot be
-evaluated on a shard, whose indices are not those of the sequence.
+Mask functions are nested closures over (batch, head, query, key) indices: sliding windows, images and chunks, joined by
+`and` and `or`. Evaluating them on a shard would be wrong, because local indices are not those of the sequence. So each
+closure is recognized by the name of the function that made it, and its variables are read. Unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from armillary.attention.mask import Window
 
 FAR = 2**62
 Band = tuple[int, int]
-"""A query at i sees keys at j for j - i in first..last; -FAR and FAR mean unbounded."""
+"""(low, high): a query at i sees a key at j if low <= j - i <= high. -FAR and FAR are unbounded."""
 
 EVERYTHING: Band = (-FAR, FAR)
 
 
 class Rule(NamedTuple):
-    """A mask as two bands, groups of tokens and chunks.
+    """A mask function as two bands, groups of tokens and chunks.
 
-    A query sees the keys of its own group that are in the band `group_keys`, and all other keys that are in the band
-    `other_keys`; with chunks, only keys of its own chunk. None is an empty band.
+    A query sees the keys of its own group in the band `group_keys`, and other keys in the band `other_keys`; with
+    chunks, only keys of its own chunk. None is an empty band.
     """
 
     other_keys: Band | None
     group_keys: Band | None
     groups: Tensor | None = None
-    """[B, T], the group of each local token, or -1. Numbers are local: another rank may give a group another number."""
+    """[B, T], the group of each local token, or -1. Ranks number groups independently: see `GroupFinder`."""
     chunk: int | None = None
+    """Size of a chunk; None without chunks."""
     bidirectional: bool = False
-    """True if the mask of transformers is bidirectional; it then ignores documents in position ids."""
+    """True for a bidirectional mask, in which transformers ignores documents in position ids."""
 
     @property
     def causal(self) -> bool:
@@ -47,7 +48,7 @@ class Rule(NamedTuple):
 
     @property
     def window(self) -> Window | None:
-        """The window that `other_keys` implies, besides causality; None on a side, or for both, is unbounded."""
+        """The window that `other_keys` implies, besides causality. A side of None, or None alone, is unbounded."""
         low, high = self.other_keys or (0, 0)
         sides = (None if low <= -FAR else -low, None if high >= FAR or self.causal else high)
         return None if sides == (None, None) else sides
@@ -80,6 +81,7 @@ class UnknownMaskError(Exception):
 
 
 def _read(function: Any) -> Rule:
+    """Returns the rule of a mask function, recursively. Raises UnknownMaskError with the name of an unknown part."""
     if function is None:
         raise UnknownMaskError("none")
     name = _maker(function)
@@ -133,16 +135,16 @@ def _read_constant(function: Any) -> Rule:
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
     if code is None or code.co_freevars or not set(code.co_names) <= {"torch", "tensor", "bool"}:
         raise UnknownMaskError(name)
-    if any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in get_instructions(code)):
+    if any(instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for instruction in get_instructions(code)):
         raise UnknownMaskError(name)
-    uses_torch = getattr(function, "__globals__", {}).get("torch", torch) is torch
-    if not uses_torch or not bool(function(0, 0, 0, 0)):
+    is_real_torch = getattr(function, "__globals__", {}).get("torch", torch) is torch
+    if not is_real_torch or not bool(function(0, 0, 0, 0)):
         raise UnknownMaskError(name)
     return _band_rule(*EVERYTHING)
 
 
 def _probe(function: Callable[..., Any], rule: Rule, name: str) -> None:
-    """Compares values of a model's own function with the rule for its name, at the ends of the band and beside them."""
+    """Raises UnknownMaskError if a model's own function differs from the rule at or beside the ends of its band."""
     low, high = rule.other_keys or (0, 0)
     offsets = torch.tensor([low - 1, low, 0, high, high + 1])
     queries = torch.full_like(offsets, high - low + 2)
@@ -152,6 +154,7 @@ def _probe(function: Callable[..., Any], rule: Rule, name: str) -> None:
 
 
 def _band_rule(low: int, high: int, *, bidirectional: bool = False) -> Rule:
+    """Returns the rule of one band for all keys."""
     return Rule((low, high), (low, high), bidirectional=bidirectional)
 
 
@@ -178,10 +181,11 @@ MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "blockwise_overlay": lambda closure: Rule(None, EVERYTHING, groups=closure["block_sequence_ids"]),
     "chunked_overlay": lambda closure: Rule(EVERYTHING, EVERYTHING, chunk=int(closure["chunk_size"])),
 }
-"""Functions that read a closure, by the name of the function that made it."""
+"""From the variables of a closure to its rule, by the name of the function in transformers that made the closure."""
 
 
 def _intersect(a: Rule, b: Rule) -> Rule:
+    """Returns the rule of `a and b`."""
     if a.chunk is not None and b.chunk is not None and a.chunk != b.chunk:
         raise UnknownMaskError(f"chunks of {a.chunk} and of {b.chunk}")
     return Rule(
@@ -194,6 +198,7 @@ def _intersect(a: Rule, b: Rule) -> Rule:
 
 
 def _unite(a: Rule, b: Rule) -> Rule:
+    """Returns the rule of `a or b`."""
     if a.chunk is not None or b.chunk is not None:
         raise UnknownMaskError("chunks joined by or")
     other_keys, group_keys = _unite_bands(a.other_keys, b.other_keys), _unite_bands(a.group_keys, b.group_keys)

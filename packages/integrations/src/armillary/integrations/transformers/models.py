@@ -1,7 +1,7 @@
-"""Checks of models of Hugging Face transformers: those that cannot run on shards are refused early.
+"""Checks of models of Hugging Face transformers, so that models that cannot run on shards raise when they are built.
 
-transformers offers no hook for this: a model that selects an implementation calls `get_correct_attn_implementation`,
-when it is built or later, so this method is wrapped, once. `loss_function` is wrapped too.
+transformers has no hook for this. A model that selects an attention implementation, when it is built or later, calls
+`get_correct_attn_implementation`, so `wrap_models` wraps this method, once, and the property `loss_function`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIXING_SETTINGS = {
     "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
     "token_dropout": "scales embeddings by the count of masked tokens",  # ESM
 }
-"""Attributes of modules that are True if embeddings use other tokens of the sequence, and how."""
+"""Attributes of modules that are True if embeddings depend on other tokens of the sequence, with the reason."""
 
 POSITION_MODULES = re.compile("Rotary|Position|Sinus")
 """Matches class names of modules that compute embeddings of positions."""
@@ -49,6 +49,7 @@ POSITION_RULE = "create_position_ids_from_input_ids"
 """Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, without padding."""
 
 MARK = "armillary_checks_sharding"
+"""Attribute of the wrapper, so that a second registration does not wrap it again."""
 
 
 def wrap_models(models: Any) -> None:
@@ -63,6 +64,7 @@ def wrap_models(models: Any) -> None:
         # Models with other implementations, such as image towers, are not checked.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
+            # A model may select an implementation several times: each hook is registered once.
             hooks = model._forward_pre_hooks.values()
             if has_sharded_states(type(model)) and not any(isinstance(hook, StateHook) for hook in hooks):
                 route_states(type(model))
@@ -73,7 +75,7 @@ def wrap_models(models: Any) -> None:
 
     def loss_function(model: Any) -> Callable[..., Any]:
         function = loss.fget(model)
-        # Only users set `_loss_function`: their own loss is not checked.
+        # `_loss_function` is only set by users, whose own loss is not checked.
         unchecked = shards_of(model.config) == 1 or hasattr(model, "_loss_function")
         return function if unchecked else partial(_checked_loss, function, model.config)
 
@@ -83,10 +85,10 @@ def wrap_models(models: Any) -> None:
 
 
 def check_model(model: type, config: Any) -> None:
-    """Checks that tokens of a class see each other only through the replaced attention function, or sharded states.
+    """Checks a class of models: its tokens must see each other only by the routed attention or by sharded states.
 
     Raises:
-        ValueError: it carries a state along the sequence by other functions than those of `states` (RWKV, xLSTM,
+        ValueError: it carries a state along the sequence by other functions than those of `states.py` (RWKV, xLSTM,
             Mamba-1), has layers of an unknown kind, or computes attention itself (Falcon, GPT-J, BLOOM).
     """
     states = has_sharded_states(model)
@@ -210,12 +212,13 @@ def _is_unsharded(module: nn.Module) -> bool:
 
 def calls_attention(model: type) -> bool:
     """Returns False if the source of a class defines attention without transformers' attention interface."""
+    # A user's subclass inherits attention from a file further up.
     for base in model.__mro__:
         if base.__module__ == "transformers.modeling_utils":
             return False  # no class before it has the interface in its file
         try:
             source = getsource(sys.modules[base.__module__])
-        except (KeyError, OSError, TypeError):
+        except (KeyError, OSError, TypeError):  # without source, as in a notebook, the layers' own checks remain
             return True
         if "ALL_ATTENTION_FUNCTIONS" in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
             return True
@@ -247,7 +250,7 @@ ROUTERS = (
 
 
 def shards_of(config: Any) -> int:
-    """Returns the number of ranks that share a sequence, by the config's implementations; 1 without one of ours."""
+    """Returns the number of ranks that share a sequence under a config's implementations; 1 without one of ours."""
     return max((method.shards for method in methods_of(config)), default=1)
 
 

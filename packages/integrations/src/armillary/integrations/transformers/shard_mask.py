@@ -1,4 +1,4 @@
-"""The object that replaces the attention mask between a model's mask function and its layers."""
+"""`ShardMask`: the object that a model passes from its mask function to its layers in place of a mask tensor."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from armillary.integrations.transformers.masks import Rule
 
 
 class ShardMask:
-    """The mask of the layers of one kind, and the sharding of the sequence.
+    """The mask of all layers of one kind, with the layout and documents of the sequence.
 
     Args:
-        sharding: the `sequence` block of the forward.
+        context: the `sequence` block of the forward.
         layout: layout over all ranks of the method.
-        rule: the mask function of the model; None if it is unknown and the mask of the block replaces it.
+        rule: the model's mask function; None if it is unknown and the block's mask replaces it.
         groups: [B, N], the rule's groups for the whole sequence.
-        position_ids: position ids in the functions that called the mask function.
+        position_ids: position ids read from the frames of the mask function's callers.
         counts_from_shard: True if the model got no position ids, so that it counts from the shard's first token.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
-        refusal: reason for which layers cannot use the mask. A model makes masks of kinds that no layer has
-            (Qwen2-MoE with sliding_window=0), so it is raised by the first layer that gets the mask.
+        refusal: reason why layers cannot use the mask. The first layer that gets the mask raises it, because a model
+            also makes masks of kinds that no layer has (Qwen2-MoE with sliding_window=0).
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
     __slots__ = (
         "cached_mask",
+        "context",
         "counts_from_shard",
         "first_position",
         "groups",
@@ -41,12 +42,11 @@ class ShardMask:
         "position_ids",
         "refusal",
         "rule",
-        "sharding",
     )
 
     def __init__(
         self,
-        sharding: SequenceContext,
+        context: SequenceContext,
         layout: SequenceLayout,
         rule: Rule | None,
         groups: Tensor | None = None,
@@ -55,12 +55,12 @@ class ShardMask:
         first_position: int = 0,
         refusal: str | None = None,
     ) -> None:
-        self.sharding, self.layout, self.rule, self.groups = sharding, layout, rule, groups
+        self.context, self.layout, self.rule, self.groups = context, layout, rule, groups
         self.position_ids, self.counts_from_shard, self.first_position = position_ids, counts_from_shard, first_position
         self.refusal = refusal
         self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
 
-    # Models that compute with their mask would compute nonsense on a shard: any use as a tensor raises.
+    # A model that computes with its mask tensor would get wrong results on a shard: any use as a tensor raises.
     def __getattr__(self, name: str) -> NoReturn:
         raise NoTensorError(name)
 
@@ -73,13 +73,14 @@ class ShardMask:
 
     def with_documents(self, documents: Documents | None) -> AttentionMask:
         """Returns the mask of a sequence packed from documents; computed once for all layers of the kind."""
+        # `is not` first: comparing thousands of documents in every layer takes time.
         if self.cached_mask is None or (self.cached_mask[0] is not documents and self.cached_mask[0] != documents):
-            block_mask = self.sharding.mask
-            if block_mask is None:
+            user_mask = self.context.mask
+            if user_mask is None:
                 assert self.rule is not None
                 mask = mask_of(self.rule, self.groups, documents, self.layout.length)
             else:
-                mask = block_mask if self.rule is None else narrow(block_mask, self.rule)
+                mask = user_mask if self.rule is None else narrow(user_mask, self.rule)
             self.cached_mask = documents, mask
         return self.cached_mask[1]
 
@@ -100,15 +101,15 @@ def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
     if rule.causal and not mask.causal and mask.pattern is None:
         raise ValueError(f"sequence(mask=...) has causal=False, but the model is causal: {mask}")
     left, right = rule.window or (None, None)
-    narrow = mask.narrow(left)
+    narrowed = mask.narrow(left)
     if right is None:
-        return narrow
-    before, after = narrow.window or (None, None)
-    return replace(narrow, window=(before, right if after is None else min(after, right)))
+        return narrowed
+    before, after = narrowed.window or (None, None)
+    return replace(narrowed, window=(before, right if after is None else min(after, right)))
 
 
 class NoTensorError(ValueError, AttributeError):
-    """A model computes with the object in place of its mask. An AttributeError too, for code that probes attributes."""
+    """A model used a `ShardMask` as a tensor. Also an AttributeError, so that `hasattr` returns False."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

@@ -1,9 +1,9 @@
 """Layers with a state in models of transformers: Mamba-2, Gated DeltaNet, Kimi's delta attention, short convolutions.
 
-In transformers these layers call module-level functions of their model's file, which have the same names in all files.
-They are replaced by functions that call ours on sharded sequences and the original ones otherwise. Layout and documents
-are passed as an option of the model's forward (`StateSequence`), because a model passes options to all of its layers.
-So a layer that is recomputed in backward, in any thread, has the layout and documents of its own forward.
+In transformers these layers call module-level functions of their model's file, under the same names in all files.
+`route_states` replaces them by functions that call ours for sharded sequences and the original ones otherwise. Layout
+and documents travel as an option of the model's forward (`StateSequence`), which a model passes to all of its layers.
+So a layer that is recomputed in backward, in any thread, uses the layout and documents of its own forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 
 
 class StateSequence(NamedTuple):
-    """The sequence of a call: its layout over the ranks of an axis, and its documents or tree."""
+    """The sequence of a call: layout over the ranks of an axis, and a mask with its documents or tree."""
 
     layout: SequenceLayout
     axis: Axis
@@ -66,6 +66,7 @@ def delta_rule(
 ) -> tuple[Tensor, None]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: query, key, value [B, T, heads, ...]."""
     _refuse_cache(initial_state, output_final_state)
+    # Casts and the epsilon are those of the replaced functions.
     dtype = torch.promote_types(query.dtype, torch.float32)
     q, k, v, g, beta = (x.to(dtype) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
@@ -112,7 +113,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any] | None] = {
     "mamba2_chunk_scan": chunk_scan,
     "mamba2_split_conv1d_scan_combined": None,
 }
-"""Our function for each of transformers. None: the function returns None, and the layer then calls the other ones."""
+"""Our function for each function of transformers. None: the call returns None, as without the fused kernel, and the
+layer calls the separate functions."""
 
 
 STEPS = frozenset(
@@ -149,6 +151,7 @@ def has_sharded_states(model: type) -> bool:
 
 @cache
 def _states_of_file(file: str) -> bool:
+    """Returns True for a file whose layers with a state can all be sharded, if it has any."""
     values = list(vars(sys.modules[file]).values()) if file.startswith("transformers.models.") else []
     layers = [x for x in values if isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == file]
     return any(map(shards_states, layers)) and not any(map(mixes_unknown, layers))
@@ -164,6 +167,7 @@ def route_states(model: type) -> None:
 
 
 def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Wraps a function: calls with the option `OPTION` go to the replacement, all others to the original."""
     parameters = signature(unwrap(original))
     names = [] if replacement is None else list(signature(replacement).parameters)[1:]
 
@@ -179,13 +183,13 @@ def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None)
             return original(*args, **kwargs)
         if replacement is None:
             return None
+        # By name: a replacement takes some of the original's arguments, of which a few may be in its **kwargs.
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
-        extra = bound.arguments.get("kwargs", {})
-        values = {**bound.arguments, **extra}
+        values = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         return replacement(sequence, **{name: values[name] for name in names if name in values})
 
-    setattr(call, OPTION, True)
+    setattr(call, OPTION, True)  # marks the function as replaced
     return call
 
 
@@ -198,9 +202,11 @@ class StateHook:
         self.method_of, self.check_modules = method_of, check_modules
         self.checked_models: WeakSet[nn.Module] = WeakSet()
         self.checked: Any = WeakTensorKeyDictionary()
-        """position ids without restarts -> (their version, layout)."""
+        """Position ids without restarts -> (version, layout)."""
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Submodels have this hook too: an outer one may have added the option already. On one rank without a block the
+        # original functions run.
         method = self.method_of(model.config)
         if method is None or OPTION in kwargs or (current_sequence() is None and method.shards == 1):
             return None
@@ -208,11 +214,11 @@ class StateHook:
             self.check_modules(model, method.shards)
             self.checked_models.add(model)
         tokens = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        sharding = current_sequence() or SequenceContext()
-        layout = sharding.layout_for(method, tokens.shape[1])
-        mask = sharding.mask
-        if mask is None and sharding.documents is not None:
-            mask = AttentionMask(documents=sharding.documents)
+        context = current_sequence() or SequenceContext()
+        layout = context.layout_for(method, tokens.shape[1])
+        mask = context.mask
+        if mask is None and context.documents is not None:
+            mask = AttentionMask(documents=context.documents)
         if mask is None and kwargs.get("position_ids") is not None:
             self._check_positions(method, layout, kwargs["position_ids"])
         return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
