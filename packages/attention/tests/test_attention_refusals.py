@@ -364,7 +364,7 @@ def test_a_composition_is_of_axes_that_span_a_grid(worlds):
     messages = worlds(4).run(one_axis_twice)
     words = {"across": "run across each other", "turned on some ranks": "run across each other"}
     words |= {"two axes": "one mesh axis is needed, got 2", "a group": "DeviceMesh.from_group"}
-    words |= {"no such axes": "no ring and ulysses; make it by build_mesh"}
+    words |= {"no such axes": "no ring and ulysses; use build_mesh"}
     right = {"usp", "the other way", "of groups", "of two meshes", "of one rank"}
     for rank, actual in enumerate(messages):
         for name, message in actual.items():

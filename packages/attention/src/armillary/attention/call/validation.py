@@ -124,8 +124,8 @@ def check_options(options: AttentionOptions) -> AttentionOptions:
         return options
     if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(
-            f"mask is {_describe(mask)}; an AttentionMask in global positions is needed: AttentionMask(causal=False) "
-            f"for all keys, AttentionMask(documents=...) for packed sequences. Dense masks are not accepted"
+            f"mask is {_describe(mask)}; an AttentionMask is needed: AttentionMask(causal=False) for all keys, "
+            f"AttentionMask(documents=...) for packed sequences. Its positions are global; dense masks are not accepted"
         )
     check_layout("layout", layout)
     check_layout("key_layout", key_layout)

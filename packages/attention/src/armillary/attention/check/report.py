@@ -75,7 +75,7 @@ class ModelReport:
             lines += [f"WRONG: {diagnosis.mistake}", f"  {diagnosis.evidence}"]
         lines += _wrong_tensors(self.evidence) if not self.right else ["RIGHT"]
         lines += [f"Note: {note}" for note in self.notes]
-        return "\n".join([*lines, f"Not looked at: {'; '.join(NOT_CHECKED)}."])
+        return "\n".join([*lines, f"Not checked: {'; '.join(NOT_CHECKED)}."])
 
 
 def _row(name: str, comparison: Comparison) -> tuple[str, ...]:
