@@ -19,7 +19,7 @@ class CudaSetup:
 
     Args:
         allocator: settings for torch's allocator; None for the environment's.
-        device_id: argument of `init_process_group`; with it communicators connect at once and split off each other.
+        device_id: argument of `init_process_group`; with it NCCL connects eagerly, and new communicators are split off.
         high_priority: mesh axes whose communicators run on streams of high priority.
         max_ctas: thread blocks, at most, of an NCCL kernel on these axes; None: NCCL decides.
         sm_margin: multiprocessors that FlashAttention-3 leaves to NCCL.

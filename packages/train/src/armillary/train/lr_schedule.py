@@ -19,7 +19,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def warmup_of(steps: int, config: OptimizerConfig) -> int:
-    """Returns the steps of the warm-up: as configured, or half of the run if that is not shorter than the run."""
+    """Returns the steps of the warm-up: the configured number if it is below the run's steps, else half of these."""
     return config.warmup_steps if config.warmup_steps < steps else steps // 2
 
 

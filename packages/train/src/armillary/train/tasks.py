@@ -20,7 +20,7 @@ def task_tokens(data: DataConfig) -> int | None:
 
 
 def load_task(name: str, config: Config, vocabulary: int, attention: Method, replica: int, held_out: bool) -> TaskRows:
-    """Returns this rank's rows of the task: those for training, or those `held_out`. Errors as in `build_task`."""
+    """Returns this rank's rows of the task, for training or (`held_out`) for validation. Errors as in `build_task`."""
     layout = attention.layout(config.data.sequence_length, config.data.layout)
     return TaskRows(
         build_task(name, layout, config.train.seed, vocabulary, pairs=config.data.pairs, symbols=config.data.symbols),

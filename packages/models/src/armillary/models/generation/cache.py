@@ -1,4 +1,4 @@
-"""Sharded cache of keys and values for decoding: each rank keeps those of its shard of the prompt.
+"""Sharded cache of keys and values for decoding: each rank keeps the keys and values of its shard of the prompt.
 
     prompt     attention by the layer's method (Ring, Ulysses, ...); each rank keeps k and v of its own tokens
     one token  every rank has its q, k and v; one rank keeps k and v; each attends to its own keys, and the partial
@@ -31,9 +31,9 @@ class CacheLayout:
     All layers of a model share it. Every rank computes the same without communication.
 
     Args:
-        shards: ranks.
-        shard: this rank.
-        prompt: layout over all ranks; None: there are no tokens yet.
+        shards: number of ranks.
+        shard: index of this rank's shard.
+        prompt: layout of the prompt over all ranks; None for an empty cache.
         new_tokens: upper bound of new tokens.
     """
 

@@ -36,7 +36,7 @@ def broadcast_from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]
 
     Args:
         x: [B, 1, ...] where `shard` is the owner; elsewhere [B, 0, ...].
-        shard: this rank's.
+        shard: index of this rank's shard.
         axes: axes of the method, outermost first.
 
     Bytes sent: at most (P - 1) B ... e, kind "all_gather".

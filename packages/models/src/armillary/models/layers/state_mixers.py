@@ -118,7 +118,7 @@ class StateInputs(NamedTuple):
 class StateMixer(nn.Module):
     """A layer with a state: normed x [B, T, E] -> [B, T, H, Dv], to be projected back by `o_proj`.
 
-    Heads are counted from the weights, of which tensor parallelism leaves some on each rank.
+    The number of heads follows from the shapes of the weights: under tensor parallelism a rank has only some heads.
 
     Args:
         dim: E.

@@ -68,7 +68,8 @@ def replace_nonfinite(value: Any) -> Any:
 def cut(path: Path, step: int) -> None:
     """Truncates records of steps after `step`, and an incomplete last line.
 
-    They are at the end of the file, since each run cuts it before it writes: one truncation, which takes no space.
+    These records are at the end of the file, because every run cuts it before it appends. So a truncation suffices,
+    which works on a full disk too.
 
     Raises:
         OSError: the file is there and cannot be read or changed.

@@ -1,4 +1,4 @@
-"""Pictures of runs, from their metrics.jsonl; need matplotlib."""
+"""Draws the curves of runs from their metrics.jsonl, with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Values = NDArray[np.float64]
 
 @dataclass
 class Curves:
-    """A run's metrics.jsonl as lists; NaN where numbers were not finite."""
+    """The curves in a run's metrics.jsonl; NaN replaces numbers that are not finite."""
 
     name: str
     steps: list[int] = field(default_factory=list[int])
@@ -120,9 +120,9 @@ def _number(value: float | None) -> float:
 
 
 def moving_average(values: Values, half: int) -> Values:
-    """The mean over each value and up to `half` on either side of it, of those that are finite.
+    """Returns the mean of the finite values in a window of up to `half` values on either side of each.
 
-    The first values fall fast: their windows are narrower, so that they have as much before as after.
+    Windows of the first values are narrower but symmetric: losses fall fast there, and later ones would lower the mean.
     """
     finite = np.isfinite(values)
     counts = _window_sums(finite.astype(np.float64), half)
@@ -131,6 +131,7 @@ def moving_average(values: Values, half: int) -> Values:
 
 
 def _window_sums(values: Values, half: int) -> Values:
+    # The sum over a window is a difference of two prefix sums.
     totals = np.concatenate([[0.0], np.cumsum(values)])
     indices = np.arange(len(values))
     reach = np.minimum(indices, half)

@@ -54,7 +54,7 @@ class Screen:
         self.print(f"validation: step: {step} {text}")
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Nothing: events are for files; lines for people go through `Reporter.say`."""
+        """Does nothing: events go to files, and `Reporter.say` prints lines."""
 
     def close(self) -> None:
         self.progress.stop()

@@ -107,8 +107,8 @@ class Peaks:
         step = self.step
         if step.checkpointing.policy == "none":
             saved = CategoryBytes()
-            for sizes, of_mixer in step.by_mixer([] if host else blocks):
-                saved += (self.saved_to_attention(sizes) + self.saved_after_attention(sizes)).times(len(of_mixer))
+            for sizes, mixer_blocks in step.by_mixer([] if host else blocks):
+                saved += (self.saved_to_attention(sizes) + self.saved_after_attention(sizes)).times(len(mixer_blocks))
             return saved
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))

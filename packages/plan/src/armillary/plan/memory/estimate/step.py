@@ -86,7 +86,9 @@ class StepSizes:
         if not isinstance(job.model, LlamaConfig) or job.model.states is None:
             return sizes
         blocks = {
-            mixer: StateSizes.beside(sizes, job, job.model, mixer) for mixer in job.model.mixers if mixer != "attention"
+            mixer: StateSizes.for_mixer(sizes, job, job.model, mixer)
+            for mixer in job.model.mixers
+            if mixer != "attention"
         }
         return replace(sizes, mixers=job.model.mixers, state_blocks=blocks)
 
@@ -101,11 +103,11 @@ class StepSizes:
         indices = defaultdict[Mixer, list[int]](list)
         for i in blocks:
             indices[self.mixers[i % len(self.mixers)]].append(i)
-        return [(self.state_blocks.get(mixer, self), of_mixer) for mixer, of_mixer in indices.items()]
+        return [(self.state_blocks.get(mixer, self), mixer_blocks) for mixer, mixer_blocks in indices.items()]
 
     def parameters(self, blocks: Sequence[int]) -> int:
         """Number of parameters of these blocks."""
-        return sum(len(of_mixer) * sizes.model.block for sizes, of_mixer in self.by_mixer(blocks))
+        return sum(len(mixer_blocks) * sizes.model.block for sizes, mixer_blocks in self.by_mixer(blocks))
 
     @cached_property
     def all_parameters(self) -> int:
@@ -260,8 +262,8 @@ class StateSizes(StepSizes):
     gathered_states: int
 
     @classmethod
-    def beside(cls, sizes: StepSizes, job: Job, config: LlamaConfig, mixer: Mixer) -> StateSizes:
-        """Returns the sizes of the blocks with a mixer, in a model that has `sizes` with attention."""
+    def for_mixer(cls, sizes: StepSizes, job: Job, config: LlamaConfig, mixer: Mixer) -> StateSizes:
+        """Returns the sizes of the blocks with a mixer, in a model whose blocks with attention have `sizes`."""
         assert config.states is not None
         common = {each.name: getattr(sizes, each.name) for each in fields(StepSizes)}
         common |= {"mixer": mixer, "model": Widths.of(config, mixer).shard(sizes.tp)}

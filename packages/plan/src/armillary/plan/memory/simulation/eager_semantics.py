@@ -18,7 +18,7 @@ ADD_INTO: OpOverload = torch.ops.aten.add_.Tensor
 
 
 class EagerSemantics(TorchDispatchMode):
-    """To be entered on top of a mode that counts allocations, for fake or real tensors.
+    """Restores eager execution for a mode that counts allocations. Enter it on top of that mode.
 
     - Composite ops run as the ops they are made of. Otherwise an op of Armillary would be counted by its fake
       implementation, which only allocates results; torch decomposes its own above autograd, but not below it.
@@ -47,7 +47,7 @@ class EagerSemantics(TorchDispatchMode):
 
 @cache
 def unshared_gradient() -> torch_private.RefCounts:
-    """Reference counts of a gradient that autograd alone holds, at its accumulation; found by an experiment."""
+    """Reference counts of a gradient that autograd alone holds, at its accumulation; measured on a small graph."""
     with torch_private.modes_disabled(), torch.enable_grad(), AdditionObserver() as observer:
         x = torch.ones(1, requires_grad=True)
         (x.exp() * x.sin()).backward()
