@@ -71,7 +71,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """Groups of ranks with a link for sends inside a group, unless a smaller group contains both ends.
+    """One level of the network: groups of ranks, and the link that carries sends within a group.
+
+    The smallest group that contains both ends of a send carries it.
 
     Args:
         ranks: size of a group.

@@ -180,7 +180,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 
 
 def step_bytes(job: Job, passes: Passes) -> list[int]:
-    """Bytes that each rank of the sequence axes sends in a step to mix tokens, recomputation and moves included.
+    """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included.
 
     Not counted: under a checkpoint policy, methods with a head axis send q, k, v and out once more in backward.
     """
@@ -230,7 +230,7 @@ def recomputed_attentions(step: StepSizes, blocks: Sequence[int]) -> int:
 
 
 def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> Seconds:
-    """Computation of block i that can hide transfers: (forward, backward).
+    """Seconds of computation of block i that can hide transfers: (forward, backward).
 
     Args:
         ends_segment: the block is the last of its segment. The other blocks recompute their attention when the segment
@@ -251,7 +251,7 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
 
 
 def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
-    """Exposed transfers of recomputed segments: (all-gathers of parameters, copies from and to the host).
+    """Exposed seconds of recomputed segments: (all-gathers of parameters, copies from and to the host).
 
     The parameters of a segment's last two blocks are gathered for their backward anyway; the others' are gathered once
     more. Checkpoints of all blocks but the last are read from the host, and those that recomputation adds are written.
@@ -270,9 +270,9 @@ def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
 
 
 def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
-    """All-gathers and reduce-scatters of [B, T, E] over the tensor-parallel ranks. Computation waits for them.
+    """Seconds of tensor parallelism's all-gathers and reduce-scatters of [B, T, E], for which computation waits.
 
-    Each of them takes equally long, so they are counted.
+    Their number times the time of one.
     """
     if step.tp == 1:
         return 0.0
@@ -292,25 +292,25 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
 
 
 def parameter_transfers(step: StepSizes, cluster: Cluster) -> Seconds:
-    """A block's parameters and gradients: (all-gather in forward, transfers in backward)."""
+    """Seconds to transfer a block's parameters and gradients: (all-gather in forward, transfers in backward)."""
     gather = sharded_seconds(step, cluster, step.model.block * step.e)
     regather = gather if step.zero_stage == 3 else 0.0  # stages 1 and 2 keep parameters gathered
     return gather, regather + reduced_seconds(step, cluster, step.model.block)
 
 
 def root_transfers(step: StepSizes, cluster: Cluster) -> float:
-    """All-gather of embedding and head, and reduction of their gradients. Nothing hides these."""
+    """Seconds to all-gather embedding and head and to reduce their gradients. Nothing hides these."""
     parameters = step.model.table + step.model.head + step.model.root
     return sharded_seconds(step, cluster, parameters * step.e) + reduced_seconds(step, cluster, parameters)
 
 
 def sharded_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
-    """All-gather, or reduce-scatter, of `size` bytes over the ranks that share parameters."""
+    """Seconds to all-gather, or to reduce-scatter, `size` bytes over the ranks that share parameters."""
     return all_gather_seconds(cluster, size, step.sharing, step.tp)
 
 
 def reduced_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
-    """Reduce-scatter of gradients, and all-reduce of the result over replicas."""
+    """Seconds to reduce-scatter gradients, and to all-reduce the result over replicas."""
     replicas, stride = cluster.ranks // (step.sharing * step.tp), step.sharing * step.tp
     # HSDP's all-reduce of a shard is a reduce-scatter and an all-gather.
     over_replicas = 2 * all_gather_seconds(cluster, MASTER * parameters / step.sharing, replicas, stride)
@@ -318,7 +318,7 @@ def reduced_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> flo
 
 
 def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds) -> float:
-    """Exposed copies of block i's checkpoints: to the host in forward and back in backward.
+    """Exposed seconds of copies of block i's checkpoints: to the host in forward and back in backward.
 
     Backward of the block above hides the copy back, if it is prefetched.
     """
@@ -334,7 +334,7 @@ def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds)
 
 
 def optimizer_update(step: StepSizes, cluster: Cluster) -> float:
-    """AdamW on a rank's shard. On the host, gradients are copied there and parameters back."""
+    """Seconds of AdamW on a rank's shard. On the host, gradients are copied there and parameters back."""
     # AdamW is bound by memory bandwidth; on the host all ranks of a node share it.
     owned = step.all_parameters / step.sharing
     if not step.on_host:

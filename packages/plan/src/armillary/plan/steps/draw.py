@@ -45,7 +45,7 @@ class Circle:
         return SIDE / 2 - 40
 
     def center(self, rank: int, radius: float | None = None) -> tuple[float, float]:
-        """Returns the center of a rank's dot, or a point at another radius beyond it."""
+        """Returns the center of a rank's dot, or the point in its direction at another radius."""
         angle = 2 * pi * rank / self.ranks - pi / 2
         radius = self.radius if radius is None else radius
         return SIDE / 2 + radius * cos(angle), SIDE / 2 + radius * sin(angle)
