@@ -128,10 +128,10 @@ def check_length(setting: Setting) -> Iterator[Row]:
     room = Room(setting.size(setting.device.memory - RESERVE, 2**21), 2**50)
     step, start = setting.size((8192, 2**19), (128, 256))
 
-    def outlook(length: int) -> Any:
+    def predict(length: int) -> Any:
         return estimate(replace(job, length=length))
 
-    fit = longest_fit(lambda length: simulate(replace(job, length=length)), outlook, room, step, start)
+    fit = longest_fit(lambda length: simulate(replace(job, length=length)), predict, room, step, start)
     yield Row("longest by the planner", fit.length, "tokens", source=f"{room.device / 2**30:.4g} GiB")
     length = int(0.95 * fit.length) // step * step
     with setting.one_of(ulysses=8) as mesh:

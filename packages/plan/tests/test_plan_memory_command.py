@@ -35,7 +35,7 @@ def test_the_longest_fit_fills_device_or_host(device, host, limit, start):
 
     def measure(length: int) -> StepMemory:
         lengths.append(length)
-        return linear(length, device * 1.02, host * 1.02)  # a little more than by the outlook
+        return linear(length, device * 1.02, host * 1.02)  # a little more than predicted
 
     fit = longest_fit(measure, lambda n: linear(n, device, host), room, step=1024, start=start)
     exact = ((74 << 30) - (4 << 30)) / device if limit == "device" else (232 << 30) / host

@@ -124,11 +124,11 @@ def plan_memory(
     length = amount(plan, "tokens")
     axes = mesh_axes(plan, model_of(plan.model, length), cluster)
 
-    def measure(length: int) -> StepMemory:
+    def simulate_length(length: int) -> StepMemory:
         return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
     # A faster prediction, with which `longest_fit` searches.
-    def outlook(length: int) -> StepMemory | Estimate:
+    def predict_length(length: int) -> StepMemory | Estimate:
         job, policy = job_of(plan, axes, length), plan.checkpointing
         if is_hybrid(job.model) or (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
             return estimate(job)
@@ -144,7 +144,7 @@ def plan_memory(
     check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
     step = 1024 * cluster.ranks
     try:
-        fit = longest_fit(measure, outlook, room, step, start=length) if plan.max_context else None
+        fit = longest_fit(simulate_length, predict_length, room, step, start=length) if plan.max_context else None
     except DoesNotFitError as error:
         raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, step), cluster, room)}") from error
     length = length if fit is None else fit.length
@@ -155,7 +155,7 @@ def plan_memory(
         axes=axes,
         room=room,
         length=length,
-        memory=measure(length) if fit is None else fit.memory,
+        memory=simulate_length(length) if fit is None else fit.memory,
         estimate=estimate(job_of(plan, axes, length)),
         fit=fit,
     )

@@ -17,10 +17,10 @@ SIMULATED_SHARE = 4
 """A step with a larger estimated share of the room is not simulated: simulations take longer the more chunks it has."""
 
 Usage = StepMemory | Estimate
-Measure = Callable[[int], StepMemory]
+Simulate = Callable[[int], StepMemory]
 """Simulates a step with a sequence of this length."""
-Outlook = Callable[[int], Usage]
-"""A faster and less exact `Measure`."""
+Predict = Callable[[int], Usage]
+"""A faster and less exact `Simulate`."""
 
 
 class DoesNotFitError(Exception):
@@ -109,7 +109,7 @@ class LongestFit:
     Args:
         length: its number of tokens.
         memory: its memory, simulated.
-        longer: memory of a sequence with a million tokens more, by the outlook.
+        longer: predicted memory of a sequence with a million tokens more.
     """
 
     length: int
@@ -121,10 +121,10 @@ class LongestFit:
         return self.length + 1_000_000
 
 
-def longest_fit(measure: Measure, outlook: Outlook, room: Room, step: int, start: int) -> LongestFit:
+def longest_fit(simulate: Simulate, predict: Predict, room: Room, step: int, start: int) -> LongestFit:
     """The longest sequence that fits, in multiples of `step` tokens.
 
-    Searches with the outlook, then confirms with as few exact measurements as possible, each a bit shorter.
+    Searches by prediction, then confirms with as few simulations as possible, each of a slightly shorter sequence.
 
     Args:
         start: length to start the search with.
@@ -132,31 +132,31 @@ def longest_fit(measure: Measure, outlook: Outlook, room: Room, step: int, start
     Raises:
         DoesNotFitError: not even `step` tokens fit.
     """
-    # 1. Search with the fast outlook.
-    length = longest_by_outlook(outlook, room, step, start)
+    # 1. Search with the fast prediction.
+    length = longest_predicted(predict, room, step, start)
     # 2. Confirm by simulation, and shorten in proportion while it does not fit.
-    memory = measure(length)
+    memory = simulate(length)
     while (used_share := room.share(memory)) > 1:
         if length == step:
             raise DoesNotFitError(f"not even {step:,} tokens fit: {room.comparison(memory)}")
         # Memory is nearly proportional to the length; half a percent less makes a second correction unlikely.
         length = max(step, int(length / used_share * 0.995) // step * step)
-        memory = measure(length)
-    return LongestFit(length, memory, outlook(length + 1_000_000))
+        memory = simulate(length)
+    return LongestFit(length, memory, predict(length + 1_000_000))
 
 
-def longest_by_outlook(outlook: Outlook, room: Room, step: int, start: int, attempts: int = 8) -> int:
-    """The length at which the room is full by the outlook, found by the secant method.
+def longest_predicted(predict: Predict, room: Room, step: int, start: int, attempts: int = 8) -> int:
+    """The length at which the room is full by prediction, found by the secant method.
 
     Memory is nearly linear in the length, so a few attempts suffice.
     """
     first = max(step, start // 2 // step * step)
-    usages = {length: outlook(length) for length in (first, 2 * first)}  # the first two points of the secant
+    usages = {length: predict(length) for length in (first, 2 * first)}  # the first two points of the secant
     for _ in range(attempts):
         guess = max(step, _full_length(usages, room) // step * step)
         if guess in usages:
             break
-        usages[guess] = outlook(guess)
+        usages[guess] = predict(guess)
     return max((length for length, usage in usages.items() if room.share(usage) <= 1), default=step)
 
 
