@@ -1,4 +1,4 @@
-"""Attention that a reader can check: dense, with every pair's visibility taken from the tokens' global positions."""
+"""Dense reference attention: the visibility of each pair is computed from global positions."""
 
 from math import sqrt
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DenseAttention:
-    """q [B, T, H, D] and k, v [B, T, K, D] of the tokens at `positions` [T] -> [B, T, H, D]."""
+    """Maps q [B, T, H, D] and k, v [B, T, K, D] of the tokens at `positions` [T] to out [B, T, H, D]."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

@@ -1,4 +1,4 @@
-"""Small models, their folders, and what may be wrong with those."""
+"""Small models, and edits that break their folders."""
 
 import json
 from pathlib import Path
@@ -38,13 +38,13 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 def split(folder: Path) -> None:
-    """Two files and an index, as large checkpoints come."""
+    """Rewrites a folder as two weight files and an index."""
     tensors = load_file(folder / "model.safetensors")
     names, half = sorted(tensors), len(tensors) // 2
-    parts = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
-    for file, part in parts.items():
-        save_file({name: tensors[name] for name in part}, folder / file)
-    weight_map = {name: file for file, part in parts.items() for name in part}
+    tensor_names = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
+    for file, file_names in tensor_names.items():
+        save_file({name: tensors[name] for name in file_names}, folder / file)
+    weight_map = {name: file for file, file_names in tensor_names.items() for name in file_names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "model.safetensors").unlink()
 

@@ -1,4 +1,4 @@
-"""Small models sharded as trainers shard them, empty or full, for tests that run in worlds."""
+"""Small models sharded with FSDP2 and tensor parallelism, for tests on several ranks."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ COLUMNS = ("o_proj", "down_proj", "c_proj")
 
 
 def plain(config: LlamaConfig | GPTConfig) -> Llama | GPT:
-    """The whole model, every parameter of it random."""
+    """The unsharded model, all parameters random."""
     model = Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
     initialize(model, 3)
     generator = torch.Generator().manual_seed(4)
@@ -43,7 +43,7 @@ def plain(config: LlamaConfig | GPTConfig) -> Llama | GPT:
 
 
 def empty(config: LlamaConfig | GPTConfig, axes: dict[str, int], dtype: torch.dtype = torch.float32) -> Llama | GPT:
-    """The sharded model, full of zeros."""
+    """The sharded model with zero weights."""
     with torch.device("meta"):
         model = Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
     model = sharded(model.to(dtype), axes)
@@ -57,7 +57,7 @@ def empty(config: LlamaConfig | GPTConfig, axes: dict[str, int], dtype: torch.dt
 def full(
     config: LlamaConfig | GPTConfig, axes: dict[str, int], policy: MixedPrecisionPolicy | None = None
 ) -> Llama | GPT:
-    """The sharded model, with the weights of the whole one: cut by torch, without reading anything."""
+    """The sharded model with the weights of `plain`, sharded by torch."""
     return sharded(plain(config), axes, policy)
 
 

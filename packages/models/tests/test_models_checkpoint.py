@@ -1,4 +1,4 @@
-"""Checkpoint policies change what is kept, and nothing else."""
+"""Checkpoint policies change the saved tensors and leave losses and gradients alone."""
 
 import itertools
 from functools import cache, partial
@@ -56,30 +56,30 @@ CONFIGS = [{}, {"qk_norm": True, "qkv_bias": True}, {"tied_embeddings": True, "h
 
 
 @cache
-def without(config: int, dtype: torch.dtype) -> list[Tensor]:
-    """Loss and gradients of a model that keeps everything."""
+def gradients_without_checkpoints(config: int, dtype: torch.dtype) -> list[Tensor]:
+    """Loss and gradients without checkpointing."""
     return gradients(build(Checkpointing(), dtype, **CONFIGS[config]))
 
 
 @pytest.mark.parametrize("stage", [None, 2])
 @pytest.mark.parametrize(("i", "options"), list(enumerate(POLICIES)), ids=str)
-def test_losses_and_gradients_are_those_without(i, options, stage):
-    config = (i + (stage is None)) % len(CONFIGS)  # each policy and each stage meets each of them somewhere
-    exact = without(config, torch.float64)
+def test_losses_and_gradients_equal_those_without_checkpoints(i, options, stage):
+    config = (i + (stage is None)) % len(CONFIGS)  # every policy and stage runs with every config somewhere
+    exact = gradients_without_checkpoints(config, torch.float64)
     result = gradients(build(options, torch.float64, stage, **CONFIGS[config]))
     assert max(itertools.starmap(relative_error, zip(result, exact, strict=True))) < 1e-12
     actual = gradients(build(options, torch.float32, stage, **CONFIGS[config]))
     plain, result = (
         [relative_error(x.double(), y) for x, y in zip(each, exact, strict=True)]
-        for each in (without(config, torch.float32), actual)
+        for each in (gradients_without_checkpoints(config, torch.float32), actual)
     )
-    # The gradient of a key's bias is nearly 0 by cancellation, so that no order of additions has it exactly.
+    # The gradient of a key bias cancels to nearly 0, so its relative error depends on the order of additions.
     assert all(error < max(1e-6, 2 * usual) for error, usual in zip(result, plain, strict=True))
 
 
 @pytest.mark.parametrize("options", [POLICIES[0], POLICIES[3], POLICIES[5]], ids=str)
-def test_in_bfloat16_gradients_are_as_exact_as_without(options):
-    exact = without(0, torch.float64)
+def test_bfloat16_gradients_are_as_exact_as_without_checkpoints(options):
+    exact = gradients_without_checkpoints(0, torch.float64)
     plain, result = (gradients(build(o, torch.bfloat16, 2)) for o in (Checkpointing(), options))
     plain_error, error = (
         [relative_error(a.double(), b) for a, b in zip(actual, exact, strict=True)] for actual in (plain, result)
@@ -98,8 +98,8 @@ def test_in_bfloat16_gradients_are_as_exact_as_without(options):
     ids=str,
 )
 def test_under_autocast_blocks_are_recomputed_equally(options, inside):
-    def found(chosen: Checkpointing) -> list[Tensor]:
-        model = build(chosen, torch.float32)
+    def step(checkpointing: Checkpointing) -> list[Tensor]:
+        model = build(checkpointing, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model)
             if inside:
@@ -108,11 +108,11 @@ def test_under_autocast_blocks_are_recomputed_equally(options, inside):
             loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters())]
 
-    for a, b in zip(found(options), found(Checkpointing()), strict=True):
+    for a, b in zip(step(options), step(Checkpointing()), strict=True):
         assert relative_error(a, b) < 2e-2
 
 
-# -- what is frozen, kept, owned ---------------------------------------------------------------------------------------
+# -- frozen parameters, retained graphs, gradient buffers --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,22 +122,22 @@ def test_under_autocast_blocks_are_recomputed_equally(options, inside):
         *(("attention_output", frozen) for frozen in ("self_attn", "mlp", "layernorm", "proj")),
     ],
 )
-def test_frozen_parameters_get_no_gradient_and_others_get_theirs(frozen, policy):
-    def found(options: Checkpointing) -> dict[str, Tensor | None]:
+def test_only_frozen_parameters_get_no_gradient(frozen, policy):
+    def step_gradients(options: Checkpointing) -> dict[str, Tensor | None]:
         model = build(options, torch.float64)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
         loss_of(model).backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    result, expected = found(Checkpointing(policy)), found(Checkpointing())
+    result, expected = step_gradients(Checkpointing(policy)), step_gradients(Checkpointing())
     for name, gradient in expected.items():
         assert (result[name] is None) == (gradient is None) == (frozen in name), name
         assert gradient is None or relative_error(result[name], gradient) < 1e-12
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_graph_that_is_kept_can_be_differentiated_again(offload):
+def test_a_retained_graph_can_be_differentiated_again(offload):
     model = build(Checkpointing("layer", offload=offload), torch.float64)
     loss = loss_of(model)
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -145,7 +145,7 @@ def test_a_graph_that_is_kept_can_be_differentiated_again(offload):
     assert all(map(torch.equal, first, repeated))
 
 
-def test_a_parameter_that_changes_between_forward_and_backward_is_noticed():
+def test_a_parameter_modified_between_forward_and_backward_raises():
     model = build(Checkpointing("layer"), torch.float64)
     loss = loss_of(model)
     with torch.no_grad():
@@ -155,19 +155,19 @@ def test_a_parameter_that_changes_between_forward_and_backward_is_noticed():
 
 
 def test_gradients_with_other_references_are_not_overwritten():
-    """Between blocks gradients are added to in place, but not those that a hook or a caller gets to see."""
+    """Blocks accumulate gradients in place, except in tensors that a hook or the caller holds."""
     expected, result = [], []
-    for options, into in ((Checkpointing(), expected), (Checkpointing("layer"), result)):
+    for options, gradients in ((Checkpointing(), expected), (Checkpointing("layer"), result)):
         model = build(options, torch.float64)
-        hidden, seen = [], []
+        hidden, hook_gradients = [], []
         for layer in model.model.layers:
             layer.register_forward_hook(lambda module, inputs, out, hidden=hidden: hidden.append(out))
         loss = loss_of(model)
-        hidden[0].register_hook(seen.append)
+        hidden[0].register_hook(hook_gradients.append)
         hidden[1].retain_grad()
-        into += torch.autograd.grad(loss, hidden, retain_graph=True)
+        gradients += torch.autograd.grad(loss, hidden, retain_graph=True)
         loss.backward()
-        into += [*seen, hidden[1].grad]
+        gradients += [*hook_gradients, hidden[1].grad]
     assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
 
 
@@ -179,7 +179,7 @@ def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
 
 
 def through_views(policy: str, view: str) -> list[Tensor]:
-    """Gradients, where the block's own comes in as a view of a tensor that somebody else has."""
+    """Gradients when the incoming gradient of a block is a view of a tensor with other references."""
     block, x, context = block_and_input(policy)
     y, other, gradient = (
         block(x, context),
@@ -198,45 +198,45 @@ def through_views(policy: str, view: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("view", ["given", "asked for", "shared"])
 @pytest.mark.parametrize("policy", ["layer", "attention_output"])
-def test_gradients_that_are_views_of_somebody_elses_are_not_overwritten(policy, view):
+def test_gradients_that_are_views_of_referenced_tensors_are_not_overwritten(policy, view):
     pairs = zip(through_views(policy, view), through_views("none", view), strict=True)
     assert max(itertools.starmap(relative_error, pairs)) < 1e-12
 
 
 @pytest.mark.parametrize("policy", ["layer", "attention_output"])
-def test_a_parameter_that_is_merely_added_has_its_gradient(policy):
-    def found(policy: str) -> Tensor:
+def test_a_parameter_that_is_only_added_gets_its_gradient(policy):
+    def shift_gradient(policy: str) -> Tensor:
         block, x, _ = block_and_input(policy)
         context = Context(1, RotaryEmbedding.at(torch.arange(1), 8, 1e4, torch.float64), AttentionMask(), None)
         block.shift = nn.Parameter(torch.zeros(1, 1, 32, dtype=torch.float64))
-        rest = block.after_attention
-        block.after_attention = lambda x, out: rest(x, out) + block.shift
+        after_attention = block.after_attention
+        block.after_attention = lambda x, out: after_attention(x, out) + block.shift
         (block(x[:1, :1].detach().requires_grad_(), context) ** 2).sum().backward()
         return block.shift.grad
 
-    assert relative_error(found(policy), found("none")) < 1e-12
+    assert relative_error(shift_gradient(policy), shift_gradient("none")) < 1e-12
 
 
 def test_nothing_is_offloaded_without_a_backward(monkeypatch):
-    made = []
+    offloads = []
     monkeypatch.setattr(
-        "armillary.models.activation_checkpoint.checkpoint.OffloadedTensors", lambda *args: made.append(args)
+        "armillary.models.activation_checkpoint.checkpoint.OffloadedTensors", lambda *args: offloads.append(args)
     )
     model = build(Checkpointing("layer", offload=True), torch.float32)
     with torch.no_grad():
         model(TOKENS)
     model.requires_grad_(False)
     model(TOKENS)
-    assert not made
+    assert not offloads
 
 
-def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int, ...], int]:
-    """Shapes of what blocks save for backward, apart from parameters, and how many of each; one batch of 64 tokens."""
+def saved_shapes(options: Checkpointing, stage: int | None = None) -> dict[tuple[int, ...], int]:
+    """Shapes of the tensors that a block saves for backward, without parameters, and their counts; 64 tokens."""
     model = build(options, torch.float32, stage, heads=4, layers=1)
     parameters = {p.data_ptr() for p in model.parameters()}
     saved: dict[int, Tensor] = {}
 
-    def note(x: Tensor) -> Tensor:
+    def record(x: Tensor) -> Tensor:
         if x.data_ptr() not in parameters:
             saved[x.data_ptr()] = x
         return x
@@ -244,32 +244,32 @@ def kept_for(options: Checkpointing, stage: int | None = None) -> dict[tuple[int
     block = model.model.layers[0]
     x = torch.randn(1, 64, 32, requires_grad=True)
     context = Context(64, RotaryEmbedding.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
-    with saved_tensors_hooks(note, lambda x: x):
+    with saved_tensors_hooks(record, lambda x: x):
         block(x, context)
     shapes = [tuple(x.shape) for x in saved.values() if x.numel() >= 64]
     return {shape: shapes.count(shape) for shape in shapes}
 
 
 def test_a_block_keeps_the_tensors_of_its_policy():
-    assert kept_for(Checkpointing("layer")) == {(1, 64, 32): 1}
-    assert kept_for(Checkpointing("attention_output")) == {(1, 64, 32): 1, (1, 64, 4, 8): 1, (1, 64, 4): 1}
-    assert kept_for(Checkpointing("layer", offload=True)) == {}
+    assert saved_shapes(Checkpointing("layer")) == {(1, 64, 32): 1}
+    assert saved_shapes(Checkpointing("attention_output")) == {(1, 64, 32): 1, (1, 64, 4, 8): 1, (1, 64, 4): 1}
+    assert saved_shapes(Checkpointing("layer", offload=True)) == {}
 
 
-def test_a_projection_that_is_shared_has_its_gradient_once():
-    def found(stage: int | None) -> list[Tensor]:
+def test_a_shared_projection_accumulates_its_gradient_once():
+    def gradients(stage: int | None) -> list[Tensor]:
         torch.manual_seed(0)
-        both, norm, query = nn.Linear(32, 16), nn.RMSNorm(8), nn.Linear(32, 32)
-        shared = HeadProjections(query, both, both, 4, 2, 8, query_norm=norm, key_norm=norm)
+        key_value, norm, query = nn.Linear(32, 16), nn.RMSNorm(8), nn.Linear(32, 32)
+        projections = HeadProjections(query, key_value, key_value, 4, 2, 8, query_norm=norm, key_norm=norm)
         attend = Local() if stage is None else UPipe.for_method(Local(), stage)
-        out = attend.projected(torch.randn(1, 9, 32), shared, mask=AttentionMask())
+        out = attend.projected(torch.randn(1, 9, 32), projections, mask=AttentionMask())
         out.square().sum().backward()
-        return [both.weight.grad, norm.weight.grad]
+        return [key_value.weight.grad, norm.weight.grad]
 
-    assert max(itertools.starmap(relative_error, zip(found(2), found(None), strict=True))) < 1e-5
+    assert max(itertools.starmap(relative_error, zip(gradients(2), gradients(None), strict=True))) < 1e-5
 
 
-def test_impossible_requests_are_refused():
+def test_unsupported_options_raise():
     with pytest.raises(ValueError, match="Linear has no blocks"):
         Checkpointing("layer").apply(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
@@ -287,7 +287,7 @@ def test_impossible_requests_are_refused():
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 100, None])
-def test_a_tokenwise_function_has_its_own_value_and_gradients(chunk):
+def test_a_chunked_token_function_keeps_value_and_gradients(chunk):
     module = nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4)).double()
     x, y = (torch.randn(2, 16, n, dtype=torch.float64, requires_grad=True) for n in (6, 4))
     function: TokenFunction = lambda x, y: module(x) * y.sin()  # noqa: E731
@@ -299,25 +299,25 @@ def test_a_tokenwise_function_has_its_own_value_and_gradients(chunk):
 
 
 def test_many_chunks_round_a_weights_gradient_once():
-    """Summed in bfloat16, the shares of 512 chunks would be off by far more than one matrix multiplication is."""
+    """Summing the gradients of 512 chunks in bfloat16 would lose far more than one matrix multiplication does."""
     torch.manual_seed(0)
     linear = nn.Linear(16, 16, bias=False).bfloat16()
     x, dout = torch.randn(1, 512, 16).bfloat16() + 0.5, torch.randn(1, 512, 16).bfloat16() + 0.5
     exact = torch.einsum("bto,bti->oi", dout.double(), x.double())
     (result,) = torch.autograd.grad(in_chunks(linear, (x,), linear, chunk=1), linear.parameters(), dout)
-    (once,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
-    assert relative_error(result.double(), exact) < 1.1 * relative_error(once.double(), exact)
+    (unchunked,) = torch.autograd.grad(F.linear(x, linear.weight), linear.parameters(), dout)
+    assert relative_error(result.double(), exact) < 1.1 * relative_error(unchunked.double(), exact)
 
 
 @pytest.mark.parametrize("policy", ["layer", "attention_output"])
 def test_blocks_are_recomputed_with_the_same_dropout(policy):
-    def found(options: Checkpointing) -> list[Tensor]:
+    def step(options: Checkpointing) -> list[Tensor]:
         model = build(options, torch.float64, layers=1)
         model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
         torch.manual_seed(0)
         return gradients(model)
 
-    for a, b in zip(found(Checkpointing(policy)), found(Checkpointing()), strict=True):
+    for a, b in zip(step(Checkpointing(policy)), step(Checkpointing()), strict=True):
         assert relative_error(a, b) < 1e-12
 
 

@@ -1,4 +1,4 @@
-"""Gradients of projections' weights that are added up in place, a few heads of a few tokens at a time."""
+"""Weight gradients of projections, accumulated in place over groups of heads and chunks of tokens."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def build(dtype=torch.float64, bias=True):
 
 
 def in_stages(projections, x, grads, frozen=(), dx=True):
-    """(dx, the gradients of what is not frozen), a stage and three tokens at a time."""
+    """Returns (dx, gradients of the unfrozen parameters), computed in stages and chunks of three tokens."""
     parameters = [p for p in projections.parameters() if not any(p is f for f in frozen)]
     totals, dx = GradientSums(parameters), torch.zeros_like(x) if dx else None
     source = Projected(x, projections, 3, dx, totals)
@@ -50,14 +50,14 @@ def random_grads(dtype):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_stages_and_pieces_add_up_to_the_whole(bias):
+def test_gradients_of_stages_and_chunks_add_up(bias):
     projections, x, grads = build(bias=bias), torch.randn(B, T, E).double(), random_grads(torch.float64)
     (dx, result), (expected_dx, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd))
     assert relative_error(dx, expected_dx) < 1e-14 and result.keys() == expected.keys()
     assert max(relative_error(result[name], expected[name]) for name in expected) < 1e-14
 
 
-def test_frozen_parameters_get_no_gradient_and_others_do_without_dx():
+def test_only_frozen_parameters_get_no_gradient_without_dx():
     projections, x, grads = build(), torch.randn(B, T, E).double(), random_grads(torch.float64)
     _, expected = by_autograd(projections, x, grads)
     frozen = [projections.query.weight, projections.key.bias]
@@ -65,11 +65,11 @@ def test_frozen_parameters_get_no_gradient_and_others_do_without_dx():
         parameter.requires_grad_(False)
     _, result = in_stages(projections, x, grads, frozen, dx=False)
     assert len(result) == len(expected) - 2
-    assert max(relative_error(share, expected[name]) for name, share in result.items()) < 1e-14
+    assert max(relative_error(gradient, expected[name]) for name, gradient in result.items()) < 1e-14
 
 
 def test_sums_are_rounded_once():
-    """Of bfloat16, whose products of three tokens would each be rounded otherwise."""
+    """Chunks of three tokens are summed in float32: bfloat16 would round each product."""
     projections, x = build(torch.bfloat16, bias=False), torch.randn(B, T, E).bfloat16()
     grads = random_grads(torch.bfloat16)
     _, result = in_stages(projections, x, grads)
@@ -83,7 +83,10 @@ def test_an_adapter_is_differentiated_unchanged():
     projections.query.register_module("adapter", adapter)
     projections.query.forward = lambda x: nn.functional.linear(x, projections.query.weight) + 2 * adapter(x)
     (_, result), (_, expected) = (run(projections, x, grads) for run in (in_stages, by_autograd_unused))
-    assert max(relative_error(result[name], share) for name, share in expected.items() if share is not None) < 1e-14
+    assert (
+        max(relative_error(result[name], gradient) for name, gradient in expected.items() if gradient is not None)
+        < 1e-14
+    )
     assert expected[id(adapter.weight)].any()
 
 
@@ -94,8 +97,8 @@ def by_autograd_unused(projections, x, grads):
     return None, dict(zip(map(id, parameters), gradients, strict=True))
 
 
-def cut_over_ranks():
-    """Errors of a rank's part of the gradients, where tensor parallelism cuts heads over two."""
+def errors_under_tensor_parallelism():
+    """Errors of this rank's gradients when tensor parallelism shards heads over two ranks."""
     full, axis = build(), mesh(tp=2)["tp"]
     x, grads = torch.randn(B, T, E).double(), random_grads(torch.float64)
     _, expected = by_autograd_unused(full, x, grads)
@@ -104,11 +107,11 @@ def cut_over_ranks():
     totals = GradientSums([local_query._parameters["weight"], local_query._parameters["bias"]])
     source = Projected(x, replace(full, query=local_query, heads=H // 2), 4, None, totals)
     for heads in ((0, 2), (1,)):
-        own = [3 * dist.get_rank() + head for head in heads]
-        source.add_q(heads, [grads[0][:, :, own]])
-    return [relative_error(share.full_tensor(), e) for share, e in zip(totals.result(), expected, strict=True)]
+        local_heads = [3 * dist.get_rank() + head for head in heads]
+        source.add_q(heads, [grads[0][:, :, local_heads]])
+    return [relative_error(gradient.full_tensor(), e) for gradient, e in zip(totals.result(), expected, strict=True)]
 
 
 def test_gradients_of_sharded_weights_are_sharded(worlds):
-    for errors in worlds(2).run(cut_over_ranks):
+    for errors in worlds(2).run(errors_under_tensor_parallelism):
         assert max(errors) < 1e-14

@@ -1,4 +1,4 @@
-"""torch.compile: each block in one graph, the same for all layers, with the results of the plain model, bit by bit."""
+"""torch.compile: one graph per block, shared by all layers, bitwise equal to eager mode."""
 
 import copy
 from dataclasses import replace
@@ -13,7 +13,7 @@ from armillary.core.testing import relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize
 from armillary.models.parallel.parallelize import compile_block
 
-# A graph of each layer would be more graphs than are allowed.
+# One graph per layer would exceed this limit.
 SMALL = LlamaConfig(vocab_size=29, dim=16, layers=4, heads=4, kv_heads=2, hidden_dim=24, qk_norm=True, qkv_bias=True)
 CONFIGS = {
     "windows": replace(SMALL, window=5, window_from=2),
@@ -26,7 +26,7 @@ MASKS = [
 ]
 
 
-def fresh() -> None:
+def reset_dynamo() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -36,7 +36,7 @@ def staged() -> Method:
 
 
 def pair(config: LlamaConfig | GPTConfig, attention: Method, policy: Checkpointing) -> tuple[Llama | GPT, Llama | GPT]:
-    """A model, and a copy of it whose blocks are compiled."""
+    """Returns a model and a copy with compiled blocks."""
     model = Llama(config, attention) if isinstance(config, LlamaConfig) else GPT(config, attention)
     initialize(model, 0)
     policy.apply(model)
@@ -58,12 +58,12 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize(("name", "attention"), [("windows", staged), ("gpt", Local)])
-def test_every_layer_and_mask_shares_a_few_graphs(name, attention):
-    fresh()
+def test_layers_and_masks_share_a_few_graphs(name, attention):
+    reset_dynamo()
     model, twin = pair(CONFIGS[name], attention(), Checkpointing())
     for mask in MASKS:
         assert all(same(a, b) for a, b in zip(results(model, mask), results(twin, mask), strict=True))
-    # One without documents, one with some, one with any number of them; and likewise in each window.
+    # One graph without documents, one with a fixed number, one with a symbolic number; the same for each window.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (6 if name == "windows" else 3)
 
 
@@ -73,8 +73,8 @@ FEWER = Checkpointing("attention_output", inputs=2, outputs=2, offload=True, on_
 
 @pytest.mark.parametrize("policy", [Checkpointing("attention_output", chunk=7), FEWER], ids=["all", "fewer"])
 def test_the_token_wise_part_is_compiled_under_a_checkpoint_policy(policy):
-    """To the bit, also where blocks compute their inputs again from the blocks below."""
-    fresh()
+    """Results are bitwise equal, also when blocks recompute their inputs from the blocks below."""
+    reset_dynamo()
     model, twin = pair(replace(SMALL, layers=3), staged(), policy)
     actual = results(twin, MASKS[1])
     Checkpointing("layer", chunk=policy.chunk).apply(model)
@@ -86,7 +86,7 @@ FROZEN = ("layers.0.self_attn.q_proj", "layers.1.self_attn", "layers.2.self_attn
 
 
 def test_frozen_parameters_get_no_gradient():
-    fresh()
+    reset_dynamo()
     model, twin = pair(SMALL, staged(), Checkpointing())
     for each in (model, twin):
         for name, parameter in each.named_parameters():
@@ -97,15 +97,15 @@ def test_frozen_parameters_get_no_gradient():
         assert same(a, b)
 
 
-def test_a_copy_of_a_module_is_found_as_itself():
+def test_the_registry_finds_a_copy_of_a_module():
     model = Llama(replace(SMALL, layers=1), staged())
     twin = copy.deepcopy(model)
     numbers = [int(each.model.layers[0].self_attn.projector) for each in (model, twin)]
     assert numbers[0] != numbers[1]
 
 
-def test_a_copy_of_a_compiled_model_has_its_own_parts():
-    fresh()
+def test_a_copy_of_a_compiled_model_has_its_own_parameters():
+    reset_dynamo()
     _, twin = pair(replace(SMALL, layers=1), staged(), Checkpointing("layer"))
     other = copy.deepcopy(twin)
     before = results(other, MASKS[0])[0]
@@ -116,8 +116,8 @@ def test_a_copy_of_a_compiled_model_has_its_own_parts():
 
 
 @pytest.mark.parametrize("attention", [Local, staged])
-def test_autocast_is_as_outside_of_graphs(attention):
-    fresh()
+def test_autocast_equals_eager_mode(attention):
+    reset_dynamo()
     model, twin = pair(replace(SMALL, layers=1), attention(), Checkpointing())
     with torch.autocast("cpu", torch.bfloat16):
         actual = [results(each, MASKS[1]) for each in (model, twin)]
@@ -127,11 +127,11 @@ def test_autocast_is_as_outside_of_graphs(attention):
     assert actual[0][0].dtype == actual[1][0].dtype
 
 
-def test_adapters_with_dropout_are_left_out_of_graphs():
-    fresh()
+def test_adapters_with_dropout_run_outside_of_graphs():
+    reset_dynamo()
     actual: list[list[Tensor | None]] = []
     for fullgraph in (None, False, True):
-        fresh()
+        reset_dynamo()
         model = Llama(replace(SMALL, layers=1), staged())
         initialize(model, 0)
         block = model.model.layers[0]
@@ -150,7 +150,7 @@ def test_adapters_with_dropout_are_left_out_of_graphs():
 
 
 def test_other_lengths_share_a_graph():
-    fresh()
+    reset_dynamo()
     attend = Local()
     compiled = torch.compile(lambda q, k, v: attend(q, k, v, mask=MASKS[0]), backend="aot_eager", fullgraph=True)
     for length in range(4, 20):

@@ -1,4 +1,4 @@
-"""Sizes: what is refused, and what follows from them."""
+"""Model configs: refusals, parameter counts and FLOPs."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from armillary.models.initialize import meta_model
 DEBUG = LlamaConfig.debug()
 
 
-def held(config: LlamaConfig) -> int:
+def count_parameters(config: LlamaConfig) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Llama(config).parameters())
 
@@ -30,12 +30,12 @@ def held(config: LlamaConfig) -> int:
     ],
 )
 def test_parameter_counts_match_the_module(config):
-    assert config.parameters() == held(config)
+    assert config.parameters() == count_parameters(config)
 
 
 # -- floating-point operations ------------------------------------------------------------------------------------
 
-# By hand, 2 per multiply-add, forward: projections, MLP, norms, head; then scores and values over all keys.
+# Counted by hand, forward, 2 per multiply-add: projections, MLP, norms, head; then scores and values over all keys.
 WEIGHTS = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128) + 128 + 257 * 128
 A_KEY = 8 * 2 * (2 * 16)
 
@@ -93,12 +93,12 @@ def test_head_dim_follows_from_the_width_by_default():
         ({"vocab_size": 10**400}, "vocab_size=1000"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(change, message):
+def test_invalid_sizes_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         replace(DEBUG, head_dim=0, **change) if "head_dim" not in change else replace(DEBUG, **change)
 
 
-def test_a_gpt_of_impossible_sizes_is_refused_by_name():
+def test_invalid_gpt_sizes_are_refused_by_name():
     for change in ({"norm_eps": math.nan}, {"dim": 2**40}, {"max_positions": 2**70}, {"layers": True}):
         with pytest.raises(ValueError, match=next(iter(change))):
             GPTConfig(**{"dim": 8, "layers": 1, "heads": 2, **change})

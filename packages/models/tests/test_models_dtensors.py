@@ -1,4 +1,4 @@
-"""Models and losses on DTensors of tokens: placed as these are, and equal to one rank's."""
+"""Models and losses on DTensors of tokens: placements are kept, values equal one rank's."""
 
 import re
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def model_of(config: LlamaConfig | GPTConfig) -> Llama | GPT:
     return model
 
 
-def given() -> tuple[Tensor, Tensor]:
+def ids_and_labels() -> tuple[Tensor, Tensor]:
     """ids and labels [ROWS, N]"""
     ids = torch.randint(15, (ROWS, N + 1), generator=torch.Generator().manual_seed(1))
     labels = ids[:, 1:].clone()
@@ -56,12 +56,12 @@ def given() -> tuple[Tensor, Tensor]:
 
 
 def axes_of(over: DeviceMesh) -> DeviceMesh:
-    """Its axes of several ranks: with five, torch takes seconds to find how to place a quotient of two."""
+    """The axes of more than one rank: with all five, torch takes seconds to place a quotient of two DTensors."""
     return over[tuple(name for place, name in enumerate(AXES) if over.size(place) > 1)]
 
 
 def placed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, dim: int = 1) -> DTensor:
-    """Tokens shared out over the sequence axes, rows over `shard`."""
+    """Shards tokens over the sequence axes and rows over `shard`."""
     over = axes_of(over)
     x, rows = distribute_sequence(x, layout, over, dim), Shard(0) if dim == 1 else Replicate()
     names = zip(over.mesh_dim_names, x.placements, strict=True)
@@ -77,7 +77,7 @@ def with_logits(model: nn.Module, ids: Tensor, labels: Tensor, **options: object
 
 
 def with_whole_logits(model: nn.Module, ids: Tensor, labels: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """The loss of what every rank has gathered."""
+    """The loss of logits and labels gathered over the sequence."""
     logits, layout = model(ids, **options), options.get("layout")
     return token_loss(*(x if layout is None else gather_sequence(x, layout) for x in (logits, labels)))
 
@@ -87,7 +87,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def step(model: nn.Module, loss: Tensor, over: DeviceMesh | None = None) -> dict[str, Tensor]:
-    """The loss and all gradients; summed over the ranks that have tokens, unless FSDP2 has."""
+    """Returns the loss and all gradients, summed over `over` (None: FSDP2 has summed them)."""
     loss.backward()
     actual = {"loss": whole(loss.detach())}
     for name, parameter in model.named_parameters():
@@ -101,48 +101,48 @@ def step(model: nn.Module, loss: Tensor, over: DeviceMesh | None = None) -> dict
 
 
 def error_of(actual: Tensor, expected: Tensor) -> float:
-    """Relative; absolute where there is nothing but rounding, as of GPT's biases of keys, which change no attention."""
+    """Relative error, or absolute for gradients that are only rounding: key biases do not change attention."""
     return relative_error(actual, expected) if expected.norm() > 1e-12 else float(actual.norm())
 
 
-def compared(name: str) -> dict[str, float]:
-    """Relative errors."""
+def errors_of_case(name: str) -> dict[str, float]:
+    """Relative errors of logits, losses and gradients."""
     axes, attention, config, sharded = CASES[name]
     over, alone = mesh(**axes), model_of(config)
     attend, model = build_attention(attention, over), model_of(config)
     parallelize(model, over, attention=attend, precision=torch.float64 if sharded else None)
     layout = attend.layout(N)
-    ids, labels = (placed(x, layout, over) for x in given())
+    ids, labels = (placed(x, layout, over) for x in ids_and_labels())
     positions = placed(torch.arange(N), layout, over, 0) if sharded else None
     summing = None if sharded else over["ring", "ulysses"]._flatten("tokens")
     logits = model(ids, positions=positions, layout=layout)
     assert logits.placements == ids.placements and logits.shape == (ROWS, N, 15)
-    errors = {"logits": relative_error(gather_sequence(logits.detach(), layout), alone(given()[0]).detach())}
+    errors = {"logits": relative_error(gather_sequence(logits.detach(), layout), alone(ids_and_labels()[0]).detach())}
     sums = tuple(Partial() if isinstance(actual, Shard) else actual for actual in ids.placements)
     for way in (with_head, with_logits, with_whole_logits):
         total, count = way(model, ids, labels, positions=positions, layout=layout)
         if way is not with_whole_logits:
             assert total.placements == count.placements == sums and total.shape == count.shape == ()
         actual = step(model, total / count, summing)
-        expected = step(alone, torch.div(*way(alone, *given())))
+        expected = step(alone, torch.div(*way(alone, *ids_and_labels())))
         assert actual.keys() == expected.keys()
         errors |= {f"{way.__name__}: {key}": error_of(actual[key], expected[key]) for key in expected}
     return errors
 
 
-def each_compared() -> dict[str, dict[str, float]]:
-    return {name: compared(name) for name in CASES}
+def errors_of_cases() -> dict[str, dict[str, float]]:
+    return {name: errors_of_case(name) for name in CASES}
 
 
 def test_losses_and_gradients_equal_one_rank(worlds):
-    for rank in worlds(4).run(each_compared):
+    for rank in worlds(4).run(errors_of_cases):
         for name, errors in rank.items():
             assert max(errors.values()) < EXACT, (name, {key: error for key, error in errors.items() if error > EXACT})
 
 
-def ways_of_saying_it() -> list[float]:
-    """Errors of logits, by positions that are given otherwise; of losses of local labels; and predictions."""
-    over, (ids, labels) = mesh(ring=2, tp=2), given()
+def errors_of_other_inputs() -> list[float]:
+    """Errors with positions in other forms, with local labels, and of predictions."""
+    over, (ids, labels) = mesh(ring=2, tp=2), ids_and_labels()
     alone, model = model_of(LLAMA), model_of(LLAMA)
     attend = build_attention("ring", over)
     parallelize(model, over, attention=attend, precision=None)
@@ -154,22 +154,22 @@ def ways_of_saying_it() -> list[float]:
         relative_error(gather_sequence(model(x, positions=positions, layout=layout), layout), expected)
         for positions in (placed(rows, layout, over), placed(everyone, layout, over, 0), layout.positions(attend.shard))
     ]
-    own = partial(linear_token_loss, labels=layout.take(labels, attend.shard))
-    actual = model(x, layout=layout, head=own)
+    local_head = partial(linear_token_loss, labels=layout.take(labels, attend.shard))
+    actual = model(x, layout=layout, head=local_head)
     errors += [relative_error(*pair) for pair in zip(map(whole, actual), token_loss(expected, labels), strict=True)]
     head = partial(linear_argmax, labels=placed(labels, layout, over))
     chosen = gather_sequence(model(x, layout=layout, head=head), layout)
     return [*errors, float((chosen != expected.argmax(2).where(labels != -100, -100)).sum())]
 
 
-def test_positions_labels_and_predictions_may_be_either(worlds):
-    for errors in worlds(4).run(ways_of_saying_it):
+def test_positions_and_labels_may_be_dtensors_or_local(worlds):
+    for errors in worlds(4).run(errors_of_other_inputs):
         assert max(errors) < EXACT, errors
 
 
-def losses_of_cut_logits() -> list[float]:
-    """Errors of the loss of logits whose vocabulary is cut, and of their gradient."""
-    over, (_, labels) = mesh(ring=2, tp=2), given()
+def errors_of_sharded_logits() -> list[float]:
+    """Errors of the loss and gradient of logits sharded by vocabulary."""
+    over, (_, labels) = mesh(ring=2, tp=2), ids_and_labels()
     layout = SequenceLayout.zigzag(N, 2)
     logits = torch.randn(ROWS, N, 15, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected, x = logits.clone().requires_grad_(), placed(logits, layout, over)
@@ -184,14 +184,14 @@ def losses_of_cut_logits() -> list[float]:
     ]
 
 
-def test_the_vocabulary_may_be_cut(worlds):
-    for errors in worlds(4).run(losses_of_cut_logits):
+def test_the_vocabulary_may_be_sharded(worlds):
+    for errors in worlds(4).run(errors_of_sharded_logits):
         assert max(errors) < EXACT, errors
 
 
 def refusals() -> list[str]:
     cut, rows, usp = mesh(ring=2, tp=2), mesh(ring=2, shard=2), mesh(ring=2, ulysses=2)
-    ids, labels = given()
+    ids, labels = ids_and_labels()
     layout = SequenceLayout.zigzag(N, 2)
     tensor, plain, heads, opaque = (Llama(LLAMA).double() for _ in range(4))
     parallelize(tensor, cut, attention=build_attention("ring", cut), precision=None)
@@ -200,26 +200,28 @@ def refusals() -> list[str]:
     for layer in opaque.model.layers:
         layer.attention = lambda q, k, v, **options: Local()(q, k, v, **options)
     x, positions = placed(ids, layout, cut), placed(torch.arange(N), layout, cut, 0)
-    own = layout.take(ids, cut["ring"].get_local_rank())
+    local_ids = layout.take(ids, cut["ring"].get_local_rank())
     logits = placed(torch.zeros(ROWS, N, 15), layout, cut)
     hidden = placed(torch.zeros(ROWS, N, 16), layout, cut)
 
-    def on(over: DeviceMesh, ids: Tensor = ids, **changed: object) -> DTensor:
+    def distributed(over: DeviceMesh, ids: Tensor = ids, **changed: object) -> DTensor:
         over = axes_of(over)
         placements = [changed.get(name, Replicate()) for name in over.mesh_dim_names]
         return distribute_tensor(ids, over, placements, src_data_rank=None)
 
     calls: list[Callable[[], object]] = [
-        lambda: plain(on(rows, shard=Shard(0)), layout=layout),
-        lambda: tensor(on(cut, ring=Shard(1), tp=Shard(0)), layout=layout),
-        lambda: plain(on(rows, ring=Shard(1)), layout=layout),
-        lambda: plain(on(rows, ring=Shard(1), shard=Shard(1)), layout=layout),
-        lambda: heads(on(usp, ring=Shard(1), ulysses=Shard(0))),
-        lambda: tensor(own, positions=positions, layout=layout),
-        lambda: tensor(x, positions=on(cut), layout=layout),
+        lambda: plain(distributed(rows, shard=Shard(0)), layout=layout),
+        lambda: tensor(distributed(cut, ring=Shard(1), tp=Shard(0)), layout=layout),
+        lambda: plain(distributed(rows, ring=Shard(1)), layout=layout),
+        lambda: plain(distributed(rows, ring=Shard(1), shard=Shard(1)), layout=layout),
+        lambda: heads(distributed(usp, ring=Shard(1), ulysses=Shard(0))),
+        lambda: tensor(local_ids, positions=positions, layout=layout),
+        lambda: tensor(x, positions=distributed(cut), layout=layout),
         lambda: tensor(distribute_tensor(ids, cut["tp"], [Replicate()], src_data_rank=None), layout=layout),
-        lambda: plain(on(rows, ids[:1], ring=Shard(1), shard=Shard(0)), layout=layout),
-        lambda: heads(on(usp, ids[:, :10], ring=Shard(1), ulysses=Shard(1)), layout=SequenceLayout.zigzag(10, 4)),
+        lambda: plain(distributed(rows, ids[:1], ring=Shard(1), shard=Shard(0)), layout=layout),
+        lambda: heads(
+            distributed(usp, ids[:, :10], ring=Shard(1), ulysses=Shard(1)), layout=SequenceLayout.zigzag(10, 4)
+        ),
         lambda: opaque(x),
         lambda: tensor(x.unsqueeze(0), layout=layout),
         lambda: token_loss(logits, placed(labels, layout, rows)),
@@ -268,8 +270,8 @@ def test_other_placements_are_refused_on_every_rank_before_communication(worlds)
 
 
 def labels_on_another_mesh() -> str:
-    """The head alone knows its labels: what it returns is refused."""
-    over, (ids, labels) = mesh(ring=2, tp=2), given()
+    """Only the head sees its labels, so the model checks the loss that the head returns."""
+    over, (ids, labels) = mesh(ring=2, tp=2), ids_and_labels()
     model, attend = model_of(LLAMA), build_attention("ring", over)
     parallelize(model, over, attention=attend, precision=None)
     layout = attend.layout(N)

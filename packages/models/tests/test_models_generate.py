@@ -1,11 +1,11 @@
-"""Generation on one device: against transformers, against full forwards, and what it leaves behind."""
+"""Generation on one device, compared with transformers and with full forwards."""
 
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from test_models_gpt import theirs
+from test_models_gpt import transformers_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +21,7 @@ MODELS = {"llama": LLAMA, "gpt": GPT2}
 
 
 def build(kind: str = "llama", dtype: torch.dtype = torch.float64, attention=None) -> Llama | GPT:
-    """Weights large enough that every token matters, and greedy text does not repeat itself at once."""
+    """Weights so large that every token matters and greedy text does not repeat a token at once."""
     model = (Llama(LLAMA, attention) if kind == "llama" else GPT(GPT2, attention)).double()
     initialize(model, seed=5)
     with torch.no_grad():
@@ -35,19 +35,19 @@ def prompt(rows: int = 2, tokens: int = 9) -> torch.Tensor:
 
 
 def greedy(model: nn.Module, ids: torch.Tensor, new: int, mask: AttentionMask | None = None) -> torch.Tensor:
-    """What `generate` is short for."""
+    """Greedy decoding with a full forward per token."""
     for _ in range(new):
         ids = torch.cat([ids, model(ids, mask=mask)[:, -1:].argmax(-1)], 1)
     return ids[:, -new:]
 
 
 def transformers_twin(model: Llama | GPT) -> nn.Module:
-    """The same weights in transformers' model."""
+    """transformers' model with the same weights."""
     transformers = pytest.importorskip("transformers")
     if isinstance(model, GPT):
         config = transformers.GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=40)
         twin = transformers.GPT2LMHeadModel(config)
-        weights = theirs(model)
+        weights = transformers_weights(model)
     else:
         config = transformers.LlamaConfig(
             vocab_size=60,
@@ -96,7 +96,7 @@ def test_logits_of_each_step_equal_the_full_forward(kind, window):
     assert relative_error(torch.stack(logits, 1), model(ids, mask=mask)[:, 10:]) < 1e-12
 
 
-def test_a_window_is_kept_to_by_the_text():
+def test_generation_respects_a_window():
     model, mask = build(), AttentionMask(window=(3, None))
     assert torch.equal(generate(model, prompt(), new_tokens=20, mask=mask), greedy(model, prompt(), 20, mask))
 
@@ -108,7 +108,7 @@ def test_the_shortest_prompts_and_texts(tokens, new):
     assert torch.equal(generate(model, prompt(2, tokens), new_tokens=new), greedy(model, prompt(2, tokens), new))
 
 
-def test_a_prompt_may_lie_in_any_order():
+def test_a_prompt_may_be_in_any_order():
     layout = SequenceLayout([[range(5, 9), range(5)]])
     model = build()
     assert torch.equal(generate(model, prompt(), new_tokens=9, layout=layout), greedy(model, prompt(), 9))
@@ -116,7 +116,7 @@ def test_a_prompt_may_lie_in_any_order():
 
 @pytest.mark.parametrize("attention", [Local(), UPipe.for_method(Local(), 2)], ids=["local", "upipe"])
 @pytest.mark.parametrize("policy", ["none", "layer", "attention_output"])
-def test_checkpoint_policies_stay_out_of_it_and_stay(policy, attention):
+def test_checkpoint_policies_are_suspended_and_restored(policy, attention):
     model = build(attention=attention)
     expected = greedy(model, prompt(), 6)
     Checkpointing(policy).apply(model)
@@ -125,7 +125,7 @@ def test_checkpoint_policies_stay_out_of_it_and_stay(policy, attention):
     assert [block.run for block in model.model.layers] == before
 
 
-def test_half_precision_follows_its_own_full_forward():
+def test_half_precision_matches_its_full_forward():
     model = build(dtype=torch.bfloat16)
     ids = prompt(2, 20)
     decoding = Decoding(model, max_new_tokens=10)
@@ -141,20 +141,20 @@ def test_half_precision_follows_its_own_full_forward():
 @pytest.mark.parametrize("kind", MODELS)
 def test_completions_equal_those_of_separate_runs(kind, options):
     model, options = build(kind), {"new_tokens": 12, "temperature": 4.0, "top_p": 0.95} | options
-    together = generate(model, prompt(), completions=3, seed=7, **options)
-    assert together.shape == (6, 12)
-    apart = [generate(model, prompt(), seed=7 + j, **options) for j in range(3)]
-    assert torch.equal(together, torch.stack(apart, 1).flatten(0, 1))
-    assert len({tuple(row) for row in together.tolist()}) == 6
+    completions = generate(model, prompt(), completions=3, seed=7, **options)
+    assert completions.shape == (6, 12)
+    separate = [generate(model, prompt(), seed=7 + j, **options) for j in range(3)]
+    assert torch.equal(completions, torch.stack(separate, 1).flatten(0, 1))
+    assert len({tuple(row) for row in completions.tolist()}) == 6
 
 
 def test_completions_stop_one_by_one():
     model, options = build(), {"new_tokens": 12, "temperature": 4.0}
     full = generate(model, prompt(1), completions=4, **options)
     stop = [int(full[0, 2]), int(full[2, 5])]
-    together = generate(model, prompt(1), completions=4, stop=stop, **options)
-    apart = [generate(model, prompt(1), seed=j, stop=stop, **options) for j in range(4)]
-    assert torch.equal(together, torch.cat(apart))
+    completions = generate(model, prompt(1), completions=4, stop=stop, **options)
+    separate = [generate(model, prompt(1), seed=j, stop=stop, **options) for j in range(4)]
+    assert torch.equal(completions, torch.cat(separate))
 
 
 def test_the_prompt_is_cached_once():
@@ -197,7 +197,7 @@ def test_a_stopped_row_is_filled_and_other_rows_continue():
         assert row == free[:end] + [stop] * (20 - end)
 
 
-def test_a_stream_ends_when_all_rows_have_and_generate_fills_up():
+def test_a_stream_ends_with_its_last_row_and_generate_pads():
     model, full = build(), generate(build(), prompt(), new_tokens=20).tolist()
     stop = (full[0][3], full[1][6])
     ends = [min(row.index(s) for s in stop if s in row) for row in full]
@@ -211,7 +211,7 @@ def test_a_stream_ends_when_all_rows_have_and_generate_fills_up():
     ]
 
 
-def test_between_the_tokens_of_a_stream_the_model_is_free():
+def test_the_model_is_usable_between_tokens_of_a_stream():
     model = build()
     expected, other = greedy(model, prompt(), 6), greedy(model, prompt(1, 5), 6)
     pairs = zip(stream(model, prompt(), new_tokens=6), stream(model, prompt(1, 5), new_tokens=6), strict=True)
@@ -224,7 +224,7 @@ def test_between_the_tokens_of_a_stream_the_model_is_free():
     assert torch.equal(torch.stack(second, 1), other)
 
 
-# -- what it leaves behind ----------------------------------------------------------------------------------------
+# -- restored state -----------------------------------------------------------------------------------------------
 
 
 def snapshot(model: Llama):
@@ -233,7 +233,7 @@ def snapshot(model: Llama):
 
 @contextmanager
 def failing(module: nn.Module, after: int):
-    """The module raises at its call number `after`."""
+    """Makes the module raise at call number `after`."""
     calls = []
 
     def hook(*_):
@@ -246,7 +246,7 @@ def failing(module: nn.Module, after: int):
     handle.remove()
 
 
-def test_the_model_is_as_it_was():
+def test_the_model_is_restored():
     model = build()
     model.model.layers[1].eval()
     before = snapshot(model)
@@ -257,7 +257,7 @@ def test_the_model_is_as_it_was():
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_the_model_is_as_it_was_after_an_error_too(after):
+def test_the_model_is_restored_after_an_error(after):
     model = build()
     model.model.layers[0].eval()
     before = snapshot(model)
@@ -268,7 +268,7 @@ def test_the_model_is_as_it_was_after_an_error_too(after):
     assert torch.equal(generate(model, prompt(), new_tokens=5), greedy(model, prompt(), 5))
 
 
-def test_layers_are_not_in_training_and_nothing_is_differentiated():
+def test_generation_runs_in_eval_mode_without_gradients():
     model, lengths = build(), []
     model.model.layers[0].mlp.register_forward_hook(
         lambda m, args, out: lengths.append((m.training, out.requires_grad))
@@ -277,13 +277,13 @@ def test_layers_are_not_in_training_and_nothing_is_differentiated():
     assert set(lengths) == {(False, False)}
 
 
-def test_room_is_made_once_and_logits_of_the_prompt_are_not():
+def test_the_cache_is_allocated_once_and_prompts_get_no_logits():
     model, largest = build(), []
     decoding = Decoding(model, max_new_tokens=6)
     decoding.prompt(prompt(2, 30))
-    first, *others = prompt(2, 6).unbind(1)
+    first, *continuation = prompt(2, 6).unbind(1)
     decoding.step(first)
-    rooms = [[x.data_ptr() for x in (*layer.prompt, *layer.new)] for layer in decoding.layers]
+    buffers = [[x.data_ptr() for x in (*layer.prompt, *layer.new)] for layer in decoding.layers]
     assert {layer.prompt[0].shape for layer in decoding.layers} == {(2, 30, 2, 8)}
     assert {layer.new[0].shape for layer in decoding.layers} == {(2, 6, 2, 8)}
 
@@ -296,9 +296,9 @@ def test_room_is_made_once_and_logits_of_the_prompt_are_not():
             return out
 
     with Sizes():
-        for token in others:
+        for token in continuation:
             decoding.step(token)
-    assert [[x.data_ptr() for x in (*layer.prompt, *layer.new)] for layer in decoding.layers] == rooms
+    assert [[x.data_ptr() for x in (*layer.prompt, *layer.new)] for layer in decoding.layers] == buffers
     assert max(largest) < 2 * 30 * 2 * 8  # a prompt's keys; logits are 2 * 60
     with pytest.raises(ValueError, match="room for 36 tokens"):
         decoding.step(prompt(2, 6)[:, 0])
@@ -337,17 +337,17 @@ def test_mismatched_arguments_are_refused_at_once(change, message):
         stream(arguments.pop("model"), arguments.pop("ids"), **arguments)
 
 
-def test_a_gpt_fills_its_positions():
+def test_a_gpt_generates_up_to_its_last_position():
     model = build("gpt")
     assert torch.equal(generate(model, prompt(), new_tokens=31), greedy(model, prompt(), 31))
 
 
-def test_models_of_other_blocks_are_refused():
+def test_unknown_blocks_are_refused():
     with pytest.raises(ValueError, match="Linear has no blocks of armillary's"):
         Decoding(nn.Linear(2, 2), max_new_tokens=1)
 
 
-def test_tied_heads_generate_too():
+def test_generation_with_a_tied_head():
     model = Llama(replace(LLAMA, tied_embeddings=True)).double()
     initialize(model, seed=0)
     assert torch.equal(generate(model, prompt(), new_tokens=5), greedy(model, prompt(), 5))

@@ -1,4 +1,4 @@
-"""Generation with a cache that lies on several ranks: every method, layout and mask against one full forward."""
+"""Generation with a cache sharded over ranks: methods, layouts and masks compared with a full forward."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -68,31 +68,31 @@ def tokens(rows: int, count: int) -> Tensor:
 
 
 def lopsided(length: int, shards: int) -> SequenceLayout:
-    """One token each, and all others on the last shard."""
+    """A layout of one token per shard, with all further tokens on the last."""
     return SequenceLayout([*([range(r, r + 1)] for r in range(shards - 1)), [range(shards - 1, length)]])
 
 
 def layouts(method: Method, length: int) -> list[SequenceLayout]:
-    """Of each kind, over all ranks, and one that is far from even."""
+    """One layout of each kind, and one that is far from even."""
     kinds = [method.layout(length, kind) for kind in ("zigzag", "contiguous", "striped")]
     few = length < 2 * method.shards
     return kinds if few or method.head_axis else [*kinds, lopsided(length, method.shards)]
 
 
-# -- in each rank -------------------------------------------------------------------------------------------------
+# -- functions that every rank runs -------------------------------------------------------------------------------
 
 
 def worst_steps(
     world: World, cases: list[tuple[str, AttentionMask | None, tuple[int, ...]]]
 ) -> list[tuple[float, int]]:
-    """For each model, mask and prompts' lengths the result of `worst_step`."""
+    """Results of `worst_step` for each (model, mask, prompt lengths)."""
     return [worst_step(world, *case) for case in cases]
 
 
 def worst_step(
     world: World, kind: str, mask: AttentionMask | None, lengths: tuple[int, ...], new: int = 6
 ) -> tuple[float, int]:
-    """(largest error of any step's logits, over layouts and lengths; steps that were compared)."""
+    """Returns (largest error of the logits of a step over layouts and lengths, number of steps)."""
     method, errors = world.method(), []
     model, full = build(kind, method), build(kind, Local())
     for length in lengths:
@@ -106,13 +106,13 @@ def worst_step(
     return max(errors), len(errors)
 
 
-def axes_found() -> list[list[int]]:
-    """Ranks of each axis that each of `METHODS` is seen to have."""
+def axis_sizes() -> list[list[int]]:
+    """Sizes of the axes of each of `METHODS`."""
     return [[axis.size for axis in axes_of(world.method())] for world in METHODS]
 
 
 def same_text(world: World, kind: str) -> list[Tensor]:
-    """Greedy and drawn texts in float32, and greedy ones of a model that nobody divides."""
+    """Greedy and sampled texts in float32; the last is greedy text of one rank."""
     model, ids = build(kind, world.method(), torch.float32), tokens(2, 13)
     return [
         generate(model, ids, new_tokens=8),
@@ -124,7 +124,7 @@ def same_text(world: World, kind: str) -> list[Tensor]:
 
 
 def bytes_of_a_step(world: World, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """(of one token, for prompts of these lengths; by kind "all_gather"; of the tokens' agreement)."""
+    """Sent bytes: (per step after each prompt, of those in all-gathers, of the token's broadcast)."""
     model = build("llama", world.method(), dtype)
     totals, gathered = list[int](), list[int]()
     for length in lengths:
@@ -144,7 +144,7 @@ def bytes_of_steps(world: World, dtypes: list[torch.dtype], lengths: tuple[int, 
 
 
 def bytes_of_a_prompt(world: World) -> tuple[int, int]:
-    """Sent for a prompt: (in a plain forward, when it is remembered)."""
+    """Sent bytes for a prompt: (in a plain forward, in a forward that fills the cache)."""
     method = world.method()
     model, ids = build("llama", method), tokens(2, 16)
     layout = method.layout(16)
@@ -156,45 +156,45 @@ def bytes_of_a_prompt(world: World) -> tuple[int, int]:
     return plain.bytes(), ledger.bytes()
 
 
-def text_of_many_minds(world: World) -> Tensor:
-    """Each rank draws by a seed of its own."""
+def text_with_other_seeds(world: World) -> Tensor:
+    """Text sampled with another seed on each rank."""
     method = world.method()
     model = build("llama", method)
     return generate(model, tokens(2, 9), new_tokens=8, temperature=3.0, seed=100 + method.shard)
 
 
-def several(world: World) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, int]], int]:
-    """Completions (together, in runs of their own); bytes of (cache, its formula); sent for a step of 3 completions."""
+def completions_and_bytes(world: World) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, int]], int]:
+    """Returns (completions, separate ones), (cache bytes, formula) and bytes sent by a step of 3 completions."""
     method = world.method()
     model, texts, caches = build("llama", method), [], []
     options = {"new_tokens": 6, "temperature": 4.0, "top_k": 40}
     for length in (2, 11):
         ids = tokens(2, length)
-        together = generate(model, ids, completions=3, seed=5, **options)
-        apart = [generate(model, ids, seed=5 + j, **options) for j in range(3)]
-        texts.append((together, torch.stack(apart, 1).flatten(0, 1)))
+        completions = generate(model, ids, completions=3, seed=5, **options)
+        separate = [generate(model, ids, seed=5 + j, **options) for j in range(3)]
+        texts.append((completions, torch.stack(separate, 1).flatten(0, 1)))
         decoding = Decoding(model, max_new_tokens=5, completions=3)
         decoding.prompt(ids)
         for _ in range(5):
             with CommLedger() as ledger:
                 decoding.step(torch.zeros(6, dtype=torch.long))
         cache_bytes = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))
-        own_prompt = 0 if length < world.ranks else decoding.layers[0].prompt[0].shape[1]
+        prompt_tokens = 0 if length < world.ranks else decoding.layers[0].prompt[0].shape[1]
         room = decoding.cache_layout.room if decoding.layers[0].new is not None else 0
         row = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * 8
-        caches.append((cache_bytes, (2 * own_prompt + 2 * 3 * room) * row))
+        caches.append((cache_bytes, (2 * prompt_tokens + 2 * 3 * room) * row))
     return texts, caches, ledger.bytes()
 
 
-def agreed_tokens(world: World) -> Tensor:
-    """What all take where each rank would have chosen its own number."""
+def broadcast_tokens(world: World) -> Tensor:
+    """The broadcast tokens when each rank has chosen other ones."""
     method = world.method()
-    own = torch.tensor([method.shard + 7, method.shard + 20])
-    return Decoding(build("llama", method), max_new_tokens=1).broadcast_token(own)
+    local_choice = torch.tensor([method.shard + 7, method.shard + 20])
+    return Decoding(build("llama", method), max_new_tokens=1).broadcast_token(local_choice)
 
 
 def refusals(world: World) -> list[str]:
-    """Messages of what is refused, and what was sent before."""
+    """Error messages, followed by the bytes sent."""
     method, actual = world.method(), []
     model = build("gpt", method)
     calls = [
@@ -215,7 +215,7 @@ def refusals(world: World) -> list[str]:
 
 
 def generated_under_fsdp(ring: int, shard: int) -> list[Tensor]:
-    """The same text from a model whose weights are sharded over all ranks."""
+    """Text before and after sharding the weights over all ranks with FSDP2."""
     world = mesh(ring=ring, shard=shard)
     model = build("llama", build_attention("ring", world), torch.float32)
     expected = generate(model, tokens(2, 9), new_tokens=6)
@@ -226,8 +226,8 @@ def generated_under_fsdp(ring: int, shard: int) -> list[Tensor]:
     return [expected, generate(model, tokens(2, 9), new_tokens=6)]
 
 
-def spoiled(world: World) -> tuple[bool, bool]:
-    """Whether attention is what it was: (after an error in the midst, after another text)."""
+def attention_is_restored(world: World) -> tuple[bool, bool]:
+    """Returns whether attention is restored (after an error in a forward, after the next text)."""
     method = world.method()
     model = build("llama", method)
     hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
@@ -235,9 +235,9 @@ def spoiled(world: World) -> tuple[bool, bool]:
         generate(model, tokens(1, 9), new_tokens=2)
     except ZeroDivisionError:
         hook.remove()
-    back = all(layer.self_attn.attention is method for layer in model.model.layers)
+    restored_after_error = all(layer.self_attn.attention is method for layer in model.model.layers)
     generate(model, tokens(1, 9), new_tokens=2)
-    return back, all(layer.self_attn.attention is method for layer in model.model.layers)
+    return restored_after_error, all(layer.self_attn.attention is method for layer in model.model.layers)
 
 
 # -- tests --------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def spoiled(world: World) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: w.name)
 def test_every_step_equals_a_full_forward(worlds, world):
-    """With prompts shorter than the number of ranks too, and with windows and learned positions."""
+    """Includes prompts shorter than the number of ranks, windows and learned positions."""
     cases = [("llama", None, (1, 3, 4, 17))]
     if world in (RING, USP):
         narrowest = AttentionMask(window=(0, 0))
@@ -257,8 +257,8 @@ def test_every_step_equals_a_full_forward(worlds, world):
             assert steps == count * 7, case
 
 
-def test_every_method_has_its_axes(worlds):
-    assert worlds(4).run(axes_found) == [[[4], [4], [4], [4], [2, 2]]] * 4
+def test_axes_of_every_method(worlds):
+    assert worlds(4).run(axis_sizes) == [[[4], [4], [4], [4], [2, 2]]] * 4
 
 
 @pytest.mark.parametrize("kind, world", [("llama", USP), ("gpt", RING)], ids=["llama", "gpt"])
@@ -273,21 +273,21 @@ def test_all_ranks_write_the_same_text(worlds, world, kind):
 
 @pytest.mark.parametrize("world", [RING, USP, ULYSSES], ids=lambda w: w.name)
 def test_completions_equal_those_of_separate_runs(worlds, world):
-    for texts, caches, sent in worlds(4).run(several, world):
-        assert all(torch.equal(together, apart) for together, apart in texts)
-        assert all(held == formula for held, formula in caches)
-        # B n H (D e + w) of each layer to each peer on an axis, of B = 2 prompts with n = 3 completions
+    for texts, caches, sent_bytes in worlds(4).run(completions_and_bytes, world):
+        assert all(torch.equal(completions, separate) for completions, separate in texts)
+        assert all(cache_bytes == formula for cache_bytes, formula in caches)
+        # B n H (D e + w) per layer and peer on an axis, for B = 2 prompts with n = 3 completions
         peers = world.ring - 1 + world.ulysses - 1
-        assert sent == peers * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8)
+        assert sent_bytes == peers * 2 * 3 * LLAMA.layers * LLAMA.heads * (6 * 8 + 8)
 
 
-def test_ranks_that_choose_differently_take_the_token_of_the_first(worlds):
-    for actual in worlds(4).run(agreed_tokens, USP):
+def test_every_rank_takes_the_token_of_the_first(worlds):
+    for actual in worlds(4).run(broadcast_tokens, USP):
         assert actual.tolist() == [7, 20]
 
 
-def test_a_text_is_that_of_the_first_rank(worlds):
-    texts = worlds(4).run(text_of_many_minds, USP)
+def test_every_rank_returns_the_text_of_the_first(worlds):
+    texts = worlds(4).run(text_with_other_seeds, USP)
     expected = generate(build("llama", Local()), tokens(2, 9), new_tokens=8, temperature=3.0, seed=100)
     assert all(torch.equal(text, expected) for text in texts)
 
@@ -311,8 +311,8 @@ def test_a_prompt_sends_the_last_hidden_state_and_no_more_than_in_training(world
 
 
 def test_mismatched_arguments_are_refused_on_every_rank_before_communication(worlds):
-    for *messages, sent in worlds(2).run(refusals, World("ring", 2)):
-        assert sent == "0"
+    for *messages, sent_bytes in worlds(2).run(refusals, World("ring", 2)):
+        assert sent_bytes == "0"
         assert "max_positions=64" in messages[0]
         assert "new_tokens=0" in messages[1]
         assert "does not fit a prompt of 13 tokens on 2 ranks" in messages[2]
@@ -326,19 +326,19 @@ def test_weights_may_be_sharded(worlds):
 
 
 def test_attention_is_restored_on_every_rank(worlds):
-    assert worlds(2).run(spoiled, World("ring", 2)) == [(True, True)] * 2
+    assert worlds(2).run(attention_is_restored, World("ring", 2)) == [(True, True)] * 2
 
 
-# -- who holds what -----------------------------------------------------------------------------------------------
+# -- the layout of the cache --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (9, 1), (0, 0, 0), (7, 0, 3), (1, 2, 3, 4), (40, 1, 1)])
-@pytest.mark.parametrize("more", [0, 1, 5, 60])
-def test_room_is_enough_for_the_longest_text_and_hardly_more(sizes, more):
-    actual, filled = room(sizes, more), list(sizes)
-    for _ in range(more):
+@pytest.mark.parametrize("new_tokens", [0, 1, 5, 60])
+def test_the_cache_has_room_for_the_longest_text_and_at_most_one_token_more(sizes, new_tokens):
+    actual, filled = room(sizes, new_tokens), list(sizes)
+    for _ in range(new_tokens):
         filled[filled.index(min(filled))] += 1
-    assert all(held <= space <= held + 1 for held, space in zip(filled, actual, strict=True))
+    assert all(tokens <= space <= tokens + 1 for tokens, space in zip(filled, actual, strict=True))
 
 
 def spans_of(cache_layout):
@@ -348,7 +348,7 @@ def spans_of(cache_layout):
 @pytest.mark.parametrize(
     "prompt", [None, SequenceLayout.zigzag(22, 3), SequenceLayout([[range(1, 9)], [range(1)], [range(9, 11)]])]
 )
-def test_every_token_has_one_holder_and_few_runs(prompt):
+def test_every_token_is_cached_once_in_few_runs(prompt):
     ranks = [CacheLayout(3, shard, prompt, 50) for shard in range(3)]
     for cache_layout in ranks:
         for _ in range(50):
@@ -369,22 +369,24 @@ def test_runs_of_positions_continue_while_the_step_is_the_same():
     assert runs == [range(3, 6), range(8, 15, 3), range(15, 16)]
 
 
-class Unlike(Local):
-    """A method that does not say what its axes are."""
+class WithoutAxes(Local):
+    """A method without axes."""
 
     shards = 2
 
 
-def test_a_method_that_hides_its_axes_is_refused():
-    with pytest.raises(ValueError, match=r"Unlike has 2 shards and axes of 1 ranks; it must have its axis as \.axis"):
-        axes_of(Unlike())
+def test_a_method_without_axes_is_refused():
+    with pytest.raises(ValueError, match=r"WithoutAxes has 2 shards and axes of 1 ranks; it must have its axis as \.axis"):
+        axes_of(WithoutAxes())
 
 
-# -- cut by heads and vocabulary too --------------------------------------------------------------------------------
+# -- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
-def generate_cut(kind: str, name: str, axes: dict[str, int], config: LlamaConfig | GPTConfig) -> tuple[bool, float]:
-    """Whether the text is that of the plain model; the error of the first logits after a prompt."""
+def generate_with_tensor_parallelism(
+    kind: str, name: str, axes: dict[str, int], config: LlamaConfig | GPTConfig
+) -> tuple[bool, float]:
+    """Returns (whether the text equals the plain model's, the error of the first logits after a prompt)."""
     over = mesh(**axes)
     plain, cut = (build(kind, Local(), config=config) for _ in range(2))
     parallelize(cut, over, attention=build_attention(name, over), precision=torch.float64)
@@ -406,6 +408,6 @@ def generate_cut(kind: str, name: str, axes: dict[str, int], config: LlamaConfig
 def test_tensor_parallel_models_generate_the_same(worlds, kind, name, axes):
     config = replace(LLAMA, vocab_size=61) if kind == "llama" else GPT2
     ranks = 2 * axes.get("ring", 1) * axes.get("ulysses", 1)
-    for same, error in worlds(ranks).run(generate_cut, kind, name, axes, config):
+    for same, error in worlds(ranks).run(generate_with_tensor_parallelism, kind, name, axes, config):
         assert same
         assert error < 1e-10

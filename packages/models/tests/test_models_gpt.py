@@ -1,4 +1,4 @@
-"""GPT against transformers' GPT-2, and under every checkpoint policy."""
+"""GPT compared with transformers' GPT-2, and under every checkpoint policy."""
 
 import itertools
 from functools import partial
@@ -18,19 +18,19 @@ IDS = torch.arange(2 * 29).view(2, 29) % 40
 
 def build(attention=None) -> GPT:
     model = GPT(SIZES, attention).double()
-    for i, parameter in enumerate(model.parameters()):  # wide: where all tokens are seen alike, dq is rounding
+    for i, parameter in enumerate(model.parameters()):  # large: with uniform attention, dq is only rounding
         mean = 0.5 if parameter.ndim == 1 else 0.0
         torch.nn.init.normal_(parameter, mean, 0.3, generator=torch.Generator().manual_seed(i))
     return model
 
 
-def theirs(model: GPT) -> dict[str, Tensor]:
-    """The weights by transformers' names: queries, keys and values in one, linear layers as [inputs, outputs]."""
+def transformers_weights(model: GPT) -> dict[str, Tensor]:
+    """Weights with transformers' names: fused query/key/value, linear layers as [inputs, outputs]."""
     weights = dict(model.state_dict())
     for i in range(SIZES.layers):
         for kind in ("weight", "bias"):
-            parts = [weights.pop(f"transformer.h.{i}.attn.{x}_proj.{kind}") for x in "qkv"]
-            weights[f"transformer.h.{i}.attn.c_attn.{kind}"] = torch.cat(parts)
+            qkv = [weights.pop(f"transformer.h.{i}.attn.{x}_proj.{kind}") for x in "qkv"]
+            weights[f"transformer.h.{i}.attn.c_attn.{kind}"] = torch.cat(qkv)
     linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     return {name: weight.T if name.endswith(linear) else weight for name, weight in weights.items()}
 
@@ -40,7 +40,7 @@ def test_logits_match_transformers():
     config = transformers.GPT2Config(vocab_size=40, n_embd=24, n_layer=2, n_head=4, n_positions=32)
     reference = transformers.GPT2LMHeadModel(config).double().eval()
     model = build()
-    missing, unexpected = reference.load_state_dict(theirs(model), strict=False)
+    missing, unexpected = reference.load_state_dict(transformers_weights(model), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     assert relative_error(model(IDS), reference(IDS).logits) < 1e-12
 
@@ -68,18 +68,18 @@ def test_checkpoint_policies_change_no_gradient(options, stage):
         total.backward()
         actual.append([total.detach(), *(p.grad for p in model.parameters())])
     exact, result = actual
-    # Keys' biases have no influence: what they get is rounding.
+    # Key biases do not change attention: their gradients are only rounding.
     pairs = [(a, b) for a, b in zip(result, exact, strict=True) if b.norm() > 1e-9]
     assert max(itertools.starmap(relative_error, pairs)) < 1e-10
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_invalid_sizes_are_refused():
     with pytest.raises(ValueError, match="dim=10 is not a multiple of heads=4"):
         GPTConfig(dim=10, layers=1, heads=4)
     with pytest.raises(ValueError, match=r"33 tokens .*32 .*max_positions"):
         build()(torch.zeros(1, 33, dtype=torch.long))
 
 
-def test_parameters_are_counted():
+def test_parameter_count():
     assert SIZES.parameters() == sum(p.numel() for p in build().parameters())
     assert GPTConfig.wallfacer_7b().parameters() == 6_654_210_048

@@ -1,4 +1,4 @@
-"""Folders of weights: round trips, Hugging Face's names, several files, and what goes with the weights."""
+"""Weight folders: round trips, Hugging Face's names, and several files."""
 
 import json
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_config_fields_have_hugging_faces_names(folder):
     assert {name: fields[name] for name in expected} == expected
 
 
-def test_loaded_weights_can_be_trained_and_saved_over_themselves(folder):
+def test_loaded_weights_can_be_trained_and_saved_to_the_same_folder(folder):
     model = Llama.from_pretrained(folder, attend)
     model(torch.arange(6)[None]).logsumexp(-1).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -87,7 +87,7 @@ def test_an_index_of_several_files_is_read(folder):
     assert same(Llama.from_pretrained(folder, attend), build())
 
 
-def test_unrelated_files_stay_and_temporary_ones_do_not(folder):
+def test_saving_keeps_unrelated_files_and_removes_temporary_ones(folder):
     (folder / "tokenizer.json").write_text("{}")
     build(dtype=torch.bfloat16).save_pretrained(folder)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}

@@ -1,4 +1,4 @@
-"""Every broken folder is refused, by the name of what is wrong with it."""
+"""Loading refuses a broken folder and names the wrong file, field or tensor."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         ({f"extra.{i}": torch.zeros(1) for i in range(10)}, "; and 2 more$"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(folder, change, message):
+def test_mismatched_tensors_are_named(folder, change, message):
     edit_tensors(folder, **change)
     with pytest.raises(ValueError, match=message):
         Llama.from_pretrained(folder, attend)
@@ -84,7 +84,7 @@ def test_a_folder_without_weights_has_the_sizes_of_its_config(folder):
 
 
 @pytest.mark.parametrize("tokens", ["text", [1, "2"], {"a": 1}, 1.5, [None], True])
-def test_eos_ids_that_are_no_integers_are_refused(folder, tokens):
+def test_eos_ids_must_be_integers(folder, tokens):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
     with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id="):
         ends_of_text(folder)
@@ -104,7 +104,7 @@ def test_broken_files_are_named(folder, file, text, message):
         Llama.from_pretrained(folder, attend)
 
 
-def test_an_index_without_a_map_is_named(folder):
+def test_an_index_without_a_weight_map_is_named(folder):
     split(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index.json lacks weight_map"):
@@ -147,7 +147,7 @@ def test_a_folder_of_pickles_is_refused(folder):
         Llama.from_pretrained(folder, attend)
 
 
-def test_a_folder_that_does_not_fit_changes_nothing(folder):
+def test_a_refused_folder_changes_no_weight(folder):
     edit_tensors(folder, **{"model.norm.weight": None})
     model = build()
     with pytest.raises(ValueError, match=r"model.norm.weight is missing"):
@@ -155,7 +155,7 @@ def test_a_folder_that_does_not_fit_changes_nothing(folder):
     assert same(model, build())
 
 
-def test_errors_name_gpt2_tensors_as_the_file_does(tmp_path):
+def test_errors_name_gpt2_tensors_like_the_file(tmp_path):
     GPT(GPTConfig(vocab_size=7, dim=8, layers=1, heads=2)).save_pretrained(tmp_path)
     edit_tensors(tmp_path, **{"transformer.h.0.attn.c_attn.weight": torch.zeros(24, 8)})
     with pytest.raises(ValueError, match=r"transformer.h.0.attn.c_attn.weight is \(24, 8\), not \(8, 24\)"):

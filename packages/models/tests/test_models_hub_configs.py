@@ -1,4 +1,4 @@
-"""config.json: what is assumed, what is refused by name, and what no family of Hugging Face's can say."""
+"""config.json: defaults, refused fields, and configs that no Hugging Face family can express."""
 
 import math
 from dataclasses import replace
@@ -154,7 +154,7 @@ ROPES = {
 
 
 def refusal(fields: dict) -> str | None:
-    """The reason why fields are refused; None where they are a config."""
+    """Returns the reason for refusing `fields`, or None for a valid config."""
     try:
         config = parse(fields)
     except ValueError as error:
@@ -166,17 +166,17 @@ def refusal(fields: dict) -> str | None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_any_value_of_a_field_is_read_or_refused_with_its_name(kind):
-    """Nothing else is raised, and nothing takes long or much memory, whatever stands in config.json."""
+    """Whatever config.json contains, no other exception is raised, and no value takes much time or memory."""
     family = FAMILIES[kind]
-    others = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "max_window_layers"}
-    others |= {"use_sliding_window", "layer_types", "n_inner", "partial_rotary_factor"}
+    field_names = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "max_window_layers"}
+    field_names |= {"use_sliding_window", "layer_types", "n_inner", "partial_rotary_factor"}
     plain = {"model_type": kind, **(REQUIRED if kind != "gpt2" else {}), **(STATES if kind == HYBRID else {})}
-    others |= {*STATES} if kind == HYBRID else set()
+    field_names |= {*STATES} if kind == HYBRID else set()
     assert refusal(plain) is None
-    for name in {*family.fields, *family.computed, *others}:
+    for name in {*family.fields, *family.computed, *field_names}:
         for value in HOSTILE:
-            for more in ({}, {"use_sliding_window": True}) if kind.startswith("qwen") else ({},):
-                reason = refusal({**plain, **more, name: value})
+            for window_option in ({}, {"use_sliding_window": True}) if kind.startswith("qwen") else ({},):
+                reason = refusal({**plain, **window_option, name: value})
                 assert reason is None or name in reason, (name, value, reason)
     for name in (*NUMBERS, "sliding_window") if kind == "mistral" else NUMBERS if kind != "gpt2" else GPT_FIELDS:
         for value in (math.nan, math.inf, "text", "4", [1], {"a": 1}, -1, 10**400):
@@ -227,7 +227,7 @@ def test_an_unsupported_field_of_gpt2_is_named(tmp_path, change, message):
     ],
     ids=str,
 )
-def test_a_combination_of_no_family_is_not_written(tmp_path, change):
+def test_a_config_that_no_family_can_express_is_not_written(tmp_path, change):
     name, value = next(iter(change.items()))
     with pytest.raises(ValueError, match=f"no model_type .*{name}={value}.*qwen2: qkv_bias alone"):
         build(replace(SMALL, **change)).save_pretrained(tmp_path / "new")
@@ -235,7 +235,7 @@ def test_a_combination_of_no_family_is_not_written(tmp_path, change):
 
 
 class Halved(LinearScaling):
-    """Somebody's own."""
+    """A scaling defined by the user."""
 
 
 def test_a_scaling_without_a_name_is_not_written(tmp_path):

@@ -1,4 +1,4 @@
-"""Logits equal transformers' for every option: folders that we write and they read, and the other way round."""
+"""Logits equal transformers' for every option, for folders written by either library and read by the other."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ QWEN2, QWEN3 = replace(LLAMA, qkv_bias=True), replace(LLAMA, qk_norm=True)
 ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = Llama3Scaling(low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL)
 BETAS = YarnScaling(beta_fast=4.0, beta_slow=0.5, truncate=False, attention_factor=0.8, **ORIGINAL)
-CASES = {  # options that have nothing to do with each other share a case
+CASES = {  # independent options share a case
     "llama": ("llama", LLAMA),
     "llama tied head_dim biases": (
         "llama",
@@ -57,7 +57,7 @@ IDS = torch.randint(37, (2, N), generator=torch.Generator().manual_seed(0))
 
 
 def build(config):
-    """A model in which every parameter matters."""
+    """A model whose logits depend on every parameter."""
     model = Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
     initialize(model, 0)
     generator = torch.Generator().manual_seed(1)
@@ -92,7 +92,7 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
 
 
 def test_every_option_changes_the_logits():
-    """Without it the logits are others: so equal logits say that it is read and written."""
+    """Logits change without the option, so equal logits prove that it is read and written."""
     plain = {"rope_scaling": None, "window": None, "window_from": 0, "norm_eps": 1e-5}
     for case, (_, config) in CASES.items():
         changed = {name for name, value in plain.items() if getattr(config, name, value) != value} - {"window_from"}

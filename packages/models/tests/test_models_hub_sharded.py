@@ -1,4 +1,4 @@
-"""`load_pretrained`: every rank reads its own parts of the files, on every mesh, and nothing else."""
+"""`load_pretrained`: every rank reads only its shards of the files, on every mesh."""
 
 from dataclasses import replace
 from math import prod
@@ -22,11 +22,11 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def load_and_compare(cases: list[tuple[Config, str]], folder: str) -> list[tuple[int, int, int]]:
-    """For each (tensors that differ from what torch has cut, bytes read, bytes held)."""
-    return [loaded_and_compared(config, MESHES[name], f"{folder}/{kinds(config)}") for config, name in cases]
+    """For each case (tensors that differ from torch's shards, bytes read, bytes of the local shards)."""
+    return [loaded_and_compared(config, MESHES[name], f"{folder}/{kind_of(config)}") for config, name in cases]
 
 
-def kinds(config: Config) -> str:
+def kind_of(config: Config) -> str:
     return "gpt2" if config == GPT2 else "tied" if config == TIED else "llama"
 
 
@@ -47,11 +47,13 @@ def loaded_and_compared(config: Config, axes: dict[str, int], folder: str) -> tu
         if not torch.equal(local(result), local(right))
     ]
     local_bytes = sum(local(parameter).nbytes for parameter in model.parameters())
-    assert all(torch.equal(whole(a), b) for a, b in zip(model.parameters(), plain(config).parameters(), strict=True))
+    assert all(
+        torch.equal(full_tensor(a), b) for a, b in zip(model.parameters(), plain(config).parameters(), strict=True)
+    )
     return len(wrong), sum(piece.nbytes for piece in pieces), local_bytes
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -63,13 +65,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
-def test_every_rank_reads_its_own_parts_only(worlds, tmp_path, ranks):
+def test_every_rank_reads_only_its_shards(worlds, tmp_path, ranks):
     for config, _ in CASES[ranks]:
-        plain(config).save_pretrained(tmp_path / kinds(config), max_file_bytes=700)
+        plain(config).save_pretrained(tmp_path / kind_of(config), max_file_bytes=700)
     for actual in worlds(ranks).run(load_and_compare, CASES[ranks], str(tmp_path)):
-        for case, (wrong, bytes_read, held) in zip(CASES[ranks], actual, strict=True):
+        for case, (wrong, bytes_read, local_bytes) in zip(CASES[ranks], actual, strict=True):
             assert wrong == 0, case
-            assert bytes_read == held, case
+            assert bytes_read == local_bytes, case
 
 
 def placements_of_q_proj(axes: dict[str, int]) -> str:
@@ -77,7 +79,7 @@ def placements_of_q_proj(axes: dict[str, int]) -> str:
 
 
 def test_fsdp_over_tensor_parallelism_shards_one_dim_twice(worlds):
-    """What the cases above would miss otherwise."""
+    """Without a strided shard the cases above would not test this order."""
     assert "_StridedShard(dim=0, sf=2), Shard(dim=0)" in worlds(4).run(placements_of_q_proj, {"shard": 2, "tp": 2})[0]
 
 
@@ -89,7 +91,7 @@ def refused(folder: str, axes: dict[str, int]) -> list[str]:
     return [str(error.value)]
 
 
-def test_a_folder_that_does_not_fit_is_refused_on_every_rank_before_anything_changes(worlds, tmp_path):
+def test_a_mismatched_folder_is_refused_on_every_rank_before_weights_change(worlds, tmp_path):
     plain(LLAMA).save_pretrained(tmp_path, max_file_bytes=700)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
@@ -101,7 +103,7 @@ def loaded_in_bfloat16(folder: str) -> bool:
     model = empty(LLAMA, {"shard": 4}, torch.bfloat16)
     load_pretrained(model, folder)
     expected = plain(LLAMA).parameters()
-    return all(torch.equal(whole(a), b.bfloat16()) for a, b in zip(model.parameters(), expected, strict=True))
+    return all(torch.equal(full_tensor(a), b.bfloat16()) for a, b in zip(model.parameters(), expected, strict=True))
 
 
 def test_values_are_rounded_to_the_parameters_dtype(worlds, tmp_path):

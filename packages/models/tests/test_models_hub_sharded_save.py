@@ -1,4 +1,4 @@
-"""`save_pretrained` of sharded models: the whole one's files, little held at a time, and errors that all hear of."""
+"""`save_pretrained` of sharded models: the unsharded model's files, bounded memory, errors raised on all ranks."""
 
 import weakref
 from math import prod
@@ -56,7 +56,7 @@ def save_and_load_after_evaluating(folder: str) -> bool:
     model = full(LLAMA, {"shard": 4}, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     ids = torch.arange(8)[None]
     with torch.no_grad():
-        logits = model(ids)  # which leaves the outermost parameters whole, in bfloat16
+        logits = model(ids)  # leaves the root module's parameters gathered, in bfloat16
     unsharded = not isinstance(model.lm_head.weight, DTensor)
     model.save_pretrained(folder, max_file_bytes=LIMIT)
     with torch.no_grad():
@@ -73,8 +73,8 @@ def test_a_model_after_evaluation_is_saved_and_filled_in_full_precision(worlds, 
     assert contents(tmp_path / "sharded") == contents(tmp_path / "whole")
 
 
-class Held:
-    """Bytes of whole tensors that are alive at a time."""
+class LiveBytes:
+    """Peak bytes of the gathered tensors alive at a time."""
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}
@@ -89,30 +89,30 @@ class Held:
 
 
 def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
-    model, held, written = full(config, {"shard": 4}), Held(), []
+    model, live_bytes, written = full(config, {"shard": 4}), LiveBytes(), []
     full_values, assemble, write_weights = write.full_values, write.assemble, write.write_weights
 
     def gather_and_count(tensor, dtype):
-        return held.add(full_values(tensor, dtype))
+        return live_bytes.add(full_values(tensor, dtype))
 
     def assemble_and_count(file_tensor, is_kept):
         values = assemble(file_tensor, is_kept)
-        return values if values is None else held.add(values)
+        return values if values is None else live_bytes.add(values)
 
-    def listing(path, tensors):
+    def write_and_list(path, tensors):
         written.append(path.name)
         write_weights(path, tensors)
 
     with (
         patch.object(write, "full_values", gather_and_count),
         patch.object(write, "assemble", assemble_and_count),
-        patch.object(write, "write_weights", listing),
+        patch.object(write, "write_weights", write_and_list),
     ):
         model.save_pretrained(folder, max_file_bytes=LIMIT)
-    return held.peak, written
+    return live_bytes.peak, written
 
 
-def test_a_rank_holds_at_most_a_file_and_a_tensor_and_all_ranks_write(worlds, tmp_path):
+def test_all_ranks_write_and_hold_at_most_one_file_and_one_tensor(worlds, tmp_path):
     answers = worlds(4).run(peak_while_saving, GPT2, str(tmp_path))
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert [written for _, written in answers] == [names[rank::4] for rank in range(4)]
@@ -121,12 +121,12 @@ def test_a_rank_holds_at_most_a_file_and_a_tensor_and_all_ranks_write(worlds, tm
         assert 0 < peak <= LIMIT + largest
 
 
-def failing(folder: str, rank: int, name: str) -> str:
-    """What the rank hears when `rank` cannot write the file of that name."""
-    plainly = files.write_partial
+def error_of_a_full_disk(folder: str, rank: int, name: str) -> str:
+    """The error on this rank when `rank` cannot write the file of that name."""
+    write_partial = files.write_partial
 
     def full_disk(path, save):
-        plainly(path, save)
+        write_partial(path, save)
         if dist.get_rank() == rank and path.name.startswith(name):
             raise OSError("disk full")
 
@@ -144,7 +144,7 @@ def failing(folder: str, rank: int, name: str) -> str:
 def test_an_error_on_one_rank_is_raised_on_all_and_the_old_files_stay(worlds, tmp_path, rank, name):
     plain(LLAMA).save_pretrained(tmp_path, max_file_bytes=LIMIT)
     before = contents(tmp_path)
-    answers = worlds(4).run(failing, str(tmp_path), rank, name)
+    answers = worlds(4).run(error_of_a_full_disk, str(tmp_path), rank, name)
     assert answers[rank] == "disk full"
     message = f"nothing was saved: rank {rank} had OSError: disk full"
     assert [answer for i, answer in enumerate(answers) if i != rank] == [message] * 3
@@ -156,15 +156,15 @@ def saved_by_one_rank(folder: str) -> None:
         plain(LLAMA).save_pretrained(folder)
 
 
-def test_a_whole_model_is_saved_by_one_rank(worlds, tmp_path):
+def test_one_rank_saves_an_unsharded_model(worlds, tmp_path):
     worlds(4).run(saved_by_one_rank, str(tmp_path))
     model = Llama.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain(LLAMA).parameters(), strict=True))
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def saved_from_nowhere(folder: str) -> str:
-    """What the rank hears when the folder that the tokenizer is to come from is not there on rank 1."""
+def error_of_a_missing_source(folder: str) -> str:
+    """The error on this rank when the tokenizer's folder is missing on rank 1."""
     source = f"{folder}/nowhere" if dist.get_rank() == 1 else folder
     with pytest.raises((OSError, ValueError)) as error:
         full(LLAMA, {"shard": 2}).save_pretrained(f"{folder}/new", source=source)
@@ -172,6 +172,6 @@ def saved_from_nowhere(folder: str) -> str:
 
 
 def test_a_source_missing_on_one_rank_is_refused_on_all(worlds, tmp_path):
-    messages = worlds(2).run(saved_from_nowhere, str(tmp_path))
+    messages = worlds(2).run(error_of_a_missing_source, str(tmp_path))
     assert "rank 1 had ValueError" in messages[0]
     assert "is not a folder" in messages[1]

@@ -1,4 +1,4 @@
-"""Saving: several files as transformers has them, what goes with the weights, and what is left of a broken save."""
+"""Saving: transformers' files and index, tokenizer files, and failed saves."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def gpt() -> GPT:
 
 @pytest.mark.parametrize("limit", [200, LIMIT, 10**6])
 def test_files_and_index_equal_those_of_transformers(tmp_path, limit):
-    """It has another order of a block's tensors; what it makes of ours is asked for."""
+    """transformers orders the tensors of a block differently, so the expected index comes from its own save."""
     hub = pytest.importorskip("huggingface_hub")
     model = build()
     model.save_pretrained(tmp_path, max_file_bytes=limit)
@@ -88,7 +88,7 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch, failing):
 
 @pytest.mark.parametrize("limit", [LIMIT, 10**6])
 def test_a_save_killed_during_its_commit_is_never_read_as_a_mixture(tmp_path, monkeypatch, limit):
-    """At each step the folder is the old one, the new one, or refused."""
+    """After each step the folder is the old one, the new one, or refused."""
     old, new = build(), build()
     with torch.no_grad():
         for parameter in new.parameters():
@@ -98,12 +98,12 @@ def test_a_save_killed_during_its_commit_is_never_read_as_a_mixture(tmp_path, mo
         old.save_pretrained(tmp_path, max_file_bytes=LIMIT)
         steps = iter(range(100))
 
-        def put(path, steps=steps, killed_at=killed_at):
+        def rename_or_die(path, steps=steps, killed_at=killed_at):
             if next(steps) == killed_at:
                 raise KeyboardInterrupt
             replace_by_partial(path)
 
-        monkeypatch.setattr(files, "replace_by_partial", put)
+        monkeypatch.setattr(files, "replace_by_partial", rename_or_die)
         with pytest.raises(KeyboardInterrupt):
             new.save_pretrained(tmp_path, max_file_bytes=limit)
             raise KeyboardInterrupt
@@ -115,7 +115,7 @@ def test_a_save_killed_during_its_commit_is_never_read_as_a_mixture(tmp_path, mo
         assert same(loaded, old) or same(loaded, new)
 
 
-# -- what goes with the weights -----------------------------------------------------------------------------------
+# -- tokenizer files ----------------------------------------------------------------------------------------------
 
 TOKENIZER = {"tokenizer.json": "{1}", "tokenizer.model": "2", "chat_template.jinja": "3", "generation_config.json": "4"}
 

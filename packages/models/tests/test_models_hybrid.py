@@ -1,4 +1,4 @@
-"""Hybrids: attention, Gated DeltaNet and Mamba-2 in one model, against their recurrences and against one rank."""
+"""Hybrids of attention, Gated DeltaNet and Mamba-2, compared with their recurrences and with one rank."""
 
 import itertools
 from dataclasses import replace
@@ -35,75 +35,78 @@ HYBRID = LlamaConfig(
 
 
 def mixer(kind: type[StateMixer], dim: int = 12) -> StateMixer:
-    """A mixer in float64 whose parameters are all random."""
+    """A mixer in float64 with random parameters."""
     torch.manual_seed(0)
-    made = kind(dim, STATES, 1e-5, None).double()
+    module = kind(dim, STATES, 1e-5, None).double()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.normal_(0, 0.7)
-    return made
+    return module
 
 
-def naively(made: StateMixer, x: Tensor) -> Tensor:
-    """The mixer's output [N, H, Dv] of one sequence [N, E], token by token."""
+def recurrence(module: StateMixer, x: Tensor) -> Tensor:
+    """The mixer's output [N, H, Dv] for one sequence [N, E], computed token by token."""
     inputs = []
     for name in "qkv":
-        y, conv = getattr(made, f"{name}_proj")(x), getattr(made, f"{name}_conv1d")
+        y, conv = getattr(module, f"{name}_proj")(x), getattr(module, f"{name}_conv1d")
         padded = torch.cat([y.new_zeros(STATES.conv_width - 1, y.shape[1]), y])
         y = sum(conv.weight[:, 0, w] * padded[w : w + len(x)] for w in range(STATES.conv_width))
         inputs.append(F.silu(y if conv.bias is None else y + conv.bias))
     q, k = (y.view(len(x), STATES.key_heads, -1).repeat_interleave(2, 1) for y in inputs[:2])
-    v, z = (y.view(len(x), STATES.heads, -1) for y in (inputs[2], made.z_proj(x)))
-    dt = F.softplus(made.a_proj(x) + made.dt_bias)
-    decay = torch.exp(-dt * torch.exp(made.A_log))
+    v, z = (y.view(len(x), STATES.heads, -1) for y in (inputs[2], module.z_proj(x)))
+    dt = F.softplus(module.a_proj(x) + module.dt_bias)
+    decay = torch.exp(-dt * torch.exp(module.A_log))
     state, outs = x.new_zeros(STATES.heads, STATES.key_dim, STATES.value_dim), []
-    if isinstance(made, GatedDeltaNet):
+    if isinstance(module, GatedDeltaNet):
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-        beta = torch.sigmoid(made.b_proj(x))
+        beta = torch.sigmoid(module.b_proj(x))
         for t in range(len(x)):
             state = decay[t, :, None, None] * state
             error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
             state = state + beta[t, :, None, None] * torch.einsum("hk,hv->hkv", k[t], error)
             outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * STATES.key_dim**-0.5)
         out = torch.stack(outs)
-        return out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt() * made.norm.weight * F.silu(z)
+        return out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.norm.weight * F.silu(z)
     for t in range(len(x)):
         state = decay[t, :, None, None] * state + torch.einsum("h,hk,hv->hkv", dt[t], k[t], v[t])
-        outs.append(torch.einsum("hkv,hk->hv", state, q[t]) + made.D[:, None] * v[t])
+        outs.append(torch.einsum("hkv,hk->hv", state, q[t]) + module.D[:, None] * v[t])
     groups = (torch.stack(outs) * F.silu(z)).view(len(x), STATES.key_heads, -1)
     normed = groups / (groups.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return (normed.view(len(x), -1) * made.norm_weight).view_as(v)
+    return (normed.view(len(x), -1) * module.norm_weight).view_as(v)
 
 
 @pytest.mark.parametrize("kind", [GatedDeltaNet, Mamba2])
-def test_mixers_are_their_recurrences_also_in_documents(kind):
-    made, x = mixer(kind), torch.randn(2, 23, 12, dtype=torch.float64)
+def test_mixers_equal_their_recurrences_with_documents(kind):
+    module, x = mixer(kind), torch.randn(2, 23, 12, dtype=torch.float64)
     ends = [[0, 9, 23], [0, 1, 20, 23]]
-    actual = made(x, mask=AttentionMask.rows([AttentionMask(documents=row) for row in ends]), layout=None)
+    actual = module(x, mask=AttentionMask.rows([AttentionMask(documents=row) for row in ends]), layout=None)
     exact = torch.stack(
-        [torch.cat([naively(made, x[row, a:b]) for a, b in itertools.pairwise(own)]) for row, own in enumerate(ends)]
+        [
+            torch.cat([recurrence(module, x[row, a:b]) for a, b in itertools.pairwise(bounds)])
+            for row, bounds in enumerate(ends)
+        ]
     )
     direction = torch.randn_like(exact)
     for a, b in zip(
         (
             actual,
-            *torch.autograd.grad((actual * direction).sum(), [p for n, p in made.named_parameters() if n[0] != "o"]),
+            *torch.autograd.grad((actual * direction).sum(), [p for n, p in module.named_parameters() if n[0] != "o"]),
         ),
         (
             exact,
-            *torch.autograd.grad((exact * direction).sum(), [p for n, p in made.named_parameters() if n[0] != "o"]),
+            *torch.autograd.grad((exact * direction).sum(), [p for n, p in module.named_parameters() if n[0] != "o"]),
         ),
         strict=True,
     ):
         assert relative_error(a, b) < 1e-10
 
 
-def copy_(ours: torch.nn.Module, **weights: Tensor) -> None:
+def copy_(module: torch.nn.Module, **weights: Tensor) -> None:
     for name, weight in weights.items():
-        getattr(ours, name).weight.data.copy_(weight)
+        getattr(module, name).weight.data.copy_(weight)
 
 
-def test_gated_delta_net_is_that_of_qwen3_next():
+def test_gated_delta_net_equals_qwen3_next():
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     config = modeling.Qwen3NextConfig(
         hidden_size=12,
@@ -115,46 +118,47 @@ def test_gated_delta_net_is_that_of_qwen3_next():
         rms_norm_eps=1e-5,
         layer_types=["linear_attention"],
     )
-    theirs, ours = modeling.Qwen3NextGatedDeltaNet(config, 0), mixer(GatedDeltaNet).float()
-    # Their rows are interleaved by key head: q, k, then v and z of its value heads.
-    q, k, v, z = theirs.in_proj_qkvz.weight.unflatten(0, (2, -1)).split([6, 6, 10, 10], 1)
-    b, a = theirs.in_proj_ba.weight.unflatten(0, (2, -1)).split([2, 2], 1)
-    copy_(ours, **{f"{n}_proj": w.flatten(0, 1) for n, w in zip("qkvzba", (q, k, v, z, b, a), strict=True)})
+    reference, module = modeling.Qwen3NextGatedDeltaNet(config, 0), mixer(GatedDeltaNet).float()
+    # transformers interleaves rows by key head: q, k, then v and z of its value heads.
+    q, k, v, z = reference.in_proj_qkvz.weight.unflatten(0, (2, -1)).split([6, 6, 10, 10], 1)
+    b, a = reference.in_proj_ba.weight.unflatten(0, (2, -1)).split([2, 2], 1)
+    copy_(module, **{f"{n}_proj": w.flatten(0, 1) for n, w in zip("qkvzba", (q, k, v, z, b, a), strict=True)})
     copy_(
-        ours, **dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), theirs.conv1d.weight.split([12, 12, 20]), strict=True))
+        module,
+        **dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), reference.conv1d.weight.split([12, 12, 20]), strict=True)),
     )
-    copy_(ours, norm=theirs.norm.weight, o_proj=theirs.out_proj.weight)
-    ours.A_log.data.copy_(theirs.A_log)
-    ours.dt_bias.data.copy_(theirs.dt_bias)
+    copy_(module, norm=reference.norm.weight, o_proj=reference.out_proj.weight)
+    module.A_log.data.copy_(reference.A_log)
+    module.dt_bias.data.copy_(reference.dt_bias)
     x = torch.randn(2, 70, 12)
-    actual = ours.o_proj(ours(x, mask=AttentionMask(causal=True), layout=None).flatten(-2))
-    assert relative_error(actual, theirs(x)) < 1e-5
+    actual = module.o_proj(module(x, mask=AttentionMask(causal=True), layout=None).flatten(-2))
+    assert relative_error(actual, reference(x)) < 1e-5
 
 
-def test_mamba2_is_that_of_transformers():
+def test_mamba2_equals_transformers():
     modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     config = modeling.Mamba2Config(
         hidden_size=10, num_heads=4, head_dim=5, expand=2, state_size=6, n_groups=2, num_hidden_layers=1, use_bias=False
     )
-    theirs, ours = modeling.Mamba2Mixer(config, 0), mixer(Mamba2, 10).float()
-    z, v, k, q, a = theirs.in_proj.weight.split([20, 20, 12, 12, 4])
-    copy_(ours, **{f"{n}_proj": w for n, w in zip("zvkqa", (z, v, k, q, a), strict=True)})
+    reference, module = modeling.Mamba2Mixer(config, 0), mixer(Mamba2, 10).float()
+    z, v, k, q, a = reference.in_proj.weight.split([20, 20, 12, 12, 4])
+    copy_(module, **{f"{n}_proj": w for n, w in zip("zvkqa", (z, v, k, q, a), strict=True)})
     for name, weight, bias in zip(
-        "vkq", *(x.split([20, 12, 12]) for x in (theirs.conv1d.weight, theirs.conv1d.bias)), strict=True
+        "vkq", *(x.split([20, 12, 12]) for x in (reference.conv1d.weight, reference.conv1d.bias)), strict=True
     ):
-        copy_(ours, **{f"{name}_conv1d": weight})
-        getattr(ours, f"{name}_conv1d").bias.data.copy_(bias)
-    copy_(ours, o_proj=theirs.out_proj.weight)
+        copy_(module, **{f"{name}_conv1d": weight})
+        getattr(module, f"{name}_conv1d").bias.data.copy_(bias)
+    copy_(module, o_proj=reference.out_proj.weight)
     for name, parameter in (
-        ("A_log", theirs.A_log),
-        ("dt_bias", theirs.dt_bias),
-        ("D", theirs.D),
-        ("norm_weight", theirs.norm.weight),
+        ("A_log", reference.A_log),
+        ("dt_bias", reference.dt_bias),
+        ("D", reference.D),
+        ("norm_weight", reference.norm.weight),
     ):
-        getattr(ours, name).data.copy_(parameter)
+        getattr(module, name).data.copy_(parameter)
     x = torch.randn(2, 70, 10)
-    actual = ours.o_proj(ours(x, mask=AttentionMask(causal=True), layout=None).flatten(-2))
-    assert relative_error(actual, theirs(x)) < 1e-5
+    actual = module.o_proj(module(x, mask=AttentionMask(causal=True), layout=None).flatten(-2))
+    assert relative_error(actual, reference(x)) < 1e-5
 
 
 # -- one rank and many -----------------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def test_checkpoint_policies_change_no_gradient(policy):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_counted(tied):
+def test_parameter_count(tied):
     config = replace(HYBRID, layers=8, tied_embeddings=tied)
     assert sum(p.numel() for p in Llama(config).parameters()) == config.parameters()
     assert config.mixer_counts() == {"delta_rule": 3, "mamba2": 3, "attention": 2}
@@ -233,7 +237,7 @@ def test_flops_count_states_and_attention_layers_only():
     )
     rates = [HYBRID.flops_per_token(n) for n in (1000, 2000, 3000)]
     assert rates[2] - rates[1] == pytest.approx(rates[1] - rates[0])
-    assert rates[1] - rates[0] == pytest.approx(12 * 500 * 64)  # of one layer of attention
+    assert rates[1] - rates[0] == pytest.approx(12 * 500 * 64)  # one attention layer
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ def test_mismatched_configs_are_refused(change, name):
         replace(HYBRID, **change)
 
 
-def test_value_heads_are_a_multiple_of_key_heads():
+def test_value_heads_must_be_a_multiple_of_key_heads():
     with pytest.raises(ValueError, match="key_heads 3"):
         StateConfig(heads=4, key_heads=3, key_dim=2, value_dim=2)
 
@@ -273,7 +277,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_layouts_masks_and_head_counts_that_states_lack_are_refused_on_every_rank(worlds):
+def test_unsupported_layouts_masks_and_head_counts_are_refused_on_every_rank(worlds):
     for heads, layout, mask in worlds(4).run(refusals):
         assert "states.key_heads 1" in heads
         assert "relayout" in layout
@@ -285,8 +289,8 @@ def test_layouts_masks_and_head_counts_that_states_lack_are_refused_on_every_ran
 SPREAD = replace(HYBRID, mixers=("delta_rule", "attention", "mamba2"))
 
 
-def speaker(attention=None) -> Llama:
-    """Weights large enough that every token matters."""
+def generator_model(attention=None) -> Llama:
+    """A model with weights so large that every token matters."""
     model = Llama(SPREAD, attention).double()
     initialize(model, 5)
     with torch.no_grad():
@@ -300,7 +304,7 @@ def prompt(tokens: int) -> Tensor:
 
 
 def greedy(ids: Tensor, new: int) -> Tensor:
-    model = speaker()
+    model = generator_model()
     for _ in range(new):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
     return ids[:, -new:]
@@ -308,7 +312,7 @@ def greedy(ids: Tensor, new: int) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_cached_states_continue_a_prompt(tokens):
-    model, ids = speaker(), prompt(tokens)
+    model, ids = generator_model(), prompt(tokens)
     decoding = Decoding(model, max_new_tokens=12)
     logits = [decoding.prompt(ids), *(decoding.step(ids[:, i % tokens]) for i in range(12))]
     repeated = torch.cat([ids, *(ids[:, i % tokens, None] for i in range(12))], 1)
@@ -320,20 +324,20 @@ def test_cached_states_continue_a_prompt(tokens):
 
 def test_completions_share_the_state_of_their_prompt():
     options = {"new_tokens": 8, "temperature": 1.0}
-    together = generate(speaker(), prompt(9), seed=3, completions=3, **options).view(2, 3, 8)
+    completions = generate(generator_model(), prompt(9), seed=3, completions=3, **options).view(2, 3, 8)
     for j in range(3):
-        assert torch.equal(together[:, j], generate(speaker(), prompt(9), seed=3 + j, **options))
+        assert torch.equal(completions[:, j], generate(generator_model(), prompt(9), seed=3 + j, **options))
 
 
 def test_a_window_is_refused():
     with pytest.raises(ValueError, match="window"):
-        generate(speaker(), prompt(2), new_tokens=2, mask=AttentionMask(window=(3, None)))
+        generate(generator_model(), prompt(2), new_tokens=2, mask=AttentionMask(window=(3, None)))
 
 
 def generated(axes: dict[str, int], name: str, kind: str, tokens: int) -> Tensor:
     over = mesh(**axes)
     attend = build_attention(name, over)
-    model = speaker()
+    model = generator_model()
     parallelize(model, over, attention=attend, precision=torch.float64 if "tp" in axes else None)
     layout = attend.layout(tokens, kind) if tokens >= attend.shards else None
     return generate(model, prompt(tokens), new_tokens=10, layout=layout, completions=2)
@@ -343,13 +347,13 @@ def generated(axes: dict[str, int], name: str, kind: str, tokens: int) -> Tensor
     "axes, name, kind, tokens",
     [
         ({"ring": 4}, "ring", "zigzag", 21),
-        ({"ring": 4}, "ring", "contiguous", 6),  # the last W - 1 tokens lie on several ranks
+        ({"ring": 4}, "ring", "contiguous", 6),  # the last W - 1 tokens are on several ranks
         ({"ring": 4}, "ring", "zigzag", 3),
         ({"ring": 2, "ulysses": 2}, "usp", "zigzag", 17),
         ({"ring": 2, "tp": 2}, "ring", "zigzag", 11),
     ],
 )
-def test_sharded_prompts_are_continued_as_on_one_rank(worlds, axes, name, kind, tokens):
+def test_generation_from_sharded_prompts_equals_one_rank(worlds, axes, name, kind, tokens):
     expected = greedy(prompt(tokens), 10).repeat_interleave(2, 0)
     for result in worlds(4).run(generated, axes, name, kind, tokens):
         assert torch.equal(result, expected)
@@ -358,14 +362,14 @@ def test_sharded_prompts_are_continued_as_on_one_rank(worlds, axes, name, kind, 
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_has_the_mixers_and_every_weight(tmp_path):
+def test_a_saved_folder_has_the_mixers_and_every_weight(tmp_path):
     model = Llama(replace(HYBRID, layers=5, qk_norm=True, window=9, window_from=3))
     initialize(model, 2)
     model.save_pretrained(tmp_path)
-    again = Llama.from_pretrained(tmp_path)
-    assert again.config == model.config
+    loaded = Llama.from_pretrained(tmp_path)
+    assert loaded.config == model.config
     ids = prompt(8)
-    assert torch.equal(again(ids), model(ids))
+    assert torch.equal(loaded(ids), model(ids))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Initial weights: the same on every mesh, and what they should be. Forward under FSDP2."""
+"""Initial weights: equal on every mesh, with the expected deviations. Forward under FSDP2."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ MESHES = [
 ]
 
 
-def whole_weights() -> list[dict[str, torch.Tensor]]:
+def full_weights() -> list[dict[str, torch.Tensor]]:
     actual = []
     for axes, over, config in MESHES:
         parameters = dict(sharded(config, mesh(**axes)[over]).named_parameters())
@@ -60,7 +60,7 @@ def whole_weights() -> list[dict[str, torch.Tensor]]:
 
 
 def test_weights_are_bit_identical_on_every_mesh(worlds):
-    for rank in worlds(4).run(whole_weights):
+    for rank in worlds(4).run(full_weights):
         for (*_, config), weights in zip(MESHES, rank, strict=True):
             expected = dict(plain(config).named_parameters())
             assert weights.keys() == expected.keys()
@@ -83,7 +83,7 @@ def under_tensor_parallelism() -> list[dict[str, torch.Tensor]]:
     return actual
 
 
-def test_weights_are_bit_identical_where_tensor_parallelism_cuts_unevenly(worlds):
+def test_weights_are_bit_identical_under_uneven_tensor_parallelism(worlds):
     for rank in worlds(8).run(under_tensor_parallelism):
         for config, weights in zip(UNEVEN, rank, strict=True):
             expected = dict(plain(config).named_parameters())
@@ -95,14 +95,14 @@ def losses_and_gradients() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
     actual = []
     for config in (SMALL, TIED):
         model = sharded(config, mesh(shard=4)["shard"])
-        # All ranks hold the same rows, so FSDP's average is the gradient of one.
+        # All ranks have the same rows, so FSDP's average is one rank's gradient.
         loss = model(IDS, head=lambda hidden, weight: F.linear(hidden, weight).logsumexp(-1).sum())
         loss.backward()
         actual.append((loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
     return actual
 
 
-def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds):
+def test_a_head_inside_forward_gets_the_gathered_weight_under_fsdp(worlds):
     ranks = worlds(4).run(losses_and_gradients)
     for i, config in enumerate((SMALL, TIED)):
         model = plain(config)
@@ -114,24 +114,24 @@ def test_a_head_inside_forward_sees_the_whole_weight_under_fsdp(worlds):
                 assert relative_error(gradients[name], parameter.grad) < 1e-5, name
 
 
-def what_reaches_a_block() -> tuple[torch.dtype, torch.dtype, bool, bool]:
+def inputs_of_a_block() -> tuple[torch.dtype, torch.dtype, bool, bool]:
     model = sharded(SMALL, mesh(shard=4)["shard"], MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    seen = []
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    block_inputs = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: block_inputs.append(args))
     mask, layout = AttentionMask(documents=[0, 4, 6]), SequenceLayout.contiguous(6, 1)
     model(torch.arange(6)[None], positions=torch.arange(6), mask=mask, layout=layout)
-    x, context = seen[0]
+    x, context = block_inputs[0]
     return x.dtype, context.rotation.cos.dtype, context.mask == mask, context.layout is layout
 
 
-def test_fsdp_mixed_precision_leaves_rotation_mask_and_layout_alone(worlds):
-    assert worlds(4).run(what_reaches_a_block) == [(torch.bfloat16, torch.float32, True, True)] * 4
+def test_fsdp_mixed_precision_keeps_rotation_mask_and_layout(worlds):
+    assert worlds(4).run(inputs_of_a_block) == [(torch.bfloat16, torch.float32, True, True)] * 4
 
 
-def test_a_seed_gives_the_same_weights_and_another_seed_others():
-    first, again, other = (dict(plain(SMALL, seed).named_parameters()) for seed in (5, 5, 6))
+def test_weights_depend_on_the_seed():
+    first, repeated, other = (dict(plain(SMALL, seed).named_parameters()) for seed in (5, 5, 6))
     matrices = [name for name in first if first[name].ndim == 2]
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in matrices)
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
 
@@ -142,7 +142,7 @@ def test_a_parameter_depends_only_on_its_name():
     assert torch.equal(few.get_parameter(name), many.get_parameter(name))
 
 
-def test_deviations_and_ones():
+def test_deviations_of_weights_and_norms_of_one():
     model = plain(replace(LlamaConfig.debug(), layers=8))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -1,4 +1,4 @@
-"""Interleaved shards of tokens, against the whole."""
+"""All-gather and reduce-scatter of interleaved tokens, compared with full tensors."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from armillary.models.layers.interleaved import all_gather_interleaved, interlea
 SHAPES = [(2, 8, 3), (1, 4), (3, 12, 2, 2), (2, 7, 3), (1, 1, 2)]
 
 
-def each_shape() -> list[dict[str, bool]]:
+def results_of_shapes() -> list[dict[str, bool]]:
     axis = build_mesh("cpu", tp=dist.get_world_size())["tp"]
     return [gather_and_sum(shape, axis) for shape in SHAPES]
 
@@ -23,14 +23,14 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
     local = interleaved_shard(whole, axis).requires_grad_()
     with CommLedger() as ledger:
         gathered = all_gather_interleaved(local, axis)
-        sent = ledger.bytes()
+        sent_bytes = ledger.bytes()
         gathered[:, : shape[1]].backward(weights[axis.get_local_rank()])
     full = (whole * weights[axis.get_local_rank()]).requires_grad_()
     summed = reduce_scatter_interleaved(full, axis)
     summed.backward(interleaved_shard(weights.sum(0), axis))
     return {
         "gathered": torch.equal(gathered[:, : shape[1]], whole) and not gathered[:, shape[1] :].any(),
-        "bytes": sent == (axis.size() - 1) * local.nbytes,
+        "bytes": sent_bytes == (axis.size() - 1) * local.nbytes,
         "gradient of gathering": torch.allclose(local.grad, interleaved_shard(weights.sum(0), axis)),
         "summed": torch.allclose(summed, interleaved_shard(whole * weights.sum(0), axis)),
         "gradient of summing": torch.equal(full.grad, weights.sum(0)),
@@ -38,23 +38,23 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gathering_and_summing(worlds, ranks):
-    for actual in worlds(ranks).run(each_shape):
+def test_all_gather_and_reduce_scatter(worlds, ranks):
+    for actual in worlds(ranks).run(results_of_shapes):
         for shape, facts in zip(SHAPES, actual, strict=True):
             assert all(facts.values()), (shape, facts)
 
 
-def there_and_back(x, axis):
+def gather_and_scatter(x, axis):
     return reduce_scatter_interleaved(all_gather_interleaved(x.sin(), axis) * (1 + axis.rank), axis).cos()
 
 
-def compile_both() -> dict[str, bool]:
+def results_compiled_and_eager() -> dict[str, bool]:
     torch._dynamo.reset()
     axis = Axis.of(build_mesh("cpu", tp=dist.get_world_size())["tp"])
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(gather_and_scatter, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(axis.rank)).requires_grad_()
     actual = []
-    for function in (there_and_back, compiled, compiled):
+    for function in (gather_and_scatter, compiled, compiled):
         with CommLedger() as ledger:
             y = function(x, axis)
             actual.append((y, *torch.autograd.grad(y.square().sum(), x), dict(ledger.entries)))
@@ -66,6 +66,6 @@ def compile_both() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_they_are_in_compiled_graphs(worlds, ranks):
-    for rank in worlds(ranks).run(compile_both):
+def test_compiled_graphs_contain_both_collectives(worlds, ranks):
+    for rank in worlds(ranks).run(results_compiled_and_eager):
         assert all(rank.values()), rank

@@ -1,4 +1,4 @@
-"""Several labels at one position, with weights: the losses and gradients of tokens that are repeated for each label."""
+"""Weighted labels, several per position, compared with logits rows repeated for each label."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ UPSTREAM = 1 / 17.3
 
 
 def triples_of(count=20, seed=0, tokens=T):
-    """In any order; some positions have none, some several, and one label comes twice with other weights."""
+    """Triples in random order: positions without labels, with several, and one label twice with other weights."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.randint(1, B * tokens - 2, (count,), generator=generator)
     labels = torch.randint(V, (count,), generator=generator)
@@ -30,7 +30,7 @@ def inputs(tokens=T):
 
 
 def expected(leaves, positions, labels, weights, z_loss):
-    """By repeated rows of all logits."""
+    """Loss and gradients from full logits with repeated rows."""
     hidden, weight, bias = leaves
     logits = F.linear(hidden, weight, bias).flatten(0, 1)[positions]
     each = F.cross_entropy(logits, labels, reduction="none") + z_loss * logits.logsumexp(1).square()
@@ -41,62 +41,62 @@ def gradients(total, leaves):
     return total.detach(), *torch.autograd.grad(total, leaves, torch.full_like(total, UPSTREAM))
 
 
-def worst(got, expected):
-    return max(relative_error(g, e) for g, e in zip(got, expected, strict=True))
+def largest_error(actual, expected):
+    return max(relative_error(g, e) for g, e in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
-def test_labels_of_one_position_add_up(z_loss):
+def test_losses_of_labels_at_one_position_add_up(z_loss):
     label_triples = triples_of()
     leaves = inputs()
     exact = gradients(expected(leaves, *label_triples, z_loss), leaves)
     triples = LabelTriples(*label_triples, (B, T))
     for chunk in (None, 1, 3, 100):
         total, count = linear_token_loss(*leaves[:2], triples, bias=leaves[2], chunk=chunk, z_loss=z_loss)
-        assert worst(gradients(total, leaves), exact) < 1e-12, chunk
+        assert largest_error(gradients(total, leaves), exact) < 1e-12, chunk
         assert count.item() == pytest.approx(label_triples[2].sum().item(), rel=1e-12)
     logits = F.linear(*leaves)
     total, count = token_loss(logits, triples, z_loss=z_loss)
-    assert worst(gradients(total, leaves), exact) < 1e-12 and count.dtype == torch.float64
+    assert largest_error(gradients(total, leaves), exact) < 1e-12 and count.dtype == torch.float64
 
 
-def test_one_triple_of_weight_1_for_each_label_is_the_loss_of_labels():
+def test_triples_of_weight_1_equal_the_loss_of_labels():
     labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
     labels[0, 2:4] = -100
-    where = (labels.flatten() != -100).nonzero().squeeze(1)
-    triples = LabelTriples(where, labels.flatten()[where], torch.ones(len(where)), (B, T))
+    labelled = (labels.flatten() != -100).nonzero().squeeze(1)
+    triples = LabelTriples(labelled, labels.flatten()[labelled], torch.ones(len(labelled)), (B, T))
     leaves = inputs()
     plain = gradients(linear_token_loss(*leaves[:2], labels, bias=leaves[2])[0], leaves)
-    assert worst(gradients(linear_token_loss(*leaves[:2], triples, bias=leaves[2])[0], leaves), plain) < 1e-14
+    assert largest_error(gradients(linear_token_loss(*leaves[:2], triples, bias=leaves[2])[0], leaves), plain) < 1e-14
 
 
-def test_rows_of_a_batch_and_no_labels_at_all():
+def test_row_losses_add_up_and_no_labels_give_zero():
     positions, labels, weights = triples_of()
     triples = LabelTriples(positions, labels, weights, (B, T))
     leaves = inputs()
     each = [linear_token_loss(leaves[0][i : i + 1], leaves[1], triples.row(i)) for i in range(B)]
     full = linear_token_loss(leaves[0], leaves[1], triples)
-    assert all(torch.allclose(sum(parts), total, rtol=1e-13) for *parts, total in zip(*each, full, strict=True))
+    assert all(torch.allclose(sum(row_sums), total, rtol=1e-13) for *row_sums, total in zip(*each, full, strict=True))
     none = LabelTriples(positions[:0], labels[:0], weights[:0], (B, T))
     total, count = linear_token_loss(leaves[0], leaves[1], none)
     assert (total.item(), count.item()) == (0, 0)
     assert not any(x.any() for x in torch.autograd.grad(total, leaves[:2]))
 
 
-def test_chunks_without_labels_are_left_out(monkeypatch):
+def test_chunks_without_labels_are_skipped(monkeypatch):
     from armillary.models.loss import linear_chunks
 
-    parts, add = [], linear_chunks.add_chunk
-    monkeypatch.setattr(linear_chunks, "add_chunk", lambda part, *rest: parts.append(part) or add(part, *rest))
+    chunks, add = [], linear_chunks.add_chunk
+    monkeypatch.setattr(linear_chunks, "add_chunk", lambda chunk, *args: chunks.append(chunk) or add(chunk, *args))
     triples = LabelTriples(torch.tensor([9, 9]), torch.tensor([1, 2]), torch.ones(2), (B, T))
     hidden, weight, _ = inputs()
     total, _ = linear_token_loss(hidden, weight, triples, chunk=4)
     total.backward()
-    assert parts == [slice(8, 12)]
+    assert chunks == [slice(8, 12)]
     assert hidden.grad.flatten(0, 1).any(1).nonzero().tolist() == [[9]]
 
 
-def test_half_precision_is_as_exact_as_logits_in_it():
+def test_half_precision_is_as_exact_as_half_precision_logits():
     leaves = inputs()
     half = [x.detach().bfloat16().requires_grad_() for x in leaves]
     triples = triples_of()
@@ -104,11 +104,11 @@ def test_half_precision_is_as_exact_as_logits_in_it():
     exact = gradients(expected(wide, *triples, 0.0), wide)
     total, _ = linear_token_loss(*half[:2], LabelTriples(*triples, (B, T)), bias=half[2])
     assert total.dtype == torch.float32
-    assert worst([x.double() for x in gradients(total, half)], exact) < 1e-2
+    assert largest_error([x.double() for x in gradients(total, half)], exact) < 1e-2
 
 
-def by_part(tokens, chunk, z_loss):
-    """On a rank with some rows of the vocabulary and every R-th token."""
+def on_vocabulary_shard(tokens, chunk, z_loss):
+    """Loss and gradients of a rank with a vocabulary shard and every R-th token."""
     axis = mesh(tp=4)["tp"]
     leaves = [x.detach() for x in inputs(tokens)]
     rank = axis.get_local_rank()
@@ -122,20 +122,20 @@ def by_part(tokens, chunk, z_loss):
     return *gradients(total, local), count, of_logits.detach(), torch.autograd.grad(of_logits, logits)[0]
 
 
-def all_parts(cases):
-    return [by_part(*case) for case in cases], as_dtensors()
+def on_vocabulary_shards(cases):
+    return [on_vocabulary_shard(*case) for case in cases], as_dtensors()
 
 
 def as_dtensors():
-    """Hidden states [B, T, E] over rows and tokens, triples of this rank's: sums are `Partial` on both axes."""
+    """Hidden states [B, T, E] sharded over rows and tokens, local triples: the sums are `Partial` on both axes."""
     over = mesh(shard=2, ring=2)["shard", "ring"]
     hidden, weight, _ = [x.detach() for x in inputs(8)]
-    row, part = over.get_coordinate()
+    row, shard = over.get_coordinate()
     label_triples = triples_of(tokens=8)
     tokens = label_triples[0]
-    inside = (tokens // 8 == row) & (tokens % 8 // 4 == part)
+    inside = (tokens // 8 == row) & (tokens % 8 // 4 == shard)
     triples = LabelTriples((tokens % 4)[inside], label_triples[1][inside], label_triples[2][inside], (1, 4))
-    local = hidden[row : row + 1, 4 * part : 4 * part + 4].clone().requires_grad_()
+    local = hidden[row : row + 1, 4 * shard : 4 * shard + 4].clone().requires_grad_()
     placed = DTensor.from_local(local, over, [Shard(0), Shard(1)], run_check=False)
     total, count = linear_token_loss(placed, weight, triples)
     assert total.placements == count.placements == (Partial(), Partial())
@@ -147,19 +147,22 @@ def as_dtensors():
 
 def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
     cases = [(8, None, 0.0), (7, 4, 0.02), (5, 8, 0.0)]
-    results = worlds(4).run(all_parts, cases)
+    results = worlds(4).run(on_vocabulary_shards, cases)
     for i, (tokens, _, z_loss) in enumerate(cases):
-        totals, hiddens, weights, biases, counts, others, logits = zip(*(rank[0][i] for rank in results), strict=True)
+        totals, hiddens, weights, biases, counts, logits_losses, logits_gradients = zip(
+            *(rank[0][i] for rank in results), strict=True
+        )
         assert all(torch.equal(total, totals[0]) for total in totals)
         hidden = torch.stack(hiddens, 2).flatten(1, 2)[:, :tokens]
         result = totals[0], hidden, torch.cat(weights), torch.cat(biases)
         leaves = inputs(tokens)
         triples = triples_of(tokens=tokens)
-        assert worst(result, gradients(expected(leaves, *triples, z_loss), leaves)) < 1e-12, cases[i]
+        assert largest_error(result, gradients(expected(leaves, *triples, z_loss), leaves)) < 1e-12, cases[i]
         assert counts[0].item() == pytest.approx(triples[2].sum().item(), rel=1e-12)
         full = F.linear(*leaves).detach().requires_grad_()
         total, _ = token_loss(full, LabelTriples(*triples, (B, tokens)), z_loss=z_loss)
-        assert worst([others[0], torch.cat(logits, 2)], [total.detach(), *torch.autograd.grad(total, full)]) < 1e-12
+        exact = [total.detach(), *torch.autograd.grad(total, full)]
+        assert largest_error([logits_losses[0], torch.cat(logits_gradients, 2)], exact) < 1e-12
     leaves = inputs(8)
     triples = triples_of(tokens=8)
     exact = expected([leaves[0], leaves[1], None], *triples, 0.0).item()
@@ -182,13 +185,13 @@ def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
         ({"weights": torch.tensor([1.0, torch.inf, 1])}, "weights must be finite"),
     ],
 )
-def test_triples_that_are_none_are_refused(change, message):
+def test_invalid_triples_are_refused(change, message):
     fields = {"positions": torch.arange(3), "labels": torch.arange(3), "weights": torch.ones(3), "shape": (B, T)}
     with pytest.raises(ValueError, match=message):
         LabelTriples(**fields | change)
 
 
-def test_triples_of_other_tokens_are_refused():
+def test_triples_of_another_token_count_are_refused():
     hidden, weight, _ = inputs()
     columns = torch.arange(3), torch.tensor([1, 2, V]), torch.ones(3)
     with pytest.raises(ValueError, match=r"got \(2, 7, 6\), \(11, 6\), \(2, 8\)"):
@@ -198,7 +201,7 @@ def test_triples_of_other_tokens_are_refused():
 
 
 @needs_torch
-def test_torchs_own_takes_one_label_to_a_token():
+def test_torchs_backend_refuses_several_labels_per_token():
     hidden, weight, _ = inputs()
     with pytest.raises(ValueError, match=r"one label .* got LabelTriples"):
         linear_token_loss(hidden, weight, LabelTriples(*triples_of(), (B, T)), backend="torch")

@@ -1,4 +1,4 @@
-"""The head and the token loss in one: what `token_loss` gives, with no tensor as large as the logits."""
+"""The fused head and token loss: equal to `token_loss`, without a tensor as large as the logits."""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +25,7 @@ SMALL = LlamaConfig(vocab_size=11, dim=6, layers=1, heads=3, kv_heads=3, hidden_
 
 
 def inputs(dtype=torch.float64, tokens=T, device="cpu"):
-    """Hidden states, weight, bias and labels of which one in four is ignored."""
+    """Hidden states, weight, bias and labels; a quarter of the labels is ignored."""
     torch.manual_seed(0)
     shapes = (B, tokens, E), (V, E), (V,)
     leaves = [torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in shapes]
@@ -38,22 +38,22 @@ def plain(hidden, weight, bias, labels):
 
 
 def result(loss, *leaves, upstream=1 / 17.3):
-    """The loss and, for an upstream gradient that is no power of two, what each leaf gets."""
+    """The loss and the gradient of each leaf, for an upstream gradient that is not a power of two."""
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream), retain_graph=True)
 
 
 def exact(hidden, weight, bias, labels):
-    """In float64, of the same numbers."""
+    """Loss and gradients in float64 of the same inputs."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     return result(plain(*leaves, labels), *leaves)
 
 
-def errors(got, expected):
-    return [relative_error(g, e) for g, e in zip(got, expected, strict=True)]
+def errors(actual, expected):
+    return [relative_error(g, e) for g, e in zip(actual, expected, strict=True)]
 
 
 class Allocations(TorchDispatchMode):
-    """The most elements of any tensor that an operation returned, and the names of the operations."""
+    """Records the largest element count of an op's outputs, and the names of the ops."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that ops read and write of tensors of `count` numbers, by dtype; those that move single ones aside."""
+    """Counts bytes that ops read and write in tensors of `count` elements, by dtype, except gather and scatter ops."""
 
     def __init__(self, count):
         super().__init__()
@@ -75,8 +75,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        aside = func.is_view or any(name in str(func) for name in ("prim", "empty", "gather", "scatter"))
-        if not aside:
+        is_excluded = func.is_view or any(name in str(func) for name in ("prim", "empty", "gather", "scatter"))
+        if not is_excluded:
             read = [*args, *(x for name, x in (kwargs or {}).items() if name != "out")]
             for x in pytree.tree_leaves((read, result)):
                 if isinstance(x, torch.Tensor) and x.numel() == self.count:
@@ -87,7 +87,7 @@ class Traffic(TorchDispatchMode):
 @pytest.mark.parametrize("chunk", [None, 1, 5, B * T, 1000])
 @pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-10), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_it_is_the_token_loss_of_the_logits(backend, dtype, limit, chunk):
+def test_loss_and_gradients_equal_the_token_loss_of_logits(backend, dtype, limit, chunk):
     hidden, weight, bias, labels = inputs(dtype)
     total, count = linear_token_loss(hidden, weight, labels, bias=bias, chunk=chunk, backend=backend)
     assert total.dtype == dtype
@@ -103,12 +103,12 @@ def test_low_precision_is_as_exact_as_with_full_logits_for_any_chunk(dtype, chun
     assert total.dtype == torch.float32
     expected, leaves = exact(hidden, weight, bias, labels), (hidden, weight, bias)
     actual, usual = (errors(result(loss, *leaves), expected) for loss in (total, plain(*leaves, labels)))
-    # d(hidden) is rounded once more, when it is scaled.
+    # The gradient of hidden is rounded once more when backward scales it.
     assert all(g < 1.5 * u + 1e-6 for g, u in zip(actual, usual, strict=True)), (actual, usual)
 
 
 @needs_torch
-def test_why_torch_is_not_used_in_bfloat16():
+def test_torchs_backend_is_less_exact_in_bfloat16():
     hidden, weight, bias, labels = inputs(torch.bfloat16, tokens=1024)
     total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=4, backend="torch")[0]
     actual = errors(result(total, hidden, weight, bias), exact(hidden, weight, bias, labels))
@@ -127,7 +127,7 @@ def test_one_token_and_no_bias(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_valid_label_costs_nothing(backend, dtype):
+def test_no_valid_label_gives_zero_loss_and_gradients(backend, dtype):
     hidden, weight, bias, labels = inputs(dtype)
     none = torch.full_like(labels, -1)
     total, count = linear_token_loss(hidden, weight, none, bias=bias, ignore=-1, chunk=5, backend=backend)
@@ -137,7 +137,7 @@ def test_no_valid_label_costs_nothing(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {1, 2}, {0, 1}])
-def test_frozen_parameters_get_no_gradient_and_others_do(backend, frozen):
+def test_only_frozen_parameters_get_no_gradient(backend, frozen):
     *leaves, labels = inputs()
     expected = exact(*leaves, labels)[1:]
     for i in frozen:
@@ -148,7 +148,7 @@ def test_frozen_parameters_get_no_gradient_and_others_do(backend, frozen):
     assert max(relative_error(x.grad, e) for x, e in zip(leaves, expected, strict=True) if x.grad is not None) < 1e-10
 
 
-def test_a_frozen_weight_costs_no_gradient():
+def test_a_frozen_weight_allocates_no_gradient():
     hidden, weight, bias, labels = inputs()
     total = linear_token_loss(hidden, weight.detach(), labels, bias=bias.detach(), chunk=5)[0]
     assert [x is None for x in total.grad_fn.saved_tensors] == [False, True, True]
@@ -173,13 +173,13 @@ def test_backward_may_run_again_with_another_upstream_gradient(backend):
     assert max(errors(second, [-3 * x for x in first])) < 1e-14
 
 
-def test_gradients_add_up_in_the_leaves():
+def test_gradients_accumulate_in_the_leaves():
     hidden, weight, bias, labels = inputs()
     total = linear_token_loss(hidden, weight, labels, bias=bias, chunk=5)[0]
     total.backward(retain_graph=True)
-    once = weight.grad.clone()
+    first_gradient = weight.grad.clone()
     total.backward()
-    assert torch.equal(weight.grad, 2 * once)
+    assert torch.equal(weight.grad, 2 * first_gradient)
 
 
 def test_no_tensor_is_as_large_as_the_logits():
@@ -189,11 +189,11 @@ def test_no_tensor_is_as_large_as_the_logits():
     assert max(B * T * E, V * E) < allocations.largest == 20 * V < B * T * V
 
 
-def test_a_chunk_is_read_and_written_twice_in_float32_at_most():
-    """On CUDA, in bytes of each logit: converted, made probabilities, read for gradients; the rest is narrow."""
+def test_a_chunk_is_read_and_written_in_float32_at_most_twice():
+    """On CUDA, in bytes per logit: conversion, softmax and the read for gradients; other traffic is in bfloat16."""
     with FakeTensorMode(), torch.device("cuda"):
         hidden, weight = torch.empty(1, 64, E, dtype=torch.bfloat16), torch.empty(V, E, dtype=torch.bfloat16)
-        hidden.requires_grad_()  # not the weight: torch 2.11 fakes no products that are added to wider sums
+        hidden.requires_grad_()  # not the weight: torch 2.11 has no fake kernel for a product added to a wider sum
         labels = torch.zeros(1, 64, dtype=torch.long)
         with Traffic(64 * V) as moved:
             linear_token_loss(hidden, weight, labels, chunk=64)
@@ -220,7 +220,7 @@ def test_z_loss_adds_squared_log_partition_functions():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_under_autocast_it_multiplies_as_a_linear_layer_does(backend):
+def test_under_autocast_matrix_products_run_like_a_linear_layers(backend):
     hidden, weight, bias, labels = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         total = linear_token_loss(hidden, weight, labels, bias=bias, backend=backend)[0]
@@ -259,12 +259,12 @@ def sharded_gradients(config, tokens, backend):
 
 
 @pytest.mark.parametrize(("tied", "backend"), [(True, "own"), pytest.param(False, "torch", marks=needs_torch)])
-def test_under_fsdp_the_weight_is_whole_and_gets_its_gradient(worlds, tied, backend):
+def test_under_fsdp_the_loss_gets_the_gathered_weight(worlds, tied, backend):
     config, tokens = replace(SMALL, tied_embeddings=tied), torch.arange(10)[None]
     model = Llama(config, attend)
     initialize(model, seed=0)
     token_loss(model(tokens), tokens)[0].backward()
-    # Both ranks hold the same row, so FSDP's average is the gradient of one.
+    # Both ranks have the same row, so FSDP's average is one rank's gradient.
     for actual in worlds(2).run(sharded_gradients, config, tokens, backend):
         assert max(relative_error(actual[name], x.grad) for name, x in model.named_parameters()) < 2e-6
 

@@ -1,4 +1,4 @@
-"""LLaMA on one device: positions, heads, gradients, the head."""
+"""LLaMA on one device: positions, heads, gradients and the output head."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def ids(rows: int = 2) -> torch.Tensor:
 
 
 def textbook(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
-    """The same model in other words: complex RoPE, heads by a loop, norms and gates written out."""
+    """Reference LLaMA: complex RoPE, a loop over heads, explicit norms and gates."""
     weights, config = dict(model.named_parameters()), model.config
 
     def norm(x, name):
@@ -71,7 +71,7 @@ def test_logits_match_the_textbook(heads, kv_heads):
 
 
 def test_each_query_head_reads_the_key_head_of_its_group():
-    """With one key/value head's values silenced, exactly the query heads of its group fall silent."""
+    """Zeroing the values of one key/value head zeroes exactly the query heads of its group."""
     masks = []
 
     def spy(q, k, v, *, mask, layout):
@@ -89,14 +89,14 @@ def test_each_query_head_reads_the_key_head_of_its_group():
 @pytest.mark.parametrize(
     "layout", [SequenceLayout.zigzag(N, 2), SequenceLayout.striped(N, 3), SequenceLayout.zigzag(N, 5)]
 )
-def test_tokens_in_any_order_give_their_logits_in_that_order(layout):
+def test_logits_follow_the_order_of_the_tokens(layout):
     order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
     tokens = ids()
     shuffled = build(positions=order)(tokens[:, order], positions=order, layout=layout)
     assert relative_error(shuffled, build()(tokens)[:, order]) < 1e-12
 
 
-def test_attention_is_local_unless_given():
+def test_attention_is_local_by_default():
     model, local = build(), Llama(SMALL).double()
     local.load_state_dict(model.state_dict())
     mask = AttentionMask(causal=True, window=(5, None), documents=[0, 7, 13, N])
@@ -104,7 +104,7 @@ def test_attention_is_local_unless_given():
     assert relative_error(local(ids(), mask=mask), model(ids(), mask=mask)) < 1e-12
 
 
-def test_one_shard_in_any_order_needs_no_positions():
+def test_a_single_shard_needs_no_positions():
     layout = SequenceLayout([[range(10, N), range(10)]])
     model = Llama(SMALL).double()
     model.load_state_dict(build().state_dict())
@@ -112,7 +112,7 @@ def test_one_shard_in_any_order_needs_no_positions():
     assert relative_error(model(ids()[:, order], layout=layout), model(ids())[:, order]) < 1e-12
 
 
-def test_positions_count_from_zero_by_default_and_only_distances_matter():
+def test_positions_start_at_zero_and_only_distances_matter():
     model, tokens = build(), ids()
     logits = model(tokens)
     assert torch.equal(model(tokens, positions=torch.arange(N)), logits)
@@ -120,7 +120,7 @@ def test_positions_count_from_zero_by_default_and_only_distances_matter():
     assert relative_error(model(tokens, positions=2 * torch.arange(N)), logits) > 1e-2
 
 
-def test_a_token_changes_nothing_before_it():
+def test_a_token_does_not_change_earlier_logits():
     model, tokens = build(), ids()
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % SMALL.vocab_size
@@ -157,7 +157,7 @@ def test_every_parameter_gets_the_gradient_of_the_textbook(tied):
     assert all(gradient.any() for gradient in result)
 
 
-def test_a_tied_head_is_the_embedding_table_also_after_moving():
+def test_a_tied_head_stays_tied_after_a_move():
     config = replace(SMALL, tied_embeddings=True)
     dense = DenseAttention(torch.arange(N))
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def test_a_head_replaces_the_logits():
         (torch.zeros(2, 5, dtype=torch.long), torch.arange(5.0), "got .* of torch.float32"),
     ],
 )
-def test_ids_and_positions_that_do_not_match_are_refused(tokens, positions, message):
+def test_mismatched_ids_and_positions_are_refused(tokens, positions, message):
     with pytest.raises(ValueError, match=message):
         build()(tokens, positions=positions)
 
@@ -196,7 +196,7 @@ def test_a_shard_without_positions_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_stays_near_float64(dtype):
+def test_low_precision_is_close_to_float64(dtype):
     exact = build()
     model = build().to(dtype)
     assert model(ids()).dtype == dtype

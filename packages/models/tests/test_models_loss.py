@@ -1,4 +1,4 @@
-"""The token loss: a sum and a count."""
+"""The token loss, a sum and a count."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from armillary.models import token_loss
 
 
-def test_it_sums_over_valid_labels_and_counts_them():
+def test_the_loss_sums_over_valid_labels_and_counts_them():
     logits = torch.randn(2, 3, 7, dtype=torch.float64)
     labels = torch.tensor([[1, -100, 6], [0, 0, -100]])
     total, count = token_loss(logits, labels)
@@ -18,12 +18,12 @@ def test_it_sums_over_valid_labels_and_counts_them():
     assert count.item() == 4
 
 
-def test_parts_add_up_to_the_whole():
+def test_losses_of_chunks_add_up():
     logits, labels = torch.randn(2, 8, 7, dtype=torch.float64), torch.randint(-1, 7, (2, 8))
     full = token_loss(logits, labels, ignore=-1)
-    parts = [token_loss(logits[:, part], labels[:, part], ignore=-1) for part in (slice(0, 3), slice(3, 8))]
-    assert sum(total.item() for total, _ in parts) == pytest.approx(full[0].item(), rel=1e-14)
-    assert sum(count.item() for _, count in parts) == full[1].item()
+    chunk_losses = [token_loss(logits[:, chunk], labels[:, chunk], ignore=-1) for chunk in (slice(0, 3), slice(3, 8))]
+    assert sum(total.item() for total, _ in chunk_losses) == pytest.approx(full[0].item(), rel=1e-14)
+    assert sum(count.item() for _, count in chunk_losses) == full[1].item()
 
 
 def test_bfloat16_logits_are_summed_in_float32():
@@ -33,7 +33,7 @@ def test_bfloat16_logits_are_summed_in_float32():
     assert total.item() == pytest.approx(token_loss(logits.double(), labels)[0].item(), rel=1e-6)
 
 
-def test_no_valid_label_costs_nothing():
+def test_no_valid_label_gives_zero():
     logits = torch.randn(1, 3, 7, requires_grad=True)
     total, count = token_loss(logits, torch.full((1, 3), -100))
     total.backward()
@@ -41,7 +41,7 @@ def test_no_valid_label_costs_nothing():
     assert torch.equal(logits.grad, torch.zeros(1, 3, 7))
 
 
-def test_shapes_that_do_not_match_are_refused():
+def test_mismatched_shapes_are_refused():
     with pytest.raises(ValueError, match=r"got \(2, 3, 7\) and \(2, 4\)"):
         token_loss(torch.zeros(2, 3, 7), torch.zeros(2, 4).long())
     with pytest.raises(ValueError, match=r"got \(6, 7\) and \(6,\)"):

@@ -1,4 +1,4 @@
-"""Offloaded tensors on a stream of their own: stand-ins copy only when somebody waits for it."""
+"""Offloading on a side stream, with a stand-in stream that copies only when it is waited for."""
 
 import gc
 import itertools
@@ -17,23 +17,23 @@ from armillary.models.activation_checkpoint.offload import HostCopy, OffloadedTe
 
 
 class LateSide:
-    """A side stream on which nothing happens until it must, and which keeps no tensor of the device alive."""
+    """A side stream that runs each copy as late as possible and holds no reference to device tensors."""
 
     def __init__(self):
-        self.queue, self.done, self.back = [], 0, 0
+        self.queue, self.done, self.copies_to_device = [], 0, 0
         self.latest_copy = lambda: None
 
     def start(self, copy):
-        _, how, host, tensors = copy.func, *copy.args
-        self.back += how is HostCopy.read
-        self.queue.append((how, host[:], [ref(x) for x in tensors]))
+        _, copy_tensor, host, tensors = copy.func, *copy.args
+        self.copies_to_device += copy_tensor is HostCopy.read
+        self.queue.append((copy_tensor, host[:], [ref(x) for x in tensors]))
         return partial(self.wait, len(self.queue))
 
     def wait(self, count):
-        for how, host, tensors in self.queue[self.done : count]:
-            for there, here in zip(host, tensors, strict=True):
-                assert here() is not None, "its memory was given back while it was copied"
-                how(there, here())
+        for copy_tensor, host, tensors in self.queue[self.done : count]:
+            for host_tensor, device_tensor in zip(host, tensors, strict=True):
+                assert device_tensor() is not None, "the device tensor was freed during its copy"
+                copy_tensor(host_tensor, device_tensor())
         self.done = max(self.done, count)
 
     @property
@@ -43,11 +43,11 @@ class LateSide:
 
 @pytest.fixture
 def side(monkeypatch):
-    """It; and memory that is not written to holds no numbers."""
-    made, empty = LateSide(), torch.empty
-    monkeypatch.setattr(offload, "side_stream", lambda device: made)
+    """Installs a `LateSide`, and fills new memory with NaN so that missing copies show."""
+    stream, empty = LateSide(), torch.empty
+    monkeypatch.setattr(offload, "side_stream", lambda device: stream)
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(*sizes, **options).fill_(torch.nan))
-    return made
+    return stream
 
 
 OFFLOADED = [
@@ -61,14 +61,16 @@ OFFLOADED = [
 def test_tensors_are_present_when_used_and_referenced_while_copied(side, options):
     result, expected = gradients(build(options, torch.float64)), gradients(build(Checkpointing(), torch.float64))
     assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
-    assert side.idle and len(side.queue) == 3 + 2 and side.back == 2  # the last block's are still here
+    assert (
+        side.idle and len(side.queue) == 3 + 2 and side.copies_to_device == 2
+    )  # the last block's tensors are still on the device
 
 
 @pytest.mark.parametrize("options", OFFLOADED)
-def test_backward_again_and_in_another_order(side, options):
-    """Of the whole model, of a block in between, and of the whole again."""
+def test_repeated_and_partial_backward(side, options):
+    """Backward of the model, of blocks in between, and of the model again."""
 
-    def found(options):
+    def gradients_of_backwards(options):
         model, hidden = build(options, torch.float64), []
         for layer in model.model.layers:
             layer.register_forward_hook(lambda module, inputs, out: hidden.append(out))
@@ -78,14 +80,14 @@ def test_backward_again_and_in_another_order(side, options):
         lowest = torch.autograd.grad(hidden[0].square().sum(), parameters, retain_graph=True)
         return [*first, *middle, *lowest, *torch.autograd.grad(loss, parameters)]
 
-    result, expected = found(options), found(Checkpointing())
+    result, expected = gradients_of_backwards(options), gradients_of_backwards(Checkpointing())
     assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
     gc.collect()
     assert side.idle
 
 
-def test_deleted_transfers_are_waited_for(side):
-    """A graph that nobody differentiates, and tensors that were fetched too early."""
+def test_deleting_tensors_waits_for_their_copies(side):
+    """Deleting a graph without backward, and tensors after an early fetch, waits for their copies."""
     model = build(Checkpointing("layer", offload=True), torch.float64)
     loss = loss_of(model)
     assert not side.idle
@@ -102,16 +104,16 @@ def test_deleted_transfers_are_waited_for(side):
 
 @pytest.mark.parametrize("simulated", [True, False])
 def test_offloaded_tensors_are_referenced_until_the_next_block_is_done(simulated):
-    """On a simulated stream as on a GPU; also where the next one keeps nothing on the host."""
+    """Holds for simulated streams, and when the next block offloads nothing."""
     model = build(Checkpointing("attention_output", offload=True, on_device=1), torch.float64)
     inputs, alive = list[ref[torch.UntypedStorage]](), list[list[bool]]()
 
-    def look(module, arguments):
+    def record_alive(module, arguments):
         alive.append([x() is not None for x in inputs])
         inputs.append(ref(arguments[0].untyped_storage()))
 
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(look)
+        layer.register_forward_pre_hook(record_alive)
     with offload.simulated_stream() if simulated else nullcontext():
         loss = loss_of(model)
         assert alive == [[], [simulated], [False, simulated]]
@@ -121,7 +123,7 @@ def test_offloaded_tensors_are_referenced_until_the_next_block_is_done(simulated
 
 
 class Stream:
-    """Of CUDA's: what it was told, in order."""
+    """A CUDA stream that logs its calls."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log

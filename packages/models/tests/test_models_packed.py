@@ -1,4 +1,4 @@
-"""Rows packed from documents, with positions of their own: each document comes out as it does alone."""
+"""Packed rows with a position per document: each document has the logits that it has alone."""
 
 from itertools import pairwise
 

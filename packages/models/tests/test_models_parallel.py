@@ -1,4 +1,4 @@
-"""Models on meshes: loss, gradients and weights after a step are those of the plain model on one rank."""
+"""Models on meshes: loss, gradients and weights after a step equal those of the plain model on one rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ from armillary.models.parallel import parallelize
 
 LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden_dim=48, head_dim=8, qk_norm=True)
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40)
-FEW = replace(LLAMA, vocab_size=5, qk_norm=False)  # over 4 ranks: 2, 2, 1, 0
+FEW = replace(LLAMA, vocab_size=5, qk_norm=False)  # 4 ranks get 2, 2, 1 and 0 rows
 FEW_TIED = replace(FEW, tied_embeddings=True)
-GROUPED = replace(LLAMA, kv_heads=2)  # over 2 ranks of tp there is one key/value head for both ranks of ulysses
+GROUPED = replace(LLAMA, kv_heads=2)  # with tp 2, both ulysses ranks share one key/value head
 LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=8, max_positions=64)
 ROWS, N = 4, 64
 
@@ -41,15 +41,14 @@ class Case:
     tokens: int = N
     z_loss: float = 0.0
     packed: bool = False
+    """Each row has its own documents, and positions restart at each."""
     zero_stage: int = 3
     layout: str = "zigzag"
     contiguous_states: bool = False
-    """Each row has documents of its own, and positions count from their starts."""
 
-    def mask(self, share: slice = slice(None)) -> AttentionMask:
-        """Of these rows."""
-        own = [[0, 9 + row, 20 + 3 * row, self.tokens] for row in range(ROWS)]
-        return AttentionMask(documents=own[share] if self.packed else [0, 9, self.tokens])
+    def mask(self, rows: slice = slice(None)) -> AttentionMask:
+        document_ends = [[0, 9 + row, 20 + 3 * row, self.tokens] for row in range(ROWS)]
+        return AttentionMask(documents=document_ends[rows] if self.packed else [0, 9, self.tokens])
 
     def positions(self) -> Tensor:
         """[ROWS, N]"""
@@ -85,23 +84,23 @@ def rows(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def step(model: Llama | GPT, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients, and weights after a step; in float64."""
+    """Gradients and the weights after a step, in float64."""
     loss.backward()
-    actual = {f"gradient of {name}": whole(p.grad) for name, p in model.named_parameters()}
+    actual = {f"gradient of {name}": full_tensor(p.grad) for name, p in model.named_parameters()}
     torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True).step()
-    return {**actual, **{name: whole(p) for name, p in model.named_parameters()}}
+    return {**actual, **{name: full_tensor(p) for name, p in model.named_parameters()}}
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().double()
 
 
 def on_one_rank(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    return plainly(case.config, case.tokens, case.z_loss, case.packed, dtype)
+    return plain_step(case.config, case.tokens, case.z_loss, case.packed, dtype)
 
 
 @cache
-def plainly(
+def plain_step(
     config: LlamaConfig | GPTConfig, tokens: int, z_loss: float, packed: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     model, case = build(config, dtype), Case({}, "local", config, tokens=tokens, packed=packed)
@@ -110,11 +109,11 @@ def plainly(
     options = {"mask": case.mask(), "positions": case.positions()}
     logits = model(ids, **options)
     total, count = model(ids, **options, head=partial(linear_token_loss, labels=labels, z_loss=z_loss))
-    return {"logits": whole(logits), "loss": whole(total / count), **step(model, total / count)}
+    return {"logits": full_tensor(logits), "loss": full_tensor(total / count), **step(model, total / count)}
 
 
 def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What `on_one_rank` gives; of logits this rank's rows and tokens, and nothing else there."""
+    """The results of `on_one_rank`; logits are zero outside of this rank's rows and tokens."""
     torch._dynamo.reset()
     over = mesh(**case.axes)
     attend = build_attention(case.attention, over)
@@ -127,49 +126,53 @@ def on_mesh(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     model.to_empty(device="cpu")
     initialize(model, 0)
     layout = attend.layout(case.tokens, case.layout)
-    share = rows_of_this_rank(over)
-    ids, labels = (layout.take(x[share], attend.shard) for x in rows(case))
-    positions = layout.take(case.positions()[share], attend.shard) if case.packed else layout.positions(attend.shard)
-    call = partial(model, ids, positions=positions, mask=case.mask(share), layout=layout)
+    local_rows = local_rows_of(over)
+    ids, labels = (layout.take(x[local_rows], attend.shard) for x in rows(case))
+    positions = (
+        layout.take(case.positions()[local_rows], attend.shard) if case.packed else layout.positions(attend.shard)
+    )
+    call = partial(model, ids, positions=positions, mask=case.mask(local_rows), layout=layout)
     logits = torch.zeros(ROWS, case.tokens, case.config.vocab_size, dtype=torch.float64)
-    logits[share, layout.positions(attend.shard)] = whole(call())
+    logits[local_rows, layout.positions(attend.shard)] = full_tensor(call())
     total, count = call(head=partial(linear_token_loss, labels=labels, z_loss=case.z_loss))
     data = Axis.of(compat.flatten(over, ("replicate", "shard", "ring", "ulysses"), "data"))
     dist.all_reduce(count, group=data.group)
     loss = (total / count).detach().clone()
-    for mine in (loss, logits):
-        dist.all_reduce(mine, group=data.group)
+    for local_result in (loss, logits):
+        dist.all_reduce(local_result, group=data.group)
     return {"logits": logits, "loss": loss.double(), **step(model, total / count)}
 
 
-def rows_of_this_rank(over: DeviceMesh) -> slice:
+def local_rows_of(over: DeviceMesh) -> slice:
     replicas = over["replicate"].size() * over["shard"].size()
     replica = over["replicate"].get_local_rank() * over["shard"].size() + over["shard"].get_local_rank()
     return slice(replica * ROWS // replicas, (replica + 1) * ROWS // replicas)
 
 
-def compare(case: Case, wide: dict[str, Tensor], alone: dict[str, Tensor]) -> list[str]:
-    """Of all that differs too much from one rank's, in float64 and on two ranks in float32: its name, by how much."""
-    least = 1e-6 * max(x.norm().item() for name, x in wide.items() if name.startswith("gradient"))  # key biases have 0
+def compare(case: Case, float64: dict[str, Tensor], float32: dict[str, Tensor]) -> list[str]:
+    """Names and errors of tensors that differ from one rank's, in float64, and on two ranks in float32 too."""
+    smallest_norm = 1e-6 * max(
+        x.norm().item() for name, x in float64.items() if name.startswith("gradient")
+    )  # gradients of key biases are 0
     actual, faults = on_mesh(case, torch.float64), list[str]()
-    for name in wide:
-        error = ((actual[name] - wide[name]).norm() / wide[name].norm().clamp(min=least)).item()
+    for name in float64:
+        error = ((actual[name] - float64[name]).norm() / float64[name].norm().clamp(min=smallest_norm)).item()
         faults += [] if error < 1e-9 else [f"{name}: {error:.1e} in float64"]
     if case.compiler is not None or dist.get_world_size() > 2:
         return faults
     actual = on_mesh(case, torch.float32)
-    for name in wide:
-        # Where terms cancel, one rank's float32 is off too. Adam's first step is the sign of a gradient.
-        limit = 1e-5 * wide[name].norm() + 2 * (alone[name] - wide[name]).norm()
-        fits = (actual[name] - wide[name]).norm() <= limit or name.startswith(("model.", "transformer.", "lm_head"))
-        faults += [] if fits else [f"{name}: {relative_error(actual[name], wide[name]):.1e} in float32"]
+    for name in float64:
+        # One rank's float32 cancels too. Weights are exempt, because Adam's first step is the sign of a gradient.
+        limit = 1e-5 * float64[name].norm() + 2 * (float32[name] - float64[name]).norm()
+        fits = (actual[name] - float64[name]).norm() <= limit or name.startswith(("model.", "transformer.", "lm_head"))
+        faults += [] if fits else [f"{name}: {relative_error(actual[name], float64[name]):.1e} in float32"]
     return faults
 
 
 KEEP = Checkpointing("attention_output", chunk=3)
 LAYER = Checkpointing("layer")
 TILED = Checkpointing(tiled=True, chunk=5)
-# Methods are proven in the attention package: here are a few, over every mesh axis and with every kind of block.
+# The attention package tests all methods; these cover every mesh axis and every kind of block.
 GROUPS = {
     "8 ranks": [
         Case({"tp": 2, "ring": 2, "ulysses": 2}, "upipe+ring", TIED, KEEP, z_loss=1e-2, packed=True),
@@ -217,23 +220,23 @@ def initial_weights(cases: list[tuple[LlamaConfig | GPTConfig, Mapping[str, int]
         parallelize(model, mesh(**axes))
         model.to_empty(device="cpu")
         initialize(model, 3)
-        actual.append({name: whole(parameter) for name, parameter in model.named_parameters()})
+        actual.append({name: full_tensor(parameter) for name, parameter in model.named_parameters()})
     return actual
 
 
-def test_initial_weights_are_the_same_to_the_bit(worlds):
+def test_initial_weights_are_bitwise_equal(worlds):
     cases = [(LLAMA, {"tp": 4}), (TIED, {"tp": 2, "shard": 2}), (LEARNED, {"tp": 2, "replicate": 2})]
     for rank in worlds(4).run(initial_weights, cases):
         for (config, _), weights in zip(cases, rank, strict=True):
             plain = build(config, torch.float32)
             initialize(plain, 3)
-            expected = {name: whole(parameter) for name, parameter in plain.named_parameters()}
+            expected = {name: full_tensor(parameter) for name, parameter in plain.named_parameters()}
             assert weights.keys() == expected.keys()
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 class Adapted(nn.Linear):
-    """Does more than its weight says."""
+    """A linear layer with an adapter: replacing its class would drop the adapter."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + 1
@@ -250,7 +253,7 @@ def adapted(model: Llama) -> Llama:
 
 
 def refusals() -> list[str]:
-    """What is said where something does not fit."""
+    """Error messages of `parallelize`."""
     over = mesh(tp=2, ulysses=2)
     wrong: list[tuple[Llama | GPT, DeviceMesh, Method | None]] = [
         (Llama(replace(LLAMA, heads=3, kv_heads=3)), over, None),
@@ -264,10 +267,10 @@ def refusals() -> list[str]:
         (Llama(LLAMA), over, Ring(over["tp"])),
     ]
     messages: list[str] = []
-    for model, where, attention in wrong:
+    for model, axes, attention in wrong:
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ValueError) as caught:
-            parallelize(model, where, attention=attention)
+            parallelize(model, axes, attention=attention)
         messages.append(str(caught.value))
         assert {name: type(module) for name, module in model.named_modules()} == before
     return messages
@@ -286,8 +289,8 @@ def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds
         assert "axis 'tp' inside of it" in messages[8] and "share ranks" in messages[8]
 
 
-def beyond() -> list[bool]:
-    """Whether ids and positions that there are none of are refused, on this rank too."""
+def out_of_range_raises() -> list[bool]:
+    """Returns True for each id or position out of range that raises on this rank."""
     over = mesh(tp=4)
     llama, gpt = build(LLAMA, torch.float32), build(LEARNED, torch.float32)
     for model in (llama, gpt):
@@ -304,5 +307,5 @@ def beyond() -> list[bool]:
     return actual
 
 
-def test_ids_and_positions_that_there_are_none_of_are_refused_on_every_rank(worlds):
-    assert worlds(4).run(beyond) == [[True] * 3] * 4
+def test_ids_and_positions_out_of_range_raise_on_every_rank(worlds):
+    assert worlds(4).run(out_of_range_raises) == [[True] * 3] * 4

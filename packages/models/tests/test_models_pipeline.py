@@ -1,4 +1,4 @@
-"""A model in stages of torch.distributed.pipelining, with context parallelism inside each: equal to one rank."""
+"""Pipeline stages of torch.distributed.pipelining with context parallelism inside: equal to one rank."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ DOCUMENTS = AttentionMask(documents=[0, 11, 30, N])
 
 
 class Stage(nn.Module):
-    """Every other block of a model belongs to another stage: the first has the embedding, the last the head."""
+    """A pipeline stage with every other block; the first stage has the embedding, the last the head."""
 
     def __init__(self, model: Llama, stage: int, layout: SequenceLayout, shard: int) -> None:
         super().__init__()
@@ -40,29 +40,29 @@ class Stage(nn.Module):
 
 
 def model_and_batch(attention=None) -> tuple[Llama, Tensor, Tensor]:
-    """The same on every rank, whole: (model, ids, labels)."""
+    """Returns (model, ids, labels), unsharded and equal on every rank."""
     model = Llama(CONFIG, attention).double()
     initialize(model, seed=0)
     ids = torch.randint(CONFIG.vocab_size, (ROWS, N + 1), generator=torch.Generator().manual_seed(1))
     return model, ids[:, :-1], ids[:, 1:]
 
 
-def share(logits: Tensor, labels: Tensor) -> Tensor:
-    """This rank's and micro-batch's part of the mean over all labels."""
+def micro_batch_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """This micro-batch's contribution to the mean over all labels."""
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return loss / (ROWS * N)
 
 
 def on_one_rank() -> tuple[float, dict[str, Tensor]]:
-    """(loss, gradients)."""
+    """Returns (loss, gradients)."""
     model, ids, labels = model_and_batch()
-    loss = share(model(ids, mask=DOCUMENTS), labels)
+    loss = micro_batch_loss(model(ids, mask=DOCUMENTS), labels)
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def in_stages(attention: str, axes: Mapping[str, int], micro_batches: int) -> tuple[float, float, set[str]]:
-    """(loss of all ranks, worst error of a gradient of this rank's stage, names of the parameters there)."""
+    """Returns (global loss, largest gradient error of this stage, names of its parameters)."""
     over = mesh(pipe=STAGES, **axes)
     attend = build_attention(attention, over)
     model, ids, labels = model_and_batch(attend)
@@ -75,7 +75,7 @@ def in_stages(attention: str, axes: Mapping[str, int], micro_batches: int) -> tu
         torch.empty(rows, tokens, width, dtype=torch.float64, requires_grad=True)
         for width in (CONFIG.dim, CONFIG.vocab_size)
     )
-    # With examples of its inputs and outputs, torch does not run the stage to find out their shapes.
+    # With example inputs and outputs, torch does not run the stage to infer their shapes.
     pipeline_stage = PipelineStage(
         stage,
         pipe.get_local_rank(),
@@ -86,7 +86,7 @@ def in_stages(attention: str, axes: Mapping[str, int], micro_batches: int) -> tu
         group=pipe.get_group(),
     )
     losses: list[Tensor] = []
-    schedule = ScheduleGPipe(pipeline_stage, micro_batches, loss_fn=share, scale_grads=False)
+    schedule = ScheduleGPipe(pipeline_stage, micro_batches, loss_fn=micro_batch_loss, scale_grads=False)
     inputs = () if pipe.get_local_rank() else (layout.take(ids, attend.shard),)
     schedule.step(*inputs, target=layout.take(labels, attend.shard) if last else None, losses=losses)
     loss = torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), dtype=torch.float64)
@@ -95,7 +95,7 @@ def in_stages(attention: str, axes: Mapping[str, int], micro_batches: int) -> tu
     parameters = {id(parameter) for parameter in stage.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) in parameters:
-            for axis in axes:  # ranks of a stage hold shares: each has other tokens
+            for axis in axes:  # ranks of a stage have other tokens, so gradients are summed
                 dist.all_reduce(parameter.grad, group=over[axis].get_group())
             errors.append(relative_error(parameter.grad, expected[name]))
             owned.add(name)

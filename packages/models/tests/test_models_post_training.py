@@ -1,4 +1,4 @@
-"""Losses of post-training on packed trees: on every mesh the loss, metrics and gradients of sequences by themselves."""
+"""Post-training losses on packed trees: loss, metrics and gradients equal those of separate sequences on every mesh."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from armillary.models import Llama, LlamaConfig, initialize, tensor_parallel, to
 LLAMA = LlamaConfig(vocab_size=31, dim=16, layers=2, heads=4, kv_heads=2, hidden_dim=20)
 N = 24
 TREES = [
-    ((0, 7, 9, 14, 20, N), (-1, 0, 1, 1, 0)),  # a prompt and three completions, two of which share a beginning
+    ((0, 7, 9, 14, 20, N), (-1, 0, 1, 1, 0)),  # a prompt and three completions, two of which share a prefix
     ((0, 3, 9, 12, 16, N), (-1, 0, 0, -1, 3)),  # a prompt with two completions, and a packed sequence
 ]
 SEQUENCES = 6
@@ -57,8 +57,8 @@ def loss_of(name, logprobs, reference, sequences, axes=(), entropy=None, **optio
     return policy_gradient_loss(logprobs, sequences, ADVANTAGES, axes, **described)
 
 
-def unshared(name):
-    """Each sequence by itself, padded to no length: its log-probabilities one after another."""
+def separate(name):
+    """Loss, metrics and gradients of separate sequences without padding."""
     policy, reference, tokens = model(), model(1), ids()
     columns = []
     sequence = 0
@@ -72,10 +72,10 @@ def unshared(name):
             prompt = ends[path[0] + 1] - ends[path[0]]
             for_labels = tokens[row, at[prompt:]]
             values = []
-            for made in (policy, reference):
-                distribution = made(tokens[row, at][None])[0, prompt - 1 : -1].log_softmax(-1)
+            for network in (policy, reference):
+                distribution = network(tokens[row, at][None])[0, prompt - 1 : -1].log_softmax(-1)
                 values.append(distribution.gather(1, for_labels[:, None])[:, 0])
-                if made is policy:
+                if network is policy:
                     values.append(-(distribution.exp() * distribution).sum(1).detach())
             columns.append((*values, torch.full_like(for_labels, sequence)))
             sequence += 1
@@ -86,27 +86,27 @@ def unshared(name):
 
 
 def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, fsdp=None, **options):
-    """The same from rows of trees, or from this rank's shard of them."""
+    """Loss, metrics and gradients of packed trees, or of this rank's shard of them."""
     shard, tokens = 0 if method is None else method.shard, ids()[list(rows)]
     mask = AttentionMask.rows([AttentionMask.tree(*TREES[row]) for row in rows])
     positions = torch.stack([mask.positions(N, row) for row in range(len(rows))])
     actual = completion_labels(tokens, mask, layout, shard)
-    # Sequences are numbered over all rows, also those of other ranks.
+    # Sequence numbers count over the rows of all ranks.
     sequences = actual.sequences + (3 if 0 not in rows else 0)
     if layout is not None:
         tokens, positions = (layout.take(x, shard, 1) for x in (tokens, positions))
     values = []
     policies = model(), model(1)
-    for made in policies:
+    for network in policies:
         if method is not None:
-            for block in made.model.layers:
+            for block in network.model.layers:
                 block.attention = method
         if over_tp is not None:
-            tensor_parallel(made, over_tp)
+            tensor_parallel(network, over_tp)
         if fsdp is not None:
-            for block in made.model.layers:
+            for block in network.model.layers:
                 fully_shard(block, mesh=fsdp["ring"])
-            fully_shard(made, mesh=fsdp["ring"], reshard_after_forward=True)
+            fully_shard(network, mesh=fsdp["ring"], reshard_after_forward=True)
 
         def head(hidden, weight, axis=None, vocabulary=None):
             return token_logprobs(
@@ -120,7 +120,7 @@ def packed(name, method=None, layout=None, rows=(0, 1), axes=(), over_tp=None, f
                 statistics=True,
             )
 
-        values.append(made(tokens, positions=positions, mask=mask, layout=layout, head=head))
+        values.append(network(tokens, positions=positions, mask=mask, layout=layout, head=head))
     (logprobs, statistics), (reference, _) = values
     loss, metrics = loss_of(name, logprobs, reference.detach(), sequences, axes, statistics.entropy, **options)
     loss.backward()
@@ -136,12 +136,12 @@ def check(actual, exact):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_trees_give_the_loss_of_their_sequences(name):
-    check(packed(name), unshared(name))
+def test_packed_trees_equal_separate_sequences(name):
+    check(packed(name), separate(name))
 
 
 def on_meshes():
-    """Loss, metrics and gradients by (loss, mesh), summed over the ranks that share tokens or read other rows."""
+    """Loss, metrics and gradients by (loss, mesh), summed over ranks with other tokens or rows."""
     actual = {}
     for name in LOSSES:
         for method_name, sizes in METHODS.items():
@@ -158,8 +158,8 @@ def on_meshes():
     return actual
 
 
-def test_every_mesh_gives_the_loss_metrics_and_gradients_of_one_rank(worlds):
-    exact = {name: unshared(name) for name in LOSSES}
+def test_every_mesh_equals_one_rank(worlds):
+    exact = {name: separate(name) for name in LOSSES}
     for actual in worlds(4).run(on_meshes):
         assert len(actual) == len(LOSSES) * len(METHODS)
         for (name, _), result in actual.items():
@@ -167,15 +167,15 @@ def test_every_mesh_gives_the_loss_metrics_and_gradients_of_one_rank(worlds):
 
 
 def under_fsdp():
-    """Weights of blocks and head are sharded, and freed after forward: backward gathers them again."""
+    """FSDP2 shards blocks and head and reshards them after forward, so backward gathers again."""
     over = mesh(ring=4)
     method = build_attention("ring", over)
     loss, metrics, gradients = packed("grpo", method, method.layout(N), axes=method, fsdp=over, gradients="averaged")
     return loss, metrics, [x.full_tensor() for x in gradients]
 
 
-def test_weights_sharded_by_fsdp2_give_them_too(worlds):
-    exact = unshared("grpo")
+def test_fsdp2_equals_one_rank(worlds):
+    exact = separate("grpo")
     for actual in worlds(4).run(under_fsdp):
         check(actual, exact)
 
@@ -192,7 +192,7 @@ def with_tensor_parallelism():
     return loss, metrics, full
 
 
-def test_tensor_parallelism_gives_them_too(worlds):
-    exact = unshared("grpo")
+def test_tensor_parallelism_equals_one_rank(worlds):
+    exact = separate("grpo")
     for actual in worlds(4).run(with_tensor_parallelism):
         check(actual, exact)

@@ -1,4 +1,4 @@
-"""The likeliest tokens: those of whole logits, which are never made, however the vocabulary is cut."""
+"""Argmax of the logits without full logits, also with a sharded vocabulary."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from armillary.models.layers.interleaved import interleaved_shard
 
 
 def inputs(tokens, vocabulary, dtype=torch.float32):
-    """Hidden states, weight, labels of which two in three are ignored, and the tokens that are right to predict."""
+    """Hidden states, weight, labels (two thirds ignored) and the expected argmax."""
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(2, tokens, 8, generator=generator).to(dtype)
     weight = torch.randn(vocabulary, 8, generator=generator).to(dtype)
@@ -31,10 +31,10 @@ def test_tokens_at_labels_match_full_logits(dtype):
 
 def test_no_tensor_is_as_large_as_the_logits():
     hidden, weight, labels, expected = inputs(3000, 20_000)
-    with Allocations() as seen:
+    with Allocations() as allocations:
         actual = linear_argmax(hidden, weight, labels)
     assert torch.equal(actual, expected)
-    assert seen.largest < 2 * 3000 * 20_000 / 5
+    assert allocations.largest < 2 * 3000 * 20_000 / 5
 
 
 def test_without_labels_nothing_is_predicted():
@@ -44,7 +44,7 @@ def test_without_labels_nothing_is_predicted():
 
 def over_ranks(tokens, vocabulary, ties):
     hidden, weight, labels, expected = inputs(tokens, vocabulary)
-    if ties:  # all tokens are as likely: the first of them counts, on whatever rank it is
+    if ties:  # all logits are equal: the smallest id counts, on whichever rank
         weight, expected = torch.ones_like(weight), torch.zeros_like(labels).where(labels != -100, -100)
     axis = axis_of()
     actual = linear_argmax(interleaved_shard(hidden, axis), rows_of(weight), labels, axis=axis, vocabulary=vocabulary)
@@ -55,8 +55,8 @@ def cases_over_ranks():
     return [over_ranks(*case) for case in ((9, 31, False), (8, 3, False), (7, 31, True))]
 
 
-def test_every_rank_gets_the_tokens_of_the_full_vocabulary(worlds):
-    assert worlds(4).run(cases_over_ranks) == [[True] * 3] * 4  # of 3 rows one rank has none
+def test_every_rank_gets_the_argmax_over_the_full_vocabulary(worlds):
+    assert worlds(4).run(cases_over_ranks) == [[True] * 3] * 4  # the vocabulary of 3 leaves one rank empty
 
 
 def test_mismatched_arguments_are_refused():

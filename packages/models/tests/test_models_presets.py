@@ -1,4 +1,4 @@
-"""Published sizes: as many parameters as the module, as transformers' model, and as the papers say."""
+"""Presets: parameter counts equal the module's, transformers' and the published ones."""
 
 import json
 
@@ -24,7 +24,7 @@ PRESETS = {
 }
 
 
-def shape_only(config: LlamaConfig | GPTConfig) -> Llama | GPT:
+def on_meta(config: LlamaConfig | GPTConfig) -> Llama | GPT:
     with torch.device("meta"):
         return Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
 
@@ -33,12 +33,12 @@ def shape_only(config: LlamaConfig | GPTConfig) -> Llama | GPT:
 def test_parameter_counts_match_publications_and_the_module(preset):
     build, published = PRESETS[preset]
     config = build()
-    counted = sum(parameter.numel() for parameter in shape_only(config).parameters())
+    counted = sum(parameter.numel() for parameter in on_meta(config).parameters())
     assert config.parameters() == published == counted
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_written_and_read(preset, tmp_path):
+def test_a_preset_survives_saving_and_loading(preset, tmp_path):
     config = PRESETS[preset][0]()
     (tmp_path / "config.json").write_text(json.dumps(hub.describe(config, torch.bfloat16)))
     assert hub.read_config(tmp_path, type(config)) == config
@@ -46,7 +46,7 @@ def test_a_preset_is_written_and_read(preset, tmp_path):
 
 @pytest.mark.parametrize("preset", ["debug", "mistral_7b", "qwen3_32b", "gpt2"])
 def test_parameters_match_transformers(preset, tmp_path):
-    """One of each family; `test_models_hub_parity` compares the tensors of all of its options."""
+    """One preset per family; `test_models_hub_parity` compares the tensors of all options."""
     transformers = pytest.importorskip("transformers")
     config = PRESETS[preset][0]()
     (tmp_path / "config.json").write_text(json.dumps(hub.describe(config, torch.bfloat16)))

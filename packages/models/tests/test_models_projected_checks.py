@@ -1,4 +1,4 @@
-"""A layer's call is checked once for all layers and steps that are alike, and again after whatever could change it."""
+"""Checks of a projected call run once for equal layers and steps, and again after any relevant change."""
 
 from functools import partial
 from typing import ClassVar
@@ -23,7 +23,7 @@ MASK = AttentionMask()
 
 
 class Checks:
-    """Notes when projections are run to see what they give."""
+    """Counts the trial runs of projections that check their outputs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.run = 0, validation.one_token
@@ -33,8 +33,8 @@ class Checks:
         self.count += 1
         return self.run(x, projections)
 
-    def made(self) -> int:
-        """Since this was last asked."""
+    def new_checks(self) -> int:
+        """Returns the number of checks since the previous call."""
         count, self.count = self.count, 0
         return count
 
@@ -45,7 +45,7 @@ def checks(monkeypatch):
 
 
 class Layer:
-    """Projections of one layer of a model, on a method."""
+    """The projections of a model's layers, checked for one method."""
 
     def __init__(self, **options) -> None:
         self.model, self.attend = Llama(LlamaConfig(**vars(CONFIG) | options)), Local()
@@ -65,19 +65,19 @@ def test_equal_layers_and_steps_are_checked_once(checks, policy):
     Checkpointing(policy).apply(model)
     for count in (1, 0):
         model(ids, mask=MASK).sum().backward()
-        assert checks.made() == count
+        assert checks.new_checks() == count
     model(ids[:, :4], mask=MASK)
     model(ids, mask=AttentionMask(causal=False))
-    assert checks.made() == 2
+    assert checks.new_checks() == 2
 
 
-def test_specs_are_shared_and_known_again(checks):
+def test_specs_are_cached_and_shared(checks):
     layer = Layer()
     assert layer.check() is layer.check(1) is layer.check(2)
-    assert checks.made() == 1
+    assert checks.new_checks() == 1
     assert layer.check(scale=2.0) is not layer.check()
     assert layer.check(scale=2.0) is layer.check(scale=2.0)
-    assert checks.made() == 1
+    assert checks.new_checks() == 1
 
 
 def test_weights_and_inputs_of_another_dtype_are_checked_again(checks):
@@ -91,13 +91,13 @@ def test_weights_and_inputs_of_another_dtype_are_checked_again(checks):
     attention = layer.model.model.layers[0].self_attn
     attention.q_norm.float()
     layer.check(1)
-    assert checks.made() == 3
+    assert checks.new_checks() == 3
     layer.check()
-    assert checks.made() == 1
+    assert checks.new_checks() == 1
     layer.model.float()
     layer.x = layer.x.float()
     assert layer.check() is before
-    assert not checks.made()
+    assert not checks.new_checks()
 
 
 def test_autocast_is_checked_again(checks):
@@ -108,12 +108,12 @@ def test_autocast_is_checked_again(checks):
         assert low is layer.check(1) is not plain
     with torch.autocast("cpu", torch.float16):
         assert layer.check() is not low
-    assert checks.made() == 3
+    assert checks.new_checks() == 3
     assert layer.check() is plain
-    assert not checks.made()
+    assert not checks.new_checks()
 
 
-def test_weights_of_other_sizes_are_refused_after_a_call_that_was_not():
+def test_resized_weights_are_refused_after_a_valid_call():
     layer = Layer()
     layer.check()
     layer.model.model.layers[0].self_attn.k_proj = nn.Linear(12, 8)
@@ -123,7 +123,7 @@ def test_weights_of_other_sizes_are_refused_after_a_call_that_was_not():
 
 
 class Adapter(nn.Module):
-    """A linear layer with something beside it, as LoRA has it."""
+    """A linear layer with an added term, like LoRA."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def override(linear: nn.Linear, attention: nn.Module) -> None:
 
 
 class Scaled(torch.Tensor):
-    """A weight that is a tensor of its own kind, as float8 ones are."""
+    """A weight of a tensor subclass, like float8 weights."""
 
 
 def wrap(linear: nn.Linear, attention: nn.Module) -> None:
@@ -163,12 +163,12 @@ def test_modified_layers_are_checked_at_every_call(checks, change):
     layer.check()
     attention = layer.model.model.layers[0].self_attn
     change(attention.q_proj, attention)
-    assert checks.made() == 1
+    assert checks.new_checks() == 1
     for _ in range(2):
         layer.check()
-        assert checks.made() == 1
+        assert checks.new_checks() == 1
     layer.check(1)
-    assert not checks.made()
+    assert not checks.new_checks()
 
 
 def test_sinks_are_checked_again(checks):
@@ -176,17 +176,17 @@ def test_sinks_are_checked_again(checks):
     layer.check()
     layer.check(sinks=torch.zeros(4))
     layer.check(sinks=torch.ones(4))
-    assert checks.made() == 2
+    assert checks.new_checks() == 2
     with pytest.raises(ValueError, match="sinks"):
         layer.check(sinks=torch.zeros(3))
 
 
-def test_another_kernel_of_the_method_is_found(checks):
+def test_another_kernel_of_the_method_is_used(checks):
     layer = Layer()
     assert layer.check().kernel.name != "dense"
     layer.attend.kernel = "dense"
     assert layer.check().kernel.name == "dense"
-    assert checks.made() == 2
+    assert checks.new_checks() == 2
 
 
 def test_symbolic_sizes_are_checked_at_every_call(checks):
@@ -195,11 +195,11 @@ def test_symbolic_sizes_are_checked_at_every_call(checks):
         layer.x = fakes.from_tensor(layer.x, static_shapes=False)
         for _ in range(2):
             layer.check()
-    assert checks.made() == 2
+    assert checks.new_checks() == 2
 
 
-class Given:
-    """Somebody's own projections, which say nothing."""
+class CustomProjections:
+    """User-defined projections without a cache key."""
 
     heads, key_heads = 2, 2
     empty: ClassVar[list[torch.Tensor]] = []
@@ -217,31 +217,31 @@ class Given:
 def test_projections_without_a_key_are_checked_at_every_call(checks):
     layer = Layer()
     for _ in range(2):
-        layer.attend.check_projected(layer.x, Given(), mask=MASK)
-    assert checks.made() == 2
+        layer.attend.check_projected(layer.x, CustomProjections(), mask=MASK)
+    assert checks.new_checks() == 2
 
 
-def sharded_again() -> list[int]:
-    """How often a model is checked: plain, then cut for tensor parallelism, then also by FSDP2; twice each."""
+def checks_per_forward() -> list[int]:
+    """Checks per forward: two forwards plain, two after tensor parallelism, two after FSDP2."""
     with pytest.MonkeyPatch.context() as patch:
         checks, counts = Checks(patch), []
         axes = mesh(ring=1, tp=2, shard=2)
         model, ids = Llama(CONFIG, Ring(axes["ring"])), torch.arange(10).view(2, 5)
         Checkpointing("layer").apply(model)
 
-        def twice() -> None:
+        def forward_twice() -> None:
             for _ in range(2):
                 model(ids, mask=MASK)
-                counts.append(checks.made())
+                counts.append(checks.new_checks())
 
-        twice()
+        forward_twice()
         tensor_parallel(model, axes["tp"])
-        twice()
+        forward_twice()
         for block in model.model.layers:
             fully_shard(block, mesh=axes["shard"])
-        twice()
+        forward_twice()
     return counts
 
 
-def test_modules_that_are_sharded_are_checked_again_once(worlds):
-    assert worlds(4).run(sharded_again) == [[1, 0, 1, 0, 0, 0]] * 4
+def test_sharding_a_module_causes_one_more_check(worlds):
+    assert worlds(4).run(checks_per_forward) == [[1, 0, 1, 0, 0, 0]] * 4

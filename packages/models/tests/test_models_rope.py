@@ -1,4 +1,4 @@
-"""RoPE: the same turn as complex multiplication, relative, and exact at positions in the millions."""
+"""RoPE: equal to complex multiplication, relative, and exact at positions in the millions."""
 
 import math
 
@@ -16,30 +16,30 @@ def frequencies() -> list[float]:
     return [THETA ** (-2 * i / D) for i in range(D // 2)]
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return RotaryEmbedding.at(positions, D, THETA, x.dtype)(x)
 
 
-def test_it_is_complex_multiplication_of_dim_i_with_dim_i_plus_half():
+def test_rotation_is_complex_multiplication_of_dims_i_and_i_plus_half():
     x = torch.randn(2, 5, 3, D, dtype=torch.float64)
     positions = torch.tensor([7, 0, 3, 100, 41])
     angles = positions[:, None, None] * torch.tensor(frequencies(), dtype=torch.float64)
     expected = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(turned(x, positions), torch.cat([expected.real, expected.imag], -1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(rotate(x, positions), torch.cat([expected.real, expected.imag], -1), rtol=0, atol=1e-14)
 
 
 def test_scores_depend_only_on_the_distance():
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:
-        return (turned(q, torch.tensor([i])) * turned(k, torch.tensor([j]))).sum().item()
+        return (rotate(q, torch.tensor([i])) * rotate(k, torch.tensor([j]))).sum().item()
 
     assert score(9, 4) == pytest.approx(score(1_009, 1_004), abs=1e-12)
     assert score(9, 4) == pytest.approx(score(5_000_009, 5_000_004), abs=1e-7)
     assert abs(score(9, 4) - score(9, 5)) > 1e-3
 
 
-def test_five_million_is_exact_in_float32_where_float32_angles_are_not():
+def test_float32_is_exact_at_position_five_million():
     position = 5_000_000
     rotation = RotaryEmbedding.at(torch.tensor([position]), D, THETA, torch.bfloat16)
     cos = torch.tensor([math.cos(position * f) for f in frequencies()])
@@ -51,14 +51,14 @@ def test_five_million_is_exact_in_float32_where_float32_angles_are_not():
     assert (careless - cos).abs().max() > 1e-2
 
 
-def test_bfloat16_is_rounded_once():
+def test_bfloat16_outputs_are_rounded_once():
     x = torch.randn(1, 4, 2, D).bfloat16()
     positions = torch.arange(4) + 1000
-    assert torch.equal(turned(x, positions), turned(x.float(), positions).bfloat16())
+    assert torch.equal(rotate(x, positions), rotate(x.float(), positions).bfloat16())
 
 
 def reference(x: torch.Tensor, rotation: RotaryEmbedding) -> torch.Tensor:
-    """As autograd has it, every product for itself."""
+    """RoPE written as separate products, differentiated by autograd."""
     (a, b), cos, sin = x.chunk(2, -1), rotation.cos, rotation.sin
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
@@ -67,7 +67,7 @@ def reference(x: torch.Tensor, rotation: RotaryEmbedding) -> torch.Tensor:
 @pytest.mark.parametrize(
     "scaling", [None, YarnScaling(factor=4.0, original_max_position_embeddings=64)], ids=["plain", "with an amplitude"]
 )
-def test_gradients_are_turned_back(positions, scaling):
+def test_backward_rotates_gradients_back(positions, scaling):
     rotation = RotaryEmbedding.at(positions, D, THETA, torch.float64, scaling)
     x = torch.randn(2, 5, 3, D, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(rotation(x), reference(x, rotation), rtol=0, atol=1e-14)
@@ -77,7 +77,7 @@ def test_gradients_are_turned_back(positions, scaling):
     assert torch.autograd.gradcheck(rotation, x) and torch.autograd.gradgradcheck(rotation, x)
 
 
-def test_a_gradient_in_bfloat16_is_rounded_once():
+def test_bfloat16_gradients_are_rounded_once():
     rotation, dy = RotaryEmbedding.at(torch.arange(4) + 1000, D, THETA, torch.bfloat16), torch.randn(1, 4, 2, D)
     low, high = (torch.zeros(1, 4, 2, D, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32))
     (actual,) = torch.autograd.grad(rotation(low), low, dy.bfloat16())
@@ -85,14 +85,14 @@ def test_a_gradient_in_bfloat16_is_rounded_once():
     assert torch.equal(actual, expected.bfloat16())
 
 
-def test_nothing_as_large_as_x_is_kept_for_backward():
-    kept, x = list[torch.Size](), torch.randn(2, 4, 3, D, requires_grad=True)
-    with saved_tensors_hooks(lambda saved: kept.append(saved.shape), lambda _: None):
-        turned(x, torch.arange(4))
-    assert kept == [(4, 1, D // 2)] * 2
+def test_backward_saves_only_cosines_and_sines():
+    saved_shapes, x = list[torch.Size](), torch.randn(2, 4, 3, D, requires_grad=True)
+    with saved_tensors_hooks(lambda saved: saved_shapes.append(saved.shape), lambda _: None):
+        rotate(x, torch.arange(4))
+    assert saved_shapes == [(4, 1, D // 2)] * 2
 
 
-def test_a_compiled_turn_is_in_one_graph():
+def test_a_compiled_rotation_is_one_graph():
     rotation = RotaryEmbedding.at(torch.arange(4), D, THETA, torch.float32)
     compiled = torch.compile(lambda x: rotation(x).sin(), fullgraph=True, backend="aot_eager", dynamic=True)
     for batch in (1, 2, 3):
@@ -103,13 +103,13 @@ def test_a_compiled_turn_is_in_one_graph():
         torch.testing.assert_close(*pair)
 
 
-def test_torch_func_follows_it():
+def test_rotation_supports_torch_func():
     rotation, x = RotaryEmbedding.at(torch.arange(4), D, THETA, torch.float64), torch.randn(3, 2, 4, 2, D).double()
     torch.testing.assert_close(torch.vmap(rotation)(x), torch.stack([rotation(row) for row in x]))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_turns_as_the_cpu_does():
+def test_cuda_equals_the_cpu():
     x, positions = torch.randn(1, 3, 2, D), torch.tensor([0, 4_999_999, 5_000_000])
-    torch.testing.assert_close(turned(x.cuda(), positions.cuda()).cpu(), turned(x, positions), rtol=0, atol=1e-5)
+    torch.testing.assert_close(rotate(x.cuda(), positions.cuda()).cpu(), rotate(x, positions), rtol=0, atol=1e-5)

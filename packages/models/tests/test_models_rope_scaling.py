@@ -1,4 +1,4 @@
-"""RoPE scalings: the frequencies and factors of transformers, exact in float64, and refused by name."""
+"""RoPE scalings: transformers' frequencies and factors in float64, and refusals by name."""
 
 import pytest
 import torch
@@ -37,14 +37,14 @@ def test_frequencies_and_factors_match_transformers(kind, scaling, options):
             rope_parameters={"rope_type": kind, "rope_theta": theta, **options},
         )
         expected, factor = ROPE_INIT_FUNCTIONS[kind](config)
-        ours = scaling(**options)
-        frequencies = ours.frequencies(head_dim, theta)
+        rope_scaling = scaling(**options)
+        frequencies = rope_scaling.frequencies(head_dim, theta)
         assert frequencies.dtype == torch.float64
         torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
-        assert ours.amplitude == pytest.approx(factor, rel=1e-12)
+        assert rope_scaling.amplitude == pytest.approx(factor, rel=1e-12)
 
 
-def test_llama31_leaves_fast_pairs_and_slows_slow_ones_eightfold():
+def test_llama31_keeps_high_frequencies_and_divides_low_ones_by_8():
     scaled, plain = Llama3Scaling(**LLAMA31).frequencies(128, 5e5), plain_frequencies(128, 5e5)
     assert torch.equal(scaled[:20], plain[:20])
     torch.testing.assert_close(scaled[-20:], plain[-20:] / 8, rtol=1e-15, atol=0)
@@ -71,6 +71,6 @@ def test_cosines_and_sines_are_multiplied_by_the_amplitude():
         (YarnScaling, YARN | {"mscale": -1.0}, "mscale=-1.0"),
     ],
 )
-def test_impossible_scalings_are_refused_by_name(scaling, options, message):
+def test_invalid_scalings_are_refused_by_name(scaling, options, message):
     with pytest.raises(ValueError, match=message):
         scaling(**options)

@@ -1,4 +1,4 @@
-"""Choosing the next token: what may be drawn, how often, and against transformers' own filters."""
+"""Sampling: filters, frequencies of draws, and transformers' filters as reference."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ def probabilities(logits=LOGITS, **options) -> torch.Tensor:
     return Sampling(**{"temperature": 1.0} | options).probabilities(logits)
 
 
-def close(got: torch.Tensor, expected) -> bool:
-    return torch.allclose(got, torch.tensor(expected, dtype=got.dtype), atol=1e-6)
+def close(actual: torch.Tensor, expected) -> bool:
+    return torch.allclose(actual, torch.tensor(expected, dtype=actual.dtype), atol=1e-6)
 
 
 def test_unfiltered_probabilities_are_the_softmax_at_the_temperature():
@@ -23,7 +23,7 @@ def test_unfiltered_probabilities_are_the_softmax_at_the_temperature():
 
 def test_top_k_keeps_exactly_k():
     assert close(probabilities(top_k=2)[0], [4 / 7, 0, 3 / 7, 0])
-    assert close(probabilities(top_k=3)[1], [1 / 3, 1 / 3, 1 / 3, 0])  # of equals, the first
+    assert close(probabilities(top_k=3)[1], [1 / 3, 1 / 3, 1 / 3, 0])  # ties: the smallest id
     assert close(probabilities(top_k=9), LOGITS.exp().tolist())
 
 
@@ -37,11 +37,11 @@ def test_top_k_keeps_exactly_k():
         (1.0, [0.4, 0.1, 0.3, 0.2]),
     ],
 )
-def test_top_p_keeps_the_fewest_that_reach_it(top_p, expected):
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, expected):
     assert close(probabilities(top_p=top_p)[0], expected)
 
 
-def test_top_p_counts_among_the_top_k():
+def test_top_p_renormalizes_over_the_top_k():
     assert close(probabilities(top_k=2, top_p=0.55)[0], [1, 0, 0, 0])
     assert close(probabilities(top_k=2, top_p=0.58)[0], [4 / 7, 0, 3 / 7, 0])
 
@@ -60,7 +60,7 @@ def test_filters_match_transformers(options):
     assert torch.allclose(probabilities(logits, **options), scores.softmax(-1), atol=1e-12)
 
 
-def test_draws_are_as_frequent_as_they_should_be():
+def test_frequencies_of_draws_match_probabilities():
     count = 40_000
     draws = Sampling(1.0, top_k=3).choose(LOGITS[:1].expand(count, -1), [torch.Generator().manual_seed(0)])
     actual = draws.bincount(minlength=4) / count
@@ -70,14 +70,14 @@ def test_draws_are_as_frequent_as_they_should_be():
     assert ((actual - expected).abs() <= 4 * deviation).all()
 
 
-def test_temperature_zero_takes_the_likeliest_and_tiny_ones_almost_always():
+def test_temperature_zero_is_argmax_and_tiny_ones_nearly():
     generator = torch.Generator().manual_seed(0)
     assert Sampling().choose(LOGITS, [generator]).tolist() == [0, 0]
     assert Sampling(1e-30).choose(LOGITS[:1], [generator]).tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_logits_are_filtered_in_float32(dtype):
+def test_low_precision_logits_are_filtered_in_float32(dtype):
     actual = probabilities(LOGITS.to(dtype), top_p=0.8)
     assert actual.dtype == torch.float32
     assert torch.allclose(actual.sum(-1), torch.ones(2))

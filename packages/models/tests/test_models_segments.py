@@ -1,4 +1,4 @@
-"""Blocks that keep no input, or not what attention gave, have it again from the blocks below: the same, to the bit."""
+"""Blocks that save no input, or no attention output, recompute it from the blocks below, bitwise equal."""
 
 from collections import Counter
 from dataclasses import replace
@@ -51,10 +51,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-# -- who keeps what ---------------------------------------------------------------------------------------------------
+# -- saved tensors per block ------------------------------------------------------------------------------------------
 
 
-def test_all_blocks_keep_the_tensors_of_the_policy_by_default():
+def test_all_blocks_save_the_tensors_of_the_policy_by_default():
     assert LAYER.tensors_by_block(3) == (Keep(True, False, False),) * 3
     assert replace(OUTPUT, offload=True).tensors_by_block(3) == (Keep(True, True, True),) * 3
     assert replace(LAYER, inputs=3).tensors_by_block(3) == LAYER.tensors_by_block(3)
@@ -69,31 +69,36 @@ def test_all_blocks_keep_the_tensors_of_the_policy_by_default():
     ]
 
 
-def walked(layers: int, inputs: int, attended: int) -> int:
-    """Inputs and results of attention, by walking through a step: a segment is run again when its last block is due."""
-    start, held, most, without = layers, inputs + attended, inputs + attended, layers - attended
-    for size in reversed(segment_sizes(layers, inputs, attended)):
+def simulated_peak(layers: int, inputs: int, attention_passes: int) -> int:
+    """Peak count of saved inputs and attention outputs, by simulating a step that recomputes segments from the top."""
+    start, saved_count, peak, recomputed_count = (
+        layers,
+        inputs + attention_passes,
+        inputs + attention_passes,
+        layers - attention_passes,
+    )
+    for size in reversed(segment_sizes(layers, inputs, attention_passes)):
         start, end = start - size, start
-        most = max(most, held + max(0, size - 2) + sum(i < without for i in range(start, end - 1)))
-        held -= 1 + sum(i >= without for i in range(start, end))
-    assert (start, held) == (0, 0)
-    return most
+        peak = max(peak, saved_count + max(0, size - 2) + sum(i < recomputed_count for i in range(start, end - 1)))
+        saved_count -= 1 + sum(i >= recomputed_count for i in range(start, end))
+    assert (start, saved_count) == (0, 0)
+    return peak
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 32])
 def test_segments_cover_all_blocks_with_the_lowest_peak(layers):
-    for inputs, attended in product(range(1, layers + 1), (0, layers // 2, layers)):
-        sizes = segment_sizes(layers, inputs, attended)
+    for inputs, attention_passes in product(range(1, layers + 1), (0, layers // 2, layers)):
+        sizes = segment_sizes(layers, inputs, attention_passes)
         assert len(sizes) == inputs and sum(sizes) == layers and min(sizes) >= 1
-        every = ceil(layers / inputs)  # every n-th block's input, n blocks a segment
-        plain = inputs + attended + max(0, every - 2) + min(every - 1, layers - attended)
-        most = peak_count(layers, inputs, attended)
-        assert most == walked(layers, inputs, attended) and inputs + attended <= most <= plain
+        spacing = ceil(layers / inputs)  # a plain plan: saves the input of every n-th block
+        plain = inputs + attention_passes + max(0, spacing - 2) + min(spacing - 1, layers - attention_passes)
+        peak = peak_count(layers, inputs, attention_passes)
+        assert peak == simulated_peak(layers, inputs, attention_passes) and inputs + attention_passes <= peak <= plain
 
 
-def test_of_32_blocks_many_can_do_without_an_input_for_no_memory_later():
-    """What is made again takes what blocks above have given back: without attention's results, with 13 inputs or more;
-    with all of them, four inputs are enough."""
+def test_peak_of_32_blocks_with_few_inputs():
+    """Recomputed tensors fit into the memory freed by later blocks with 13 inputs or more if no attention output is
+    saved, and with four if all are."""
     assert segment_sizes(32, 29, 0) == (1,) * 25 + (2, 2, 2, 1)
     assert [peak_count(32, inputs, 0) - inputs for inputs in range(32, 12, -1)] == [0] * 20
     assert best_input_count(32, 32) == 4 and peak_count(32, 4, 32) == 32 + 4
@@ -102,7 +107,9 @@ def test_of_32_blocks_many_can_do_without_an_input_for_no_memory_later():
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 OPTIONS = [
-    *(replace(policy, inputs=inputs) for policy in (LAYER, OUTPUT) for inputs in (1, 3, 5)),  # 3 and 5 divide no 7
+    *(
+        replace(policy, inputs=inputs) for policy in (LAYER, OUTPUT) for inputs in (1, 3, 5)
+    ),  # neither 3 nor 5 divides 7
     replace(OUTPUT, outputs=3),
     replace(OUTPUT, inputs=2, outputs=4),
     replace(LAYER, inputs=4, offload=True, on_device=2),
@@ -118,13 +125,13 @@ def staged() -> UPipe:
 
 @pytest.fixture(scope="module")
 def with_every_input(staged) -> list[list[Tensor]]:
-    """Of one stage of heads and of several, and of one without checkpoints."""
+    """Gradients with every input saved: with one stage of heads, with several, and without checkpointing."""
     models = build(LAYER), build(LAYER, attention=staged), build(Checkpointing())
     return [gradients(model) for model in models]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"{o.policy}-{o.inputs}-{o.outputs}-{o.on_device}")
-def test_losses_and_gradients_are_those_with_every_input(options, staged, with_every_input):
+def test_losses_and_gradients_equal_those_with_every_input(options, staged, with_every_input):
     expected, expected_staged, plain = with_every_input
     assert same(gradients(build(options)), expected)
     assert same(gradients(build(options, attention=staged)), expected_staged)
@@ -132,7 +139,7 @@ def test_losses_and_gradients_are_those_with_every_input(options, staged, with_e
 
 
 def test_gpt_with_dropout_is_recomputed_equally():
-    def found(options: Checkpointing) -> list[Tensor]:
+    def step_gradients(options: Checkpointing) -> list[Tensor]:
         model = GPT(GPTConfig(vocab_size=50, dim=32, layers=4, heads=4, max_positions=64)).double()
         initialize(model, 0)
         for block in model.transformer.h:
@@ -141,11 +148,11 @@ def test_gpt_with_dropout_is_recomputed_equally():
         torch.manual_seed(0)
         return gradients(model)
 
-    assert same(found(replace(LAYER, inputs=1)), found(LAYER))
+    assert same(step_gradients(replace(LAYER, inputs=1)), step_gradients(LAYER))
 
 
-def attended(options: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often attention computes forward in a step."""
+def attention_passes(options: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Counts the forward passes of attention in a step."""
     calls, attend = Counter[str](), UPipe.attend
     monkeypatch.setattr(UPipe, "attend", lambda *args: calls.update(["attend"]) or attend(*args))
     gradients(build(options))
@@ -156,42 +163,42 @@ def attended(options: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("inputs", [None, 1, 4])
 def test_attention_is_computed_no_more_often_than_with_every_input(inputs, monkeypatch):
     options = replace(OUTPUT, inputs=inputs)
-    assert attended(replace(LAYER, inputs=inputs), monkeypatch) == 2 * LAYERS
-    assert attended(options, monkeypatch) == LAYERS
-    assert attended(replace(options, outputs=5), monkeypatch) == 2 * LAYERS - 5
+    assert attention_passes(replace(LAYER, inputs=inputs), monkeypatch) == 2 * LAYERS
+    assert attention_passes(options, monkeypatch) == LAYERS
+    assert attention_passes(replace(options, outputs=5), monkeypatch) == 2 * LAYERS - 5
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- saved tensors ----------------------------------------------------------------------------------------------------
 
 
-def saved(options: Checkpointing) -> Counter[tuple[int, ...]]:
-    """Shapes of what blocks keep on the device, but parameters."""
+def saved_shapes(options: Checkpointing) -> Counter[tuple[int, ...]]:
+    """Counts shapes of the tensors that blocks save on the device, without parameters."""
     model, actual = build(options), dict[int, Tensor]()
-    own = {p.data_ptr() for p in model.parameters()}
+    parameters = {p.data_ptr() for p in model.parameters()}
     with saved_tensors_hooks(lambda x: actual.setdefault(x.data_ptr(), x), lambda x: x):
         model(TOKENS)
-    return Counter(tuple(x.shape) for x in actual.values() if x.data_ptr() not in own and x.ndim > 2)
+    return Counter(tuple(x.shape) for x in actual.values() if x.data_ptr() not in parameters and x.ndim > 2)
 
 
-def test_blocks_keep_the_selected_tensors():
+def test_blocks_save_the_selected_tensors():
     x, out, lse = (2, 37, 32), (2, 37, 4, 8), (2, 37, 4)
-    ends = saved(LAYER)[x] - LAYERS  # of the norm behind the blocks
-    assert saved(replace(LAYER, inputs=3))[x] == 3 + ends
-    actual = saved(replace(OUTPUT, inputs=2, outputs=4))
+    ends = saved_shapes(LAYER)[x] - LAYERS  # tensors saved by the norm after the blocks
+    assert saved_shapes(replace(LAYER, inputs=3))[x] == 3 + ends
+    actual = saved_shapes(replace(OUTPUT, inputs=2, outputs=4))
     assert (actual[x] - ends, actual[out], actual[lse]) == (2, 4, 4)
-    assert saved(replace(OUTPUT, offload=True, inputs=5, outputs=4, on_device=2))[out] == 2
+    assert saved_shapes(replace(OUTPUT, offload=True, inputs=5, outputs=4, on_device=2))[out] == 2
 
 
 def test_recomputed_tensors_are_released_at_once(monkeypatch):
-    """Not when the graph goes, which has the whole step's."""
+    """Each block frees its recomputed tensors; the graph would hold those of the whole step."""
     references = list[ref[Tensor]]()
 
-    class Noted(OnDevice):
+    class RecordingOnDevice(OnDevice):
         def __init__(self, tensors):
             super().__init__(tensors)
             references.extend(map(ref, tensors))
 
-    monkeypatch.setattr(checkpoint, "OnDevice", Noted)
+    monkeypatch.setattr(checkpoint, "OnDevice", RecordingOnDevice)
     model, alive = build(replace(LAYER, inputs=2)), list[int]()
     model.model.layers[0].register_full_backward_hook(lambda *_: alive.append(sum(x() is not None for x in references)))
     loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
@@ -200,25 +207,25 @@ def test_recomputed_tensors_are_released_at_once(monkeypatch):
 
 
 def test_recomputed_tensors_are_only_on_the_host_before_a_block_is_differentiated(monkeypatch):
-    settled = list[OffloadedTensors]()
-    monkeypatch.setattr(OffloadedTensors, "finish_copy", lambda kept: settled.append(kept))
+    finished = list[OffloadedTensors]()
+    monkeypatch.setattr(OffloadedTensors, "finish_copy", lambda offloaded: finished.append(offloaded))
     gradients(build(replace(LAYER, inputs=2, offload=True)))
-    assert len(settled) == LAYERS - 2
+    assert len(finished) == LAYERS - 2
 
 
-def test_an_input_that_a_hook_has_changed_is_kept():
-    """What a hook has made of a block's result is no result of the block, and could not be computed again."""
+def test_an_input_changed_by_a_hook_is_saved():
+    """Recomputing a block would not repeat a hook that changed its output, so the changed input is saved."""
 
-    def found(options: Checkpointing) -> list[Tensor]:
+    def step_gradients(options: Checkpointing) -> list[Tensor]:
         model = build(options)
         model.model.layers[2].register_forward_hook(lambda module, inputs, out: out * 1.5)
         model.model.layers[4].register_forward_hook(lambda module, inputs, out: out.add_(0.25))
         return gradients(model)
 
-    assert same(found(replace(LAYER, inputs=1)), found(LAYER))
+    assert same(step_gradients(replace(LAYER, inputs=1)), step_gradients(LAYER))
 
 
-def test_a_graph_that_is_kept_can_be_differentiated_again():
+def test_a_retained_graph_can_be_differentiated_again():
     model = build(replace(OUTPUT, inputs=2, outputs=3, offload=True, on_device=1))
     loss = model(TOKENS, head=partial(linear_token_loss, labels=TOKENS.roll(1)))[0]
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -228,30 +235,30 @@ def test_a_graph_that_is_kept_can_be_differentiated_again():
 
 @pytest.mark.parametrize("frozen", ["embed_tokens", "layers.3", "self_attn", "layers"])
 def test_frozen_parameters_do_not_affect_other_gradients(frozen):
-    def found(options: Checkpointing) -> list[Tensor]:
+    def step_gradients(options: Checkpointing) -> list[Tensor]:
         model = build(options)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name and "embed_tokens" not in name)
         return gradients(model)
 
-    assert same(found(replace(LAYER, inputs=2)), found(LAYER))
+    assert same(step_gradients(replace(LAYER, inputs=2)), step_gradients(LAYER))
 
 
 def test_part_of_a_model_can_be_differentiated():
-    def found(options: Checkpointing) -> list[Tensor]:
+    def step_gradients(options: Checkpointing) -> list[Tensor]:
         model, hidden = build(options), list[Tensor]()
         model.model.layers[3].register_forward_hook(lambda module, inputs, out: hidden.append(out))
         loss = model(TOKENS, head=F.linear).square().mean()
         return list(torch.autograd.grad(loss, hidden))
 
-    assert same(found(replace(LAYER, inputs=1)), found(LAYER))
+    assert same(step_gradients(replace(LAYER, inputs=1)), step_gradients(LAYER))
 
 
 # -- on meshes --------------------------------------------------------------------------------------------------------
 
 
 def on_mesh(axes: dict[str, int], name: str, several: list[Checkpointing]) -> list[bool]:
-    """Whether each gives the gradients of the first, to the bit, and has each parameter given back."""
+    """Returns whether the gradients of each option equal the first one's bitwise."""
     over, actual = mesh(**axes), list[list[Tensor]]()
     attend = build_attention(name, over)
     layout = attend.layout(64)
@@ -277,7 +284,7 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
         assert actual == [True, True]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +298,7 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
         ({"policy": "layer", "offload": True, "on_device": -1}, "on_device -1: at least 0 is needed"),
     ],
 )
-def test_options_without_meaning_are_refused(options, reason):
+def test_invalid_options_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
         Checkpointing(**options)
 
@@ -305,7 +312,7 @@ def test_options_without_meaning_are_refused(options, reason):
         (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3: the last 3 blocks"),
     ],
 )
-def test_counts_that_a_model_does_not_have_are_refused(options, reason):
+def test_counts_above_the_number_of_blocks_are_refused(options, reason):
     model = build(Checkpointing())
     before = [block.run for block in model.model.layers]
     with pytest.raises(ValueError, match=reason):
@@ -313,6 +320,6 @@ def test_counts_that_a_model_does_not_have_are_refused(options, reason):
     assert [block.run for block in model.model.layers] == before
 
 
-def test_every_block_can_keep_tensors_in_its_own_place():
+def test_every_block_can_have_its_own_policy():
     assert [k.host for k in tensors_by_block(4, 4, 0, 3)] == [True, True, True, False]
     assert all(k.x for k in tensors_by_block(4, 4, 0, 1))

@@ -1,4 +1,4 @@
-"""Log-probabilities of labels against log_softmax in float64: on one rank, and over a sharded vocabulary."""
+"""Log-probabilities of labels compared with log_softmax in float64, on one rank and with a sharded vocabulary."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def inputs(rows, tokens, dtype=torch.float64):
     )
     labels = torch.randint(V, (rows, tokens), generator=draw)
     labels[0, 1] = -100
-    # Four labels of one position, none of most, in no order.
+    # Four labels at one position, none at most others, in random order.
     positions = torch.tensor([5, 0, 5, rows * tokens - 1, 5, 3, 5])
     return hidden, weight, bias, labels, positions, torch.randint(V, positions.shape, generator=draw)
 
@@ -56,7 +56,7 @@ def computed(hidden, weight, bias, labels, positions, listed_labels, listed, **o
     return [logprobs.detach(), *statistics], torch.autograd.grad(logprobs, leaves, upstream(logprobs))
 
 
-def worst(actual, expected):
+def largest_error(actual, expected):
     assert torch.equal(actual[0][3], expected[0][3])
     pairs = [*zip(actual[0][:3], expected[0][:3], strict=True), *zip(actual[1], expected[1], strict=True)]
     return max(relative_error(a, b) for a, b in pairs)
@@ -67,7 +67,7 @@ def worst(actual, expected):
 def test_log_probabilities_and_gradients_match_log_softmax(listed, chunk):
     for rows, tokens in SIZES:
         actual = computed(*inputs(rows, tokens), listed, chunk=chunk, temperature=0.7)
-        assert worst(actual, exact(rows, tokens, listed, 0.7)) < 1e-13
+        assert largest_error(actual, exact(rows, tokens, listed, 0.7)) < 1e-13
 
 
 def on_ranks():
@@ -76,10 +76,10 @@ def on_ranks():
     for rows, tokens in SIZES:
         for listed in (False, True):
             hidden, weight, bias, *labels = inputs(rows, tokens)
-            own = [x.chunk(size)[rank].clone() for x in (weight, bias)]
+            shards = [x.chunk(size)[rank].clone() for x in (weight, bias)]
             with CommLedger() as ledger:
                 actual[rows, tokens, listed] = computed(
-                    interleaved_shard(hidden, axis).clone(), *own, *labels, listed, chunk=4, axis=axis, vocabulary=V
+                    interleaved_shard(hidden, axis).clone(), *shards, *labels, listed, chunk=4, axis=axis, vocabulary=V
                 )
             if not listed:
                 n, w = rows * tokens // size, 8
@@ -100,11 +100,11 @@ def test_a_sharded_vocabulary_equals_one_rank(worlds, count):
         full = torch.stack(hiddens, 2).flatten(1, 2), torch.cat(weights), torch.cat(biases)
         for rank in ranks:
             assert all(torch.equal(a, b) for a, b in zip(rank[case][0], ranks[0][case][0], strict=True))
-            assert worst((rank[case][0], full), exact(*case, 1.0)) < 1e-13
+            assert largest_error((rank[case][0], full), exact(*case, 1.0)) < 1e-13
 
 
-def of_dtensors():
-    """Errors of DTensors of tokens against the whole, and placements of the results."""
+def errors_of_dtensors():
+    """Errors with DTensors of tokens, and the placements of the results."""
     over, sharded = mesh(ring=2)["ring"], [Shard(1)]
     hidden, weight, bias, labels, *_ = inputs(2, 8)
     placed = distribute_tensor(hidden, over, sharded).requires_grad_()
@@ -119,8 +119,8 @@ def of_dtensors():
     return errors, [x.placements for x in (logprobs, *statistics)]
 
 
-def test_dtensors_of_tokens_stay_dtensors(worlds):
-    for errors, placements in worlds(2).run(of_dtensors):
+def test_results_keep_the_placements_of_tokens(worlds):
+    for errors, placements in worlds(2).run(errors_of_dtensors):
         assert max(errors) < 1e-13
         assert placements == [(Shard(1),)] * 4
 
@@ -137,7 +137,7 @@ def test_bfloat16_is_summed_in_float32():
     assert max(relative_error(a, b) for a, b in zip(actual, exact, strict=True)) < 8e-3
 
 
-def test_no_matrix_of_all_logits_is_made():
+def test_full_logits_are_never_allocated():
     hidden, weight, labels = torch.randn(1, 256, 8), torch.randn(50, 8), torch.randint(50, (1, 256))
     hidden.requires_grad_()
     with Allocations() as allocations:
@@ -164,7 +164,7 @@ def test_no_matrix_of_all_logits_is_made():
         ({"labels": torch.full((2, 8), -1)}, RuntimeError, "index"),
     ],
 )
-def test_wrong_arguments_are_refused(change, error, named):
+def test_invalid_arguments_are_refused(change, error, named):
     hidden, weight, _, labels, *_ = inputs(2, 8)
     with pytest.raises(error, match=named):
         token_logprobs(**{"hidden": hidden, "weight": weight, "labels": labels} | change)

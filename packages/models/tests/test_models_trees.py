@@ -1,4 +1,4 @@
-"""Sequences that share beginnings, as the rows of trees: losses and gradients are those of each sequence by itself."""
+"""Packed trees of sequences with shared prefixes: losses and gradients equal those of separate sequences."""
 
 from itertools import pairwise
 
@@ -11,15 +11,15 @@ from armillary.attention import AttentionMask, build_attention
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Checkpointing, LabelTriples, Llama, LlamaConfig, StateConfig, initialize, linear_token_loss
 
-# A window that is shorter than some paths, in all layers but the first.
+# A window shorter than some paths, from the second layer on.
 LLAMA = LlamaConfig(vocab_size=31, dim=16, layers=3, heads=4, kv_heads=2, hidden_dim=20, window=4, window_from=1)
 N = 29
 ROWS = [
-    ((0, 7, 9, 14, 15, 20, 26, N), (-1, 0, 0, 2, 2, 0, -1)),  # a tree, and a document behind it
+    ((0, 7, 9, 14, 15, 20, 26, N), (-1, 0, 0, 2, 2, 0, -1)),  # a tree followed by a document
     ((0, 3, 5, 12, 16, 27, N), (-1, 0, 1, 1, -1, 4)),
 ]
 WEIGHTS = [(3.5, 1, 1.5, 0.5, 1, 1, 1), (2, 2, 1, 1, 0.25, 0.25)]
-"""Of labels among each segment's tokens: as much as the sequences that share it."""
+"""Weights of the labels in each segment: the sums of the weights of the sequences that share it."""
 METHODS = {
     "ring": {"ring": 4},
     "token_ring": {"ring": 4},
@@ -58,7 +58,7 @@ def mask() -> AttentionMask:
 
 
 def labels_of(row: int) -> dict[tuple[int, int], float]:
-    """By the position that predicts and the position of its label: the weight."""
+    """Weights by (predicting position, label position)."""
     ends, parents = ROWS[row]
     actual = {}
     for s, (start, stop) in enumerate(pairwise(ends)):
@@ -80,8 +80,8 @@ def triples(layout=None, shard=0) -> LabelTriples:
     return LabelTriples(*(torch.tensor(column) for column in zip(*actual, strict=True)), (2, len(positions)))
 
 
-def unshared(config: LlamaConfig = LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Each segment's labels at the end of its own path, run by itself."""
+def separate(config: LlamaConfig = LLAMA) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Loss and gradients of separate sequences: one forward for the path to each segment."""
     llama, tokens, total = model(config), ids(), torch.zeros((), dtype=torch.float64)
     for row, (ends, parents) in enumerate(ROWS):
         for s in range(len(parents)):
@@ -90,9 +90,11 @@ def unshared(config: LlamaConfig = LLAMA) -> tuple[torch.Tensor, list[torch.Tens
                 path = [*range(ends[at], ends[at + 1]), *path]
                 at = parents[at]
             logits = llama(tokens[row, path][None])[0]
-            first = len(path) - (ends[s + 1] - ends[s])  # of this segment's tokens
-            kept = range(max(first, 1), len(path))
-            losses = F.cross_entropy(logits[[i - 1 for i in kept]], tokens[row, path][list(kept)], reduction="sum")
+            first = len(path) - (ends[s + 1] - ends[s])  # first token of this segment
+            predicted = range(max(first, 1), len(path))
+            losses = F.cross_entropy(
+                logits[[i - 1 for i in predicted]], tokens[row, path][list(predicted)], reduction="sum"
+            )
             total = total + WEIGHTS[row][s] * losses
     total.backward()
     return total.detach(), [p.grad for p in llama.parameters()]
@@ -125,9 +127,9 @@ def error(actual, exact) -> float:
     return max(relative_error(a, b) for a, b in zip([actual[0], *actual[1]], [exact[0], *exact[1]], strict=True))
 
 
-def by_methods(config: LlamaConfig, second_layout: str) -> dict[str, float]:
-    """The error of each method, layout and policy, its shares summed over ranks."""
-    exact, errors = unshared(config), {}
+def errors_by_method(config: LlamaConfig, second_layout: str) -> dict[str, float]:
+    """Errors by method, layout and policy, with losses and gradients summed over ranks."""
+    exact, errors = separate(config), {}
     for name, axes in METHODS.items():
         ranks = axes["ring"] * axes.get("ulysses", 1)
         over = mesh(**axes | {"replicate": 4 // ranks})
@@ -142,8 +144,8 @@ def by_methods(config: LlamaConfig, second_layout: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, HYBRID], ids=["attention", "hybrid"])
-def test_rows_of_trees_are_their_sequences_by_themselves(config):
-    exact = unshared(config)
+def test_trees_equal_separate_sequences(config):
+    exact = separate(config)
     for policy in ("none", "layer"):
         assert error(packed(policy=policy, config=config), exact) < 1e-12
 
@@ -151,6 +153,6 @@ def test_rows_of_trees_are_their_sequences_by_themselves(config):
 @pytest.mark.parametrize(
     "config, second_layout", [(LLAMA, "striped"), (HYBRID, "contiguous")], ids=["attention", "hybrid"]
 )
-def test_and_so_they_are_under_every_method(worlds, config, second_layout):
-    for errors in worlds(4).run(by_methods, config, second_layout):
+def test_trees_equal_separate_sequences_under_every_method(worlds, config, second_layout):
+    for errors in worlds(4).run(errors_by_method, config, second_layout):
         assert len(errors) == 8 and max(errors.values()) < 1e-9, errors

@@ -1,4 +1,4 @@
-"""Sliding windows of single layers: the masks that attention is given, and the same gradients under every policy."""
+"""Sliding windows per layer: masks passed to attention, and gradients under every checkpoint policy."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def build(config=SMALL, attention=None) -> Llama:
     return model
 
 
-def masks_seen(config: LlamaConfig, mask: AttentionMask) -> list[AttentionMask]:
+def masks_of_layers(config: LlamaConfig, mask: AttentionMask) -> list[AttentionMask]:
     masks = []
     dense = DenseAttention(torch.arange(N))
 
@@ -38,14 +38,14 @@ def masks_seen(config: LlamaConfig, mask: AttentionMask) -> list[AttentionMask]:
 def test_each_layer_uses_the_smaller_of_its_window_and_the_masks():
     mask = AttentionMask(documents=[0, 5, N])
     wide, narrow = (AttentionMask(window=(left, None), documents=[0, 5, N]) for left in (3, 2))
-    masks = masks_seen(SMALL, mask)
+    masks = masks_of_layers(SMALL, mask)
     assert masks == [mask, wide, wide] and masks[1] is masks[2]
-    assert masks_seen(SMALL, narrow) == [narrow] * 3
-    assert masks_seen(replace(SMALL, window=None, window_from=0), mask) == [mask] * 3
-    assert masks_seen(replace(SMALL, window_from=0), mask) == [wide] * 3
+    assert masks_of_layers(SMALL, narrow) == [narrow] * 3
+    assert masks_of_layers(replace(SMALL, window=None, window_from=0), mask) == [mask] * 3
+    assert masks_of_layers(replace(SMALL, window_from=0), mask) == [wide] * 3
 
 
-def test_a_query_sees_as_many_keys_as_its_window():
+def test_a_query_sees_window_many_keys():
     model = build(replace(SMALL, layers=1, window_from=0))
     changed = IDS.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 20
@@ -53,7 +53,7 @@ def test_a_query_sees_as_many_keys_as_its_window():
     assert moved.nonzero().flatten().tolist() == [5, 6, 7, 8]
 
 
-def test_recomputed_layers_have_their_windows_too():
+def test_recomputed_layers_use_their_windows():
     actual = []
     for policy in ("none", "layer", "attention_output"):
         model = build()
