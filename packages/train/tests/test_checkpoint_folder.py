@@ -14,11 +14,11 @@ from armillary.train.checkpoint.folder import CheckpointFolder, steps_to_delete
 from armillary.train.checkpoint.reader import Damaged
 from armillary.train.checkpoint.writer import FileRecord, RecordedFile
 
-fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
+fork = multiprocessing.get_context("fork")  # a forked process need not import torch
 
 
 def save(folder: CheckpointFolder, step: int) -> None:
-    """Saves a checkpoint of two files, and a third with their records."""
+    """Saves a checkpoint of two files and a manifest."""
     folder.begin(step)
     files = {}
     for name in ("rank-0.safetensors", "rank-1.safetensors"):
@@ -44,11 +44,11 @@ def folder(tmp_path) -> CheckpointFolder:
 
 
 def killed_after(calls, work):
-    """Kills this process before the call number `calls` that changes the disk."""
-    done = count()
+    """Runs `work` and kills this process before its change number `calls` of the disk."""
+    call_numbers = count()
 
     def change(call, *args, **kwargs):
-        return call(*args, **kwargs) if next(done) < calls else os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs) if next(call_numbers) < calls else os.kill(os.getpid(), signal.SIGKILL)
 
     for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
         setattr(os, name, partial(change, getattr(os, name)))
@@ -56,7 +56,7 @@ def killed_after(calls, work):
 
 
 def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
-    """Step 2 was damaged and is saved again; step 1 must be removed once 2 is complete, and not before."""
+    """A damaged step 2 is saved again; step 1 must be removed only after step 2 is complete."""
 
     def work():
         folder.clear()
@@ -64,7 +64,7 @@ def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
             save(folder, 2)
         folder.prune(1, None)
 
-    seen, calls = set(), 0
+    saved_steps, calls = set(), 0
     for calls in count():
         save(folder, 1)
         folder.damaged_path(2).mkdir()
@@ -73,16 +73,16 @@ def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
         process.join()
         steps = folder.steps()
         assert steps and all(fault(folder, step) is None for step in steps)
-        seen.add(tuple(steps))
+        saved_steps.add(tuple(steps))
         folder.clear()
         assert folder.steps() == steps and not [name for name in folder.names() if ".partial" in name]
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-        work()  # as the next run does
+        work()  # the next run
         assert folder.names() == ["step-2"] and about(folder, 2)["tokens"] == 20
         folder.path_of(2).rename(folder.path.with_name(f"done-{calls}"))
-    assert calls > 10 and seen == {(1,), (1, 2), (2,)}
+    assert calls > 10 and saved_steps == {(1,), (1, 2), (2,)}
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -114,13 +114,13 @@ def test_changed_fields_are_damaged_and_copies_are_kept(folder):
     assert sorted(folder.names()) == ["step-1", "step-2.copy"]
 
 
-def test_retention_keeps_the_newest_and_those_that_a_number_divides(folder):
+def test_retention_keeps_the_newest_and_multiples_of_a_number(folder):
     assert steps_to_delete([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
     assert steps_to_delete([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
     assert steps_to_delete([2, 4], 2, 3) == [] and steps_to_delete([], 1, None) == []
     for step in (10, 9, 11, 100):
         save(folder, step)
-    assert folder.steps() == [9, 10, 11, 100]  # by number, not by name
+    assert folder.steps() == [9, 10, 11, 100]  # sorted by number, not by name
     folder.prune(1, 5)
     assert sorted(folder.names()) == ["step-10", "step-100"]
 
@@ -129,7 +129,7 @@ def test_clear_removes_only_incomplete_checkpoints(folder):
     save(folder, 1)
     folder.begin(2)
     (folder.partial(2) / "rank-0.safetensors").write_bytes(b"half")
-    (folder.path / "step-2.partial-0123456789ab").mkdir()  # of another run
+    (folder.path / "step-2.partial-0123456789ab").mkdir()  # left by another run
     (folder.path / "step-2.partial").mkdir()
     for name in ("step-3.damaged", "mine.partial", "step-x"):
         (folder.path / name).mkdir()

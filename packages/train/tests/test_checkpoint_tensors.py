@@ -1,4 +1,4 @@
-"""Files of tensors: what torch reads of them, states that they cannot hold, and manipulated headers."""
+"""Tensor files: reading with torch, unsupported states, and manipulated headers."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def save(state: dict[str, Any], folder: Path, planner: SavePlanner | None = None
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A checkpoint of `TENSORS`; not to be changed."""
+    """A checkpoint of `TENSORS`, shared by read-only tests."""
     folder = tmp_path_factory.mktemp("saved")
     save({"model": TENSORS}, folder)
     return folder
@@ -53,7 +53,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """A copy of that checkpoint."""
+    """A writable copy of the checkpoint."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
@@ -108,7 +108,7 @@ class TwoChunks(SavePlanner):
     ],
     ids=["number", "bytes", "complex", "two chunks"],
 )
-def test_a_state_that_no_file_can_store_is_refused_before_writing(tmp_path, state, planner, named):
+def test_an_unsupported_state_is_refused_before_writing(tmp_path, state, planner, named):
     with pytest.raises(CheckpointException) as error:
         save(state, tmp_path, planner())
     (failure,) = (error for error, _ in error.value.failures.values())
@@ -133,7 +133,7 @@ def test_a_chunk_that_was_not_written_is_an_error(tmp_path, monkeypatch):
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the header of a file. `change` gets the header, with the offsets as a dict, and may return another."""
+    """Changes the header of a file. `change` edits the header dict in place or returns a new header."""
     content = (folder / FILE).read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -214,13 +214,13 @@ def test_a_manipulated_header_is_refused_in_one_line(folder, change, monkeypatch
     [b"", b"\0" * 7, b"\xff" * 8, (2**62).to_bytes(8, "little") + b"{}", pickle.dumps({"model": 1}) * 10],
     ids=range(5),
 )
-def test_a_file_of_something_else_is_refused(folder, content):
+def test_a_file_of_another_format_is_refused(folder, content):
     (folder / FILE).write_bytes(content)
     with pytest.raises(Damaged):
         TensorReader(folder, [FILE]).read_metadata()
 
 
-def test_a_file_that_is_cut_off_is_refused(folder):
+def test_a_truncated_file_is_refused(folder):
     content = (folder / FILE).read_bytes()
     for size in (1, 8, 50, len(content) // 2, len(content) - 1):
         (folder / FILE).write_bytes(content[:size])
@@ -228,7 +228,7 @@ def test_a_file_that_is_cut_off_is_refused(folder):
             read_tensors(folder, [FILE], "model")
 
 
-def test_chunks_of_two_files_that_overlap_are_refused(folder):
+def test_overlapping_chunks_of_two_files_are_refused(folder):
     shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
     with pytest.raises(Damaged, match=r"model\."):
         TensorReader(folder, [FILE, "rank-1.safetensors"]).read_metadata()
@@ -240,7 +240,7 @@ def test_a_missing_file_is_an_os_error(folder):
 
 
 def test_a_tensor_larger_than_memory_is_named(tmp_path):
-    """In a file with a hole, which takes no room on disk."""
+    """Uses a sparse file, which needs no disk space."""
     size = 2**42
     text = json.dumps({"model.a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with (tmp_path / FILE).open("wb") as file:
@@ -261,7 +261,7 @@ def values(*shape: int) -> torch.Tensor:
 
 
 def sharded_state(shard: int, tp: int, zeros: bool) -> dict[str, Any]:
-    """FSDP2 over tensor parallelism over rows that neither divides, and a tensor with fewer rows than ranks."""
+    """FSDP2 over tensor parallelism with uneven rows, and a tensor with fewer rows than ranks."""
     axes = mesh(shard=shard, tp=tp)
     model = torch.nn.Sequential(torch.nn.Linear(3, 7))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Recorded collectives of gloo and of a backend that torch records by a hook, as it does NCCL's."""
+"""Flight records of gloo, and of a backend that torch records through a hook like NCCL."""
 
 from datetime import timedelta
 from typing import Any, cast
@@ -33,7 +33,7 @@ class HookedBackend(cast(Any, torch)._C._distributed_c10d.Backend):
 
 
 def recorded() -> tuple[list[str], dict[str, int]]:
-    """Returns all backends and the number of entries by operation, with collectives of both and messages of one."""
+    """Returns backends and entry counts by operation after collectives on both backends and messages on one."""
     dist.Backend.register_backend("hooked", HookedBackend, devices=["cpu"])
     group = cast(dist.ProcessGroup, dist.new_group(backend="hooked"))
     peer = 1 - dist.get_rank()

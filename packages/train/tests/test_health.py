@@ -1,4 +1,4 @@
-"""Which rank of a hung run is missing, where a rank is, and signals."""
+"""Missing ranks of a hung run, stacks of waiting ranks, and signals."""
 
 import linecache
 import os
@@ -69,15 +69,17 @@ def test_no_rank_is_missing_when_all_wait_for_each_other():
     assert missing_ranks(dict.fromkeys(range(4), WAITING), set()) == {}
 
 
-def test_no_rank_is_missing_from_a_collective_in_which_none_waits():
-    done = replace(WAITING, calls={"0": Calls(12, "gloo:broadcast", False), "1": Calls(3, "gloo:all_reduce", True)})
-    behind = replace(done, calls={**done.calls, "0": Calls(11, "gloo:broadcast", True)})
-    assert missing_ranks({0: done, 1: behind}, set()) == {}
+def test_no_rank_is_missing_if_none_waits_in_a_collective():
+    complete = replace(WAITING, calls={"0": Calls(12, "gloo:broadcast", False), "1": Calls(3, "gloo:all_reduce", True)})
+    behind = replace(complete, calls={**complete.calls, "0": Calls(11, "gloo:broadcast", True)})
+    assert missing_ranks({0: complete, 1: behind}, set()) == {}
 
 
-def test_no_rank_is_missing_because_it_sends_less_than_others():
-    less = replace(WAITING, calls={"0": replace(WAITING.calls["0"], messages=3)})
-    assert missing_ranks({0: replace(less, calls={"0": replace(less.calls["0"], messages=5)}), 1: less}, set()) == {}
+def test_fewer_messages_do_not_make_a_rank_missing():
+    sender = replace(WAITING, calls={"0": replace(WAITING.calls["0"], messages=3)})
+    assert (
+        missing_ranks({0: replace(sender, calls={"0": replace(sender.calls["0"], messages=5)}), 1: sender}, set()) == {}
+    )
 
 
 def entry(operation: str, collectives: int, messages: int = 0, retired: bool = True) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def entry(operation: str, collectives: int, messages: int = 0, retired: bool = T
 
 
 def test_calls_are_counted_by_group_and_backend(monkeypatch):
-    """A group has one backend for the host's tensors and one for the device's; both count from 1."""
+    """A group has a backend for host tensors and one for device tensors; both count from 1."""
     entries = [entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False)]
     entries += [entry("nccl2:all_gather", 40), entry("nccl2:send 0->1", 40, 7, retired=False)]
     entries += [entry("nccl2:recv 0<-1", 40, 8)]
@@ -97,13 +99,19 @@ def test_calls_are_counted_by_group_and_backend(monkeypatch):
     }
 
 
-def errors() -> list[bool]:
-    """Whether errors count as caused by peers: of a collective that a rank does not enter, and of this rank alone."""
+def errors_caused_by_peers() -> list[bool]:
+    """Returns `caused_by_peers` for errors of collectives that rank 1 skips (on rank 0), and for local errors."""
     group = dist.new_group(timeout=timedelta(seconds=0.2))
     sums = DTensor.from_local(torch.ones(2), DeviceMesh.from_group(group, "cpu"), [Partial()], run_check=False)
-    common = (lambda: dist.barrier(group), lambda: sums.full_tensor())
-    own = (lambda: torch.ones(2) + torch.ones(3), lambda: sums + DTensor.from_local(torch.ones(3), sums.device_mesh))
-    return [caused_by_peers(error_of(action)) for action in (*(common if dist.get_rank() == 0 else ()), *own)]
+    collective_errors = (lambda: dist.barrier(group), lambda: sums.full_tensor())
+    local_errors = (
+        lambda: torch.ones(2) + torch.ones(3),
+        lambda: sums + DTensor.from_local(torch.ones(3), sums.device_mesh),
+    )
+    return [
+        caused_by_peers(error_of(action))
+        for action in (*(collective_errors if dist.get_rank() == 0 else ()), *local_errors)
+    ]
 
 
 def error_of(action: Callable[[], object]) -> RuntimeError:
@@ -113,12 +121,12 @@ def error_of(action: Callable[[], object]) -> RuntimeError:
 
 
 def test_errors_of_communication_are_caused_by_peers(worlds):
-    """Also where a DTensor communicates, and torch has several functions between the wait and the error."""
-    assert worlds(2).run(errors) == [[True, True, False, False], [False, False]]
+    """Also for a DTensor, where several torch functions lie between the wait and the error."""
+    assert worlds(2).run(errors_caused_by_peers) == [[True, True, False, False], [False, False]]
 
 
 def test_a_failed_kernel_is_not_caused_by_peers():
-    """An illegal memory access surfaces in whichever call waits for the device next."""
+    """An illegal memory access is raised by the next call that waits for the device."""
     assert not caused_by_peers(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
 
 
@@ -137,13 +145,13 @@ def test_a_failed_kernel_is_not_caused_by_peers():
     ],
 )
 def test_a_stack_communicates_below_functions_that_do(files, expected):
-    """These call functions that hide torch's versions, and backends written in Python."""
+    """Functions that hide differences between torch versions and backends written in Python call collectives too."""
     lines = [(file if file.startswith("/") else f"/src/armillary/{file}", 1, "function", "") for file in files]
     stack = StackSummary.from_list(lines)
     assert communicates(stack) == waits(stack) == expected
 
 
-def test_a_signal_is_heard_in_nested_blocks():
+def test_a_signal_reaches_nested_blocks():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignal() as stop:
         with stop:
@@ -217,16 +225,16 @@ def test_a_join_is_shown_by_the_line_of_the_joined_thread():
     )
 
 
-def waits_for_a_save() -> bool:
-    """Whether rank 0 waits for peers while its main thread joins a thread in a collective."""
+def waits_while_joining_a_save() -> bool:
+    """Returns whether rank 0 counts as waiting for peers while its main thread joins a thread in a collective."""
     group = dist.new_group(timeout=timedelta(seconds=30))
-    noticed = threading.Event()
+    observed = threading.Event()
 
     def observe() -> None:
         ident = threading.main_thread().ident
         while joined_thread(sys._current_frames()[ident]) is None or not waits(current_stack()):
             time.sleep(0.01)
-        noticed.set()
+        observed.set()
 
     if dist.get_rank() == 0:
         observing = threading.Thread(target=observe)
@@ -238,25 +246,25 @@ def waits_for_a_save() -> bool:
     else:
         time.sleep(1)
         dist.barrier(group)
-    return noticed.is_set()
+    return observed.is_set()
 
 
 def test_a_rank_that_joins_a_thread_in_a_collective_waits_for_peers(worlds):
-    assert worlds(2).run(waits_for_a_save) == [True, False]
+    assert worlds(2).run(waits_while_joining_a_save) == [True, False]
 
 
-class Read:
-    """Has a tensor's blocking reads: each returns once the lock is free, as a builtin function, without a frame."""
+class BlockingRead:
+    """A tensor whose reads block until the lock is free. They are builtin functions, so they have no frame."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.item = self.tolist = self.synchronize = lock.acquire
         self.append = lock.acquire
 
-    def itself(self) -> "Read":
+    def itself(self) -> "BlockingRead":
         return self
 
 
-def blocked_in(action: Callable[[Read], object]) -> StackSummary:
+def stack_while_blocked(action: Callable[[BlockingRead], object]) -> StackSummary:
     """Returns the stack of the main thread while `action` blocks it."""
     observer = Observer()
 
@@ -264,28 +272,28 @@ def blocked_in(action: Callable[[Read], object]) -> StackSummary:
         return frame.f_code is action.__code__ and called_function(stack_of(frame)[-1]) not in (None, "itself")
 
     observing = Background("observer", lambda: observer.observe(blocked))
-    action(Read(observer.lock))
+    action(BlockingRead(observer.lock))
     observing.join()
     observing.result()
     return observer.stack
 
 
-def read_item(loss: Read) -> float:
+def read_item(loss: BlockingRead) -> float:
     return float(len([loss.itself().item()]))
 
 
-def read_list(loss: Read) -> list[object]:
+def read_list(loss: BlockingRead) -> list[object]:
     return [
         loss.itself()
         .tolist()
     ]  # fmt: skip
 
 
-def synchronize(stream: Read) -> None:
+def synchronize(stream: BlockingRead) -> None:
     stream.synchronize()
 
 
-def append(rows: Read) -> None:
+def append(rows: BlockingRead) -> None:
     rows.append()
 
 
@@ -293,14 +301,16 @@ def append(rows: Read) -> None:
     ("action", "expected"), [(read_item, True), (read_list, True), (synchronize, True), (append, False)]
 )
 def test_a_blocking_read_of_the_device_waits_for_peers(action, expected):
-    """The host runs ahead of NCCL, so that it waits for its peers in the next `loss.item()`."""
-    stack = blocked_in(action)
+    """The host runs ahead of NCCL, so it waits for peers in the next `loss.item()`."""
+    stack = stack_while_blocked(action)
     assert waits(stack) == expected and not communicates(stack)
 
 
 def test_a_rank_on_a_slow_disk_is_missing_when_others_wait_in_item():
-    in_item = Heartbeat(7, "training", location=location_of(stack := blocked_in(read_item)), waits=waits(stack))
-    on_disk = Heartbeat(7, "training", location=location_of(stack := blocked_in(append)), waits=waits(stack))
+    in_item = Heartbeat(
+        7, "training", location=location_of(stack := stack_while_blocked(read_item)), waits=waits(stack)
+    )
+    on_disk = Heartbeat(7, "training", location=location_of(stack := stack_while_blocked(append)), waits=waits(stack))
     missing = missing_ranks({0: in_item, 1: on_disk, 2: in_item}, set())
     assert list(missing) == [1] and " in append" in missing[1]
 
@@ -321,7 +331,7 @@ DEPTH = 61
 
 
 class NestedBackward(torch.autograd.Function):
-    """Calls `action` in a thread of autograd, for which the main thread waits in the engine."""
+    """Calls `action` in an autograd thread while the main thread waits in the engine."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, depth: int, action: Callable[[], object]) -> torch.Tensor:
@@ -343,7 +353,7 @@ def run_backward(depth: int, action: Callable[[], object]) -> None:
     cast(torch.Tensor, NestedBackward.apply(x, depth, action)).sum().backward()
 
 
-def test_a_backward_pass_on_a_thread_of_autograd_is_shown_by_the_line_there():
+def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
     observer = Observer()
     sink = GuardedSink(SimpleNamespace(close=lambda: None), print)
     sink.submit(observer.block)
@@ -352,7 +362,7 @@ def test_a_backward_pass_on_a_thread_of_autograd_is_shown_by_the_line_there():
         return frame.f_code.co_name == "_engine_run_backward" and any(line.name == "flush" for line in stack)
 
     observing = Background("observer", lambda: observer.observe(ready))
-    run_backward(DEPTH, lambda: sink.flush(30))  # a function of the package in which the thread of autograd waits
+    run_backward(DEPTH, lambda: sink.flush(30))  # the function in which the autograd thread waits
     observing.join()
     observing.result()
     assert location_of(observer.stack).startswith("background.py:") and location_of(observer.stack).endswith(
@@ -375,7 +385,7 @@ def test_files_of_the_standard_library(file, expected):
     assert in_standard_library(file) is expected
 
 
-def test_a_launcher_is_gone_when_the_parent_process_is_another(monkeypatch):
+def test_a_changed_parent_process_means_the_launcher_is_gone(monkeypatch):
     alone = Launcher()
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     launched = Launcher()

@@ -1,4 +1,4 @@
-"""Seconds of steps, by a clock that tells what it is told to."""
+"""Step durations, measured with a fake clock."""
 
 from armillary.train.runtime.stopwatch import Stopwatch
 

@@ -1,4 +1,4 @@
-"""A table of arguments, values and files that will not do: each is refused by one readable line that names it."""
+"""Invalid arguments, values and files: commands refuse each with one line that names it."""
 
 import json
 import math
@@ -125,8 +125,8 @@ def unexpected(*_):
 
 
 @pytest.fixture
-def here(folder, monkeypatch):
-    """The folder of all files as the working directory, and nothing that starts."""
+def in_folder(folder, monkeypatch):
+    """Makes the folder of all files the working directory, and fails if a run starts."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(trainer, "train", lambda config, *_: (check(config), unexpected()))
     return folder
@@ -300,7 +300,7 @@ ROWS = [(main, name, *row) for name, (main, rows) in TABLES.items() for row in r
 
 
 @pytest.mark.parametrize(("main", "name", "line", "message"), ROWS, ids=[f"{row[1]} {row[2]}"[:60] for row in ROWS])
-def test_a_command_refuses_it_in_one_line(here, main, name, line, message):
+def test_commands_refuse_invalid_inputs_in_one_line(in_folder, main, name, line, message):
     actual = refusal(main, line.split())
     assert actual.startswith(f"armillary-{name}: ") and message in actual
 
@@ -320,11 +320,11 @@ def test_a_command_refuses_it_in_one_line(here, main, name, line, message):
     ],
     ids=range(9),
 )
-def test_odd_words_are_refused_in_one_line(here, main, argv, message):
+def test_odd_arguments_are_refused_in_one_line(in_folder, main, argv, message):
     assert message in refusal(main, argv)
 
 
-# -- what is found out when ranks have met -----------------------------------------------------------------------------
+# -- errors after the rendezvous ---------------------------------------------------------------------------------------
 
 STARTED = [
     ("--data.path none", "none cannot be read (No such file"),
@@ -356,7 +356,7 @@ def refusals(root: Path) -> list[str]:
     return [refusal(trainer.main, ["--train.device", "cpu", *line.split()]) for line, _ in STARTED]
 
 
-def test_errors_after_the_rendezvous_are_one_line_too(worlds, folder):
+def test_errors_after_the_rendezvous_are_one_line(worlds, folder):
     for actual, (_, messages) in zip(worlds(1).run(refusals, folder)[0], STARTED, strict=True):
         assert messages in actual
 
@@ -385,23 +385,23 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("message", CONFIGS)
-def test_a_configuration_is_refused_by_its_flag(message):
+def test_errors_of_a_configuration_name_the_flag(message):
     with pytest.raises(ValueError) as error:
         check(CONFIGS[message])
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-def test_a_configuration_of_lists_and_whole_numbers_will_do():
+def test_lists_and_whole_numbers_are_accepted():
     data = DataConfig(path=[Path("a")], weights=[1])
     check(Config(data=data, optimizer=OptimizerConfig(clip_norm=float("inf")), log=LogConfig(profile=[1])))
 
 
-def test_a_policy_that_cannot_be_is_refused():
+def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="'some'"):
         Checkpointing("some")
 
 
-def test_numbers_as_text_are_numbers_in_files_too(tmp_path):
+def test_files_accept_numbers_as_text(tmp_path):
     text = (
         '[data]\nsequence-length = "64k"\nglobal-batch-size = "80"\n[train]\nsteps = "1Ki"\n[parallel]\nring = "1k"\n'
     )

@@ -62,13 +62,13 @@ def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
         path.unlink()
     else:
         path.write_bytes(change(path.read_bytes()))
-    faults = [checkpoint_fault(folder, 7, part, 3) for part in range(3)]  # one for each file, and a part without files
+    faults = [checkpoint_fault(folder, 7, part, 3) for part in range(3)]  # one part per file, and one without files
     assert any(actual is not None and actual.startswith(fault) for actual in faults)
     assert checkpoint_fault(folder, 7).startswith(fault)
 
 
 def rewrite(folder: CheckpointFolder, step: int, change) -> None:
-    """Changes the fields of a manifest, with a checksum that fits."""
+    """Changes the fields of a manifest and updates its checksum."""
     manifest = folder.path_of(step) / MANIFEST
     fields = json.loads(manifest.read_text())
     fields.pop("crc32")
@@ -103,7 +103,7 @@ def test_a_folder_without_a_manifest_is_damaged(folder):
         Manifest.read(folder.path)
 
 
-def test_unknown_fields_are_ignored_and_new_ones_optional(folder):
+def test_unknown_fields_are_ignored_and_new_fields_are_optional(folder):
     save(folder, 1)
     rewrite(folder, 1, lambda fields: fields | {"colour": "red", "settings": {"lr": "1"}})
     assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.path_of(1)).settings == {"lr": "1"}
@@ -135,7 +135,7 @@ def without(*names: str):
         (lambda fields: fields | {"step": 8}, "manifest.json is that of step 8"),
     ],
 )
-def test_a_manifest_of_another_shape_is_damaged(folder, change, fault):
+def test_a_malformed_manifest_is_damaged(folder, change, fault):
     save(folder, 7)
     rewrite(folder, 7, change)
     assert checkpoint_fault(folder, 7).startswith(fault)
@@ -176,7 +176,7 @@ def test_a_copy_under_the_name_of_another_step_is_kept(folder):
     assert sorted(folder.names()) == ["step-40", "step-40.copy", "step-40.copy-1", "step-41.copy", "step-8"]
 
 
-def test_the_first_differences_are_named():
+def test_errors_name_the_first_differences():
     assert differences({"a": 1, "b": None}, {"b": None, "a": 1}) == ""
     assert differences({"a": (2, 3), "c": 0}, {"a": (3, 2), "b": None}) == (
         "a is (2, 3) there and (3, 2) here, c is 0 there and absent here, b is absent there and None here"

@@ -74,14 +74,16 @@ def at(config: Config, folder: Path, **changes) -> Config:
 
 
 def local_state(run: Run) -> dict[str, torch.Tensor]:
-    """Returns this rank's part of the model and of the optimizer's state."""
+    """Returns the local shards of the model and of the optimizer state."""
     model, optimizer = get_state_dict(run.model, run.optimizer)
-    kept = {f"{name} {key}": value for name, state in optimizer["state"].items() for key, value in state.items()}
-    return {n: (x.to_local() if isinstance(x, DTensor) else x).clone() for n, x in {**model, **kept}.items()}
+    optimizer_state = {
+        f"{name} {key}": value for name, state in optimizer["state"].items() for key, value in state.items()
+    }
+    return {n: (x.to_local() if isinstance(x, DTensor) else x).clone() for n, x in {**model, **optimizer_state}.items()}
 
 
 def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Tensor], list[float]]:
-    """Trains; also returns the next random numbers. `seed` sets the random states before."""
+    """Trains from random states of `seed`. Also returns the next random numbers."""
     output = io.StringIO()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed + dist.get_rank())
     with redirect_stdout(output), process_group(config) as device:
@@ -92,7 +94,7 @@ def trained(config: Config, seed: int) -> tuple[Summary, str, dict[str, torch.Te
 
 
 def resumed(worlds, ranks: int, config: Config, reference: Path, folder: Path):
-    """Resumes in another folder from step 4 of a run."""
+    """Resumes step 4 of the reference run in another folder."""
     shutil.copytree(reference / "checkpoint" / "step-4", folder / "checkpoint" / "step-4")
     results = worlds(ranks).run(trained, at(config, folder), 1)
     assert f"resuming from {folder}/checkpoint/step-4" in results[0][1]
@@ -102,7 +104,7 @@ def resumed(worlds, ranks: int, config: Config, reference: Path, folder: Path):
 
 @pytest.fixture(scope="module")
 def reference(worlds, tmp_path_factory):
-    """A run of six steps, saved in the background after the second and the fourth."""
+    """A run of six steps with asynchronous saves after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("reference")
     return worlds(2).run(trained, at(SMALL, folder), 0), folder
 
@@ -144,7 +146,7 @@ def test_resuming_is_bit_identical(worlds, reference, tmp_path, config):
         (1, ParallelConfig()),
         pytest.param(
             8, ParallelConfig(shard=2, ring=2, ulysses=1, tp=2), marks=pytest.mark.long
-        ),  # 257 rows over tp, and what is left over 4
+        ),  # 257 rows over tp, then over 4 ranks
     ],
     ids=str,
 )
@@ -155,7 +157,9 @@ def test_another_mesh_resumes_with_the_same_losses(worlds, reference, tmp_path, 
     assert max(differences) < 1e-6
     drawn = [tuple(result[3]) for result in after]
     assert len(set(drawn)) == ranks
-    assert (drawn == [tuple(result[3]) for result in results]) == (ranks == 2)  # else others, by the seed
+    assert (drawn == [tuple(result[3]) for result in results]) == (
+        ranks == 2
+    )  # another number of ranks draws from the seed
 
 
 def test_a_complete_run_is_not_trained_again(worlds, reference):
@@ -180,36 +184,36 @@ compiler = "eager"
 """Of three blocks the first keeps x on the host, the second out, and the last both on the device."""
 
 
-def commanded(argv: list[str]) -> None:
-    """Trains as `armillary-train` does, from the same random states each time."""
+def run_command(argv: list[str]) -> None:
+    """Runs `armillary-train` from fixed random states."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     with redirect_stdout(io.StringIO()):
         main(argv)
 
 
-def of_command(folder: Path) -> tuple[list[float], dict[str, object]]:
-    """Returns the losses of a run, and the records of its last checkpoint's files."""
+def losses_and_records(folder: Path) -> tuple[list[float], dict[str, object]]:
+    """Returns the losses of a run and the file records of its last checkpoint."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     files = Manifest.read(folder / "checkpoint/step-4").files
     return [x["loss"] for x in lines if "loss" in x], {name: files[name] for name in files}
 
 
-def test_the_command_resumes_with_few_saved_inputs_as_with_all(worlds, tmp_path):
-    """Bit by bit, and compiled."""
+def test_the_command_resumes_equally_with_few_saved_inputs(worlds, tmp_path):
+    """Losses and weights are bitwise equal, also with compiled blocks."""
     (tmp_path / "fewer.toml").write_text(FEWER)
     flags = (
         "--model.dim 32 --model.layers 3 --model.heads 4 --model.kv-heads 2 --model.hidden-dim 48 --train.device cpu "
         "--parallel.ring 2 --train.steps 4 --save.every 2 --validation.every 20 --validation.batches 1 --log.no-plot"
     )
-    shared = [*flags.split(), "--data.path", str(TEXT[0]), "--data.sequence-length", "60"]
-    chosen = {"all": ["--checkpointing.policy", "layer"], "fewer": ["--config", str(tmp_path / "fewer.toml")]}
-    for name, flags in chosen.items():
-        worlds(2).run(commanded, [*shared, *flags, "--train.output", str(tmp_path / name)])
+    common_flags = [*flags.split(), "--data.path", str(TEXT[0]), "--data.sequence-length", "60"]
+    policy_flags = {"all": ["--checkpointing.policy", "layer"], "fewer": ["--config", str(tmp_path / "fewer.toml")]}
+    for name, flags in policy_flags.items():
+        worlds(2).run(run_command, [*common_flags, *flags, "--train.output", str(tmp_path / name)])
     shutil.copytree(tmp_path / "fewer/checkpoint/step-2", tmp_path / "again/checkpoint/step-2")
-    worlds(2).run(commanded, [*shared, *chosen["fewer"], "--train.output", str(tmp_path / "again")])
-    (losses, weights), fewer, again = (of_command(tmp_path / name) for name in ("all", "fewer", "again"))
+    worlds(2).run(run_command, [*common_flags, *policy_flags["fewer"], "--train.output", str(tmp_path / "again")])
+    (losses, weights), fewer, resumed_run = (losses_and_records(tmp_path / name) for name in ("all", "fewer", "again"))
     assert len(losses) == 4 and len(weights) == 2 and fewer == (losses, weights)
-    assert again == (losses[2:], weights)
+    assert resumed_run == (losses[2:], weights)
 
 
 # -- kills and damage -------------------------------------------------------------------------------------------------
@@ -251,10 +255,10 @@ def test_damaged_checkpoints_are_named_and_the_previous_one_is_loaded(worlds, re
     assert summary.losses == reference[0][0][0].losses[2:]
     assert "step-6: file rank-1.safetensors has other bytes than were written; kept as " in output
     assert "step-4: file rank-0.safetensors has 100 of " in output and output.count("resuming from step-2") == 2
-    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved anew
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-2", "step-4", "step-6"]  # saved again
 
 
-def test_copies_and_invalid_manifests_are_passed_over(worlds, tmp_path):
+def test_copies_and_invalid_manifests_are_skipped(worlds, tmp_path):
     """A copy under another step's name, and manifests with other fields and a valid checksum."""
     config = at(replace(SMALL, parallel=ParallelConfig()), tmp_path, steps=2)
     worlds(1).run(trained, config, 0)
@@ -281,7 +285,7 @@ def random_numbers(place: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
 
 def test_equal_runs_save_equal_random_states_that_differ_by_rank(worlds, tmp_path):
     config, actual = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1)), []
-    for seed in (3, 4):  # of the generators, before the runs begin
+    for seed in (3, 4):  # seeds of the generators before the runs
         output = tmp_path / str(seed)
         worlds(2).run(trained, at(config, output, steps=1), seed)
         actual.append(random_numbers(output / "checkpoint/step-1", 2))
@@ -329,7 +333,7 @@ def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes
     config, place = at(config, tmp_path / "run", steps=1), tmp_path / "run/checkpoint/step-1"
     worlds(2).run(trained, config, 0)
     written = (tmp_path / "run/config.json").read_bytes()
-    (place.with_name("step-2")).mkdir()  # damaged: what is refused must not touch it
+    (place.with_name("step-2")).mkdir()  # damaged: a refused run must not remove it
     never = replace(config, save=SaveConfig(resume="never"))
     cases = {
         "made by another model: hidden_size is 32 there and 64 here": replace(
@@ -343,8 +347,8 @@ def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes
         assert all(message in messages for messages in worlds(2).run(refusal, [changed]))
         assert sorted(os.listdir(place.parent)) == ["step-1", "step-2"]
         assert (tmp_path / "run/config.json").read_bytes() == written
-    apart = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
-    for messages in worlds(2).run(refusal, apart):
+    configs = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
+    for messages in worlds(2).run(refusal, configs):
         assert "not the same folder for all ranks: what rank 0 writes there is not seen by 1; let" in messages
     os.truncate(place / "rank-1.safetensors", 7)
     for messages in worlds(2).run(refusal, [config]):
@@ -395,7 +399,7 @@ def test_files_without_permission_are_refused_and_unchanged(worlds, once_trained
 
 @pytest.fixture(scope="module")
 def once_trained(worlds, tmp_path_factory) -> Config:
-    """A complete run."""
+    """The configuration of a completed run."""
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
     config = at(config, tmp_path_factory.mktemp("trained"), steps=1)
     worlds(2).run(trained, config, 0)
@@ -411,16 +415,16 @@ def test_ranks_with_different_settings_or_data_are_refused(worlds, tmp_path):
     texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for text in texts:
         text.write_text(f"on this host it is {text.stem} " * 50)
-    apart = [replace(config, data=replace(config.data, path=(text,))) for text in texts]
-    for messages in worlds(2).run(refusal, apart):
+    configs = [replace(config, data=replace(config.data, path=(text,))) for text in texts]
+    for messages in worlds(2).run(refusal, configs):
         assert (
             messages.startswith("data must be the same on all ranks: stores is ['") and " on rank 1 and ['" in messages
         )
-    texts[1].write_text(texts[0].read_text())  # under another name
-    assert all(len(summary.losses) == 6 for summary, *_ in worlds(2).run(trained_on, apart))
+    texts[1].write_text(texts[0].read_text())  # equal contents under another name
+    assert all(len(summary.losses) == 6 for summary, *_ in worlds(2).run(trained_on_this_rank, configs))
 
 
-def trained_on(configs: list[Config]):
+def trained_on_this_rank(configs: list[Config]):
     return trained(configs[dist.get_rank()], 0)
 
 
@@ -428,13 +432,13 @@ def trained_on(configs: list[Config]):
 
 
 def weights(place: Path, run: Run) -> dict[str, torch.Tensor]:
-    """Returns the weights of a checkpoint as torch alone reads them."""
+    """Returns the weights of a checkpoint, read with torch's default planner."""
     loaded = {"model": {name: torch.zeros_like(x) for name, x in get_model_state_dict(run.model).items()}}
     dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(place)))
     return {name: x.full_tensor() for name, x in loaded["model"].items()}
 
 
-def change_meanwhile(config: Config) -> None:
+def train_during_a_save(config: Config) -> None:
     gate, begin = Event(), CheckpointFolder.begin
 
     def wait(self: CheckpointFolder, step: int) -> None:
@@ -455,15 +459,15 @@ def change_meanwhile(config: Config) -> None:
             gate.set()
             saved.start(2)  # at most one is in flight
             assert saved.folder.steps()[0] == 1
-            assert saved.finish(2) == saved.folder.path_of(2)  # nothing is written twice
+            assert saved.finish(2) == saved.folder.path_of(2)  # the checkpoint is not written twice
         first, second = (weights(saved.folder.path_of(step), run) for step in (1, 2))
     assert any(x.any() for x in before.values()) and all(torch.equal(first[name], before[name]) for name in before)
     assert not any(x.any() for x in second.values())
 
 
-def test_steps_during_a_save_are_not_part_of_it(worlds, tmp_path):
+def test_a_save_excludes_steps_made_meanwhile(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1))
-    worlds(2).run(change_meanwhile, at(config, tmp_path))
+    worlds(2).run(train_during_a_save, at(config, tmp_path))
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-2"]
 
 
@@ -505,13 +509,13 @@ def saves_without_room(config: Config, disk: bool) -> list[str]:
                 saved.start(2)
                 saved._wait_for_save()
             assert saved.folder.names() == ["step-1"] and checkpoint_fault(saved.folder, 1) is None
-            dist.barrier()  # all have looked
+            dist.barrier()  # all ranks have looked
             saved.start(3)
             saved._wait_for_save()
             with no_room(config, disk), pytest.raises(OSError, match=r"checkpoint/step-4: .*(No space|too large)"):
                 saved.finish(4)
             assert sorted(saved.folder.names()) == ["step-1", "step-3"] and checkpoint_fault(saved.folder, 3) is None
-            dist.barrier()  # all have looked
+            dist.barrier()  # all ranks have looked
             assert saved.finish(5) == saved.folder.path_of(5)
     return messages
 
@@ -532,7 +536,7 @@ def test_a_failed_save_keeps_earlier_checkpoints_and_the_next_save_succeeds(worl
             subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-def state_is_made_and_counts_nothing(config: Config) -> bool:
+def early_save_keeps_the_first_step(config: Config) -> bool:
     with process_group(config) as device:
         saved, plain = prepare(config, device), prepare(config, device)
         training_state(saved)
@@ -544,7 +548,7 @@ def state_is_made_and_counts_nothing(config: Config) -> bool:
 
 def test_saving_before_the_first_step_does_not_change_that_step(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig())
-    assert worlds(1).run(state_is_made_and_counts_nothing, at(config, tmp_path)) == [True]
+    assert worlds(1).run(early_save_keeps_the_first_step, at(config, tmp_path)) == [True]
 
 
 def missing_rank() -> str:
@@ -588,7 +592,7 @@ def test_an_exported_model_has_the_logits_of_the_trained_one(worlds, tmp_path):
     assert expected.shape == (1, 60, 257) and torch.equal(actual, expected)
 
 
-def whole_weights(config: Config) -> dict[str, torch.Tensor]:
+def full_weights(config: Config) -> dict[str, torch.Tensor]:
     with process_group(config) as device, redirect_stdout(io.StringIO()):
         run = prepare(config, device)
         train_loop(run)
@@ -597,7 +601,7 @@ def whole_weights(config: Config) -> dict[str, torch.Tensor]:
 
 def test_weights_of_any_mesh_are_exported_by_the_run_and_by_the_command(worlds, tmp_path):
     config = replace(SMALL, parallel=ParallelConfig(tp=2, ring=2, ulysses=1), save=SaveConfig(export=True))
-    expected = worlds(4).run(whole_weights, at(config, tmp_path, steps=2))[0]
+    expected = worlds(4).run(full_weights, at(config, tmp_path, steps=2))[0]
     checkpoint = str(tmp_path / "checkpoint/step-2")
     export([checkpoint, str(tmp_path / "half"), "--dtype", "bfloat16"])
     for folder, dtype in {"export/step-2": torch.float32, "half": torch.bfloat16}.items():

@@ -1,4 +1,4 @@
-"""Recipes, files and flags: what wins, what is printed, and what is refused."""
+"""Recipes, files and flags: precedence, printed configuration and refusals."""
 
 import json
 from dataclasses import asdict, replace
@@ -17,14 +17,14 @@ def command(*argv: object) -> Config:
     return read_command([str(word) for word in argv])[0].run
 
 
-def written(folder: Path, text: str, name: str = "run.toml") -> Path:
+def write_config(folder: Path, text: str, name: str = "run.toml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
-    path = written(
+def test_flags_override_the_file_and_the_file_the_recipe(tmp_path):
+    path = write_config(
         tmp_path,
         """
         recipe = "llama3_8b_1m"
@@ -43,18 +43,18 @@ def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
     assert command("--train.steps", 7, "--config", path, "--data.sequence_length", 2_097_152) == expected
 
 
-def test_a_recipe_on_the_command_line_wins_over_the_one_in_the_file(tmp_path):
-    path = written(tmp_path, 'recipe = "llama3_8b_1m"\n[train]\nseed = 3\n')
+def test_a_recipe_flag_overrides_the_recipe_in_the_file(tmp_path):
+    path = write_config(tmp_path, 'recipe = "llama3_8b_1m"\n[train]\nseed = 3\n')
     actual = command("--recipe", "debug", "--config", path)
     assert actual == Config(train=TrainConfig(seed=3))
 
 
-def test_without_anything_it_is_the_debug_recipe():
+def test_the_debug_recipe_is_the_default():
     assert command() == recipes.debug() == Config()
 
 
-def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
-    path = written(
+def test_keys_accept_dashes_and_underscores_and_values_of_every_kind(tmp_path):
+    path = write_config(
         tmp_path,
         """
         [data]
@@ -103,29 +103,29 @@ def test_keys_take_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         ('recipe = "lama"', "--recipe lama: known are debug, finetune, gpt_wallfacer_3b"),
     ],
 )
-def test_a_file_that_will_not_do_is_refused_by_name_and_key(tmp_path, text, message):
-    path = written(tmp_path, text)
+def test_errors_in_a_file_name_the_file_and_the_key(tmp_path, text, message):
+    path = write_config(tmp_path, text)
     with pytest.raises(ValueError) as error:
         command("--config", path)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert "--recipe" in message or f"--config {path}: " in str(error.value)
 
 
-def test_files_that_are_none_are_refused(tmp_path):
+def test_missing_and_unsupported_files_are_refused(tmp_path):
     for name, messages in {"none.toml": "cannot be read (No such file", "run.yaml": "ends in .toml or .json"}.items():
         with pytest.raises(ValueError, match="--config") as error:
             command("--config", tmp_path / name)
         assert messages in str(error.value)
     with pytest.raises(ValueError, match="holds no sections"):
-        command("--config", written(tmp_path, "[1]", "list.json"))
+        command("--config", write_config(tmp_path, "[1]", "list.json"))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_records_of_a_run_are_read_back_equally(tmp_path, name):
     config = RECIPES[name]()
-    path = written(tmp_path, json.dumps(asdict(config), default=str), "config.json")
+    path = write_config(tmp_path, json.dumps(asdict(config), default=str), "config.json")
     assert command("--config", path) == config
-    assert command("--recipe", "llama3_70b_128k", "--config", path) == config  # all keys are there
+    assert command("--recipe", "llama3_70b_128k", "--config", path) == config  # the file has all keys
 
 
 def test_differences_from_the_recipe_are_printed_in_aligned_lines():
@@ -150,7 +150,7 @@ def test_help_shows_the_recipes_values(capsys):
 
 def test_help_begins_with_examples_that_parse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    written(tmp_path, 'recipe = "llama3_8b_128k"', "planned.toml")
+    write_config(tmp_path, 'recipe = "llama3_8b_128k"', "planned.toml")
     examples = commands_in(Command.__doc__, "armillary-train", "armillary.train")
     runs = [read_command(words)[0] for words in examples]
     assert [(bool(run.config), run.dry_run, run.run.parallel.cp) for run in runs] == [
@@ -163,7 +163,7 @@ def test_help_begins_with_examples_that_parse(tmp_path, monkeypatch):
     assert all(len(line) <= 4 + 84 for line in Command.__doc__.splitlines() if line.startswith("      "))
 
 
-def test_a_recipe_of_ones_own(tmp_path, monkeypatch):
+def test_a_user_defined_recipe(tmp_path, monkeypatch):
     (tmp_path / "mine_for_test.py").write_text(
         "from armillary.train import Config, TrainConfig\n"
         "def run():\n    return Config(train=TrainConfig(steps=7))\n"
@@ -183,6 +183,6 @@ def test_a_recipe_of_ones_own(tmp_path, monkeypatch):
         assert messages in str(error.value)
 
 
-def test_every_field_is_known_by_one_key():
+def test_every_field_has_one_key():
     names = [name for name, _ in flat(Config())]
     assert len(names) == len(set(names)) > 60 and "checkpointing.policy" in names

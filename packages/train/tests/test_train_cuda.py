@@ -1,4 +1,4 @@
-"""What a run asks of CUDA and NCCL, recorded where torch would be asked; and that a dry run tells it."""
+"""CUDA and NCCL settings of a run, recorded at torch's functions, and their output in a dry run."""
 
 import json
 import os
@@ -43,14 +43,14 @@ CONFIGS = {
 }
 
 
-class Enough(Exception):
-    """Ends a run where its mesh would be built."""
+class StopRun(Exception):
+    """Raised in place of building the mesh."""
 
 
 @pytest.fixture
-def torch_asked(monkeypatch):
-    """What torch is asked for, in order, on a machine with 8 GPUs, as local rank 3."""
-    asked, current = [], []
+def torch_settings(monkeypatch):
+    """Records settings passed to torch, in order, by local rank 3 of a machine with 8 GPUs."""
+    settings, current = [], []
     for name, actual in {
         "device_count": lambda: 8,
         "is_initialized": lambda: bool(current),
@@ -59,51 +59,55 @@ def torch_asked(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, actual)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv(CONNECTIONS, "")  # so that what a run sets is undone
+    monkeypatch.setenv(CONNECTIONS, "")  # monkeypatch restores it after the run has set it
     for name in ("WORLD_SIZE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **_: asked.append((device_id, backend)))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, device_id, **_: settings.append((device_id, backend))
+    )
     monkeypatch.setattr(build, "check_consistent", lambda *_: None)
 
     def mesh(*_, high_priority, max_ctas, **__):
-        asked.append((high_priority, max_ctas))
-        raise Enough
+        settings.append((high_priority, max_ctas))
+        raise StopRun
 
     monkeypatch.setattr(build, "build_mesh", mesh)
-    return asked
+    return settings
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_allocator_is_configured_before_any_allocation(torch_asked, name):
+def test_the_allocator_is_configured_before_any_allocation(torch_settings, name):
     config, expected = CONFIGS[name]
-    with pytest.raises(Enough), build.process_group(config) as device:
+    with pytest.raises(StopRun), build.process_group(config) as device:
         build.prepare(config, device)
-    assert torch_asked == expected and device == torch.device("cuda", 3)
+    assert torch_settings == expected and device == torch.device("cuda", 3)
 
 
-@pytest.mark.parametrize(("before", "asked", "queues"), [("", 32, "32"), ("", 4, "4"), ("8", 32, "8")])
-def test_the_gpu_has_its_work_queues_before_cuda_starts(torch_asked, monkeypatch, before, asked, queues):
+@pytest.mark.parametrize(("before", "connections", "queues"), [("", 32, "32"), ("", 4, "4"), ("8", 32, "8")])
+def test_work_queues_are_set_before_cuda_starts(torch_settings, monkeypatch, before, connections, queues):
     monkeypatch.setenv(CONNECTIONS, before)
-    seen = []
+    environments = []
     choose = build.choose_device
-    monkeypatch.setattr(build, "choose_device", lambda config: seen.append(os.environ[CONNECTIONS]) or choose(config))
-    with pytest.raises(Enough), build.process_group(Config(cuda=CudaConfig(connections=asked))):
-        raise Enough
-    assert seen == [queues]
+    monkeypatch.setattr(
+        build, "choose_device", lambda config: environments.append(os.environ[CONNECTIONS]) or choose(config)
+    )
+    with pytest.raises(StopRun), build.process_group(Config(cuda=CudaConfig(connections=connections))):
+        raise StopRun
+    assert environments == [queues]
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "settings"),
+    ("name", "value", "settings"),
     [
         ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", "backend:native,expandable_segments:True"),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:False", None),
     ],
 )
-def test_user_settings_are_kept(torch_asked, monkeypatch, name, given, settings):
-    monkeypatch.setenv(name, given)
+def test_user_settings_of_the_allocator_are_kept(torch_settings, monkeypatch, name, value, settings):
+    monkeypatch.setenv(name, value)
     assert cuda_setup(Config(), 1).allocator == settings
     assert cuda_setup(replace(Config(), cuda=CudaConfig(expandable_segments=False)), 1).allocator is None
 
@@ -115,7 +119,7 @@ def test_the_allocator_accepts_its_settings():
 
 
 @pytest.mark.parametrize(
-    ("found", "asked", "ring", "margin"),
+    ("chosen", "sm_margin", "ring", "margin"),
     [
         (FlashAttn3(), 4, 1, 4),
         (FlashAttn3(), 0, 8, 0),
@@ -125,11 +129,11 @@ def test_the_allocator_accepts_its_settings():
         (Dense(), None, 8, 0),
     ],
 )
-def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, found, asked, ring, margin):
-    monkeypatch.setattr(kernels, "choose_kernel", lambda inputs, named: found)
-    config = Config(cuda=CudaConfig(sm_margin=asked), parallel=ParallelConfig(kernel="some"))
-    given = kernels.kernel_with_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
-    assert given == (FlashAttn3(sm_margin=margin) if margin else "some")
+def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, chosen, sm_margin, ring, margin):
+    monkeypatch.setattr(kernels, "choose_kernel", lambda inputs, named: chosen)
+    config = Config(cuda=CudaConfig(sm_margin=sm_margin), parallel=ParallelConfig(kernel="some"))
+    kernel = kernels.kernel_with_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
+    assert kernel == (FlashAttn3(sm_margin=margin) if margin else "some")
 
 
 def test_a_compiled_graph_leaves_no_margin_by_default():
@@ -138,7 +142,7 @@ def test_a_compiled_graph_leaves_no_margin_by_default():
     assert kernels.sm_margin(config, ring=8) == 0 and kernels.sm_margin(Config(), ring=8) == 16
 
 
-def test_a_run_attends_with_the_kernel_that_was_found(monkeypatch, tmp_path):
+def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "kernel_with_margin", lambda *_: "dense")
     config = Config(train=TrainConfig(device="cpu", output=tmp_path), data=DataConfig(task="copy", sequence_length=64))
     with build.process_group(config) as device:
@@ -146,26 +150,26 @@ def test_a_run_attends_with_the_kernel_that_was_found(monkeypatch, tmp_path):
     assert {block.attention.kernel for block in run.model.modules() if isinstance(block, Block)} == {"dense"}
 
 
-def test_a_compiled_graph_has_no_kernel_with_a_margin():
+def test_a_compiled_graph_refuses_a_kernel_with_a_margin():
     config = Config(cuda=CudaConfig(sm_margin=4), parallel=ParallelConfig(compiler="eager"))
     with pytest.raises(ValueError, match=r"--cuda\.sm-margin 4: a compiled graph finds kernels by name"):
         check(config)
 
 
-def said(capsys, *flags):
+def dry_run_output(capsys, *flags):
     main(["--dry-run", "--model.vocab-size", "257", *flags])
     return capsys.readouterr().out
 
 
-def asked_of_cuda(capsys, *flags):
-    return json.loads(said(capsys, "--json", *flags))["cuda"]
+def cuda_settings(capsys, *flags):
+    return json.loads(dry_run_output(capsys, "--json", *flags))["cuda"]
 
 
-def test_a_dry_run_prints_the_requested_parts(capsys, monkeypatch):
+def test_a_dry_run_prints_cuda_settings(capsys, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", CONNECTIONS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
-    assert asked_of_cuda(capsys) == {
+    assert cuda_settings(capsys) == {
         "allocator": "expandable_segments:True",
         "device_id": "cuda:LOCAL_RANK",
         "high_priority": ["ring", "ulysses"],
@@ -173,14 +177,14 @@ def test_a_dry_run_prints_the_requested_parts(capsys, monkeypatch):
         "sm_margin": 0,
         "connections": 32,
     }
-    assert asked_of_cuda(capsys, "--parallel.ring", "2")["sm_margin"] == 16
+    assert cuda_settings(capsys, "--parallel.ring", "2")["sm_margin"] == 16
     flags = [
         "--cuda.no-expandable-segments",
         "--cuda.no-bind-device",
         "--cuda.no-high-priority",
         *("--cuda.sm-margin", "4", "--cuda.max-ctas", "8", "--cuda.connections", "16"),
     ]
-    assert asked_of_cuda(capsys, *flags) == {
+    assert cuda_settings(capsys, *flags) == {
         "allocator": None,
         "device_id": None,
         "high_priority": [],
@@ -188,13 +192,13 @@ def test_a_dry_run_prints_the_requested_parts(capsys, monkeypatch):
         "sm_margin": 4,
         "connections": 16,
     }
-    (line,) = [line for line in said(capsys, *flags).splitlines() if line.startswith("on CUDA: ")]
+    (line,) = [line for line in dry_run_output(capsys, *flags).splitlines() if line.startswith("on CUDA: ")]
     assert all(word in line for word in ("sm_margin 4", "max_ctas 8", "16 work queues"))
-    assert "CUDA" not in said(capsys, "--train.device", "cpu")
+    assert "CUDA" not in dry_run_output(capsys, "--train.device", "cpu")
 
 
 @pytest.mark.parametrize("flags", [["--cuda.no-bind-device"], ["--optimizer.cpu-offload"]])
-def test_a_dry_run_tells_that_nccl_binds_itself(capsys, monkeypatch, flags):
+def test_a_dry_run_shows_when_nccl_binds_its_device(capsys, monkeypatch, flags):
     for binds in (False, True):
         monkeypatch.setattr(compat, "nccl_binds_devices", lambda binds=binds: binds)
-        assert asked_of_cuda(capsys, *flags)["device_id"] == ("cuda:LOCAL_RANK" if binds else None)
+        assert cuda_settings(capsys, *flags)["device_id"] == ("cuda:LOCAL_RANK" if binds else None)

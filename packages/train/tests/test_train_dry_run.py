@@ -1,4 +1,4 @@
-"""Dry runs of the trainer: every recipe on ranks that do not exist, sharded; mesh, shapes, and what is refused."""
+"""Dry runs of the trainer: every recipe sharded over fake ranks; mesh, shapes and refusals."""
 
 import json
 from dataclasses import replace
@@ -36,27 +36,27 @@ def test_a_recipe_is_sharded_over_its_ranks(name):
 
 def test_the_finetuning_recipe_takes_an_8b(tmp_path):
     model = Llama(replace(LlamaConfig.llama31_8b(), layers=1, vocab_size=8, hidden_dim=8))
-    model.save_pretrained(tmp_path, dtype=torch.bfloat16)  # for its config.json
+    model.save_pretrained(tmp_path, dtype=torch.bfloat16)  # writes config.json
     fields = json.loads((tmp_path / "config.json").read_text())
     fields |= {"num_hidden_layers": 32, "vocab_size": 128_256, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="12 tensors, and 32 layers"):
         dry_run(recipes.finetune(tmp_path), 8)
-    (tmp_path / "model.safetensors").unlink()  # config.json alone will do
+    (tmp_path / "model.safetensors").unlink()  # config.json is enough
     actual = dry_run(recipes.finetune(tmp_path), 8)
     assert actual.model.parameters() == LlamaConfig.llama3_8b().parameters() and actual.model.max_positions == 131_072
     assert actual.axes == {"replicate": 1, "shard": 1, "ring": 4, "ulysses": 2, "tp": 1}
 
 
-def said(capsys, *flags: str) -> str:
+def dry_run_output(capsys, *flags: str) -> str:
     main(["--dry-run", *flags])
     return capsys.readouterr().out
 
 
 def test_a_dry_run_prints_mesh_and_shapes_and_the_commands_for_memory_and_time(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = said(capsys, "--recipe", "llama3_8b_128k", "--model.layers", "2")
-    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    output = dry_run_output(capsys, "--recipe", "llama3_8b_128k", "--model.layers", "2")
+    rows = [" ".join(line.split()) for line in output.splitlines()]
     assert rows[0] == "LLaMA, 1,486,901,248 parameters, bfloat16"
     assert rows[1] == "mesh: replicate 1 x shard 1 x ring 1 x ulysses 8 x tp 1 = 8 ranks"
     for row in (
@@ -90,46 +90,48 @@ def test_a_dry_run_names_the_attention_kernel_and_why_better_ones_are_not_used(c
     assert [name for _, name, _ in kernels("--train.precision", "float32")] == ["efficient"] * 3
     named = kernels("--parallel.kernel", "cudnn")
     assert [name for _, name, _ in named] == [None, "cudnn", "cudnn"] and "not 8.0" in named[0][2]["cudnn"]
-    shown = said(capsys, "--model.vocab-size", "257").splitlines()
+    output = dry_run_output(capsys, "--model.vocab-size", "257").splitlines()
     assert (
         "attention kernel on compute capability 9.0 (Hopper): cudnn (not flash_attn_3: flash_attn_interface is not "
         "installed)"
-    ) in shown
+    ) in output
 
 
-def test_a_run_attends_with_the_kernel_that_is_named():
+def test_a_run_uses_the_named_kernel():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=2, kernel="dense"))
     with fake_world(**axes_of(config, 4)) as mesh:
         sizes = model_config(config.model, 257, config.data.sequence_length)
         assert shard_model(sizes, config, mesh, torch.float32)[1].kernel == "dense"
 
 
-def test_a_dry_run_for_machines_is_json(capsys):
+def test_a_dry_run_can_print_json(capsys):
     flags = ["--model.vocab-size", "257", "--parallel.shard", "4", "--ranks", "16", "--json"]
-    actual = json.loads(said(capsys, *flags))
+    actual = json.loads(dry_run_output(capsys, *flags))
     assert actual["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
     assert actual["shapes"]["tokens"] == [1, 256]
     assert actual["parameters"] == LlamaConfig.debug().parameters()
 
 
-def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_its_share():
+def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_local_heads():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ulysses=2, ring=1, attention="upipe"))
     assert dry_run(config).shapes["queries in attention"] == (4, 1024, 1, 16)
     shared = dry_run(replace(config, parallel=ParallelConfig(tp=2)), ranks=4)
     assert shared.shapes["queries"] == (4, 512, 4, 16) and "queries in attention" not in shared.shapes
 
 
-def test_parts_of_a_step_have_their_shapes():
+def test_shapes_are_those_of_a_micro_batch():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=1))
-    parts = replace(config, data=replace(config.data, global_batch_size=8), train=replace(config.train, accumulation=2))
-    assert dry_run(parts).shapes == dry_run(config).shapes
+    micro_batches = replace(
+        config, data=replace(config.data, global_batch_size=8), train=replace(config.train, accumulation=2)
+    )
+    assert dry_run(micro_batches).shapes == dry_run(config).shapes
 
 
-def test_torchruns_ranks_are_taken_and_the_first_speaks(capsys, monkeypatch):
+def test_torchruns_ranks_are_used_and_the_first_prints(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "= 4 ranks" in said(capsys, "--model.vocab-size", "257")
+    assert "= 4 ranks" in dry_run_output(capsys, "--model.vocab-size", "257")
     monkeypatch.setenv("RANK", "1")
-    assert said(capsys, "--model.vocab-size", "257") == ""
+    assert dry_run_output(capsys, "--model.vocab-size", "257") == ""
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_torchruns_ranks_are_taken_and_the_first_speaks(capsys, monkeypatch):
         ),
     ],
 )
-def test_impossible_settings_are_refused_in_one_line(capsys, flags, message):
+def test_invalid_settings_are_refused_in_one_line(capsys, flags, message):
     with pytest.raises(SystemExit) as stop:
         main(["--dry-run", "--model.vocab-size", "257", *flags.split()])
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files that others have written and that are nested more deeply than Python can follow: a ValueError, one line."""
+"""External files nested more deeply than Python's recursion limit raise a one-line ValueError."""
 
 import pytest
 
@@ -14,14 +14,14 @@ from armillary.train.reporting import journal
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
 
 
-def test_text_that_is_nested_too_deeply_is_a_value_error():
+def test_deeply_nested_text_raises_a_value_error():
     for parse, text in ((parse_json, JSON), (parse_json, JSON.encode()), (parse_toml, TOML)):
         with pytest.raises(ValueError, match="nested too deeply"):
             parse(text)
     assert parse_json(b"[1]") == [1] and parse_toml("a = 1") == {"a": 1}
 
 
-def test_every_reader_of_such_a_file_refuses_it(tmp_path):
+def test_every_reader_refuses_a_deeply_nested_file(tmp_path):
     for name in ("config.json", "store.json", "tokenizer_config.json", "dataset_dict.json", "metrics.jsonl"):
         (tmp_path / name).write_text(JSON)
     (tmp_path / "run.toml").write_text(TOML)

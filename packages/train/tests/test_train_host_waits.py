@@ -1,7 +1,7 @@
-"""A training step has the host wait for the device for its metrics alone: of every method and checkpoint policy.
+"""In a training step the host waits for the device only to read metrics, for every method and checkpoint policy.
 
-The device is torch's "meta": what lies there has no numbers, and what lies on "cpu" is the host's. Ops that would wait
-on a GPU are those that need a number of the device's, or copy between the two without `non_blocking`.
+Torch's "meta" device stands for a GPU and "cpu" for the host. Ops that would synchronize on a GPU need a value of a
+meta tensor, or copy between the two devices without `non_blocking`.
 """
 
 import sys
@@ -37,42 +37,44 @@ SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecuti
 """Ops whose results' sizes, or that themselves, are numbers of the device."""
 
 
-TELLS = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 makes tensors of numbers where no mode sees it"
+NEEDS_TORCH_2_12 = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 builds tensors from Python numbers outside of dispatch modes"
 )
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would have the host wait: (what, the line of ours that asked for it)."""
+    """Counts synchronizations by (op, our innermost source line)."""
 
     def __init__(self):
         super().__init__()
-        self.found = Counter()
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        there = any(isinstance(x, Tensor) and x.device == DEVICE for x in pytree.tree_leaves((args, kwargs)))
-        if name == "_local_scalar_dense" and there:
+        on_device = any(isinstance(x, Tensor) and x.device == DEVICE for x in pytree.tree_leaves((args, kwargs)))
+        if name == "_local_scalar_dense" and on_device:
             self.count("item")
             return 1.0 if args[0].is_floating_point() else 1
-        if there and (name in SIZES or (name.startswith("index") and any(map(waits_for_index, places(args))))):
+        if on_device and (
+            name in SIZES or (name.startswith("index") and any(map(waits_for_index, index_tensors(args))))
+        ):
             self.count(name)
-        if there and name.startswith("lift"):  # also what a list as an index becomes
-            self.count("made of numbers")
-        if name in ("_to_copy", "copy_") and (ends := ends_of(name, args, kwargs))[0] != ends[1]:
+        if on_device and name.startswith("lift"):  # torch.tensor, or a list as an index
+            self.count("from numbers")
+        if name in ("_to_copy", "copy_") and (devices := devices_of_copy(name, args, kwargs))[0] != devices[1]:
             if not kwargs.get("non_blocking", len(args) > 2 and args[2]):
-                self.count(f"from {ends[0]} to {ends[1]}")
-            if ends[0] == "meta":  # there is nothing to be copied
+                self.count(f"from {devices[0]} to {devices[1]}")
+            if devices[0] == "meta":  # has no values to copy
                 return args[0] if name == "copy_" else torch.zeros(args[0].shape, dtype=args[0].dtype)
         return func(*args, **kwargs)
 
-    def count(self, what):
-        ours = [line for line in traceback.extract_stack() if "/src/armillary/" in line.filename]
-        self.found[what, f"{ours[-1].filename.rpartition('/')[2]}: {ours[-1].line}" if ours else ""] += 1
+    def count(self, op):
+        source_lines = [line for line in traceback.extract_stack() if "/src/armillary/" in line.filename]
+        line = source_lines[-1] if source_lines else None
+        self.counts[op, f"{line.filename.rpartition('/')[2]}: {line.line}" if line else ""] += 1
 
 
-def places(args):
-    """The tensors that an op is given as indices."""
+def index_tensors(args):
     return [x for x in pytree.tree_leaves(args[1:2]) if isinstance(x, Tensor)]
 
 
@@ -80,18 +82,18 @@ def waits_for_index(x):
     return x.device != DEVICE or x.dtype in (torch.bool, torch.uint8)
 
 
-def ends_of(name, args, kwargs):
-    """From which device to which an op copies."""
+def devices_of_copy(name, args, kwargs):
+    """Returns the device types (source, destination) of a copy."""
     if name == "copy_":
         return args[1].device.type, args[0].device.type
     return args[0].device.type, torch.device(kwargs.get("device") or args[0].device).type
 
 
 @pytest.mark.parametrize(
-    ("what", "line"),
+    ("op", "line"),
     [
-        pytest.param("made of numbers", lambda x: x[[0, 2]], marks=TELLS),
-        pytest.param("made of numbers", lambda x: torch.tensor([1, 2], device=x.device), marks=TELLS),
+        pytest.param("from numbers", lambda x: x[[0, 2]], marks=NEEDS_TORCH_2_12),
+        pytest.param("from numbers", lambda x: torch.tensor([1, 2], device=x.device), marks=NEEDS_TORCH_2_12),
         ("item", lambda x: float(x[0])),
         ("item", lambda x: bool(x[0] > 0)),
         ("from cpu to meta", lambda x: torch.zeros(3).to(x.device)),
@@ -101,30 +103,30 @@ def ends_of(name, args, kwargs):
         ("equal", lambda x: torch.equal(x, x)),
     ],
 )
-def test_synchronizations_are_detected(what, line):
-    with Waits() as waits, suppress(RuntimeError, NotImplementedError):  # there are no numbers
+def test_synchronizations_are_detected(op, line):
+    with Waits() as waits, suppress(RuntimeError, NotImplementedError):  # meta tensors have no values
         line(torch.zeros(3, device=DEVICE))
-    assert any(actual.startswith(what) for actual, _ in waits.found), waits.found
+    assert any(actual.startswith(op) for actual, _ in waits.counts), waits.counts
 
 
 def waits_of_a_step(config, **axes):
-    """Those of a first step, on the first of as many ranks; without FSDP2, which wants real parameters."""
-    model, mine = sys.modules["armillary.models.parallel.parallelize"], Config(train=TrainConfig(device="cpu"))
-    config = replace(mine, **config)
-    unsharded, unsent = (
+    """Synchronizations of the first step on rank 0 of a fake mesh, without FSDP2, which needs real parameters."""
+    model, defaults = sys.modules["armillary.models.parallel.parallelize"], Config(train=TrainConfig(device="cpu"))
+    config = replace(defaults, **config)
+    without_fsdp, without_sends = (
         patch.object(model, "shard_parameters", lambda *_, **__: None),
         patch.object(compat, "start_batch", lambda *_: []),
     )
-    with fake_world(**axes) as mesh, unsharded, unsent, Waits() as waits:
+    with fake_world(**axes) as mesh, without_fsdp, without_sends, Waits() as waits:
         sizes = model_config(config.model, 257, config.data.sequence_length)
-        built, attention = shard_model(sizes, config, mesh, torch.float32)
+        sharded_model, attention = shard_model(sizes, config, mesh, torch.float32)
         attention.kernel = Dense()
         store = TokenStore.of([Document("some", b"text of some length, " * 4)] * 40, ByteTokenizer())
         rows, _ = load_rows(config, [store], attention, 0)
-        data, optimizer = Axis.of(data_mesh(mesh)), AdamW(built.parameters(), foreach=True)
-        run = Run(config, DEVICE, data, batch_mesh(mesh), built, optimizer, rows, rows, {})
+        data, optimizer = Axis.of(data_mesh(mesh)), AdamW(sharded_model.parameters(), foreach=True)
+        run = Run(config, DEVICE, data, batch_mesh(mesh), sharded_model, optimizer, rows, rows, {})
         train_step(run, 1, [next(rows) for _ in range(config.train.accumulation)])
-    return waits.found
+    return waits.counts
 
 
 MODEL = ModelConfig(dim=32, layers=2, heads=8, kv_heads=4, hidden_dim=48, vocab_size=257)
@@ -148,12 +150,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_only_for_its_metrics(name):
-    attention, axes, checkpointing, others = CASES[name]
+def test_a_step_synchronizes_only_for_its_metrics(name):
+    attention, axes, checkpointing, changes = CASES[name]
     parallel = ParallelConfig(attention=attention, **axes)
-    config = {"model": MODEL, "data": ROWS, "parallel": parallel, "checkpointing": checkpointing, **others}
+    config = {"model": MODEL, "data": ROWS, "parallel": parallel, "checkpointing": checkpointing, **changes}
     actual = waits_of_a_step(config, **axes)
-    assert {(what, line.partition("(")[0]) for what, line in actual} == {("item", "step.py: result = StepResult")}, (
-        actual
-    )
+    assert {(op, line.partition("(")[0]) for op, line in actual} == {("item", "step.py: result = StepResult")}, actual
     assert actual.total() == 2

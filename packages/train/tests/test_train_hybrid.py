@@ -1,4 +1,4 @@
-"""A hybrid in the trainer: it learns, is saved and resumed exactly, exported, and continued as text."""
+"""A hybrid in the trainer: training, exact resume, export and text generation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ CONFIG = replace(
 )
 
 
-def test_sizes_of_states_are_those_of_attention_unless_they_are_set():
+def test_state_sizes_default_to_those_of_attention():
     config = model_config(MODEL, 17, 60)
     assert config.mixers == MODEL.mixers
     assert config.states == StateConfig(heads=4, key_heads=2, key_dim=4, value_dim=8)
@@ -33,8 +33,8 @@ def test_sizes_of_states_are_those_of_attention_unless_they_are_set():
 def test_resuming_a_hybrid_is_bit_identical(worlds, tmp_path: Path):
     first = worlds(2).run(trained, at(CONFIG, tmp_path / "first"), 0)
     second = resumed(worlds, 2, CONFIG, tmp_path / "first", tmp_path / "second")
-    for (summary, _, state, _), (again, _, resumed_state, _) in zip(first, second, strict=True):
-        assert again.losses == summary.losses[4:]
+    for (summary, _, state, _), (resumed_summary, _, resumed_state, _) in zip(first, second, strict=True):
+        assert resumed_summary.losses == summary.losses[4:]
         assert summary.losses[-1] < summary.losses[0]
         assert all(torch.equal(state[name], resumed_state[name]) for name in state)
     model = Llama.from_pretrained(tmp_path / "second" / "export" / "step-6")
@@ -53,7 +53,7 @@ def test_striped_states_are_refused_by_flag():
         check(replace(CONFIG, data=replace(CONFIG.data, layout="striped")))
 
 
-def test_states_on_contiguous_shards_learn_alike_and_are_refused_with_tp(worlds, tmp_path: Path):
+def test_contiguous_states_train_equally_and_are_refused_with_tp(worlds, tmp_path: Path):
     relaid = replace(CONFIG, parallel=replace(CONFIG.parallel, contiguous_states=True), save=SMALL.save)
     losses = [
         worlds(2).run(trained, at(config, tmp_path / name, steps=3), 0)[0][0].losses

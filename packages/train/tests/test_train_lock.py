@@ -1,4 +1,4 @@
-"""The lock of an output folder: taking it, losing it, and changes after the loss."""
+"""The lock of an output folder: acquisition, loss, and changes after the loss."""
 
 import json
 import multiprocessing
@@ -24,20 +24,20 @@ from armillary.train.runtime.health.process import is_running, machine, start_ti
 fork = multiprocessing.get_context("fork")
 
 
-def taken(folder: Path, timeout: float = 0.2, **changes) -> locks.Claim:
-    return take(folder, replace(Holder.this_process(), **changes), timeout, said.append)
+def acquire_lock(folder: Path, timeout: float = 0.2, **changes) -> locks.Claim:
+    return take(folder, replace(Holder.this_process(), **changes), timeout, messages.append)
 
 
-said: list[str] = []
+messages: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_said():
-    said.clear()
+def clear_messages():
+    messages.clear()
 
 
 @pytest.fixture
-def gone():
+def ended_process():
     """Id and start time of an ended process."""
     process = fork.Process(target=signal.pause)
     process.start()
@@ -50,35 +50,35 @@ def gone():
     return {"pid": pid, "started": started}
 
 
-def test_processes_with_the_same_id_are_distinguished(gone):
+def test_processes_with_the_same_id_are_distinguished(ended_process):
     me = os.getpid()
     assert is_running(machine(), me, start_time(me)) is True
     assert is_running(machine(), me, start_time(me) - 1) is False
-    assert is_running(machine(), gone["pid"], gone["started"]) is False
+    assert is_running(machine(), ended_process["pid"], ended_process["started"]) is False
     assert is_running("another boot", me, start_time(me)) is None and is_running("", me, 0) is None
 
 
 def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
-    """With a limit of this process's file sizes."""
+    """A file size limit of this process stands for a full disk."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
     try:
         with pytest.raises(OSError) as error:
-            taken(tmp_path / "lock")
+            acquire_lock(tmp_path / "lock")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert error.value.filename == str(tmp_path / "lock" / "1.held") and list((tmp_path / "lock").iterdir()) == []
 
 
 @pytest.mark.parametrize("pid", [2**40, 10**30])
-def test_an_id_that_no_process_can_have_is_not_running(pid):
+def test_an_invalid_process_id_is_not_running(pid):
     assert is_running(machine(), pid, 1) is False
 
 
 def test_a_folder_is_refused_until_its_run_releases_it(tmp_path):
-    first = taken(tmp_path / "lock")
+    first = acquire_lock(tmp_path / "lock")
     with pytest.raises(FolderInUse) as refusal:
-        taken(tmp_path / "lock")
+        acquire_lock(tmp_path / "lock")
     holder = Holder.this_process()
     assert str(refusal.value) == (
         f"run {first.holder.run}, process {os.getpid()} on {holder.host}, begun {first.holder.since} works in it; wait "
@@ -88,17 +88,17 @@ def test_a_folder_is_refused_until_its_run_releases_it(tmp_path):
     first.release()
     with pytest.raises(LockLost):
         first.check()
-    second = taken(tmp_path / "lock")
-    assert (first.number, second.number) == (1, 2) and said == []
+    second = acquire_lock(tmp_path / "lock")
+    assert (first.number, second.number) == (1, 2) and messages == []
     assert os.listdir(tmp_path / "lock") == ["2.held"]
-    first.release()  # changes nothing
+    first.release()  # has no effect
     second.check()
 
 
-def test_the_lock_of_an_ended_process_is_taken_at_once(tmp_path, gone):
-    first = taken(tmp_path / "lock", **gone)
-    second = taken(tmp_path / "lock")
-    assert second.number == 2 and said == []
+def test_the_lock_of_an_ended_process_is_taken_at_once(tmp_path, ended_process):
+    first = acquire_lock(tmp_path / "lock", **ended_process)
+    second = acquire_lock(tmp_path / "lock")
+    assert second.number == 2 and messages == []
     with pytest.raises(
         LockLost, match=rf"was taken over by run {second.holder.run}, .*; this is run {first.holder.run}"
     ):
@@ -106,7 +106,7 @@ def test_the_lock_of_an_ended_process_is_taken_at_once(tmp_path, gone):
 
 
 def test_heartbeats_of_another_machine_are_awaited(tmp_path):
-    first = taken(tmp_path / "lock", machine="another", host="far")
+    first = acquire_lock(tmp_path / "lock", machine="another", host="far")
     beats = threading.Event()
 
     def beat():
@@ -117,34 +117,34 @@ def test_heartbeats_of_another_machine_are_awaited(tmp_path):
     thread.start()
     try:
         with pytest.raises(FolderInUse, match=r"on far, begun .* works in it"):
-            taken(tmp_path / "lock", timeout=30)
+            acquire_lock(tmp_path / "lock", timeout=30)
     finally:
         beats.set()
         thread.join()
-    second = taken(tmp_path / "lock")  # no more heartbeats
-    assert second.number == 2 and len(said) == 2
-    assert said[0].startswith("waiting 30 s for a heartbeat of run ") and "on far" in said[0]
+    second = acquire_lock(tmp_path / "lock")  # the heartbeats have stopped
+    assert second.number == 2 and len(messages) == 2
+    assert messages[0].startswith("waiting 30 s for a heartbeat of run ") and "on far" in messages[0]
 
 
 def test_heartbeats_of_an_incomplete_lock_are_awaited(tmp_path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock/4.held").touch()
-    assert taken(tmp_path / "lock").number == 5
-    assert said[0].startswith("waiting 0 s for a heartbeat of an unknown run (")
+    assert acquire_lock(tmp_path / "lock").number == 5
+    assert messages[0].startswith("waiting 0 s for a heartbeat of an unknown run (")
 
 
-def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
-    taken(tmp_path / "lock", **gone)
+def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, ended_process):
+    acquire_lock(tmp_path / "lock", **ended_process)
     barrier, actual = threading.Barrier(8), []
 
-    def come():
+    def acquire():
         barrier.wait()
         try:
-            actual.append(taken(tmp_path / "lock", timeout=20))
+            actual.append(acquire_lock(tmp_path / "lock", timeout=20))
         except FolderInUse as refusal:
             actual.append(refusal)
 
-    threads = [threading.Thread(target=come) for _ in range(8)]
+    threads = [threading.Thread(target=acquire) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -155,32 +155,32 @@ def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, gone):
 
 
 @pytest.mark.parametrize("there", ["2.released", "2.held", "9.held"])
-def test_a_late_claim_gives_way(tmp_path, monkeypatch, there):
-    """It has seen number 1 released; before it makes number 2, another has had that one, or has it or a higher one."""
-    taken(tmp_path).release()
+def test_a_late_claim_yields(tmp_path, monkeypatch, there):
+    """Another run takes number 2 or 3 between the read of number 1 as released and the creation of number 2."""
+    acquire_lock(tmp_path).release()
     real, numbers = locks.newest, []
 
     def late(path: Path):
         numbers.append(real(path))
         if len(numbers) == 1:
-            taken(path).path.rename(path / there)
+            acquire_lock(path).path.rename(path / there)
         return numbers[-1]
 
     monkeypatch.setattr(locks, "newest", late)
     if there == "2.released":
-        assert taken(tmp_path).number == 3
+        assert acquire_lock(tmp_path).number == 3
     else:
         with pytest.raises(FolderInUse):
-            taken(tmp_path)
+            acquire_lock(tmp_path)
         assert os.listdir(tmp_path) == [there]
 
 
-def test_a_removed_lock_is_lost_even_to_a_run_of_the_same_number(tmp_path):
-    first = taken(tmp_path / "lock")
+def test_a_removed_lock_is_lost_even_to_a_claim_of_the_same_number(tmp_path):
+    first = acquire_lock(tmp_path / "lock")
     first.path.unlink()
     with pytest.raises(LockLost, match="no longer belongs to run"):
         first.check()
-    second = taken(tmp_path / "lock")
+    second = acquire_lock(tmp_path / "lock")
     assert second.number == 1
     with pytest.raises(LockLost, match="no longer belongs to run"):
         first.check()
@@ -188,8 +188,8 @@ def test_a_removed_lock_is_lost_even_to_a_run_of_the_same_number(tmp_path):
     second.check()
 
 
-def test_a_run_that_lost_its_folder_commits_and_reports_nothing(tmp_path):
-    first = taken(tmp_path / "lock", machine="another")
+def test_a_run_that_lost_its_folder_commits_and_logs_nothing(tmp_path):
+    first = acquire_lock(tmp_path / "lock", machine="another")
     folder = CheckpointFolder(tmp_path / "checkpoint", first.holder.run, first.check)
     journal = Journal(tmp_path / "metrics.jsonl", first.check)
     empty = Manifest(0, 1, 0, {}, {}, "", {})
@@ -198,7 +198,7 @@ def test_a_run_that_lost_its_folder_commits_and_reports_nothing(tmp_path):
     folder.begin(2)
     journal.event("saving", 2, "")
     written = journal.path.read_bytes()
-    second = taken(tmp_path / "lock")
+    second = acquire_lock(tmp_path / "lock")
     for late in (
         lambda: commit(folder, replace(empty, step=2)),
         lambda: folder.begin(3),
@@ -213,16 +213,16 @@ def test_a_run_that_lost_its_folder_commits_and_reports_nothing(tmp_path):
     assert journal.path.read_bytes() == written
     after = CheckpointFolder(tmp_path / "checkpoint", second.holder.run, second.check)
     after.clear()
-    # Had it looked before it lost the folder, and renamed after: there is nothing left to be renamed.
+    # If the loss happens between the check and the rename, there is nothing to rename.
     with pytest.raises(OSError):
         commit(replace(folder, fence=lambda: None), replace(empty, step=2))
     assert after.steps() == [1]
     after.begin(2)
-    folder.discard(2)  # its own alone
+    folder.discard(2)  # removes only its own files
     assert after.partial(2).is_dir() and after.partial(2) != folder.partial(2)
 
 
-def enters(output: Path) -> str:
+def enter_folder(output: Path) -> str:
     try:
         with OutputLock(output, print, timeout=0.2, flag="--train.output") as lock:
             lock.fence()
@@ -232,20 +232,20 @@ def enters(output: Path) -> str:
 
 
 def test_all_ranks_raise_the_same_refusal(worlds, tmp_path):
-    runs = worlds(2).run(enters, tmp_path / "run")
+    runs = worlds(2).run(enter_folder, tmp_path / "run")
     assert len(set(runs)) == 1 and len(runs[0]) == 12
     assert os.listdir(tmp_path / "run/lock") == ["1.released"]
-    claim = taken(tmp_path / "run/lock")
-    for refusal in worlds(2).run(enters, tmp_path / "run"):
+    claim = acquire_lock(tmp_path / "run/lock")
+    for refusal in worlds(2).run(enter_folder, tmp_path / "run"):
         assert refusal.startswith(f"refused: --train.output {tmp_path / 'run'}: run {claim.holder.run}, process ")
     (tmp_path / "file").touch()
-    for refusal in worlds(2).run(enters, tmp_path / "file"):
+    for refusal in worlds(2).run(enter_folder, tmp_path / "file"):
         assert refusal.startswith(f"refused: --train.output {tmp_path / 'file'}: cannot be written to (Not a directory")
     assert worlds(2).run(dist.get_rank) == [0, 1]
 
 
-def loses(output: Path) -> list[str]:
-    """What a run says that loses its folder while it trains, as it notices by itself."""
+def lose_folder(output: Path) -> list[str]:
+    """Returns the error of a run that loses its folder during training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("armillary.train.runtime.health.output_lock.BEAT", 0.02)
         with OutputLock(output, print) as lock:
@@ -261,6 +261,6 @@ def loses(output: Path) -> list[str]:
 
 
 def test_a_run_notices_the_loss_of_its_folder(worlds, tmp_path):
-    ((message,),) = worlds(1).run(loses, tmp_path)
+    ((message,),) = worlds(1).run(lose_folder, tmp_path)
     assert message.startswith(f"{tmp_path} was taken over by run ")
     assert json.loads((tmp_path / "lock/2.held").read_text())["run"] in message

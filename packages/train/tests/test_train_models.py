@@ -1,4 +1,4 @@
-"""Which model a run trains: LLaMA and GPT from sizes, or one from a Hugging Face folder, weights and tokenizer too."""
+"""The model of a run: LLaMA or GPT from sizes, or a Hugging Face folder with weights and tokenizer."""
 
 import io
 import json
@@ -59,13 +59,13 @@ SMALL = Config(
 SIZES = LlamaConfig(vocab_size=300, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=777.0)
 
 
-def saved(model: Llama | GPT, folder: Path) -> Path:
+def save_model(model: Llama | GPT, folder: Path) -> Path:
     initialize(model, seed=5)
     model.save_pretrained(folder)
     return folder
 
 
-def test_sizes_make_a_llama_or_a_gpt():
+def test_sizes_select_llama_or_gpt():
     llama = ModelConfig(
         dim=32,
         layers=2,
@@ -105,8 +105,8 @@ def test_rope_scaling_matches_the_published_models():
     assert model_config(ModelConfig(), 11, 96).rope_scaling is None
 
 
-def test_a_folder_gives_the_sizes_and_rope_may_be_another(tmp_path):
-    folder = saved(Llama(SIZES), tmp_path)
+def test_sizes_come_from_the_folder_and_rope_may_be_changed(tmp_path):
+    folder = save_model(Llama(SIZES), tmp_path)
     assert model_config(ModelConfig(pretrained=folder), 1, 96) == SIZES
     same = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, vocab_size=300, pretrained=folder)
     assert model_config(same, 1, 96) == SIZES
@@ -117,8 +117,8 @@ def test_a_folder_gives_the_sizes_and_rope_may_be_another(tmp_path):
 
 
 def test_settings_that_contradict_the_folder_are_refused(tmp_path):
-    folder = saved(Llama(SIZES), tmp_path / "llama")
-    gpt = saved(GPT(GPTConfig(vocab_size=300, dim=32, layers=2, heads=4, max_positions=64)), tmp_path / "gpt")
+    folder = save_model(Llama(SIZES), tmp_path / "llama")
+    gpt = save_model(GPT(GPTConfig(vocab_size=300, dim=32, layers=2, heads=4, max_positions=64)), tmp_path / "gpt")
     cases = {
         ModelConfig(pretrained=folder, dim=64): f"--model.dim 64: the model in {folder} has 32; leave it out",
         ModelConfig(pretrained=folder, vocab_size=257): f"--model.vocab-size 257: the model in {folder} has 300",
@@ -153,7 +153,7 @@ def test_a_gpt_trains_equally_on_one_and_two_ranks(worlds, tmp_path):
 
 
 def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
-    folder = saved(Llama(SIZES), tmp_path / "llama")
+    folder = save_model(Llama(SIZES), tmp_path / "llama")
     config = replace(
         SMALL,
         model=ModelConfig(pretrained=folder),
@@ -170,8 +170,8 @@ def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
     assert len(actual) == 3 and actual[-1] < actual[0] - 0.05
 
 
-def exported(config: Config, folder: Path) -> str:
-    """Trains, exports on the command line too; what that said."""
+def train_and_export(config: Config, folder: Path) -> str:
+    """Trains and exports with the command. Returns its messages."""
     losses(config)
     messages = io.StringIO()
     with redirect_stderr(messages):
@@ -179,11 +179,11 @@ def exported(config: Config, folder: Path) -> str:
     return messages.getvalue()
 
 
-def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(worlds, tmp_path):
-    folder = saved(Llama(SIZES), tmp_path / "llama")
+def test_both_exports_copy_tokenizer_and_special_token_ids(worlds, tmp_path):
+    folder = save_model(Llama(SIZES), tmp_path / "llama")
     tokenizer_folder(folder)
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
+    config_fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config_fields | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     config = replace(
         SMALL,
@@ -191,12 +191,12 @@ def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(wor
         save=replace(SMALL.save, export=True),
         train=replace(SMALL.train, output=tmp_path / "out", steps=1),
     )
-    assert worlds(1).run(exported, config, tmp_path / "hf") == [""]
+    assert worlds(1).run(train_and_export, config, tmp_path / "hf") == [""]
     expected = {file.name: file.read_bytes() for file in (tmp_path / "out/export/step-1").iterdir()}
     assert {file.name: file.read_bytes() for file in (tmp_path / "hf").iterdir()} == expected
     assert {"tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"} == expected.keys()
     assert json.loads(expected["config.json"])["eos_token_id"] == [2, 3]
-    # Without the folder that is said, and another one may be named.
+    # If the folder has moved, the command prints a note, and --pretrained names another one.
     folder.rename(tmp_path / "moved")
     messages, step = io.StringIO(), str(tmp_path / "out/checkpoint/step-1")
     with redirect_stderr(messages):
@@ -208,7 +208,7 @@ def test_both_exports_take_the_tokenizer_and_the_ids_of_special_tokens_along(wor
 
 
 def first_rows(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of the first batch, whole and in order."""
+    """Tokens and labels of the first batch, unsharded and in order."""
     with redirect_stdout(io.StringIO()), process_group(config) as device:
         batch = next(prepare(config, device).training)
     return batch.tokens, batch.labels
@@ -221,11 +221,11 @@ def tokenizer_folder(folder: Path) -> None:
     return tokenizer
 
 
-def test_text_is_read_with_the_folders_tokenizer(tmp_path):
+def test_text_is_tokenized_by_the_folders_tokenizer(tmp_path):
     (tmp_path / "text.txt").write_text("a cat sat on a mat")
     data, folder = DataConfig(path=(tmp_path / "text.txt",)), tmp_path / "model"
     folder.mkdir()
-    assert open_stores(data, folder)[0].vocabulary.tokenizer == ByteTokenizer().identity  # it has none
+    assert open_stores(data, folder)[0].vocabulary.tokenizer == ByteTokenizer().identity  # the folder has no tokenizer
     tokenizer_folder(folder)
     store = open_stores(data, folder)[0]
     assert store.vocabulary.tokenizer == TextTokenizer.read(folder).identity and store.tokens < len(
@@ -236,9 +236,9 @@ def test_text_is_read_with_the_folders_tokenizer(tmp_path):
         open_stores(data, folder)
 
 
-def test_tokens_that_are_not_the_models_are_refused(tmp_path):
+def test_tokens_of_another_vocabulary_are_refused(tmp_path):
     (tmp_path / "text.txt").write_text("a cat sat on a mat")
-    folder = saved(Llama(replace(SIZES, vocab_size=260)), tmp_path / "model")
+    folder = save_model(Llama(replace(SIZES, vocab_size=260)), tmp_path / "model")
     tokenizer_folder(folder)
     prepare_store(Preparation([tmp_path / "text.txt"], tmp_path / "bytes.store"), workers=1)
     with pytest.raises(ValueError, match=r"bytes.store holds bytes, and the model in .* knows other tokens"):

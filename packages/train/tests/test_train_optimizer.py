@@ -1,4 +1,4 @@
-"""Schedules in closed form, AdamW's groups, and clipping by the norm over all axes."""
+"""Schedules, AdamW's parameter groups, and clipping by the global norm."""
 
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ def rates(schedule, steps=20, warmup=4, decay=None, lr=1.0):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_every_schedule_warms_up_on_a_line_and_never_rises_after_that(schedule):
+def test_every_schedule_warms_up_linearly_and_never_rises_later(schedule):
     actual = rates(schedule)
     assert actual[:4] == [0.25, 0.5, 0.75, 1.0]
     assert all(a >= b for a, b in pairwise(actual[3:]))
@@ -38,12 +38,12 @@ def test_cosine_is_halfway_in_the_middle_and_flat_at_both_ends():
     assert actual[4] > 0.99 and actual[-2] < 0.11
 
 
-def test_linear_loses_as_much_in_every_step():
+def test_linear_decays_equally_in_every_step():
     assert [a - b for a, b in pairwise(rates("linear")[3:])] == pytest.approx([0.9 / 16] * 16)
 
 
 def test_wsd_stays_at_the_peak_until_its_last_steps():
-    assert rates("wsd")[3:18] == [1.0] * 15  # by default a tenth of 20 steps come down
+    assert rates("wsd")[3:18] == [1.0] * 15  # by default the last tenth of 20 steps decays
     assert rates("wsd")[18:] == pytest.approx([0.55, 0.1])
     assert rates("wsd", decay=3)[16:] == pytest.approx([1.0, 0.7, 0.4, 0.1])
     assert rates("wsd", decay=16)[3:] == pytest.approx(rates("linear")[3:])
@@ -51,7 +51,7 @@ def test_wsd_stays_at_the_peak_until_its_last_steps():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_without_warm_up_the_first_step_is_on_the_schedule(schedule):
+def test_without_warm_up_the_first_step_follows_the_schedule(schedule):
     actual = rates(schedule, warmup=0)
     assert 0.9 < actual[0] <= 1.0 and len(actual) == 20
     assert rates(schedule, steps=1, warmup=0) == pytest.approx([1.0 if schedule == "constant" else 0.1])
@@ -59,7 +59,7 @@ def test_without_warm_up_the_first_step_is_on_the_schedule(schedule):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [6, 99])
-def test_a_warm_up_beyond_the_run_is_cut_to_half_of_it_with_a_note(schedule, warmup):
+def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it_with_a_note(schedule, warmup):
     actual = rates(schedule, steps=6, warmup=warmup)
     assert actual[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert actual[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
@@ -71,7 +71,7 @@ def test_a_warm_up_beyond_the_run_is_cut_to_half_of_it_with_a_note(schedule, war
 
 def test_a_resumed_run_prints_its_learning_rate():
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
-    (line,) = schedule_notes(20, 36, config)  # it had come down to 0.1
+    (line,) = schedule_notes(20, 36, config)  # the first run had decayed to 0.1
     assert line == "learning rate of step 21: 5.06e-01, on a schedule of 36 steps in all"
     assert schedule_notes(20, 20, config) == []
 
@@ -113,7 +113,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name, embeddings):
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Whole, on every rank."""
+    """Full gradients on every rank."""
     actual = [p.grad for p in model.parameters() if p.grad is not None]
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in actual]
 
@@ -123,7 +123,7 @@ def norm_of(gradients: list[Tensor]) -> float:
 
 
 def clipped(axes: dict[str, int], dtype: torch.dtype) -> tuple[float, float, float, int]:
-    """Of one step on a mesh: norm as reported, norm of the whole gradients, norm after clipping, parameters."""
+    """One step on a mesh. Returns (reported norm, norm of full gradients, norm after clipping, parameter count)."""
     over = mesh(**{"shard": 1} | axes)
     attention = build_attention("usp", over)
     with torch.device("meta"):
@@ -134,9 +134,9 @@ def clipped(axes: dict[str, int], dtype: torch.dtype) -> tuple[float, float, flo
     replicas = over["replicate"].size() * over["shard"].size()
     replica = over["replicate"].get_local_rank() * over["shard"].size() + over["shard"].get_local_rank()
     tokens = torch.randint(LLAMA.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0))
-    own = tokens[replica::replicas]
+    local_rows = tokens[replica::replicas]
     layout = attention.layout(16)
-    ids, labels = (layout.take(x, attention.shard) for x in (own[:, :-1], own[:, 1:]))
+    ids, labels = (layout.take(x, attention.shard) for x in (local_rows[:, :-1], local_rows[:, 1:]))
     positions = layout.positions(attention.shard)
     head = lambda *args, **kwargs: linear_token_loss(*args, labels=labels, **kwargs)  # noqa: E731
     model(ids, positions=positions, layout=layout, head=head)[0].backward()
@@ -150,7 +150,7 @@ DTYPES = torch.float64, torch.float32
 
 
 def clipped_on(meshes: list[dict[str, int]]) -> list[list[tuple[float, float, float, int]]]:
-    """In float64, and on the first also in float32."""
+    """Results of `clipped` in float64, and on the first mesh also in float32."""
     return [[clipped(axes, dtype) for dtype in (DTYPES if axes == meshes[0] else DTYPES[:1])] for axes in meshes]
 
 
@@ -160,7 +160,7 @@ def test_the_norm_is_over_full_gradients_and_clipping_reaches_the_limit(worlds):
     for i in range(len(MESHES)):
         for j, (alone, close) in enumerate(((alone_64, 1e-12), (alone_32, 1e-6))[: len(ranks[0][i])]):
             actual = [rank[i][j] for rank in ranks]
-            assert len({reported for reported, *_ in actual}) == 1  # or copies of weights would drift apart
+            assert len({reported for reported, *_ in actual}) == 1  # otherwise replicas of weights would diverge
             for reported, full, after, count in actual:
                 assert reported == pytest.approx(full, rel=close)
                 assert reported == pytest.approx(alone[0], rel=close)

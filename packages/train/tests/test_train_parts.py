@@ -1,4 +1,4 @@
-"""What needs no ranks: configuration, axes, schedule, log line, stopwatch."""
+"""Parts of the trainer without ranks: configuration, mesh axes, device choice and log lines."""
 
 from math import prod
 
@@ -46,7 +46,7 @@ def test_whole_numbers_are_read_as_people_write_them():
         ),
     ],
 )
-def test_a_bad_command_line_is_one_line_with_the_accepted_values(argv, message):
+def test_errors_of_a_command_line_are_one_line_with_the_accepted_values(argv, message):
     with pytest.raises(ValueError, match=message) as error:
         parsed(argv)
     assert "\n" not in str(error.value)
@@ -114,7 +114,7 @@ def test_a_bad_command_line_is_one_line_with_the_accepted_values(argv, message):
         ),
     ],
 )
-def test_values_that_no_run_could_use_are_refused(argv, message):
+def test_invalid_values_are_refused(argv, message):
     with pytest.raises(ValueError) as error:
         check(parsed(argv.split()))
     assert str(error.value) == message
@@ -155,7 +155,7 @@ def test_open_axes_take_the_remaining_ranks(axes, world, expected):
         ({"cp": 8, "tp": 2}, 16, (4, 2)),
         ({"cp": 6, "shard": 2}, None, (3, 2)),
         ({"cp": 3}, None, (3, 1)),
-        ({"cp": 8}, 6, (4, 2)),  # teams of 4 would lie on two nodes
+        ({"cp": 8}, 6, (4, 2)),  # a ulysses group of 4 would span two nodes
     ],
 )
 def test_a_context_parallel_degree_is_split_by_heads_and_nodes(monkeypatch, flags, node, expected):
@@ -168,7 +168,7 @@ def test_a_context_parallel_degree_is_split_by_heads_and_nodes(monkeypatch, flag
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with some GPUs, as the rank of the given number sees it."""
+    """Returns a function that simulates a machine's GPUs for one rank."""
 
     def make(gpus: int, ranks: int, rank: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -179,14 +179,14 @@ def machine(monkeypatch):
     return make
 
 
-def test_each_rank_takes_its_own_gpu(machine):
+def test_each_rank_uses_its_local_gpu(machine):
     for rank in range(8):
         machine(8, 8, rank)
         assert choose_device(TrainConfig()) == torch.device("cuda", rank)
         assert choose_device(TrainConfig(device="cpu")) == torch.device("cpu")
 
 
-def test_ranks_of_a_machine_with_too_few_gpus_agree_on_the_cpu(machine):
+def test_all_ranks_use_the_cpu_if_gpus_are_too_few(machine):
     for gpus in (0, 1, 3):
         for rank in range(4):
             machine(gpus, 4, rank)
@@ -195,7 +195,7 @@ def test_ranks_of_a_machine_with_too_few_gpus_agree_on_the_cpu(machine):
                 choose_device(TrainConfig(device="cuda"))
 
 
-def test_the_log_line_has_the_format_that_people_parse():
+def test_format_of_the_log_line():
     line = StepMetrics(10, 2.34564, 1.5, 1e-3, 2**30, 1234.4, 0.0123, None).line()
     assert line == (
         "step: 10 loss: 2.3456 grad_norm: 1.5000 lr: 1.00e-03 memory: 1.00GiB tps: 1,234 tflops: 0.0123 mfu: -"

@@ -1,4 +1,4 @@
-"""A checkpoint is data: resuming and exporting execute nothing that a file contains."""
+"""Resuming and exporting never execute the contents of a checkpoint."""
 
 import errno
 import io
@@ -64,7 +64,7 @@ def at(folder: Path, steps: int = 1) -> Config:
 
 
 def trained(config: Config) -> str:
-    """Returns the output of a run, or the reason why it was refused."""
+    """Returns the output of a run, or the reason of its refusal."""
     output = io.StringIO()
     try:
         with redirect_stdout(output), process_group(config) as device:
@@ -87,14 +87,14 @@ def marker(tmp_path) -> Path:
 
 
 def zipped(value: object) -> bytes:
-    """Returns a file of `torch.save`."""
+    """Returns the bytes of a `torch.save` file."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def payloads(name: str, marker: Path, place: Path) -> dict[str, dict[str, bytes]]:
-    """Returns contents for files of a checkpoint that execute something when they are unpickled."""
+    """Returns file contents that execute code when they are unpickled."""
     contents = {"pickle": pickle.dumps(Payload(marker)), "zip": zipped((Payload(marker), torch.zeros(2**17)))}
     actual = {kind: {name: content} for kind, content in contents.items()}
     if name != MANIFEST:
@@ -106,7 +106,7 @@ def payloads(name: str, marker: Path, place: Path) -> dict[str, dict[str, bytes]
 
 
 def poison(place: Path, files: dict[str, bytes]) -> None:
-    """Replaces files of a checkpoint, with records in the manifest that fit."""
+    """Replaces files of a checkpoint and updates their records in the manifest."""
     for name, content in files.items():
         (place / name).write_bytes(content)
     if MANIFEST not in files:
@@ -144,10 +144,10 @@ def test_a_payload_in_a_checkpoint_file_is_not_executed(worlds, checkpoint, tmp_
 
 def test_payloads_beside_checkpoints_are_not_executed(worlds, checkpoint, tmp_path, marker):
     names = [str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()]
-    beside = [name for name in names if not name.startswith("checkpoint")]
-    assert len(beside) == 3  # config.json, metrics.jsonl, lock/1.released
+    other_files = [name for name in names if not name.startswith("checkpoint")]
+    assert len(other_files) == 3  # config.json, metrics.jsonl, lock/1.released
     shutil.copytree(checkpoint, tmp_path / "run")
-    for name in [*beside, "lock/7.held", "checkpoint/.metadata", "wandb-id"]:
+    for name in [*other_files, "lock/7.held", "checkpoint/.metadata", "wandb-id"]:
         (tmp_path / "run" / name).write_bytes(pickle.dumps(Payload(marker)))
     (tmp_path / "run/lock/7.held").unlink()
     (messages,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
@@ -155,7 +155,7 @@ def test_payloads_beside_checkpoints_are_not_executed(worlds, checkpoint, tmp_pa
 
 
 def save_in_format_2(config: Config, marker: Path) -> None:
-    """Saves a checkpoint as earlier versions did: torch's `.metadata` and `.distcp` files, which have pickles."""
+    """Saves a checkpoint in an earlier format: torch's `.metadata` and `.distcp` files, which contain pickles."""
     place = config.train.output / "checkpoint/step-1"
     with process_group(config) as device:
         run = prepare(config, device)
@@ -192,7 +192,7 @@ def test_a_payload_in_an_exported_file_is_not_executed(checkpoint, tmp_path, mar
         assert not marker.exists(), name
 
 
-def with_entries(full: bytes, **fields: object) -> bytes:
+def with_entry_fields(full: bytes, **fields: object) -> bytes:
     """Returns a safetensors file with these fields in the entry of every tensor of its header."""
     size = int.from_bytes(full[:8], "little")
     header = json.loads(full[8 : 8 + size])
@@ -206,7 +206,7 @@ def with_entries(full: bytes, **fields: object) -> bytes:
 )
 def test_a_manipulated_header_is_refused_in_one_line(worlds, checkpoint, tmp_path, fields):
     place = shutil.copytree(checkpoint, tmp_path / "run") / "checkpoint/step-1"
-    poison(place, {FILE: with_entries((place / FILE).read_bytes(), **fields)})
+    poison(place, {FILE: with_entry_fields((place / FILE).read_bytes(), **fields)})
     messages = exported(place, tmp_path / "hf")
     assert messages.startswith(f"armillary-export: {place}: ") and messages.count("\n") == 1
     (messages,) = worlds(1).run(trained, at(tmp_path / "run", steps=2))
@@ -223,7 +223,7 @@ def test_a_manifest_that_describes_another_model_is_not_exported(checkpoint, tmp
 
 
 def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
-    """With a limit of this process's file sizes: torch, safetensors and Python fail as on a full disk."""
+    """A file size limit stands for a full disk: torch, safetensors and Python fail equally."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:

@@ -1,4 +1,4 @@
-"""Pictures of runs: what is read for them, how it is smoothed, and what the command draws."""
+"""Plots of runs: reading metrics, smoothing, and the command."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def write_run(folder, steps=40, bad=None):
     return folder
 
 
-def test_curves_are_read_from_a_file_with_restarts_bad_steps_and_half_a_line(tmp_path):
+def test_curves_are_read_despite_restarts_bad_steps_and_a_truncated_line(tmp_path):
     folder = write_run(tmp_path / "run", bad=7)
     reopened = journal.Journal(folder / "metrics.jsonl")
     reopened.on_resume(35)
@@ -67,7 +67,7 @@ def test_the_command_draws_one_run_or_several(tmp_path, monkeypatch, capsys):
         ({"metrics.jsonl": json.dumps({"step": 0, "event": "started"})}, "has no step yet"),
     ],
 )
-def test_invalid_drawings_are_refused_in_one_line(tmp_path, capsys, files, message):
+def test_invalid_plots_are_refused_in_one_line(tmp_path, capsys, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as stop:

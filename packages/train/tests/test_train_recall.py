@@ -1,4 +1,4 @@
-"""A model that is trained on 2 ranks learns to recall what the other rank holds, and only by way of attention."""
+"""A model trained on 2 ranks recalls values on the other rank, and only through attention."""
 
 import io
 from contextlib import redirect_stdout
@@ -24,7 +24,7 @@ from armillary.train import (
 )
 
 RECALL = Config(
-    # RoPE of few, fast frequencies: a head that looks one token back is soon found.
+    # Few, high RoPE frequencies, so that a head soon learns to attend to the previous token.
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
     data=DataConfig(task="recall", sequence_length=16, pairs=1, symbols=8, global_batch_size=64),
     parallel=ParallelConfig(ring=2, ulysses=1, attention="ring"),
@@ -36,30 +36,30 @@ RECALL = Config(
 
 
 class OwnShard:
-    """Forgets the keys of other ranks: causal attention among the tokens of this rank."""
+    """Causal attention among local tokens, without the keys of other ranks."""
 
     def __call__(self, q, k, v, *, mask, layout):
         return Local()(q, k, v, mask=AttentionMask())
 
 
-def forget_others(run: Run) -> None:
+def attend_locally(run: Run) -> None:
     for module in run.model.modules():
         if isinstance(module, Block):
             module.attention = OwnShard()
 
 
-def right_answers(config: Config, broken: bool) -> float:
+def correct_fraction(config: Config, broken: bool) -> float:
     with redirect_stdout(io.StringIO()), process_group(config) as device:
         run = prepare(config, device)
         if broken:
-            forget_others(run)
+            attend_locally(run)
         return train_loop(run).validation["recall"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("broken", [False, True])
-def test_values_on_other_ranks_are_recalled_unless_attention_ends_with_the_shard(worlds, tmp_path, broken):
+def test_values_on_other_ranks_are_recalled_only_through_attention(worlds, tmp_path, broken):
     config = replace(RECALL, train=replace(RECALL.train, output=tmp_path))
-    right_shares = worlds(2).run(right_answers, config, broken)
+    right_shares = worlds(2).run(correct_fraction, config, broken)
     assert right_shares[0] == right_shares[1]
-    assert right_shares[0] < 2 / 8 if broken else right_shares[0] > 0.95  # who guesses is right once in 8 times
+    assert right_shares[0] < 2 / 8 if broken else right_shares[0] > 0.95  # guessing gives 1 in 8

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: lines, the bar, metrics.jsonl, trackers; and that none of it can stop a run."""
+"""Reports of a run: log lines, progress bar, metrics.jsonl and trackers. Their failures never stop a run."""
 
 import gzip
 import io
@@ -56,7 +56,7 @@ def metrics(step: int, loss: float = 2.0, rate: float = 100.0, seconds: float = 
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
-    """What TensorBoard itself reads from its event files."""
+    """Scalars by step, read by TensorBoard from its event files."""
     events = EventAccumulator(str(folder))
     events.Reload()
     return {event.step: pytest.approx(event.value, rel=1e-6) for event in events.Scalars(name)}
@@ -73,7 +73,7 @@ def run(config: Config) -> tuple[Summary, str]:
 
 
 def texts(folder: Path) -> DataConfig:
-    """A few documents, of which a run learns fast."""
+    """A few repetitive documents, whose loss falls fast."""
     path = folder / "texts"
     path.mkdir()
     for i in range(9):
@@ -81,20 +81,20 @@ def texts(folder: Path) -> DataConfig:
     return replace(SMALL.data, path=(path,), validation_fraction=0.3)
 
 
-def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
+def test_a_run_writes_metrics_tensorboard_traces_and_a_plot(worlds, tmp_path):
     log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
     config = replace(SMALL, data=texts(tmp_path), log=log, train=replace(SMALL.train, output=tmp_path))
-    (summary, output), (_, other) = worlds(2).run(run, config)
+    (summary, output), (_, output_of_rank_1) = worlds(2).run(run, config)
     records = list(journals.read(tmp_path / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
     assert [(record["step"], record["loss"]) for record in steps] == list(enumerate(summary.losses, 1))
     assert [record["tokens"] for record in steps] == [128 * step for step in range(1, 7)]
     assert all(record["seconds"] > 0 and record["time"] > 1.7e9 for record in steps)
     assert sum(record["seconds"] for record in steps) == pytest.approx(summary.seconds)
-    validated = {record["step"]: record["validation"]["loss"] for record in records if "validation" in record}
-    assert list(validated) == [3, 6] and validated[6] == summary.validation_loss
+    validation_losses = {record["step"]: record["validation"]["loss"] for record in records if "validation" in record}
+    assert list(validation_losses) == [3, 6] and validation_losses[6] == summary.validation_loss
     events = [(record["event"], record["step"]) for record in records if "event" in record]
-    # The first save goes on beside training.
+    # The first save overlaps with training.
     assert [event for event in events if event[1] == 3] == [("saving", 3), ("saved", 3)]
     assert [event for event in events if event[1] != 3] == [
         ("started", 0),
@@ -103,7 +103,7 @@ def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
         ("finished", 6),
     ]
     assert scalars(tmp_path / "tb", "train/loss") == dict(enumerate(summary.losses, 1))
-    assert scalars(tmp_path / "tb", "validation/loss") == validated
+    assert scalars(tmp_path / "tb", "validation/loss") == validation_losses
     traces = {path.name for path in (tmp_path / "profile").iterdir()}
     assert traces == {f"step-{step}-rank-{rank}.json.gz" for step in (2, 3, 5) for rank in (0, 1)}
     for trace in traces:
@@ -112,9 +112,9 @@ def test_a_run_leaves_metrics_boards_traces_and_a_picture(worlds, tmp_path):
         assert len({e["name"] for e in json.loads(text)["traceEvents"] if "ProfilerStep" in e["name"]}) == 1
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert summary.picture == tmp_path / "loss.png"
-    shown = [line.split()[1] for line in output.splitlines() if line.startswith("step: ")]
-    assert shown == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in output
-    assert other == ""
+    printed_steps = [line.split()[1] for line in output.splitlines() if line.startswith("step: ")]
+    assert printed_steps == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in output
+    assert output_of_rank_1 == ""
 
 
 def test_a_longer_run_in_the_same_folder_appends_to_its_files(worlds, tmp_path):
@@ -129,8 +129,8 @@ def test_a_longer_run_in_the_same_folder_appends_to_its_files(worlds, tmp_path):
     assert events == [*first, ("resumed", 3), ("saving", 5), ("saved", 5), ("finished", 5)]
 
 
-class Impatient(io.StringIO):
-    """An output that has the process told to end when it shows the third step."""
+class OutputThatStops(io.StringIO):
+    """An output that sends SIGTERM to the process at the third step."""
 
     def write(self, text: str) -> int:
         if text.startswith("step: 3 "):
@@ -138,17 +138,17 @@ class Impatient(io.StringIO):
         return super().write(text)
 
 
-def interrupted(config: Config) -> tuple[int, str]:
-    output = Impatient()
+def run_interrupted(config: Config) -> tuple[int, str]:
+    output = OutputThatStops()
     with redirect_stdout(output), process_group(config) as device:
         summary = train_loop(prepare(config, device))
     return len(summary.losses), output.getvalue()
 
 
-def test_a_stopped_run_draws_its_picture_too(worlds, tmp_path):
+def test_a_stopped_run_writes_its_plot(worlds, tmp_path):
     forever = replace(SMALL.train, steps=1_000_000, output=tmp_path)
     config = replace(SMALL, data=texts(tmp_path), log=LogConfig(every=3), save=SaveConfig(every=10**6), train=forever)
-    steps, output = worlds(1).run(interrupted, config)[0]
+    steps, output = worlds(1).run(run_interrupted, config)[0]
     last = list(journals.read(tmp_path / "metrics.jsonl"))[-1]
     assert (last["event"], last["step"]) == ("stopped", steps) and 3 <= steps < 1_000_000
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -160,13 +160,13 @@ def test_a_stopped_run_draws_its_picture_too(worlds, tmp_path):
 
 def test_rates_of_a_line_cover_all_steps_since_the_previous_line():
     steps = [metrics(1, rate=100.0, seconds=3.0), metrics(2, rate=20.0, seconds=1.0)]
-    both = average(steps)
-    assert (both.step, both.tokens_per_second, both.tflops, both.utilisation) == (2, 80.0, 0.8, None)
+    averaged = average(steps)
+    assert (averaged.step, averaged.tokens_per_second, averaged.tflops, averaged.utilisation) == (2, 80.0, 0.8, None)
     on_gpu = [replace(step, utilisation=step.tflops) for step in steps]
     assert average(on_gpu).utilisation == pytest.approx(0.8)
 
 
-def test_lines_are_plain_where_there_is_no_terminal(capsys):
+def test_lines_are_plain_without_a_terminal(capsys):
     screen = Screen(steps=30, every=10)
     screen.on_resume(12)
     for step in range(13, 31):
@@ -179,13 +179,13 @@ def test_lines_are_plain_where_there_is_no_terminal(capsys):
     assert lines[3:] == ["validation: step: 30 loss: 1.5000 recall: 0.2500", "[not markup]"]
 
 
-def test_on_a_terminal_a_bar_tells_steps_time_left_and_loss(monkeypatch):
-    ours, theirs = pty.openpty()
-    shown: list[bytes] = []
+def test_a_terminal_shows_a_bar_with_steps_remaining_time_and_loss(monkeypatch):
+    reading_end, terminal_end = pty.openpty()
+    output: list[bytes] = []
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
-    with open(theirs, "w") as terminal:
-        reader = threading.Thread(target=lambda: shown.extend(iter(lambda: read_some(ours), b"")))
+    with open(terminal_end, "w") as terminal:
+        reader = threading.Thread(target=lambda: output.extend(iter(lambda: read_some(reading_end), b"")))
         reader.start()
         monkeypatch.setattr(sys, "stdout", terminal)
         screen = Screen(steps=40, every=10)
@@ -195,8 +195,8 @@ def test_on_a_terminal_a_bar_tells_steps_time_left_and_loss(monkeypatch):
         screen.close()
         monkeypatch.undo()
     reader.join()
-    os.close(ours)
-    text = b"".join(shown).decode()
+    os.close(reading_end)
+    text = b"".join(output).decode()
     assert metrics(20, loss=3.25).line() in text
     assert "20/40" in text and "loss 3.2500" in text
     assert re.search(r"left .*?\d\d:\d\d", text)
@@ -205,7 +205,7 @@ def test_on_a_terminal_a_bar_tells_steps_time_left_and_loss(monkeypatch):
 def read_some(fd: int) -> bytes:
     try:
         return os.read(fd, 1 << 16)
-    except OSError:  # the other side of a terminal is closed
+    except OSError:  # the terminal is closed
         return b""
 
 
@@ -222,12 +222,12 @@ def report(config: Config, resumed: int, steps: list[int]) -> str:
     return output.getvalue()
 
 
-def test_after_a_restart_no_step_is_logged_twice(worlds, tmp_path):
+def test_a_restart_logs_no_step_twice(worlds, tmp_path):
     log = LogConfig(tensorboard=True, plot=False)
     config = replace(SMALL, log=log, train=replace(SMALL.train, output=tmp_path))
     path = tmp_path / "metrics.jsonl"
     worlds(1).run(report, config, 0, [1, 2, 3, 4, 5])
-    path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')  # killed while it wrote
+    path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')  # a write interrupted by a kill
     worlds(1).run(report, config, 3, [4, 5, 6])
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["loss"] for r in records if "loss" in r] == [1, 2, 3, 4.03, 5.03, 6.03]
@@ -236,7 +236,7 @@ def test_after_a_restart_no_step_is_logged_twice(worlds, tmp_path):
     assert scalars(tmp_path / "tb", "train/loss") == {1: 1, 2: 2, 3: 3, 4: 4.03, 5: 5.03, 6: 6.03}
 
 
-def test_a_start_from_nothing_begins_the_file_anew(tmp_path):
+def test_a_fresh_start_replaces_the_metrics_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         journal = Journal(path)
@@ -295,11 +295,11 @@ def test_a_refused_resume_leaves_its_records_unchanged(worlds, tmp_path):
     assert not (tmp_path / "tb").exists()
 
 
-# -- nothing that goes wrong stops a run --------------------------------------------------------------------------
+# -- failures of reports do not stop a run ------------------------------------------------------------------------
 
 
-class Awkward:
-    """A sink that fails at every step, and stands still when it is to validate."""
+class FailingSink:
+    """A sink that raises at every step and hangs at validation."""
 
     def __init__(self) -> None:
         self.steps, self.go_on = 0, threading.Event()
@@ -322,22 +322,22 @@ class Awkward:
 
 
 def test_a_failing_sink_is_reported_once_and_retried():
-    sink, messages = Awkward(), list[str]()
+    sink, messages = FailingSink(), list[str]()
     guarded = GuardedSink(sink, messages.append)
     for step in range(3):
         guarded.submit(lambda step=step: sink.step(metrics(step)))
     guarded.close(60)
     assert sink.steps == 3
-    assert messages == ["Awkward OSError: the disk is full; training continues"]
+    assert messages == ["FailingSink OSError: the disk is full; training continues"]
 
 
-def test_a_sink_that_hangs_is_not_waited_for():
-    sink, messages = Awkward(), list[str]()
+def test_a_hung_sink_does_not_delay_the_run():
+    sink, messages = FailingSink(), list[str]()
     guarded = GuardedSink(sink, messages.append, capacity=5)
     guarded.submit(lambda: sink.on_validation(1, {}))
     for _ in range(10):
         guarded.submit(lambda: None)
-    assert messages == ["Awkward has 5 reports waiting; more are lost"]
+    assert messages == ["FailingSink has 5 reports waiting; more are lost"]
     assert not guarded.flush(0.01)
     guarded.close(0.01)
     sink.go_on.set()
@@ -345,7 +345,7 @@ def test_a_sink_that_hangs_is_not_waited_for():
 
 
 def full_disk(folder: Path) -> tuple[str, list[int]]:
-    """Files may not grow beyond 1,000 bytes for a while: what a full disk does, to this process alone."""
+    """A file size limit of 1,000 bytes stands for a full disk for part of the steps."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     messages: list[str] = []
     journal = Journal(folder / "metrics.jsonl")
@@ -362,13 +362,13 @@ def full_disk(folder: Path) -> tuple[str, list[int]]:
     return " ".join(messages), [record["step"] for record in journals.read(journal.path)]
 
 
-def test_a_full_disk_is_reported_once_and_no_line_is_lost_afterwards(worlds, tmp_path):
+def test_a_full_disk_is_reported_once_and_later_lines_are_written(worlds, tmp_path):
     messages, steps = worlds(1).run(full_disk, tmp_path)[0]
     assert messages == "Journal OSError: [Errno 27] File too large; training continues"
     assert steps == list(range(1, 12))
 
 
-def test_a_run_without_its_folder_continues_and_reports_it_once(worlds, tmp_path):
+def test_a_run_whose_folder_disappears_continues_and_reports_it_once(worlds, tmp_path):
     config = replace(
         SMALL, log=LogConfig(tensorboard=True, every=1), train=replace(SMALL.train, output=tmp_path / "gone")
     )
@@ -379,7 +379,7 @@ def test_a_run_without_its_folder_continues_and_reports_it_once(worlds, tmp_path
     assert sum(line.startswith("TensorBoard ") for line in output) == 1
 
 
-# -- what has to be installed -------------------------------------------------------------------------------------
+# -- optional packages --------------------------------------------------------------------------------------------
 
 STAND_IN = '''
 """Weights & Biases' functions as they are called, writing down what they are given."""
@@ -414,15 +414,15 @@ def report_to_stand_in(config: Config, resumed: int, steps: list[int]) -> str:
         sys.modules.pop("wandb", None)
 
 
-def test_a_restart_continues_the_same_run_at_weights_and_biases(worlds, tmp_path):
+def test_a_restart_resumes_its_wandb_run(worlds, tmp_path):
     (tmp_path / "wandb.py").write_text(STAND_IN)
     config = replace(SMALL, log=LogConfig(wandb="long", plot=False), train=replace(SMALL.train, output=tmp_path))
     worlds(1).run(report_to_stand_in, config, 0, [1])
     worlds(1).run(report_to_stand_in, config, 1, [2])
     calls = [json.loads(line) for line in (tmp_path / "wandb-calls.jsonl").read_text().splitlines()]
-    begun = [call for call in calls if "init" in call]
+    init_calls = [call for call in calls if "init" in call]
     identity = (tmp_path / "wandb-id").read_text()
-    assert begun == [{"init": identity, "project": "long", "resume": "allow", "steps": 6}] * 2
+    assert init_calls == [{"init": identity, "project": "long", "resume": "allow", "steps": 6}] * 2
     logged = [call["log"] for call in calls if "log" in call]
     assert [call["step"] for call in logged] == [1, 1, 2, 2]
     assert logged[0]["train/loss"] == 1 and logged[1] == {"step": 1, "validation/loss": 1.0}
@@ -439,7 +439,7 @@ def test_a_restart_continues_the_same_run_at_weights_and_biases(worlds, tmp_path
         (LogConfig(memory_snapshot=(3,)), "only cuda's allocator keeps a history, and the device is cpu"),
     ],
 )
-def test_unavailable_reports_are_refused_at_the_start(log, message):
+def test_missing_packages_of_reports_are_refused_at_the_start(log, message):
     with pytest.raises(ValueError, match=message):
         check_log(log, 10, torch.device("cpu"))
     check_log(LogConfig(tensorboard=True, profile=(1, 10)), 10, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Whole runs on gloo ranks: the same losses on every mesh, checkpoints, and refusals on every rank."""
+"""Complete runs on gloo ranks: equal losses on every mesh, checkpoints, and refusals on every rank."""
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
@@ -33,10 +33,10 @@ from armillary.train import (
 )
 from armillary.train.cli import main
 
-STEPS = 3  # what is wrong with a gradient shows in the loss of the second
+STEPS = 3  # a wrong gradient changes the loss of step 2
 TEXT = (Path(armillary.train.__file__).parent,)
 """What is trained on: all of Python's own text would take each rank longer to read than it trains."""
-# Nothing divides anything: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
+# Uneven sizes: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),
     data=DataConfig(path=TEXT, sequence_length=250, global_batch_size=4),
@@ -54,8 +54,8 @@ def run(config: Config) -> tuple[Summary, str]:
     return summary, output.getvalue()
 
 
-def on(worlds, ranks: int, config: Config, folder: Path) -> tuple[Summary, str]:
-    """The summary, which must be the same on all ranks, and what rank 0 printed; the others must be silent."""
+def run_on(worlds, ranks: int, config: Config, folder: Path) -> tuple[Summary, str]:
+    """Returns the summary, equal on all ranks, and the output of rank 0; other ranks must print nothing."""
     config = replace(config, train=replace(config.train, output=folder))
     results = worlds(ranks).run(run, config)
     assert all(summary.losses == results[0][0].losses for summary, _ in results)
@@ -65,7 +65,7 @@ def on(worlds, ranks: int, config: Config, folder: Path) -> tuple[Summary, str]:
 
 @pytest.fixture(scope="module")
 def one_rank(worlds, tmp_path_factory) -> Summary:
-    return on(worlds, 1, SMALL, tmp_path_factory.mktemp("one"))[0]
+    return run_on(worlds, 1, SMALL, tmp_path_factory.mktemp("one"))[0]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
 def test_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, parallel, layout):
     axes = {"ring": 1, "ulysses": 1} | parallel
     config = replace(SMALL, parallel=ParallelConfig(**axes), data=replace(SMALL.data, layout=layout))
-    summary, _ = on(worlds, 4, config, tmp_path)
+    summary, _ = run_on(worlds, 4, config, tmp_path)
     assert len(summary.losses) == STEPS
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
     assert max(differences) < 1e-5
     assert abs(summary.validation_loss - one_rank.validation_loss) < 1e-5
 
 
-# UPipe is run from hidden states as soon as a policy is not "none", and offloading has ways of its own.
+# With a policy other than "none" UPipe runs from hidden states, and offloading takes other code paths.
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "on_host"),
     [
@@ -116,14 +116,14 @@ def test_steps_give_the_same_losses_under_every_checkpoint_policy(
         checkpointing=checkpointing,
         optimizer=OptimizerConfig(cpu_offload=on_host),
     )
-    summary, _ = on(worlds, 4, config, tmp_path)
+    summary, _ = run_on(worlds, 4, config, tmp_path)
     differences = [abs(a - b) for a, b in zip(summary.losses, one_rank.losses, strict=True)]
     assert len(differences) == STEPS and max(differences) < 1e-5
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> DataConfig:
-    """Two stores of short and long documents, mixed, packed, and each document for itself."""
+    """Two stores of short and long documents, mixed and packed with a document mask."""
     folder = tmp_path_factory.mktemp("stores")
     documents = python_corpus()
     for name, part in {"short": documents[10:300:10], "long": documents[5::100]}.items():
@@ -139,7 +139,7 @@ def stores(tmp_path_factory) -> DataConfig:
 @pytest.fixture(scope="module")
 def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
     config = replace(SMALL, data=stores)
-    return on(worlds, 1, config, tmp_path_factory.mktemp("packed"))[0]
+    return run_on(worlds, 1, config, tmp_path_factory.mktemp("packed"))[0]
 
 
 @pytest.mark.parametrize(
@@ -154,19 +154,19 @@ def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
 def test_packed_documents_give_the_same_losses_on_every_mesh(worlds, stores, packed_on_one_rank, tmp_path, parallel):
     axes = {"ring": 1, "ulysses": 1} | parallel
     config = replace(SMALL, parallel=ParallelConfig(**axes), data=stores)
-    summary, _ = on(worlds, 4, config, tmp_path)
+    summary, _ = run_on(worlds, 4, config, tmp_path)
     differences = [abs(a - b) for a, b in zip(summary.losses, packed_on_one_rank.losses, strict=True)]
     assert len(differences) == STEPS and max(differences) < 1e-5
 
 
 def test_the_loss_falls(one_rank):
-    assert one_rank.losses[0] == pytest.approx(5.55, abs=0.15)  # ln 257: knows nothing yet
-    assert one_rank.losses[-1] < one_rank.losses[0] - 0.1  # and by more than 1 in 12 steps, see test_first_run.py
+    assert one_rank.losses[0] == pytest.approx(5.55, abs=0.15)  # ln 257: an untrained model
+    assert one_rank.losses[-1] < one_rank.losses[0] - 0.1  # test_first_run.py checks a fall of more than 1 in 12 steps
 
 
-def test_a_run_prints_what_was_promised(worlds, tmp_path):
+def test_output_of_a_run(worlds, tmp_path):
     short = replace(SMALL, log=LogConfig(every=2, plot=False), train=replace(SMALL.train, steps=3))
-    _, output = on(worlds, 2, short, tmp_path)
+    _, output = run_on(worlds, 2, short, tmp_path)
     first, *lines = output.splitlines()
     assert first == "warm-up: 1 of 3 steps; --optimizer.warmup-steps 10 would not end before the run does"
     assert [line.split(" loss:")[0] for line in lines[:3]] == ["step: 1", "step: 2", "step: 3"]
@@ -176,19 +176,19 @@ def test_a_run_prints_what_was_promised(worlds, tmp_path):
 
 
 def checkpoint_equals_model(config: Config) -> bool:
-    """Reads the checkpoint into a model with other weights; it must become the trained one."""
+    """Returns whether loading the checkpoint into another model gives the trained weights."""
     with process_group(config) as device, redirect_stdout(io.StringIO()):
         trained = prepare(config, device)
         place = train_loop(trained).checkpoint
-        fresh = prepare(replace(config, train=replace(config.train, seed=1)), device)
-        state = {"model": get_model_state_dict(fresh.model)}
+        other_run = prepare(replace(config, train=replace(config.train, seed=1)), device)
+        state = {"model": get_model_state_dict(other_run.model)}
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(place)))
     expected = get_model_state_dict(trained.model)
     loaded = state["model"]
     return all(torch.equal(loaded[name].full_tensor(), expected[name].full_tensor()) for name in expected)
 
 
-def test_the_checkpoint_has_the_trained_weights_after_a_resume_too(worlds, tmp_path):
+def test_checkpoints_have_the_trained_weights_also_after_a_resume(worlds, tmp_path):
     config = replace(SMALL, train=replace(SMALL.train, steps=2, output=tmp_path))
     assert worlds(2).run(checkpoint_equals_model, config) == [True, True]
     assert worlds(2).run(checkpoint_equals_model, config) == [True, True]
@@ -196,7 +196,7 @@ def test_the_checkpoint_has_the_trained_weights_after_a_resume_too(worlds, tmp_p
 
 
 def refusals(commands: list[list[str]]) -> list[tuple[int, str]]:
-    """The exit code and what is said of each command, and this rank's number: its group is there still."""
+    """Returns (exit code, message) of each command, and this rank, which proves that its group still exists."""
     actual = list[tuple[int, str]]()
     for argv in commands:
         messages = io.StringIO()

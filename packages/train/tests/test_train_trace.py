@@ -1,4 +1,4 @@
-"""Traces of steps: what is in them, of which steps, and that they never stop a run."""
+"""Traces of steps: contents, choice of steps, and failed writes."""
 
 import json
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def run(config: Config) -> str:
     return output.getvalue()
 
 
-def traced(worlds, folder: Path, ranks: int, trace: Path, steps: tuple[int, ...] = ()) -> str:
+def run_with_trace(worlds, folder: Path, ranks: int, trace: Path, steps: tuple[int, ...] = ()) -> str:
     (folder / "text.txt").write_text("so says the trace, " * 400)
     config = replace(
         SMALL,
@@ -61,34 +61,34 @@ def spans(path: Path, rank: int, category: str) -> list[dict[str, Any]]:
     return [event for event in events if event["pid"] == rank and event.get("cat") == category]
 
 
-def test_a_run_shows_the_second_step_of_all_ranks(worlds, tmp_path):
+def test_a_trace_has_the_second_step_of_all_ranks(worlds, tmp_path):
     path = tmp_path / "traces" / "trace.json"
-    traced(worlds, tmp_path, 4, path)
+    run_with_trace(worlds, tmp_path, 4, path)
     for rank in range(4):
         labels = [event["name"] for event in spans(path, rank, "label")]
         assert labels[0] == "step 2" and "step 3" not in labels and {"attention", "mlp"} <= {*labels}
         cells = [event["name"].split()[0] for event in spans(path, rank, "compute")]
-        assert cells.count("forward") == cells.count("backward") == 2 * 2  # layers, and cells in a ring of two
+        assert cells.count("forward") == cells.count("backward") == 2 * 2  # layers, and blocks in a ring of two
         assert {event["args"]["axis"] for event in spans(path, rank, "exchange")} == {"ring", "ulysses"}
         (step,) = (event for event in spans(path, rank, "label") if event["name"] == "step 2")
         for event in spans(path, rank, "compute") + spans(path, rank, "wait"):
             assert step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 1e-3
 
 
-def test_steps_are_chosen(worlds, tmp_path):
-    traced(worlds, tmp_path, 1, tmp_path / "trace.json", (1, 3))
+def test_traced_steps_can_be_chosen(worlds, tmp_path):
+    run_with_trace(worlds, tmp_path, 1, tmp_path / "trace.json", (1, 3))
     steps = [e["name"] for e in spans(tmp_path / "trace.json", 0, "label") if e["name"].startswith("step")]
     assert steps == ["step 1", "step 3"]
 
 
 def test_write_failures_are_reported_and_training_continues(worlds, tmp_path):
     (tmp_path / "file").touch()
-    output = traced(worlds, tmp_path, 2, tmp_path / "file" / "trace.json")
+    output = run_with_trace(worlds, tmp_path, 2, tmp_path / "file" / "trace.json")
     assert f"{tmp_path}/file/trace.json: not written (" in output and "trained 4 steps" in output
 
 
-def made(log: LogConfig, first: int, steps: Sequence[int], last: int = 9) -> tuple[list[str], list[str]]:
-    """What a trace of these steps shows, and what is said, of a run that makes `steps` of `first` to `last`."""
+def trace_of(log: LogConfig, first: int, steps: Sequence[int], last: int = 9) -> tuple[list[str], list[str]]:
+    """Returns (labels, messages) of a trace in a run that makes `steps` of `first` to `last`."""
     messages: list[str] = []
     trace = StepTrace(log.trace, log.trace_steps, CPU, first, last, messages.append)
     for step in steps:
@@ -101,18 +101,18 @@ def made(log: LogConfig, first: int, steps: Sequence[int], last: int = 9) -> tup
     return names, messages
 
 
-def test_which_steps_are_shown_after_a_start(tmp_path):
+def test_traced_steps_after_a_start_or_resume(tmp_path):
     def log(*steps: int) -> LogConfig:
         (tmp_path / "trace.json").unlink(missing_ok=True)
         return LogConfig(trace=tmp_path / "trace.json", trace_steps=steps)
 
-    assert made(log(), 1, range(1, 10)) == (["step 2"], [])
-    assert made(log(), 5, range(5, 10)) == (["step 6"], [])
-    assert made(log(), 9, [9]) == (["step 9"], [])
-    assert made(log(3, 7), 5, range(5, 10)) == (["step 7"], [])
-    assert made(log(5, 9), 5, [5, 6]) == (["step 5"], [])  # stopped before the last
-    assert made(LogConfig(), 1, range(1, 10)) == ([], [])
-    names, (messages,) = made(log(3), 5, range(5, 10))
+    assert trace_of(log(), 1, range(1, 10)) == (["step 2"], [])
+    assert trace_of(log(), 5, range(5, 10)) == (["step 6"], [])
+    assert trace_of(log(), 9, [9]) == (["step 9"], [])
+    assert trace_of(log(3, 7), 5, range(5, 10)) == (["step 7"], [])
+    assert trace_of(log(5, 9), 5, [5, 6]) == (["step 5"], [])  # stopped before the last step
+    assert trace_of(LogConfig(), 1, range(1, 10)) == ([], [])
+    names, (messages,) = trace_of(log(3), 5, range(5, 10))
     assert names == [] and messages == f"{tmp_path}/trace.json: no trace is written, for steps 5 to 9 are none of 3"
 
 

@@ -1,4 +1,4 @@
-"""Training itself: parts of a step, precisions, bad steps, and tasks with known answers."""
+"""Training: accumulation, precisions, bad steps, and tasks with known answers."""
 
 import io
 import resource
@@ -46,7 +46,7 @@ from armillary.train.validation import validate
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Config:
-    """Documents of many lengths, so that parts of a step differ in how many tokens have labels; one holds a Z."""
+    """Documents of many lengths, so that micro-batches differ in their number of labels. One contains a Z."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(60):
         text = f"document {i} of sixty: {'tick tock ' * (i % 7)}"
@@ -59,15 +59,15 @@ def small(tmp_path_factory) -> Config:
     )
 
 
-def on(config: Config, **train_options: Any) -> Config:
+def with_options(config: Config, **train_options: Any) -> Config:
     return replace(config, train=replace(config.train, **train_options))
 
 
-def meshed(config: Config, **axes: int) -> Config:
+def on_mesh(config: Config, **axes: int) -> Config:
     return replace(config, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
 
 
-def built(config: Config) -> Run:
+def prepare_run(config: Config) -> Run:
     with process_group(config) as device:
         return prepare(config, device)
 
@@ -77,24 +77,26 @@ def step(run: Run, number: int) -> StepResult:
 
 
 def losses_of(configs: list[Config]) -> list[list[float]]:
-    runs = [built(config) for config in configs]
+    runs = [prepare_run(config) for config in configs]
     return [[step(run, i + 1).loss for i in range(run.config.train.steps)] for run in runs]
 
 
-def furthest(losses: list[float], expected: list[float]) -> float:
+def largest_difference(losses: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_a_step_give_the_losses_of_the_whole(worlds, small):
+def test_accumulation_gives_the_losses_of_one_batch(worlds, small):
     ((full,),) = worlds(1).run(losses_of, [small])
-    configs = [on(meshed(small, **axes), accumulation=n) for n in (2, 4) for axes in ({"ring": 2}, {"shard": 2})]
+    configs = [
+        with_options(on_mesh(small, **axes), accumulation=n) for n in (2, 4) for axes in ({"ring": 2}, {"shard": 2})
+    ]
     configs += [replace(each, parallel=replace(each.parallel, zero_stage=1)) for each in configs[1:3]]
     for actual in worlds(2).run(losses_of, configs):
         assert len(actual) == 6 and len(full) == 3
-        assert max(furthest(losses, full) for losses in actual) < 1e-5
+        assert max(largest_difference(losses, full) for losses in actual) < 1e-5
 
 
 class Collectives(TorchDispatchMode):
@@ -111,34 +113,34 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives_of(config: Config) -> Counter[str]:
-    run = built(config)
+    run = prepare_run(config)
     with Collectives() as collectives:
         step(run, 1)
     return collectives.counts
 
 
 def test_zero_stage_1_gathers_and_reduces_once_a_step(worlds, small):
-    configs = [on(meshed(small, shard=2, zero_stage=stage), accumulation=4) for stage in (1, 2)]
+    configs = [with_options(on_mesh(small, shard=2, zero_stage=stage), accumulation=4) for stage in (1, 2)]
     first, second = (worlds(2).run(collectives_of, config)[0] for config in configs)
     for name in ("_allgather_base_", "_reduce_scatter_base_"):
         assert second[name] == 4 * first[name] > 0
 
 
 def rows_and_validation(config: Config) -> tuple[list[range], dict[str, float]]:
-    run = built(config)
+    run = prepare_run(config)
     return [next(run.training).rows for _ in range(config.train.accumulation)], validate(run)
 
 
-def test_parts_are_the_rows_of_the_step_and_validation_sees_as_many(worlds, small):
+def test_micro_batches_and_validation_have_the_rows_of_a_step(worlds, small):
     ((_, full),) = worlds(1).run(rows_and_validation, small)
-    actual = worlds(2).run(rows_and_validation, on(meshed(small, shard=2), accumulation=2))
+    actual = worlds(2).run(rows_and_validation, with_options(on_mesh(small, shard=2), accumulation=2))
     assert [rows for rows, _ in actual] == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
     assert all(values["loss"] == pytest.approx(full["loss"], abs=1e-6) for _, values in actual)
 
 
 def planning_threads(config: Config) -> list[set[str]]:
-    """For each step, the threads that made kernel calls from masks and layouts."""
-    run, names, threads = built(config), list[str](), list[set[str]]()
+    """For each step, names of the threads that computed kernel calls from masks and layouts."""
+    run, names, threads = prepare_run(config), list[str](), list[set[str]]()
     kernel_calls = spec.kernel_calls
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spec, "kernel_calls", lambda *a: names.append(current_thread().name) or kernel_calls(*a))
@@ -151,19 +153,19 @@ def planning_threads(config: Config) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-def test_attention_of_packed_documents_is_planned_while_batches_are_read(worlds, small, layout):
+def test_attention_of_packed_documents_is_planned_by_the_reader_threads(worlds, small, layout):
     config = replace(small, data=replace(small.data, documents=True, layout=layout))
-    for threads in worlds(2).run(planning_threads, meshed(config, ring=2)):
-        assert "MainThread" in threads[0]  # heads and kernel are known after the first call
-        # Two batches were read ahead before that.
+    for threads in worlds(2).run(planning_threads, on_mesh(config, ring=2)):
+        assert "MainThread" in threads[0]  # the first call determines heads and kernel
+        # Two batches were prefetched before it.
         assert not any("MainThread" in each for each in threads[3:])
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-class Sent(TorchDispatchMode):
-    """The dtypes of what collectives are given, by their names."""
+class CollectiveDtypes(TorchDispatchMode):
+    """Dtypes of the inputs of collectives, by op name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,29 +179,29 @@ class Sent(TorchDispatchMode):
 
 
 def dtypes_of(config: Config) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
-    """What is sent in a step, and of what parameters and the optimizer's state are."""
-    run = built(config)
-    with Sent() as sent:
+    """Returns (dtypes sent in a step by op, dtypes of parameters and optimizer state)."""
+    run = prepare_run(config)
+    with CollectiveDtypes() as collectives:
         step(run, 1)
     state = [x for x in run.optimizer.state.values() for x in x.values() if x.ndim > 0]
-    return sent.dtypes, {x.dtype for x in [*run.model.parameters(), *state]}
+    return collectives.dtypes, {x.dtype for x in [*run.model.parameters(), *state]}
 
 
-def test_bfloat16_keeps_masters_and_sums_of_gradients_in_float32_and_tracks_float32(worlds, small):
-    small = meshed(on(small, steps=5), shard=2)
-    half = on(small, precision="bfloat16")
-    for sent, kept in worlds(2).run(dtypes_of, half):
-        reduced = {dtype for name, dtypes in sent.items() if "reduce_scatter" in name for dtype in dtypes}
-        gathered = {dtype for name, dtypes in sent.items() if "allgather" in name for dtype in dtypes}
-        assert reduced == {torch.float32} == kept
+def test_bfloat16_keeps_weights_and_gradient_sums_in_float32_and_follows_float32(worlds, small):
+    small = on_mesh(with_options(small, steps=5), shard=2)
+    half = with_options(small, precision="bfloat16")
+    for sent_dtypes, state_dtypes in worlds(2).run(dtypes_of, half):
+        reduced = {dtype for name, dtypes in sent_dtypes.items() if "reduce_scatter" in name for dtype in dtypes}
+        gathered = {dtype for name, dtypes in sent_dtypes.items() if "allgather" in name for dtype in dtypes}
+        assert reduced == {torch.float32} == state_dtypes
         assert torch.bfloat16 in gathered
     for losses, exact in worlds(2).run(losses_of, [half, small]):
-        assert 1e-6 < furthest(losses, exact) < 1e-2
+        assert 1e-6 < largest_difference(losses, exact) < 1e-2
 
 
-def distributed(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] | None] | None:
-    """The placements and mesh of a batch as a DTensor, with which the loss is that of local tensors to the bit."""
-    run = built(config)
+def dtensor_placements(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] | None] | None:
+    """Placements and mesh of a batch as DTensor, or None. Its loss must equal that of local tensors bitwise."""
+    run = prepare_run(config)
     batch = run.training.batch(0)
     tokens, labels = (tokens_dtensor(x, batch.layout, run.mesh) for x in (batch.tokens, batch.labels))
     if not isinstance(tokens, DTensor):
@@ -210,30 +212,30 @@ def distributed(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] 
     return tokens.placements, tokens.device_mesh.mesh_dim_names
 
 
-def test_batches_can_be_dtensors_where_dtensor_has_such_shards(worlds, small):
+def test_batches_can_be_dtensors_if_shards_are_even(worlds, small):
     config = replace(small, data=replace(small.data, sequence_length=48))
-    both = worlds(4).run(distributed, meshed(config, shard=2, ring=2))
-    assert both == [((Shard(0), Shard(1)), ("shard", "ring"))] * 4
-    assert worlds(4).run(distributed, meshed(small, ring=4)) == [None] * 4  # 50 tokens: 13, 13, 12, 12
+    placements = worlds(4).run(dtensor_placements, on_mesh(config, shard=2, ring=2))
+    assert placements == [((Shard(0), Shard(1)), ("shard", "ring"))] * 4
+    assert worlds(4).run(dtensor_placements, on_mesh(small, ring=4)) == [None] * 4  # 50 tokens: 13, 13, 12, 12
 
 
-def test_float64_is_float64_everywhere_and_meshes_agree_to_its_last_digits(worlds, small):
-    wide, narrow = on(small, precision="float64"), small
-    ((alone, rough),) = worlds(1).run(losses_of, [wide, narrow])
-    configs = [meshed(wide, **axes) for axes in ({"ring": 2}, {"ulysses": 2}, {"shard": 2}, {"tp": 2})]
+def test_float64_is_used_everywhere_and_meshes_agree(worlds, small):
+    float64, float32 = with_options(small, precision="float64"), small
+    ((expected, float32_losses),) = worlds(1).run(losses_of, [float64, float32])
+    configs = [on_mesh(float64, **axes) for axes in ({"ring": 2}, {"ulysses": 2}, {"shard": 2}, {"tp": 2})]
     for actual in worlds(2).run(losses_of, configs):
-        assert max(furthest(losses, alone) for losses in actual) < 1e-12
-    for sent, kept in worlds(2).run(dtypes_of, configs[3]):
-        floats = {dtype for dtypes in sent.values() for dtype in dtypes if dtype.is_floating_point}
-        assert floats == {torch.float64} == kept
-    assert 1e-9 < furthest(alone, rough) < 1e-4  # float32 is something else
+        assert max(largest_difference(losses, expected) for losses in actual) < 1e-12
+    for sent_dtypes, state_dtypes in worlds(2).run(dtypes_of, configs[3]):
+        floats = {dtype for dtypes in sent_dtypes.values() for dtype in dtypes if dtype.is_floating_point}
+        assert floats == {torch.float64} == state_dtypes
+    assert 1e-9 < largest_difference(expected, float32_losses) < 1e-4  # float32 differs
 
 
 # -- bad steps --------------------------------------------------------------------------------------------------------
 
 
 def poison(run: Run, token: int) -> None:
-    """Whoever reads this token gets NaN from now on."""
+    """Makes the embedding of `token` NaN."""
     table = run.model.get_submodule("model.embed_tokens").weight
     with torch.no_grad():
         full = table.full_tensor()
@@ -241,28 +243,28 @@ def poison(run: Run, token: int) -> None:
         write(full, table)
 
 
-def bits(run: Run) -> list[Tensor]:
-    """All weights and the optimizer's state, as this rank holds them, so that NaN equals NaN."""
+def state_bytes(run: Run) -> list[Tensor]:
+    """Bytes of the local weights and optimizer state, in which NaN equals NaN."""
     weights = [p for group in run.optimizer.param_groups for p in group["params"]]
     state = [x for states in run.optimizer.state.values() for x in states.values()]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in [*weights, *state]]
     return [x.detach().flatten().clone().view(torch.uint8) for x in local]
 
 
-def bad_run(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[float], list[int]]:
-    """For each step whether it was good and whether all bits stayed; what was said; rates; rows with a Z."""
-    run, messages = built(config), list[str]()
+def run_with_bad_steps(config: Config) -> tuple[list[tuple[bool, bool]], list[str], list[float], list[int]]:
+    """Returns (good, state unchanged) of each step, messages, learning rates and the rows with a Z."""
+    run, messages = prepare_run(config), list[str]()
     poison(run, ord("Z"))
-    bad, kept, rates = BadSteps(run, messages.append), list[tuple[bool, bool]](), list[float]()
+    bad_steps, outcomes, rates = BadSteps(run, messages.append), list[tuple[bool, bool]](), list[float]()
     steps = [i for i in range(8 * config.train.steps) if has_z(run, i)]
     for number in range(1, config.train.steps + 1):
-        before = bits(run)
+        before = state_bytes(run)
         batches = [next(run.training) for _ in range(config.train.accumulation)]
         result = train_step(run, number, batches)
-        bad.count(number, result, batches)
-        kept.append((result.good, all(map(torch.equal, before, bits(run)))))
+        bad_steps.count(number, result, batches)
+        outcomes.append((result.good, all(map(torch.equal, before, state_bytes(run)))))
         rates.append(run.optimizer.param_groups[0]["lr"])
-    return kept, messages, rates, steps
+    return outcomes, messages, rates, steps
 
 
 def has_z(run: Run, number: int) -> bool:
@@ -270,16 +272,16 @@ def has_z(run: Run, number: int) -> bool:
     return any(ord("Z") in row.store.read(p.document, p.start, p.start + p.length) for p in row.slices)
 
 
-def test_a_skipped_step_changes_no_bit_and_names_the_rows_and_the_rank(worlds, small):
-    config = on(meshed(small, shard=2), bad_step="skip", steps=12, accumulation=2)
-    actual = worlds(2).run(bad_run, config)
-    kept, messages, rates, held = actual[0]
-    bad = sorted({row // 8 for row in held})
+def test_a_skipped_step_changes_no_bit_and_names_rows_and_rank(worlds, small):
+    config = with_options(on_mesh(small, shard=2), bad_step="skip", steps=12, accumulation=2)
+    actual = worlds(2).run(run_with_bad_steps, config)
+    outcomes, messages, rates, rows_with_z = actual[0]
+    bad = sorted({row // 8 for row in rows_with_z})
     assert 0 < len(bad) < 12
-    assert [good for good, _ in kept] == [number not in bad for number in range(12)]
-    assert [same for _, same in kept] == [number in bad for number in range(12)]
+    assert [good for good, _ in outcomes] == [number not in bad for number in range(12)]
+    assert [same for _, same in outcomes] == [number in bad for number in range(12)]
     assert all(a != b for a, b in pairwise(rates))
-    for row, line in zip(held, messages, strict=True):  # of each 4 rows that are read at once, 2 are on each rank
+    for row, line in zip(rows_with_z, messages, strict=True):  # each rank has 2 of the 4 rows of a micro-batch
         assert line.startswith(
             f"step {row // 8 + 1}: loss nan, gradient norm nan; no finite loss on rank {row % 4 // 2}"
         )
@@ -288,8 +290,8 @@ def test_a_skipped_step_changes_no_bit_and_names_the_rows_and_the_rank(worlds, s
     assert actual[1][1] == messages
 
 
-def stopped(config: Config) -> str:
-    run = built(config)
+def error_of_a_stopped_run(config: Config) -> str:
+    run = prepare_run(config)
     poison(run, ord(" "))
     with redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError) as error:
         train_loop(run)
@@ -298,15 +300,15 @@ def stopped(config: Config) -> str:
 
 @pytest.mark.parametrize("policy, steps", [("stop", 1), ("skip", 3)])
 def test_too_many_bad_steps_end_the_run_on_every_rank_and_save_nothing(worlds, small, tmp_path, policy, steps):
-    config = on(meshed(small, ring=2), bad_step=policy, steps=9, output=tmp_path)
-    messages = worlds(2).run(stopped, replace(config, save=SaveConfig(every=1)))
+    config = with_options(on_mesh(small, ring=2), bad_step=policy, steps=9, output=tmp_path)
+    messages = worlds(2).run(error_of_a_stopped_run, replace(config, save=SaveConfig(every=1)))
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step {steps}: loss nan, gradient norm nan; no finite loss on ranks 0, 1 in row")
     assert not list((tmp_path / "checkpoint").glob("step-*"))
 
 
 def failure_of(argv: list[str]) -> tuple[str, str]:
-    """What training failed with, and what was said of it. The command ends with 1, without a traceback."""
+    """Returns (error, messages) of a command that must exit with 1 and print no traceback."""
     messages = io.StringIO()
     with redirect_stderr(messages), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
         main(argv)
@@ -314,7 +316,7 @@ def failure_of(argv: list[str]) -> tuple[str, str]:
     return messages.getvalue().rpartition("FloatingPointError: ")[2].strip(), messages.getvalue()
 
 
-def test_a_run_that_blows_up_fails_with_a_line_and_keeps_its_last_good_checkpoint(worlds, small, tmp_path):
+def test_a_diverged_run_fails_with_one_line_and_keeps_its_last_good_checkpoint(worlds, small, tmp_path):
     flags = {
         "train.device": "cpu",
         "train.bad-step": "skip",
@@ -334,8 +336,8 @@ def test_a_run_that_blows_up_fails_with_a_line_and_keeps_its_last_good_checkpoin
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()] == ["step-1"]
 
 
-def said_of(argv: list[str]) -> list[str]:
-    """Lines on stderr of a command that ends with 1."""
+def messages_of(argv: list[str]) -> list[str]:
+    """Lines on stderr of a command that must exit with 1."""
     messages = io.StringIO()
     with redirect_stderr(messages), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
         main(argv)
@@ -343,7 +345,7 @@ def said_of(argv: list[str]) -> list[str]:
     return messages.getvalue().splitlines()
 
 
-def test_changed_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small, tmp_path):
+def test_corrupt_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small, tmp_path):
     store = tmp_path / "store"
     prepare_store(Preparation(small.data.path, store), workers=1)
     tokens = np.memmap(store / "tokens.bin", np.uint16, "r+")
@@ -351,33 +353,33 @@ def test_changed_tokens_end_a_run_with_a_line_that_names_the_place(worlds, small
     tokens.flush()
     flags = {"train.device": "cpu", "train.output": tmp_path / "run", "data.path": store, "data.sequence-length": 50}
     argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    for rank, (line,) in enumerate(worlds(2).run(said_of, argv)):
+    for rank, (line,) in enumerate(worlds(2).run(messages_of, argv)):
         assert line.startswith(f"[rank {rank}] armillary-train: failed in step 1: DamagedInput: {store}: token ")
         assert " is 60000, outside of the vocabulary of 257" in line
 
 
-def test_a_disk_that_is_full_at_the_end_ends_a_run_with_a_line_that_names_the_checkpoint(worlds, small, tmp_path):
+def test_a_full_disk_at_the_last_save_names_the_checkpoint(worlds, small, tmp_path):
     flags = {"train.device": "cpu", "train.output": tmp_path, "train.steps": 1, "data.path": small.data.path[0]}
     argv = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    (messages,) = worlds(1).run(said_of_a_full_disk, [*argv, "--data.sequence-length", "50", "--log.no-plot"])
+    (messages,) = worlds(1).run(messages_with_a_full_disk, [*argv, "--data.sequence-length", "50", "--log.no-plot"])
     assert messages[-1].startswith(
         f"[rank 0] armillary-train: failed in step 1 (saving): OSError: {tmp_path}/checkpoint/step-1"
     )
     assert not any("Traceback" in line for line in messages)
 
 
-def said_of_a_full_disk(argv: list[str]) -> list[str]:
-    """The same where files have a limit."""
+def messages_with_a_full_disk(argv: list[str]) -> list[str]:
+    """Messages of a command under a file size limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
-        return said_of(argv)
+        return messages_of(argv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 class StopAfter(StopSignal):
-    """As if a signal had come in step `steps`."""
+    """Requests a stop after `steps` steps, like a signal."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -388,24 +390,24 @@ class StopAfter(StopSignal):
         return self.left < 0
 
 
-def ended(config: Config, steps: int) -> str:
+def run_stopped_after(config: Config, steps: int) -> str:
     output = io.StringIO()
     with redirect_stdout(output):
-        train_loop(built(config), StopAfter(steps))
+        train_loop(prepare_run(config), StopAfter(steps))
     return output.getvalue()
 
 
 def test_a_run_stopped_after_a_bad_step_keeps_older_checkpoints_and_exports_nothing(worlds, small, tmp_path):
     blown_up = replace(small.optimizer, lr=1e30, warmup_steps=0)
-    config = replace(on(small, steps=5, output=tmp_path, bad_step="skip"), optimizer=blown_up)
+    config = replace(with_options(small, steps=5, output=tmp_path, bad_step="skip"), optimizer=blown_up)
     config = replace(config, save=SaveConfig(every=1, keep_last=1, export=True))
-    (output,) = worlds(1).run(ended, config, 3)
+    (output,) = worlds(1).run(run_stopped_after, config, 3)
     assert "step 2: loss" in output and "step 3: loss" in output
     assert "stopped by a signal after step 3 of 5" in output
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
     assert not (tmp_path / "export").exists()
     # With fewer steps than are made there is nothing to do but what belongs to the last one.
-    (output,) = worlds(1).run(ended, on(config, steps=2), 9)
+    (output,) = worlds(1).run(run_stopped_after, with_options(config, steps=2), 9)
     assert output.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
     assert (tmp_path / "export/step-3").exists()
 
@@ -414,31 +416,33 @@ def test_a_run_stopped_after_a_bad_step_keeps_older_checkpoints_and_exports_noth
 
 
 def answers(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    run = built(config)
+    run = prepare_run(config)
     step(run, 1)
     return validate(run), [rows.state_dict() for rows in (run.training, run.validation, *run.tasks.values())]
 
 
-def whole_answers(config: Config) -> dict[str, float]:
-    """Answers by logits of all tokens, counted by hand."""
-    run, shares = built(config), {}
+def expected_answers(config: Config) -> dict[str, float]:
+    """Fractions of correct answers from full logits."""
+    run, fractions = prepare_run(config), {}
     step(run, 1)
     for name, rows in run.tasks.items():
         batches = [rows.batch(i) for i in range(config.validation.batches)]
-        right = [run.model(b.tokens).argmax(2)[b.labels != -100] == b.labels[b.labels != -100] for b in batches]
-        shares[name] = torch.cat(right).double().mean().item()
-    return shares
+        correct = [run.model(b.tokens).argmax(2)[b.labels != -100] == b.labels[b.labels != -100] for b in batches]
+        fractions[name] = torch.cat(correct).double().mean().item()
+    return fractions
 
 
-def test_right_answers_are_counted_exactly_on_every_mesh(worlds, small):
-    config = replace(on(small, precision="float64"), data=replace(small.data, path=(), task="copy", symbols=3))
+def test_correct_answers_are_counted_exactly_on_every_mesh(worlds, small):
+    config = replace(
+        with_options(small, precision="float64"), data=replace(small.data, path=(), task="copy", symbols=3)
+    )
     config = replace(config, validation=ValidationConfig(batches=2, tasks=("copy", "needle")))
     ((values, states),) = worlds(1).run(answers, config)
-    (expected,) = worlds(1).run(whole_answers, config)
+    (expected,) = worlds(1).run(expected_answers, config)
     assert {name: values[name] for name in expected} == expected
     assert 0 < values["copy"] < 1
     for axes in ({"ring": 2}, {"tp": 2}, {"shard": 2}):
-        for actual, _ in worlds(2).run(answers, meshed(config, **axes)):
+        for actual, _ in worlds(2).run(answers, on_mesh(config, **axes)):
             assert actual == pytest.approx(values, abs=1e-12)
             assert {name: actual[name] for name in expected} == expected
     assert [state["first_row"] for state in states] == [0, 2**40, 2**40, 2**40]
@@ -448,15 +452,15 @@ def test_right_answers_are_counted_exactly_on_every_mesh(worlds, small):
 
 def test_a_cross_shard_task_queries_values_of_other_shards(worlds, small):
     data = replace(small.data, path=(), task="recall", pairs=4, symbols=9)
-    config = meshed(replace(small, data=data, validation=ValidationConfig(tasks=("recall",))), ring=2)
+    config = on_mesh(replace(small, data=data, validation=ValidationConfig(tasks=("recall",))), ring=2)
     for values, states in worlds(2).run(answers, config):
         assert set(values) == {"loss", "recall"}
         assert all("pairs=4, keys=9, values=9" in state["task"] for state in states)
         assert all("across=2 shards #" in state["task"] for state in states)
 
 
-def test_tasks_of_a_model_of_text_have_as_many_symbols_as_it_knows_and_are_shown(worlds, small, tmp_path):
-    config = replace(on(small, steps=1, output=tmp_path), data=replace(small.data, symbols=200))
+def test_tasks_of_a_text_model_use_its_vocabulary_and_are_printed(worlds, small, tmp_path):
+    config = replace(with_options(small, steps=1, output=tmp_path), data=replace(small.data, symbols=200))
     config = replace(config, validation=ValidationConfig(tasks=("needle", "copy", "recall")))
     ((_, states),) = worlds(1).run(answers, config)
     shown = [state["task"] for state in states[2:]]
@@ -468,5 +472,5 @@ def test_tasks_of_a_model_of_text_have_as_many_symbols_as_it_knows_and_are_shown
 def printed_by(config: Config) -> str:
     output = io.StringIO()
     with redirect_stdout(output):
-        train_loop(built(config))
+        train_loop(prepare_run(config))
     return output.getvalue()

@@ -1,4 +1,4 @@
-"""Prompts with several completions, trained on as trees: loss and gradients are those of each sequence by itself."""
+"""Prompts with several completions, trained as trees: loss and gradients equal those of separate sequences."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ MESHES = ({"ring": 4}, {"ulysses": 4}, {"ring": 2, "ulysses": 2}, {"replicate": 
 
 
 def sequences(node, before=(), trained=()):
-    """(tokens, which are labels, weight) of each sequence of a line."""
+    """Returns (tokens, label flags, weight) of each sequence of a line."""
     kind = next(name for name in ("prompt", "text") if name in node)
     text, train = list(node[kind].encode()), node.get("train", kind != "prompt")
     children = node.get("completions", node.get("children", []))
@@ -69,8 +69,8 @@ def config(tmp_path_factory) -> Config:
     )
 
 
-def unshared(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of all training sequences, each by itself, on one device."""
+def separate(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of separate training sequences on one device."""
     sizes = model_config(config.model, 257, LENGTH)
     model = meta_model(sizes).to_empty(device="cpu").double()
     initialize(model, config.train.seed)
@@ -88,7 +88,7 @@ def unshared(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def of_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_of_first_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the first global batch, over all ranks."""
     with process_group(config) as device:
         run = prepare(config, device)
@@ -103,11 +103,11 @@ def of_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return loss, full
 
 
-def each_of(configs: list[Config]) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    return [of_batch(config) for config in configs]
+def losses_of_first_batches(configs: list[Config]) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    return [loss_of_first_batch(config) for config in configs]
 
 
-def meshed(config: Config, layout: str = "zigzag", parts: int = 1, **axes: int) -> Config:
+def on_mesh(config: Config, layout: str = "zigzag", parts: int = 1, **axes: int) -> Config:
     data, train = replace(config.data, layout=layout), replace(config.train, accumulation=parts)
     return replace(config, data=data, train=train, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
 
@@ -118,12 +118,12 @@ def error(actual, expected) -> float:
     return max(relative_error(loss, exact), *(relative_error(grads[name], exact_grads[name]) for name in exact_grads))
 
 
-def test_a_batch_of_trees_is_its_sequences_by_themselves(worlds, config):
-    exact = unshared(config)
-    alone = of_batch(meshed(config))
+def test_a_batch_of_trees_equals_separate_sequences(worlds, config):
+    exact = separate(config)
+    alone = loss_of_first_batch(on_mesh(config))
     assert error(alone, exact) < 1e-9
-    configs = [*(meshed(config, **axes) for axes in MESHES), meshed(config, "balanced", 2, ring=2, shard=2)]
-    for rank in worlds(4).run(each_of, configs):
+    configs = [*(on_mesh(config, **axes) for axes in MESHES), on_mesh(config, "balanced", 2, ring=2, shard=2)]
+    for rank in worlds(4).run(losses_of_first_batches, configs):
         for each, actual in zip(configs, rank, strict=True):
             assert error(actual, exact) < 1e-9, each.parallel
 
@@ -131,4 +131,4 @@ def test_a_batch_of_trees_is_its_sequences_by_themselves(worlds, config):
 def test_greedy_packing_is_refused_by_its_flag(config):
     cut = replace(config, data=replace(config.data, packing="greedy"))
     with pytest.raises(ValueError, match=r"--data.packing greedy cuts documents, and .* holds trees"):
-        of_batch(meshed(cut))
+        loss_of_first_batch(on_mesh(cut))
