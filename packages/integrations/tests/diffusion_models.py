@@ -1,4 +1,4 @@
-"""Tiny transformers of diffusers, with what they are called with: the same on every rank."""
+"""Tiny diffusers transformers and their inputs, equal on every rank."""
 
 import torch
 from diffusers import (
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 B, HEADS, D, CHANNELS, TEXT, POOLED = 2, 4, 16, 8, 12, 10
 SIZES = {"num_attention_heads": HEADS, "attention_head_dim": D}
 JOINT = {**SIZES, "in_channels": CHANNELS, "joint_attention_dim": TEXT}
-Given = dict[str, object]
+Inputs = dict[str, object]
 
 
-def flux(**config) -> tuple[nn.Module, Given]:
+def flux(**config) -> tuple[nn.Module, Inputs]:
     sizes = {"num_layers": 1, "num_single_layers": 1, "pooled_projection_dim": POOLED, "axes_dims_rope": (4, 6, 6)}
     rows, columns = torch.meshgrid(torch.arange(5.0), torch.arange(5.0), indexing="ij")
-    return made(FluxTransformer2DModel, **JOINT, **sizes, guidance_embeds=True, **config), {
+    return build_model(FluxTransformer2DModel, **JOINT, **sizes, guidance_embeds=True, **config), {
         "hidden_states": draw(B, 25, CHANNELS),
         "encoder_hidden_states": draw(B, 7, TEXT),
         "pooled_projections": draw(B, POOLED),
@@ -29,9 +29,9 @@ def flux(**config) -> tuple[nn.Module, Given]:
     }
 
 
-def qwen(**config) -> tuple[nn.Module, Given]:
+def qwen(**config) -> tuple[nn.Module, Inputs]:
     sizes = {"num_layers": 2, "out_channels": 2, "axes_dims_rope": (4, 6, 6)}
-    return made(QwenImageTransformer2DModel, **JOINT, **sizes, **config), {
+    return build_model(QwenImageTransformer2DModel, **JOINT, **sizes, **config), {
         "hidden_states": draw(B, 26, CHANNELS),
         "encoder_hidden_states": draw(B, 9, TEXT),
         "encoder_hidden_states_mask": (torch.arange(9) < torch.tensor([[9], [4]])).long(),
@@ -40,7 +40,7 @@ def qwen(**config) -> tuple[nn.Module, Given]:
     }
 
 
-def sd3(**config) -> tuple[nn.Module, Given]:
+def sd3(**config) -> tuple[nn.Module, Inputs]:
     sizes = {
         "num_layers": 2,
         "out_channels": 3,
@@ -49,7 +49,7 @@ def sd3(**config) -> tuple[nn.Module, Given]:
         "pooled_projection_dim": POOLED,
     }
     kinds = {"caption_projection_dim": HEADS * D, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
-    return made(SD3Transformer2DModel, **JOINT, **sizes, **kinds, **config), {
+    return build_model(SD3Transformer2DModel, **JOINT, **sizes, **kinds, **config), {
         "hidden_states": draw(B, CHANNELS, 10, 6),  # 15 tokens
         "encoder_hidden_states": draw(B, 2, TEXT),  # fewer than ranks
         "pooled_projections": draw(B, POOLED),
@@ -57,9 +57,9 @@ def sd3(**config) -> tuple[nn.Module, Given]:
     }
 
 
-def wan(**config) -> tuple[nn.Module, Given]:
+def wan(**config) -> tuple[nn.Module, Inputs]:
     sizes = {"num_layers": 2, "in_channels": 4, "out_channels": 4, "ffn_dim": 32, "freq_dim": 16, "text_dim": TEXT}
-    return made(WanTransformer3DModel, **SIZES, **sizes, **config), {
+    return build_model(WanTransformer3DModel, **SIZES, **sizes, **config), {
         "hidden_states": draw(B, 4, 3, 6, 6),  # 27 tokens
         "encoder_hidden_states": draw(B, 7, TEXT),
         "timestep": torch.tensor([300.0, 800.0]),
@@ -69,9 +69,9 @@ def wan(**config) -> tuple[nn.Module, Given]:
 BUILD = {"flux": flux, "qwen": qwen, "sd3": sd3, "wan": wan}
 
 
-def made(kind: type[nn.Module], **config) -> nn.Module:
+def build_model(kind: type[nn.Module], **config) -> nn.Module:
     model, generator = kind(**config), torch.Generator().manual_seed(0)
-    for parameter in model.parameters():  # all of them: zeros would hide what lies behind them
+    for parameter in model.parameters():  # zero-initialized parameters would hide the layers before them
         nn.init.normal_(parameter, std=0.2, generator=generator)
     return model.double()
 

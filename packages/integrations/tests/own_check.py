@@ -1,4 +1,4 @@
-"""A training step of one's own for `armillary-check`: a model of one layer, whose ranks forget to reduce gradients."""
+"""User-defined steps for `armillary-check`: a model of one layer, with and without reduced gradients."""
 
 import torch
 import torch.distributed as dist

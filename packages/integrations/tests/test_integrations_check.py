@@ -1,4 +1,4 @@
-"""`armillary-check`: tiny copies keep an architecture's traps, right models pass, exit codes say what came of it."""
+"""`armillary-check`: tiny copies of architectures, right and wrong models, and exit codes."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_a_tiny_copy_keeps_kinds_of_layers_heads_and_windows(tmp_path):
         ("qwen3_next", {"linear_attention", "full_attention"}),
     ],
 )
-def test_every_kind_of_layer_stays(model_type, kinds):
+def test_a_tiny_copy_keeps_every_kind_of_layer(model_type, kinds):
     config = tiny_config(load_config(model_type), 64)
     assert set(config.layer_types) == kinds
     assert len(config.layer_types) == config.num_hidden_layers <= 8
@@ -84,13 +84,13 @@ def outcome(worlds, *argv) -> int:
         (["llama", "--tokens", "many"], "--tokens"),
     ],
 )
-def test_what_cannot_be_checked_exits_with_2_and_one_line(worlds, capsys, argv, named):
+def test_unsupported_models_exit_with_2_and_one_line(worlds, capsys, argv, named):
     assert outcome(worlds, *argv) == 2
     errors = capsys.readouterr().err.splitlines()
     assert named in errors[-1] and sum("armillary-check: plain" not in line for line in errors) == 1
 
 
-def test_code_of_a_folder_is_not_run(worlds, tmp_path, capsys):
+def test_code_in_a_folder_is_not_executed(worlds, tmp_path, capsys):
     ran = tmp_path / "ran"
     (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')")
     source = folder(tmp_path, model_type="mystery", auto_map={"AutoConfig": "code.Config"})
@@ -98,7 +98,7 @@ def test_code_of_a_folder_is_not_run(worlds, tmp_path, capsys):
     assert not ran.exists()
 
 
-def test_own_steps_are_right_or_wrong(worlds, capsys, monkeypatch):
+def test_user_defined_steps_are_checked(worlds, capsys, monkeypatch):
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     assert outcome(worlds, "own_check:right", "--ranks", "2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["right"]

@@ -1,4 +1,4 @@
-"""Transformers of diffusers on 4 ranks against one: output, gradients of all parameters and of what they are given."""
+"""Diffusers transformers on 4 ranks and on one: outputs and gradients of all parameters and inputs."""
 
 from copy import deepcopy
 
@@ -13,20 +13,20 @@ from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.refusals import value_errors
 
 pytest.importorskip("diffusers")
-from diffusion_models import BUILD, TEXT, Given, draw, flux, qwen, sd3, wan
+from diffusion_models import BUILD, TEXT, Inputs, draw, flux, qwen, sd3, wan
 
 RANKS = 4
 AXES = {"usp": {"ring": 2, "ulysses": 2}, "ulysses": {"ulysses": 4}}
 LEARNED = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image")
-LIMITS = {"flux": 1e-12, "qwen": 1e-12, "sd3": 1e-12, "wan": 2e-6}  # Wan computes norms in float32, whatever it is in
+LIMITS = {"flux": 1e-12, "qwen": 1e-12, "sd3": 1e-12, "wan": 2e-6}  # Wan always computes norms in float32
 
 
 def context_parallel(name: str = "token_ring") -> ContextParallel:
     return ContextParallel(name, mesh(**AXES.get(name, {"ring": RANKS})))
 
 
-def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
-    """The last output, and all gradients of means over all outputs."""
+def output_and_gradients(model: nn.Module, *calls: Inputs) -> dict[str, Tensor]:
+    """The last output, and all gradients of the sum of mean outputs."""
     inputs = [
         {name: x.clone().requires_grad_() for name, x in arguments.items() if name in LEARNED} for arguments in calls
     ]
@@ -34,13 +34,13 @@ def graded(model: nn.Module, *calls: Given) -> dict[str, Tensor]:
         model(**arguments | learned, return_dict=False)[0] for arguments, learned in zip(calls, inputs, strict=True)
     ]
     torch.stack([(out * draw(*out.shape)).mean() for out in outs]).sum().backward()
-    of_parts = {name: p.grad for name, p in [*model.named_parameters(), *inputs[-1].items()]}
-    return {"out": outs[-1].detach()} | {name: x for name, x in of_parts.items() if x is not None}
+    gradients = {name: p.grad for name, p in [*model.named_parameters(), *inputs[-1].items()]}
+    return {"out": outs[-1].detach()} | {name: x for name, x in gradients.items() if x is not None}
 
 
-def error(model: nn.Module, expected: dict[str, Tensor], *calls: Given) -> tuple[float, str]:
-    """Of a prepared model, whose gradients are averaged. Compiled graphs give zeros where eager gives nothing."""
-    actual = graded(model, *calls)
+def error(model: nn.Module, expected: dict[str, Tensor], *calls: Inputs) -> tuple[float, str]:
+    """Largest error of a prepared model with averaged gradients. Compiled graphs return zeros for eager mode's None."""
+    actual = output_and_gradients(model, *calls)
     for name, gradient in actual.items():
         if name != "out":
             dist.all_reduce(gradient)
@@ -50,8 +50,8 @@ def error(model: nn.Module, expected: dict[str, Tensor], *calls: Given) -> tuple
 
 
 def errors(name: str, methods: list[str]) -> list[tuple[float, str]]:
-    """Every second method with blocks that are run again in backward."""
-    expected, results = graded(*BUILD[name]()), []
+    """Errors by method; every second method runs with gradient checkpointing."""
+    expected, results = output_and_gradients(*BUILD[name]()), []
     for i, kind in enumerate(methods):
         model, inputs = BUILD[name]()
         if i % 2:
@@ -70,28 +70,28 @@ def errors(name: str, methods: list[str]) -> list[tuple[float, str]]:
         ("wan", ["token_ring", "usp"]),
     ],
 )
-def test_ranks_compute_what_one_does(worlds, name, methods):
+def test_ranks_equal_one_rank(worlds, name, methods):
     for actual in worlds(RANKS).run(errors, name, methods):
         assert max(actual) < (LIMITS[name], ""), actual
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BUILD)
-def test_ranks_compute_what_one_does_by_other_methods(worlds, name):
+def test_ranks_equal_one_rank_with_other_methods(worlds, name):
     methods = ["ring", "ring", "ulysses", "ulysses", "usp", "all_gather", "wallfacer", "token_ring"]
     for actual in worlds(RANKS).run(errors, name, methods):
         assert max(actual) < (LIMITS[name], ""), actual
 
 
-def fully_sharded() -> tuple[float, str]:
-    """Qwen-Image under FSDP2, its blocks run again in backward."""
+def error_under_fsdp2() -> tuple[float, str]:
+    """Error of Qwen-Image under FSDP2 with gradient checkpointing."""
     (model, inputs), (full, _) = qwen(), qwen()
     model.enable_gradient_checkpointing()
     context_parallel("usp").prepare(model)
     ranks = mesh(**AXES["usp"])["ring", "ulysses"]._flatten("sequence")
     for part in (*model.transformer_blocks, model):
         fully_shard(part, mesh=ranks)
-    expected, actual = graded(full, inputs), graded(model, inputs)
+    expected, actual = output_and_gradients(full, inputs), output_and_gradients(model, inputs)
     for name, x in actual.items():
         if name in LEARNED:
             dist.all_reduce(x)
@@ -102,26 +102,29 @@ def fully_sharded() -> tuple[float, str]:
 
 
 def test_under_fsdp2(worlds):
-    assert max(worlds(RANKS).run(fully_sharded)) < (1e-12, "")
+    assert max(worlds(RANKS).run(error_under_fsdp2)) < (1e-12, "")
 
 
-def two_lengths() -> tuple[float, str]:
-    """A copy of a model runs forward on two videos, and only then backward, in which their blocks are run again."""
+def error_of_two_lengths() -> tuple[float, str]:
+    """Error of a model copy that runs forward on two videos before a backward that recomputes both."""
     (model, inputs), (full, _) = wan(), wan()
-    longer = {**inputs, "hidden_states": draw(2, 4, 2, 14, 4)}  # 28 tokens after 27: some ranks have as many of both
+    longer = {
+        **inputs,
+        "hidden_states": draw(2, 4, 2, 14, 4),
+    }  # 28 tokens after 27: some ranks have equally many of both
     model.enable_gradient_checkpointing()
     context_parallel().prepare(model)
-    return error(deepcopy(model), graded(full, inputs, longer), inputs, longer)
+    return error(deepcopy(model), output_and_gradients(full, inputs, longer), inputs, longer)
 
 
-def test_blocks_run_again_find_the_length_of_their_own_forward(worlds):
-    assert max(worlds(RANKS).run(two_lengths)) < (LIMITS["wan"], "")
+def test_recomputed_blocks_use_the_length_of_their_forward(worlds):
+    assert max(worlds(RANKS).run(error_of_two_lengths)) < (LIMITS["wan"], "")
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def parallel(build=flux, **options):
+def prepared_model(build=flux, **options):
     model, inputs = build()
     context_parallel().prepare(model, compare=False, **options)
     return model, inputs
@@ -130,7 +133,7 @@ def parallel(build=flux, **options):
 def with_ip_adapter():
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
-    model, inputs = parallel()
+    model, inputs = prepared_model()
     model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(64, TEXT))
     return model(**inputs)
 
@@ -138,44 +141,44 @@ def with_ip_adapter():
 def with_cache():
     from diffusers import FirstBlockCacheConfig
 
-    model, inputs = parallel()
+    model, inputs = prepared_model()
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     return model(**inputs)
 
 
 def with_own_parallelism():
-    model, inputs = parallel()
+    model, inputs = prepared_model()
     model._parallel_config = "set by enable_parallelism, which wants an accelerator"
     return model(**inputs)
 
 
 def with_dropout():
-    model, inputs = parallel()
+    model, inputs = prepared_model()
     model.transformer_blocks[0].attn.to_out[1].p = 0.1
     return model(**inputs)
 
 
 def with_adapter_on_the_output():
-    model, inputs = parallel()
+    model, inputs = prepared_model()
     model.proj_out = nn.Sequential(model.proj_out)
     return model(**inputs)
 
 
 @torch.no_grad()
 def with_another_backend():
-    model, inputs = parallel()
+    model, inputs = prepared_model()
     for block in model.transformer_blocks:
         block.attn.processor._attention_backend = "flex"
     return model(**inputs)
 
 
-def of_a_checkpoint_around_the_model():
-    model, inputs = parallel(wan)
+def with_checkpointing_around_the_model():
+    model, inputs = prepared_model(wan)
     model.blocks[0](draw(2, 7, 64), inputs["encoder_hidden_states"], draw(2, 6, 64), None)
 
 
-def called(build=flux, **changes):
-    model, inputs = parallel(build)
+def call_model(build=flux, **changes):
+    model, inputs = prepared_model(build)
     return model(**{**inputs, **changes})
 
 
@@ -187,21 +190,21 @@ def another_class():
 
 REFUSED = {
     another_class: "PixArtTransformer2DModel cannot be sharded; of diffusers' transformers, FluxTransformer2DModel",
-    lambda: context_parallel().prepare(parallel()[0]): "prepared already",
+    lambda: context_parallel().prepare(prepared_model()[0]): "prepared already",
     with_own_parallelism: "under diffusers' enable_parallelism too",
     with_ip_adapter: "has the processor FluxIPAdapterAttnProcessor",
     with_cache: "FBCHeadBlockHook on transformer_blocks.0",
     with_dropout: "transformer_blocks.0.attn.to_out.1 has dropout 0.1",
     with_adapter_on_the_output: "proj_out was replaced after cp.prepare",
     with_another_backend: "flex_attention ran in transformer_blocks.0.attn",
-    of_a_checkpoint_around_the_model: "outside of the model's forward",
-    lambda: called(joint_attention_kwargs={"attention_mask": 1}): "joint_attention_kwargs has attention_mask",
-    lambda: called(hidden_states=draw(2, 3, 8)): "3 tokens of the image on 4 ranks",
-    lambda: called(txt_ids=torch.zeros(8, 3)): "with 8 tokens of the text, which has 7",
-    lambda: called(wan, timestep=torch.ones(2, 1)): "a tensor (2, 1) with 1 tokens of the image, which has 27",
-    lambda: called(qwen, encoder_hidden_states_mask=torch.arange(18).view(2, 9)): "hides text before text",
-    lambda: called(qwen, encoder_hidden_states_mask=torch.ones(2, 8)): "a mask (2, 8) for 9 tokens of the text",
-    lambda: called(sd3, encoder_hidden_states=None): "encoder_hidden_states is a NoneType",
+    with_checkpointing_around_the_model: "outside of the model's forward",
+    lambda: call_model(joint_attention_kwargs={"attention_mask": 1}): "joint_attention_kwargs has attention_mask",
+    lambda: call_model(hidden_states=draw(2, 3, 8)): "3 tokens of the image on 4 ranks",
+    lambda: call_model(txt_ids=torch.zeros(8, 3)): "with 8 tokens of the text, which has 7",
+    lambda: call_model(wan, timestep=torch.ones(2, 1)): "a tensor (2, 1) with 1 tokens of the image, which has 27",
+    lambda: call_model(qwen, encoder_hidden_states_mask=torch.arange(18).view(2, 9)): "hides text before text",
+    lambda: call_model(qwen, encoder_hidden_states_mask=torch.ones(2, 8)): "a mask (2, 8) for 9 tokens of the text",
+    lambda: call_model(sd3, encoder_hidden_states=None): "encoder_hidden_states is a NoneType",
 }
 
 
@@ -209,13 +212,13 @@ def refusals() -> list[str]:
     return value_errors(list(REFUSED))
 
 
-def test_what_is_refused(worlds):
+def test_unsupported_models_and_inputs_are_refused(worlds):
     for messages in worlds(RANKS).run(refusals):
         for message, expected in zip(messages, REFUSED.values(), strict=True):
             assert expected in message
 
 
-def said_where_ranks_differ(case: str) -> str:
+def refusal_of_unequal_ranks(case: str) -> str:
     model, inputs = flux()
     if case == "timestep":
         inputs["timestep"] = inputs["timestep"] + dist.get_rank()
@@ -230,12 +233,12 @@ def said_where_ranks_differ(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["timestep", "hidden_states", "proj_out.bias"])
-def test_ranks_that_are_given_different_things_all_say_so(worlds, case):
-    for message in worlds(RANKS).run(said_where_ranks_differ, case):
+def test_unequal_inputs_or_weights_are_refused_on_all_ranks(worlds, case):
+    for message in worlds(RANKS).run(refusal_of_unequal_ranks, case):
         assert message.startswith(f"{case}: not the same on all 4 ranks")
 
 
-# -- more of the same --------------------------------------------------------------------------------------------------
+# -- variants ----------------------------------------------------------------------------------------------------------
 
 VARIANTS = {
     "timesteps of tokens": (wan, {}, lambda: {"timestep": 1000 * draw(2, 27).abs()}),
@@ -270,33 +273,33 @@ VARIANTS = {
 
 
 def error_of_variant(name: str) -> tuple[float, str]:
-    build, config, more = VARIANTS[name]
+    build, config, extra_inputs = VARIANTS[name]
     (model, inputs), (full, _) = build(**config), build(**config)
-    inputs |= more()
+    inputs |= extra_inputs()
     context_parallel().prepare(model)
-    return error(model, graded(full, inputs), inputs)
+    return error(model, output_and_gradients(full, inputs), inputs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_else_models_are_called_with(worlds, name):
+def test_variants_of_inputs_and_configs(worlds, name):
     assert max(worlds(RANKS).run(error_of_variant, name)) < (2e-6, "")
 
 
 def compiled_error(name: str, whole_model: bool) -> tuple[float, str]:
-    """Of Qwen-Image two calls, of the same shapes, but with other padding."""
+    """Error of Qwen-Image over two calls with equal shapes and other padding."""
     (model, inputs), (full, _) = BUILD[name](), BUILD[name]()
     context_parallel().prepare(model)
     if whole_model:
         model.compile(backend="aot_eager")
     else:
         model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    result = error(model, graded(full, inputs), inputs)
+    result = error(model, output_and_gradients(full, inputs), inputs)
     if name != "qwen":
         return result
     model.zero_grad(), full.zero_grad()
     inputs["encoder_hidden_states_mask"] = inputs["encoder_hidden_states_mask"].flip(0)
-    return max(result, error(model, graded(full, inputs), inputs))
+    return max(result, error(model, output_and_gradients(full, inputs), inputs))
 
 
 @pytest.mark.long

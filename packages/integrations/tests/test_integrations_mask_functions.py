@@ -1,4 +1,4 @@
-"""Mask functions of transformers as values: pair by pair what transformers computes of them, or refused by name."""
+"""transformers' mask functions as `AttentionMask`: equal for every pair, or refused by name."""
 
 from functools import partial
 from itertools import pairwise
@@ -15,14 +15,14 @@ from armillary.integrations.transformers.masks import rule_of
 from armillary.integrations.transformers.shard_mask import narrow
 
 transformers = pytest.importorskip("transformers")
-from transformers import masking_utils as made  # noqa: E402
+from transformers import masking_utils  # noqa: E402
 from transformers.models.gemma3 import modeling_gemma3 as gemma3  # noqa: E402
 
 LENGTH = 24
 POSITIONS = torch.arange(LENGTH)
 TYPES = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0, 1] + [0] * 14, [1] * 5 + [0] * 5 + [1] * 6 + [0] * 8])
 RUNS, SCATTERED = gemma3.get_block_sequence_ids_for_mask(TYPES), torch.where(TYPES == 1, 0, -1)
-CAUSAL, WINDOW = made.causal_mask_function, made.sliding_window_causal_mask_function(4)
+CAUSAL, WINDOW = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(4)
 ZEROS = torch.zeros(2, dtype=torch.long)
 
 
@@ -33,64 +33,74 @@ def everything(*args):
 FUNCTIONS = {
     "causal": (CAUSAL, None),
     "window": (WINDOW, None),
-    "window of one": (made.sliding_window_causal_mask_function(1), None),
-    "bidirectional": (made.bidirectional_mask_function, None),
-    "bidirectional window": (made.sliding_window_bidirectional_mask_function(3), None),
-    "Gemma 3, full": (made.or_masks(CAUSAL, made.blockwise_overlay(RUNS)), ImageSpans),
+    "window of one": (masking_utils.sliding_window_causal_mask_function(1), None),
+    "bidirectional": (masking_utils.bidirectional_mask_function, None),
+    "bidirectional window": (masking_utils.sliding_window_bidirectional_mask_function(3), None),
+    "Gemma 3, full": (masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(RUNS)), ImageSpans),
     "Gemma 3, sliding": (
-        made.and_masks(made.or_masks(CAUSAL, made.blockwise_overlay(RUNS)), made.sliding_window_overlay(4)),
+        masking_utils.and_masks(
+            masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(RUNS)),
+            masking_utils.sliding_window_overlay(4),
+        ),
         ImageSpans,
     ),
-    "a window, or one image": (made.or_masks(WINDOW, made.blockwise_overlay(RUNS)), None),
-    "images as one group": (made.or_masks(CAUSAL, made.blockwise_overlay(SCATTERED)), None),
+    "a window, or one image": (masking_utils.or_masks(WINDOW, masking_utils.blockwise_overlay(RUNS)), None),
+    "images as one group": (masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(SCATTERED)), None),
     "images as one group, and a window": (
-        made.and_masks(made.or_masks(CAUSAL, made.blockwise_overlay(SCATTERED)), made.sliding_window_overlay(4)),
+        masking_utils.and_masks(
+            masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(SCATTERED)),
+            masking_utils.sliding_window_overlay(4),
+        ),
         None,
     ),
-    "an image alone": (made.blockwise_overlay(RUNS), None),
-    "chunks": (made.chunked_causal_mask_function(5, ZEROS), Chunked),
+    "an image alone": (masking_utils.blockwise_overlay(RUNS), None),
+    "chunks": (masking_utils.chunked_causal_mask_function(5, ZEROS), Chunked),
     "chunks and a window": (
-        made.and_masks(made.chunked_causal_mask_function(5, ZEROS), made.sliding_window_overlay(3)),
+        masking_utils.and_masks(
+            masking_utils.chunked_causal_mask_function(5, ZEROS), masking_utils.sliding_window_overlay(3)
+        ),
         Chunked,
     ),
-    "EmbeddingGemma, full": (made.or_masks(CAUSAL, everything), None),
-    "EmbeddingGemma, sliding": (made.or_masks(WINDOW, gemma3._bidirectional_window_overlay(4)), None),
+    "EmbeddingGemma, full": (masking_utils.or_masks(CAUSAL, everything), None),
+    "EmbeddingGemma, sliding": (masking_utils.or_masks(WINDOW, gemma3._bidirectional_window_overlay(4)), None),
 }
 
 
 def dense(function) -> torch.Tensor:
-    """[2, LENGTH, LENGTH], as transformers evaluates it."""
+    """The visibility [2, LENGTH, LENGTH] that transformers computes."""
     indices = (torch.arange(2)[:, None, None], ZEROS[:1], POSITIONS[None, :, None], POSITIONS[None, None, :])
     return function(*indices).expand(2, LENGTH, LENGTH)
 
 
-def seen(mask: AttentionMask) -> torch.Tensor:
+def visibility(mask: AttentionMask) -> torch.Tensor:
     return torch.stack([mask.visible(POSITIONS, POSITIONS, row=row if mask.per_row else 0) for row in range(2)])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_mask_function_is_a_value(name):
+def test_a_mask_function_becomes_a_mask(name):
     function, pattern = FUNCTIONS[name]
     rule = rule_of(function)
     mask = mask_of(rule, rule.groups, None, LENGTH)
-    assert torch.equal(seen(mask), dense(function))
+    assert torch.equal(visibility(mask), dense(function))
     assert pattern is None or type(mask.row(1).pattern) is pattern  # the compact form
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_documents_are_as_they_are_alone(name):
-    """What transformers adds for packed rows is taken from documents instead."""
+def test_documents_are_masked_as_separate_rows(name):
+    """Documents replace the mask function that transformers adds for packed rows."""
     function, _ = FUNCTIONS[name]
     ends = ((0, 2, 13, LENGTH), (0, LENGTH))
     ids = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in ends])
-    packed = made.packed_sequence_compatibility_function(function, ids, made.find_packed_sequence_indices(ids))
+    packed = masking_utils.packed_sequence_compatibility_function(
+        function, ids, masking_utils.find_packed_sequence_indices(ids)
+    )
     rule = rule_of(packed)
-    got = seen(mask_of(rule, rule.groups, ends, LENGTH))
-    assert torch.equal(got[1], dense(function)[1])
+    actual = visibility(mask_of(rule, rule.groups, ends, LENGTH))
+    assert torch.equal(actual[1], dense(function)[1])
     for a, b in pairwise(ends[0]):
-        assert not got[0, a:b, :a].any() and not got[0, a:b, b:].any()
-        alone = mask_of(rule, None if rule.groups is None else rule.groups[:, a:b], None, b - a)
-        assert torch.equal(got[0, a:b, a:b], alone.visible(POSITIONS[: b - a], POSITIONS[: b - a]))
+        assert not actual[0, a:b, :a].any() and not actual[0, a:b, b:].any()
+        document = mask_of(rule, None if rule.groups is None else rule.groups[:, a:b], None, b - a)
+        assert torch.equal(actual[0, a:b, a:b], document.visible(POSITIONS[: b - a], POSITIONS[: b - a]))
 
 
 def test_a_batch_without_images_has_the_plain_mask():
@@ -103,23 +113,29 @@ UNKNOWN = {
     "none": None,
     "functools": partial(CAUSAL),
     "<lambda>": lambda batch, head, query, key: query >= key,
-    "hides_everything": made.and_masks(CAUSAL, lambda *args: torch.tensor(False)),
-    "padding_mask_function": made.padding_mask_function(TYPES),
-    "packed_sequence_mask_function": made.and_masks(CAUSAL, made.packed_sequence_mask_function(TYPES)),
-    "chunks joined by or": made.or_masks(made.chunked_causal_mask_function(3, ZEROS), CAUSAL),
-    "chunks of 3 and of 4": made.and_masks(made.chunked_overlay(3, ZEROS), made.chunked_overlay(4, ZEROS)),
-    "blocks of two kinds": made.or_masks(made.blockwise_overlay(RUNS), made.blockwise_overlay(SCATTERED)),
+    "hides_everything": masking_utils.and_masks(CAUSAL, lambda *args: torch.tensor(False)),
+    "padding_mask_function": masking_utils.padding_mask_function(TYPES),
+    "packed_sequence_mask_function": masking_utils.and_masks(
+        CAUSAL, masking_utils.packed_sequence_mask_function(TYPES)
+    ),
+    "chunks joined by or": masking_utils.or_masks(masking_utils.chunked_causal_mask_function(3, ZEROS), CAUSAL),
+    "chunks of 3 and of 4": masking_utils.and_masks(
+        masking_utils.chunked_overlay(3, ZEROS), masking_utils.chunked_overlay(4, ZEROS)
+    ),
+    "blocks of two kinds": masking_utils.or_masks(
+        masking_utils.blockwise_overlay(RUNS), masking_utils.blockwise_overlay(SCATTERED)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_known_is_refused_by_name(name):
+def test_unknown_functions_are_refused_by_name(name):
     with pytest.raises(ValueError, match="mask made of") as refused:
         rule_of(UNKNOWN[name])
     assert name in str(refused.value) or name in ("functools", "hides_everything")
 
 
-def test_a_function_of_a_known_name_is_held_to_it():
+def test_a_changed_function_of_a_known_name_is_refused():
     def _bidirectional_window_overlay(sliding_window):
         def inner_mask(batch, head, query, key):
             return abs(query - key) <= sliding_window
@@ -138,15 +154,15 @@ def test_groups_too_scattered_are_refused():
         mask_of(rule, (torch.arange(4000) % 2 - 1)[None], None, 4000)
 
 
-# -- masks that are said ----------------------------------------------------------------------------------------------
+# -- explicit masks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_mask_that_is_said_has_the_window_of_each_layer():
+def test_an_explicit_mask_gets_the_window_of_each_layer():
     tree, window = AttentionMask.tree([0, 8, 16, LENGTH], [-1, 0, 0]), rule_of(WINDOW)
     assert narrow(tree, window) == tree.narrow(3) and narrow(tree, rule_of(CAUSAL)) == tree
-    both = rule_of(FUNCTIONS["bidirectional window"][0])
+    bidirectional_window = rule_of(FUNCTIONS["bidirectional window"][0])
     plain = AttentionMask(causal=False, window=(None, 2))
-    assert narrow(plain, both) == AttentionMask(causal=False, window=(3, 2))
+    assert narrow(plain, bidirectional_window) == AttentionMask(causal=False, window=(3, 2))
     anything = AttentionMask.of_slices([Slice(range(LENGTH), range(LENGTH))])
     assert narrow(anything, rule_of(CAUSAL)) == anything
 
@@ -167,16 +183,16 @@ def test_a_mask_that_contradicts_the_model_is_refused(mask, name, message):
 # -- positions in time, height and width ----------------------------------------------------------------------------
 
 
-def of_a_video() -> torch.Tensor:
-    """As Qwen2.5-VL numbers 3 tokens of text, 2 frames of 2 x 2 that are 50 apart, and 2 tokens more: [3, 1, 13]."""
+def video_positions() -> torch.Tensor:
+    """Qwen2.5-VL's positions [3, 1, 13] of 3 text tokens, 2 frames of 2 x 2 tokens 50 apart, and 2 text tokens."""
     text = torch.arange(3).expand(3, -1)
     frames = torch.stack([torch.arange(8) // 4 * 50, torch.arange(8) // 2 % 2, torch.arange(8) % 2]) + 3
     return torch.cat([text, frames, torch.arange(5, 7).expand(3, -1)], 1)[:, None]
 
 
-def test_positions_of_videos_may_go_back_after_them_alone():
+def test_positions_may_decrease_only_after_a_video():
     layout = SequenceLayout.contiguous(13, 1)
-    check_multimodal(of_a_video(), layout, Local())
-    for wrong in (of_a_video().flip(2), of_a_video() % 5, torch.arange(13).remainder(7).expand(3, 1, -1)):
+    check_multimodal(video_positions(), layout, Local())
+    for wrong in (video_positions().flip(2), video_positions() % 5, torch.arange(13).remainder(7).expand(3, 1, -1)):
         with pytest.raises(ValueError, match=r"position ids \[.*not beyond"):
             check_multimodal(wrong, layout, Local())

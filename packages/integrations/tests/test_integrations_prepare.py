@@ -1,4 +1,4 @@
-"""`ContextParallel` with unmodified models of transformers: loss and gradients are those of one rank."""
+"""`ContextParallel` with unmodified transformers models: loss and gradients equal one rank's."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def expected_step(groups: int) -> tuple[float, list[torch.Tensor]]:
 
 
 def sharded_step(groups: int, fsdp: bool) -> tuple[float, float]:
-    """Relative errors of the loss and of the worst gradient."""
+    """Relative errors of the loss and largest relative error of a gradient."""
     axes = mesh(shard=groups, ring=RANKS // groups)
     cp = ContextParallel("ring", axes, data="shard" if groups > 1 else ())
     model = cp.prepare(new_model())
@@ -46,7 +46,7 @@ def sharded_step(groups: int, fsdp: bool) -> tuple[float, float]:
     group = axes["shard"].get_local_rank() if groups > 1 else 0
     with cp.shard(tokens(group)) as batch:
         loss = cp.loss(model(**batch.inputs).loss, batch)
-    cp.shard(tokens(group + 5), documents=[0, 20, 45])  # before backward recomputes this one's layers
+    cp.shard(tokens(group + 5), documents=[0, 20, 45])  # another batch, before backward recomputes the layers
     loss.backward()
     if not fsdp:
         cp.reduce_gradients(model)
@@ -57,7 +57,7 @@ def sharded_step(groups: int, fsdp: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("groups", "fsdp"), [(1, True), (2, True), (1, False)])
-def test_loss_and_gradients_are_those_of_one_rank(worlds, groups, fsdp):
+def test_loss_and_gradients_equal_one_rank(worlds, groups, fsdp):
     for loss_error, gradient_error in worlds(RANKS).run(sharded_step, groups, fsdp):
-        assert loss_error < 1e-6  # Mistral's norms and loss compute in float32
+        assert loss_error < 1e-6  # Mistral computes norms and loss in float32
         assert gradient_error < 1e-5

@@ -1,4 +1,4 @@
-"""Unmodified hybrids of transformers on shards: logits and gradients of each document alone on one rank."""
+"""Unmodified transformers hybrids on shards: logits and gradients equal those of separate documents on one rank."""
 
 from contextlib import contextmanager
 from itertools import pairwise
@@ -50,7 +50,7 @@ def quiet():
 
 
 def build(family: str, implementation: str):
-    """A tiny one with the same random weights wherever it is built."""
+    """A tiny model with reproducible random weights."""
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
         **SMALL | MODELS[family], attn_implementation=implementation
     )
@@ -65,7 +65,7 @@ def build(family: str, implementation: str):
 
 @contextmanager
 def in_float64():
-    """Keeps float64 where models compute in float32 whatever they are in; in recomputation too, unlike a mode."""
+    """Keeps float64 where models convert to float32. Unlike a torch function mode, it also acts in recomputation."""
     tensor, softmax = torch.Tensor, F.softmax
     originals = tensor.float, tensor.to, tensor.type
 
@@ -100,7 +100,7 @@ DOCUMENTS = {
 
 
 def on_a_shard(family: str, method: str, kind: str, documents, checkpointed: bool):
-    """This rank's logits, and the sum of its gradients with those of the other ranks."""
+    """Local logits, and gradients summed over ranks."""
     attend = METHODS[method]()
     register_transformers(attend)
     layout = attend.layout(LENGTH, kind)
@@ -124,8 +124,8 @@ def on_one_rank(family: str, documents):
     logits = []
     for row, ends in enumerate(rows):
         with in_float64():
-            parts = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
-        logits.append(torch.cat(parts, dim=1))
+            document_logits = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
+        logits.append(torch.cat(document_logits, dim=1))
     torch.cat(logits).backward(dout)
     return torch.cat(logits).detach(), {name: p.grad for name, p in built.named_parameters()}
 
@@ -140,7 +140,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "method", "kind", "documents", "checkpointed"), CASES)
-def test_a_hybrid_on_shards_is_that_on_one_rank(worlds, family, method, kind, documents, checkpointed):
+def test_a_sharded_hybrid_equals_one_rank(worlds, family, method, kind, documents, checkpointed):
     logits, grads = on_one_rank(family, DOCUMENTS[documents])
     ranks = worlds(4).run(on_a_shard, family, method, kind, DOCUMENTS[documents], checkpointed)
     for positions, part, _ in ranks:
@@ -152,7 +152,7 @@ def test_a_hybrid_on_shards_is_that_on_one_rank(worlds, family, method, kind, do
             assert relative_error(actual, grad) < 1e-8, name
 
 
-def test_documents_restart_states_on_one_rank_too():
+def test_documents_restart_states_on_one_rank():
     register_transformers(Local())
     documents = DOCUMENTS["each row its own"]
     (expected, _), ids = on_one_rank("Bamba", documents), tokens()[0]
@@ -164,7 +164,7 @@ def test_documents_restart_states_on_one_rank_too():
 TREE = AttentionMask.tree((0, 20, 31, 50, LENGTH), (-1, 0, 1, 0))
 
 
-def test_a_tree_is_its_paths():
+def test_a_tree_equals_its_paths():
     register_transformers(Local())
     ids, built = tokens()[0], build("Qwen3Next", "armillary")
     positions = torch.cat([torch.arange(50), torch.arange(20, 42)])
@@ -178,7 +178,7 @@ def test_a_tree_is_its_paths():
         assert relative_error(logits[:, tokens_of_path], expected) < 1e-9
 
 
-def refused(**options) -> str:
+def refusal(**options) -> str:
     attend = METHODS["ring"]()
     register_transformers(attend)
     layout = attend.layout(LENGTH, options.pop("kind", "zigzag"))
@@ -204,5 +204,5 @@ def refused(**options) -> str:
     ],
     ids=["position ids that restart", "a striped layout", "a cache"],
 )
-def test_what_states_cannot_do_is_refused_on_every_rank(worlds, options, named):
-    assert all(named in answer for answer in worlds(4).run(refused, **options))
+def test_unsupported_uses_of_states_are_refused_on_every_rank(worlds, options, named):
+    assert all(named in answer for answer in worlds(4).run(refusal, **options))

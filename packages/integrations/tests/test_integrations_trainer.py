@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on shards: what one rank logs, evaluates, predicts, saves and learns."""
+"""Hugging Face's Trainer on shards: logs, predictions, checkpoints and weights equal one rank's."""
 
 import numpy as np
 import pytest
@@ -33,28 +33,28 @@ class LongTrainer(ContextParallelTrainer, transformers.Trainer):
 
 def model(implementation: str, family: str = "MistralForCausalLM", **options):
     torch.manual_seed(0)
-    made = getattr(transformers, family)
+    model_class = getattr(transformers, family)
     settings = {"sliding_window": 9, **options, "attn_implementation": implementation}
-    built = made(made.config_class(**SIZES, **HEADS, **settings)).double()
+    built = model_class(model_class.config_class(**SIZES, **HEADS, **settings)).double()
     with torch.no_grad():
-        for parameter in built.parameters():  # biases of keys, whose gradient is 0, would else be relative to 0
+        for parameter in built.parameters():  # nonzero key biases: relative errors divide by their norm
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return built
 
 
 def rows(count: int, seed: int = 1):
-    """Rows of 11 to 37 tokens, whose first ones are a prompt: no labels."""
+    """Rows of 11 to 37 tokens that begin with a prompt without labels."""
     draw = torch.Generator().manual_seed(seed)
-    made = []
+    results = []
     for _ in range(count):
         length, prompt = (int(torch.randint(low, high, (), generator=draw)) for low, high in ((11, 38), (0, 6)))
         ids = torch.randint(1, VOCABULARY, (length,), generator=draw)
-        made.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(length) < prompt, -100)})
-    return made
+        results.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(length) < prompt, -100)})
+    return results
 
 
 def padded(batch):
-    """What a tokenizer's collator makes: padding on the right."""
+    """Pads rows on the right, like a tokenizer's collator."""
     masked = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in batch]
     fill = {name: -100 if name == "labels" else 0 for name in masked[0]}
     pad = torch.nn.utils.rnn.pad_sequence
@@ -67,7 +67,7 @@ def packed(batch):
 
 
 def arguments(folder, **changes):
-    """Of a run of 6 steps of two micro-batches; the last of each epoch has but one, of 14 rows."""
+    """Arguments of a run of 6 steps of two micro-batches; with 14 rows the last step of an epoch has only one."""
     settings = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": 3, "save_steps": 3, "logging_steps": 1}
     settings |= {"eval_strategy": "steps", "save_strategy": "steps", "report_to": [], "disable_tqdm": True}
     settings |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
@@ -80,11 +80,11 @@ def trainer(kind: type, implementation: str, folder, collator=padded, data=None,
     return kind(built, arguments(folder, **changes), collator, data or rows(14), eval_dataset=rows(4, seed=2))
 
 
-def trained(kind: type, implementation: str, folder, resume: int = 0, **changes):
-    """What is logged, the parameters, and predictions for five more rows, then without labels.
+def train_and_predict(kind: type, implementation: str, folder, resume: int = 0, **changes):
+    """Trains and predicts five rows with and without labels. Returns logs, parameters and both predictions.
 
     Args:
-        resume: the step after which to go on.
+        resume: step of the checkpoint to resume from; 0 starts a new run.
     """
     run = trainer(kind, implementation, folder, **changes)
     run.train(resume_from_checkpoint=str(folder / f"checkpoint-{resume}") if resume else None)
@@ -100,7 +100,10 @@ SHORTER = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
 ROBERTA = {"family": "RobertaForCausalLM", "is_decoder": True, "hidden_dropout_prob": 0.0}
 ROBERTA |= {"attention_probs_dropout_prob": 0.0}
 VARIANTS = {
-    "position ids from padding_idx": {"family": ROBERTA, "optim": "sgd"},  # AdamW would magnify a gradient of 0
+    "position ids from padding_idx": {
+        "family": ROBERTA,
+        "optim": "sgd",
+    },  # AdamW would amplify gradients that are only rounding
     "packed": {"collator": packed, "include_num_input_tokens_seen": "all"},
     "smoothed": {"label_smoothing_factor": 0.1},
 }
@@ -116,26 +119,26 @@ def variants(kind: type, implementation: str, folder):
 
 
 def on_ranks(folder):
-    """6 steps under DDP, and again from the middle on; fewer under FSDP2 in two groups; variants; what is refused."""
+    """Results of runs under DDP and under FSDP2 in two groups, of resumed runs and variants, and refusals."""
     usp = Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
     register_transformers(usp)
     register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
     results = {}
     with accelerated():
-        results["ddp"] = trained(LongTrainer, "armillary", folder / "ddp")
-        results["ddp, resumed"] = trained(LongTrainer, "armillary", folder / "ddp", resume=3)
+        results["ddp"] = train_and_predict(LongTrainer, "armillary", folder / "ddp")
+        results["ddp, resumed"] = train_and_predict(LongTrainer, "armillary", folder / "ddp", resume=3)
         results |= variants(LongTrainer, "armillary", folder)
-        results["refused"] = refused_on_ranks(folder)
+        results["refused"] = refusals_on_ranks(folder)
     with accelerated():
         halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1} | SHORTER
         sharded = {"fsdp": True, "fsdp_config": FSDP2, **halves}
-        results["fsdp2"] = trained(LongTrainer, "in groups", folder / "fsdp2", **sharded)
-        results["fsdp2, resumed"] = trained(LongTrainer, "in groups", folder / "fsdp2", resume=2, **sharded)
+        results["fsdp2"] = train_and_predict(LongTrainer, "in groups", folder / "fsdp2", **sharded)
+        results["fsdp2, resumed"] = train_and_predict(LongTrainer, "in groups", folder / "fsdp2", resume=2, **sharded)
     return results
 
 
-def refused_on_ranks(folder):
-    """What is said of rows that differ, and of a loss that is not of the next token."""
+def refusals_on_ranks(folder):
+    """Errors for rows that differ between ranks, and for a loss that does not predict the next token."""
     messages = []
     run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(14, seed=dist.get_rank() // 3), **SHORT)
     tagger = model("armillary", "MistralForTokenClassification")
@@ -150,14 +153,16 @@ def refused_on_ranks(folder):
 
 @pytest.fixture(scope="module")
 def runs(worlds, tmp_path_factory):
-    """Of one rank, and of each of four."""
+    """Results of one rank, and of each of four ranks."""
     folder = tmp_path_factory.mktemp("trainer")
     ranks = worlds(4).run(on_ranks, folder)
     with accelerated():
         one = variants(transformers.Trainer, "sdpa", folder / "one")
         for name, resume, steps in (("ddp", 3, {}), ("fsdp2", 2, SHORTER)):
-            one[name] = trained(transformers.Trainer, "sdpa", folder / name / "one", **steps)
-            one[f"{name}, resumed"] = trained(transformers.Trainer, "sdpa", folder / name / "one", resume, **steps)
+            one[name] = train_and_predict(transformers.Trainer, "sdpa", folder / name / "one", **steps)
+            one[f"{name}, resumed"] = train_and_predict(
+                transformers.Trainer, "sdpa", folder / name / "one", resume, **steps
+            )
     return one, ranks
 
 
@@ -165,7 +170,7 @@ def check_logs(actual, expected):
     for sharded, full in zip(actual, expected, strict=True):
         for name in full:
             if not any(word in name for word in MEASURED):
-                assert sharded[name] == pytest.approx(full[name], rel=1e-6), name  # losses are logged in float32
+                assert sharded[name] == pytest.approx(full[name], rel=1e-6), name  # logged losses are float32
 
 
 def check_parameters(actual, expected):
@@ -173,7 +178,7 @@ def check_parameters(actual, expected):
 
 
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
-def test_steps_are_those_of_one_rank_and_go_on_from_a_checkpoint(runs, run):
+def test_steps_equal_one_rank_and_resume_from_a_checkpoint(runs, run):
     one, ranks = runs
     for rank in ranks:
         for part in (run, f"{run}, resumed"):
@@ -182,28 +187,28 @@ def test_steps_are_those_of_one_rank_and_go_on_from_a_checkpoint(runs, run):
 
 
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
-def test_predictions_are_those_of_one_rank_in_sequence_order(runs, run):
+def test_predictions_equal_one_rank_in_sequence_order(runs, run):
     one, ranks = runs
     for rank in ranks:
         _, _, actual, unlabelled = rank[run]
         full = one[run][2]
         assert np.array_equal(actual.label_ids, full.label_ids)
-        seen = (full.label_ids != -100).nonzero()
+        label_indices = (full.label_ids != -100).nonzero()
         for sharded, expected in ((actual.predictions, full.predictions), (unlabelled, one[run][3])):
             assert sharded.shape == expected.shape
-            assert relative_error(torch.tensor(sharded[seen]), torch.tensor(expected[seen])) < 1e-12
+            assert relative_error(torch.tensor(sharded[label_indices]), torch.tensor(expected[label_indices])) < 1e-12
         if run == "ddp":  # of a last batch that some groups lack, Trainer's loss is another on several ranks
             assert actual.metrics["test_loss"] == pytest.approx(full.metrics["test_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_those_of_one_rank(runs, variant):
+def test_variants_equal_one_rank(runs, variant):
     one, ranks = runs
     check_logs(ranks[0][variant][0], one[variant][0])
     check_parameters(ranks[0][variant][1], one[variant][1])
 
 
-def test_what_ranks_cannot_train_on_is_refused_by_all(runs):
+def test_unequal_rows_and_other_losses_are_refused_by_all_ranks(runs):
     _, ranks = runs
     for messages in zip(*(rank["refused"] for rank in ranks), strict=True):
         assert len(set(messages)) == 1
@@ -211,17 +216,17 @@ def test_what_ranks_cannot_train_on_is_refused_by_all(runs):
     assert "ForTokenClassification takes no shift_labels" in ranks[0]["refused"][1]
 
 
-class Squared(transformers.Trainer):
+class SquaredLossTrainer(transformers.Trainer):
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs) ** 2
 
 
-class Wrong(ContextParallelTrainer, Squared):
+class LongSquaredLossTrainer(ContextParallelTrainer, SquaredLossTrainer):
     pass
 
 
 REFUSED = {
-    "own loss": ({"kind": Wrong}, "Squared.compute_loss"),
+    "own loss": ({"kind": LongSquaredLossTrainer}, "SquaredLossTrainer.compute_loss"),
     "sdpa": ({"implementation": "sdpa"}, "attends by 'sdpa'"),
     "loss function": ({"compute_loss_func": print}, "override compute_loss in a class with takes_shards"),
     "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
@@ -234,42 +239,51 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
-def test_what_would_be_wrong_on_shards_is_refused_when_a_trainer_is_made(tmp_path, wrong):
-    given, message = REFUSED[wrong]
-    given = dict(given)
+def test_unsupported_settings_are_refused_when_a_trainer_is_built(tmp_path, wrong):
+    options, message = REFUSED[wrong]
+    options = dict(options)
     register_transformers(Local())
-    kind, named = given.pop("kind", LongTrainer), given.pop("implementation", "armillary")
-    of_model = {name: given.pop(name) for name in ("family", "output_router_logits") if name in given}
-    of_trainer = {name: given.pop(name) for name in ("compute_loss_func",) if name in given}
+    kind, implementation = options.pop("kind", LongTrainer), options.pop("implementation", "armillary")
+    model_options = {name: options.pop(name) for name in ("family", "output_router_logits") if name in options}
+    trainer_options = {name: options.pop(name) for name in ("compute_loss_func",) if name in options}
     with accelerated(), pytest.raises(ValueError, match=message):
-        kind(model(named, **of_model), arguments(tmp_path, **SHORT | given), padded, rows(2), rows(2), **of_trainer)
+        kind(
+            model(implementation, **model_options),
+            arguments(tmp_path, **SHORT | options),
+            padded,
+            rows(2),
+            rows(2),
+            **trainer_options,
+        )
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------
 
 
-def test_padding_before_and_behind_tokens_is_seen_by_nobody():
+def test_padding_on_both_sides_is_masked():
     attend = Local()
     register_transformers(attend)
     ids = torch.stack([torch.arange(1, 13), torch.arange(21, 33)])
-    seen = torch.ones_like(ids)
-    seen[0, :3] = seen[0, 10:] = seen[1, 9:] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[0, 10:] = mask[1, 9:] = 0
     positions = torch.arange(12)[None]
-    position_ids = positions * seen  # as collators pad them
-    batch = ContextParallel(attend).shard(ids, attention_mask=seen, position_ids=position_ids)
+    position_ids = positions * mask  # collators pad with 0
+    batch = ContextParallel(attend).shard(ids, attention_mask=mask, position_ids=position_ids)
     with batch:
         output = model("armillary")(**batch.inputs, use_cache=False)
-    full = model("sdpa")(ids, attention_mask=seen, position_ids=positions, labels=ids.masked_fill(seen == 0, -100))
-    at = seen.bool()
-    assert relative_error(output.logits[at], full.logits[at]) < 1e-12
+    full = model("sdpa")(ids, attention_mask=mask, position_ids=positions, labels=ids.masked_fill(mask == 0, -100))
+    is_token = mask.bool()
+    assert relative_error(output.logits[is_token], full.logits[is_token]) < 1e-12
     assert batch.labelled == 6 + 8
-    assert float(output.loss.detach()) == pytest.approx(loss_without_the_first(full.logits, ids, seen), rel=1e-6)
+    assert float(output.loss.detach()) == pytest.approx(loss_without_the_first(full.logits, ids, mask), rel=1e-6)
 
 
-def loss_without_the_first(logits, ids, seen):
-    """The mean over tokens that have one before them: transformers has the first one predicted by padding."""
-    ahead = (seen[:, 1:] * seen[:, :-1]).bool()
-    return float(torch.nn.functional.cross_entropy(logits[:, :-1][ahead].detach(), ids[:, 1:][ahead]))
+def loss_without_the_first(logits, ids, mask):
+    """The mean loss of tokens with a predecessor: in transformers' loss padding predicts the first token."""
+    has_predecessor = (mask[:, 1:] * mask[:, :-1]).bool()
+    return float(
+        torch.nn.functional.cross_entropy(logits[:, :-1][has_predecessor].detach(), ids[:, 1:][has_predecessor])
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,26 +297,26 @@ def loss_without_the_first(logits, ids, seen):
         ([1, 1, 1, 0], [5, 6, 7, 8], "hides have labels"),
     ],
 )
-def test_padding_that_cannot_be_set_apart_is_refused(mask, labels, message):
+def test_invalid_padding_is_refused(mask, labels, message):
     shifted = None if labels is None else torch.tensor([labels])
     with pytest.raises(ValueError, match=message):
         ContextParallel(Local()).shard(torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
 
 
-def test_boundaries_alone_leave_position_ids_counting_from_padding_idx():
+def test_boundaries_without_position_ids_count_from_padding_idx():
     ids, ends = torch.arange(5, 17)[None], torch.tensor([0, 7, 12])
     cp = ContextParallel(Local())
     cp.padding_idx = 3
-    batch, own = shard_inputs(cp, {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends})
+    batch, model_inputs = shard_inputs(cp, {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends})
     assert batch.documents == (0, 7, 12)
-    assert own["position_ids"].tolist() == [list(range(4, 16))]
+    assert model_inputs["position_ids"].tolist() == [list(range(4, 16))]
 
 
-def test_packed_rows_with_a_mask_are_refused_as_transformers_would_join_them():
+def test_packed_rows_with_a_mask_are_refused():
     ids = torch.arange(1, 7)[None]
     rows_of_two = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     with pytest.raises(ValueError, match="leave attention_mask out of packed rows"):
         shard_inputs(ContextParallel(Local()), rows_of_two | {"attention_mask": torch.ones_like(ids)})
     batch, _ = shard_inputs(ContextParallel(Local()), rows_of_two)
     assert batch.documents == (0, 3, 6)
-    assert batch.labels.tolist() == [[2, 3, 4, 5, 6, -100]]  # as transformers has it, which predicts the next document
+    assert batch.labels.tolist() == [[2, 3, 4, 5, 6, -100]]  # transformers' labels, which predict the next document

@@ -1,4 +1,4 @@
-"""Unmodified transformers models on shards: logits and parameter gradients of the whole sequence on one rank."""
+"""Unmodified transformers models on shards: logits and gradients equal one rank's."""
 
 import math
 from itertools import pairwise
@@ -57,7 +57,7 @@ def usp():
 
 
 def model(name: str, implementation: str, **changes):
-    """A tiny one with the same random weights wherever it is built, sinks and all."""
+    """A tiny model with reproducible random weights, sinks included."""
     family, options = MODELS[name]
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
         **SMALL | options | changes, attn_implementation=implementation
@@ -84,8 +84,8 @@ def restarting(documents):
 
 
 class InFloat64(TorchFunctionMode):
-    """Keeps float64 where models round to float32 whatever they are in: eager softmax, Gemma's norms (whose gradients
-    would be sums in float32, in another order on shards)."""
+    """Keeps float64 where models convert to float32: eager softmax and Gemma's norms, whose float32 gradients would be
+    summed in another order on shards."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float and args[0].dtype is torch.float64:
@@ -93,44 +93,47 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **{k: v for k, v in (kwargs or {}).items() if func is not F.softmax or k != "dtype"})
 
 
-def on_a_shard(name: str, kind: str, documents, told: str, checkpointed: bool = False, fine: bool = True):
-    """This rank's logits and its share of the gradients. `told`: how documents get there."""
+def on_a_shard(name: str, kind: str, documents, source: str, checkpointed: bool = False, fine: bool = True):
+    """Local logits and gradients. `source` is the argument that has the documents."""
     attend = usp()
     register_transformers(attend)
     layout = attend.layout(LENGTH, kind)
     ids, dout = (layout.take(x, attend.shard) for x in tokens())
     position_ids = layout.positions(attend.shard)[None]
     extra = {}
-    if told == "restarts":
+    if source == "restarts":
         position_ids = layout.take(restarting(documents), attend.shard)
-    if told == "cu_seq_lens":
-        extra = {f"cu_seq_lens_{which}": torch.tensor(documents) for which in "qk"}
+    if source == "cu_seq_lens":
+        extra = {f"cu_seq_lens_{side}": torch.tensor(documents) for side in "qk"}
     built = model(name, "armillary")
     if checkpointed:
         built.gradient_checkpointing_enable({"use_reentrant": False})
-    held = {"layout": layout if fine else layout.coarsen(2), "documents": documents if told == "sequence" else None}
-    with sequence(**held), InFloat64():
+    options = {
+        "layout": layout if fine else layout.coarsen(2),
+        "documents": documents if source == "sequence" else None,
+    }
+    with sequence(**options), InFloat64():
         logits = built(ids, position_ids=position_ids, use_cache=False, **extra).logits
     logits.backward(dout)
     return logits.detach(), [p.grad for p in built.parameters()]
 
 
 def on_one_rank(name: str, documents):
-    """Eager, one document at a time."""
+    """Logits and gradients of eager attention, one document at a time."""
     built, (ids, dout) = model(name, "eager"), tokens()
     logits = []
     for row in range(len(ids)):
         ends = documents[row] if documents and isinstance(documents[0], tuple) else documents or (0, LENGTH)
         with InFloat64():
-            parts = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
-        logits.append(torch.cat(parts, dim=1))
+            document_logits = [built(ids[row : row + 1, a:b], use_cache=False).logits for a, b in pairwise(ends)]
+        logits.append(torch.cat(document_logits, dim=1))
     logits = torch.cat(logits)
     logits.backward(dout)
     return logits.detach(), [p.grad for p in built.parameters()]
 
 
 def test_a_layer_may_have_several_sinks_a_head():
-    """Two of them weigh as much as the one whose logarithm they split."""
+    """Two sinks equal one if their exponentials add up to its exponential."""
     register_transformers(Local())
     ids, dout = tokens()
     results = []
@@ -142,45 +145,48 @@ def test_a_layer_may_have_several_sinks_a_head():
         with sequence(layout=Local().layout(LENGTH)), InFloat64():
             logits = built(ids, use_cache=False).logits
         logits.backward(dout)
-        shares = [layer.self_attn.sinks.grad for layer in built.model.layers]
-        results.append((logits.detach(), torch.stack(shares)))
-    (logits, gradient), (same, shares) = results
+        sink_gradients = [layer.self_attn.sinks.grad for layer in built.model.layers]
+        results.append((logits.detach(), torch.stack(sink_gradients)))
+    (logits, gradient), (same, sink_gradients) = results
     assert relative_error(same, logits) < 1e-12
-    assert relative_error(shares, gradient[:, None] * torch.tensor([0.3, 0.7], dtype=torch.float64)[:, None]) < 1e-10
+    assert (
+        relative_error(sink_gradients, gradient[:, None] * torch.tensor([0.3, 0.7], dtype=torch.float64)[:, None])
+        < 1e-10
+    )
 
 
-def each_on_a_shard(todo: list[tuple]):
+def results_on_a_shard(todo: list[tuple]):
     return [on_a_shard(*arguments) for arguments in todo]
 
 
 def errors(worlds, *todo: tuple) -> list[float]:
-    """For each set of arguments of `on_a_shard` the largest error, of the logits or of a gradient."""
-    answers = worlds(4).run(each_on_a_shard, todo)
+    """The largest error of logits and gradients for each set of arguments of `on_a_shard`."""
+    answers = worlds(4).run(results_on_a_shard, todo)
     return [errors_of(arguments, ranks) for arguments, *ranks in zip(todo, *answers, strict=True)]
 
 
 def errors_of(arguments: tuple, ranks: list) -> float:
-    name, kind, documents, *told = arguments
+    name, kind, documents, *options = arguments
     expected, gradients = on_one_rank(name, documents)
-    outs, shares = zip(*ranks, strict=True)
+    outs, local_gradients = zip(*ranks, strict=True)
     logits = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2).join(outs)
     worst = 0.0
-    for gradient, *parts in zip(gradients, *shares, strict=True):
-        if gradient is None or gradient.norm() < 1e-12:  # as of queries that see one key
-            assert not any(part is not None and part.norm() > 1e-12 for part in parts)
+    for gradient, *summands in zip(gradients, *local_gradients, strict=True):
+        if gradient is None or gradient.norm() < 1e-12:  # e.g. of queries that see one key
+            assert not any(summand is not None and summand.norm() > 1e-12 for summand in summands)
         else:
-            got = sum(part if part is not None else torch.zeros_like(gradient) for part in parts)
-            worst = max(worst, relative_error(got, gradient))
-    print(f"{name}, {kind}, {told}: logits {relative_error(logits, expected):.1e}, gradients {worst:.1e}")
+            actual = sum(summand if summand is not None else torch.zeros_like(gradient) for summand in summands)
+            worst = max(worst, relative_error(actual, gradient))
+    print(f"{name}, {kind}, {options}: logits {relative_error(logits, expected):.1e}, gradients {worst:.1e}")
     return max(relative_error(logits, expected), worst)
 
 
-# Rotary angles are float32 in transformers whatever the model is, but the same on each side.
+# transformers always computes rotary angles in float32, equally on both sides.
 TOLERANCE = 1e-9
 
 
 @pytest.mark.parametrize("some", [list(MODELS)[:5], list(MODELS)[5:]], ids=", ".join)
-def test_a_shard_computes_what_one_rank_does(worlds, some):
+def test_shards_equal_one_rank(worlds, some):
     actual = errors(worlds, *((name, "zigzag", None, "") for name in some))
     assert max(actual) < TOLERANCE, dict(zip(some, actual, strict=True))
 
@@ -199,7 +205,7 @@ PACKED = [
 
 
 def test_packed_rows(worlds):
-    """Rotary positions are relative, so that global ones and restarting ones give the same."""
+    """RoPE is relative, so global and restarting positions give equal results."""
     for arguments, error in zip(PACKED, errors(worlds, *PACKED), strict=True):
         assert error < (TOLERANCE if arguments[3] == "restarts" else 1e-5), arguments
 
@@ -208,13 +214,13 @@ def test_packed_rows(worlds):
 
 
 def labels_with_gaps():
-    """Some tokens have no label; so have all that the first shard of a contiguous layout has."""
+    """Labels with gaps; the first shard of a contiguous layout has no labels."""
     ids, _ = tokens(1)
     return ids, ids.masked_fill(torch.arange(LENGTH) % 5 == 3, -100).index_fill(1, torch.arange(14), -100)
 
 
 def loss_on_a_shard(kind: str, documents, evaluated: bool):
-    """This rank's share of the loss, the loss of all ranks, and the gradients averaged over ranks."""
+    """Returns (local loss, global loss, gradients averaged over ranks)."""
     attend = usp()
     register_transformers(attend)
     cp = ContextParallel(attend)
@@ -222,16 +228,16 @@ def loss_on_a_shard(kind: str, documents, evaluated: bool):
     batch = cp.shard(ids, labels, documents=documents, layout=attend.layout(LENGTH, kind))
     built = model("llama", "armillary").train(not evaluated)
     with batch, torch.set_grad_enabled(not evaluated), InFloat64():
-        share = built(**batch.inputs, use_cache=False).loss
-    loss = cp.loss(share, batch)
+        local_loss = built(**batch.inputs, use_cache=False).loss
+    loss = cp.loss(local_loss, batch)
     if not evaluated:
         loss.backward()
         cp.reduce_gradients(built)
-    return share.detach(), loss.detach(), [p.grad for p in built.parameters()]
+    return local_loss.detach(), loss.detach(), [p.grad for p in built.parameters()]
 
 
 def loss_on_one_rank(documents):
-    """Of transformers' own loss, as its collator labels packed rows: the first token of a document is not predicted."""
+    """transformers' loss with its collator's labels, which exclude the first token of a document."""
     ids, labels = labels_with_gaps()
     built = model("llama", "eager")
     ends = documents or (0, LENGTH)
@@ -247,23 +253,23 @@ BATCHES = [("zigzag", None), ("contiguous", (0, 3, 20, LENGTH))]
 
 
 def losses_on_a_shard():
-    """Of each batch, in training and evaluated."""
+    """Losses of each batch, in training and in evaluation."""
     return [[loss_on_a_shard(*batch, evaluated) for evaluated in (False, True)] for batch in BATCHES]
 
 
-def test_the_loss_of_a_sharded_batch_is_that_of_one_rank(worlds):
+def test_the_loss_of_a_sharded_batch_equals_one_rank(worlds):
     for (kind, documents), *ranks in zip(BATCHES, *worlds(4).run(losses_on_a_shard), strict=True):
         expected, gradients = loss_on_one_rank(documents)
-        shares, losses, gradients_of_ranks = zip(*(trained for trained, _ in ranks), strict=True)
-        assert kind == "zigzag" or shares[0] == 0  # not NaN
-        assert relative_error(sum(shares), expected) < 1e-12 and relative_error(losses[0], expected) < 1e-12
+        local_losses, losses, gradients_of_ranks = zip(*(trained for trained, _ in ranks), strict=True)
+        assert kind == "zigzag" or local_losses[0] == 0  # not NaN
+        assert relative_error(sum(local_losses), expected) < 1e-12 and relative_error(losses[0], expected) < 1e-12
         for gradient, *of_ranks in zip(gradients, *gradients_of_ranks, strict=True):
             assert all(relative_error(each, gradient) < TOLERANCE for each in of_ranks)
         assert all(torch.equal(loss, losses[0]) for loss in (*losses, *(evaluated[1] for _, evaluated in ranks)))
 
 
-def unlike_one_rank(wrong: str) -> str:
-    """What is said where the loss of a shard would not be a share of the whole one."""
+def refusal_of_a_loss(wrong: str) -> str:
+    """The error for a model whose local loss is not a summand of the global loss."""
     attend = usp()
     register_transformers(attend)
     batch = ContextParallel(attend).shard(tokens()[0])
@@ -284,7 +290,7 @@ def unlike_one_rank(wrong: str) -> str:
 
 
 def whisper():
-    """A decoder whose `forward` takes the mean over the labels of a shard, without transformers' loss function."""
+    """A decoder that averages over local labels in `forward`, without transformers' loss function."""
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
     config = transformers.WhisperConfig(**sizes, pad_token_id=0, attn_implementation="armillary")
     return transformers.WhisperForCausalLM(config)
@@ -299,17 +305,17 @@ LOSSES = {
 }
 
 
-def each_unlike_one_rank() -> list[str]:
-    return [unlike_one_rank(wrong) for wrong in LOSSES]
+def refusals_of_losses() -> list[str]:
+    return [refusal_of_a_loss(wrong) for wrong in LOSSES]
 
 
-def test_a_loss_that_is_no_share_of_the_whole_one_is_refused(worlds):
-    for rank in worlds(4).run(each_unlike_one_rank):
+def test_a_loss_that_is_no_summand_of_the_global_loss_is_refused(worlds):
+    for rank in worlds(4).run(refusals_of_losses):
         for message, answer in zip(LOSSES.values(), rank, strict=True):
             assert message in answer
 
 
-def test_on_one_rank_the_loss_is_the_models_own():
+def test_on_one_rank_the_loss_equals_the_models_loss():
     register_transformers(Local())
     ids, _ = tokens()
     losses = [model("llama", name)(ids, labels=ids).loss for name in ("armillary", "eager")]
@@ -324,11 +330,11 @@ def test_a_batch_is_shifted_before_it_is_sharded():
     batch = cp.shard(ids, documents=[[0, 2, 6], [0, 6]])
     assert batch.labels.tolist() == [[2, -100, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]] and batch.labelled == 9
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3], list(range(6))]
-    seen = cp.shard(ids, position_ids=batch.position_ids)
-    assert seen.documents == batch.documents == ((0, 2, 6), (0, 6)) and torch.equal(seen.labels, batch.labels)
+    sharded = cp.shard(ids, position_ids=batch.position_ids)
+    assert sharded.documents == batch.documents == ((0, 2, 6), (0, 6)) and torch.equal(sharded.labels, batch.labels)
     late = cp.shard(ids, ids.fill_(-100), position_ids=torch.arange(7, 13)[None], labelled=40)
     assert (late.documents, late.labelled) == ((0, 6), 40) and bool((late.labels == -100).all())
-    assert cp.shard(ids, ids).labelled == 1  # nothing to divide: a loss of 0
+    assert cp.shard(ids, ids).labelled == 1  # a loss of 0 / 1
 
 
 @pytest.mark.parametrize(
@@ -357,46 +363,46 @@ def test_a_batch_that_cannot_be_sharded_is_refused(arguments, message):
 
 
 @pytest.mark.parametrize("arguments", [None, "ring", Local])
-def test_what_is_no_method_is_refused(arguments):
+def test_invalid_methods_are_refused(arguments):
     for call in (register_transformers, sdpa_parallel, ContextParallel):
         with pytest.raises(ValueError, match=r"not a method|method='ring'"):
             call(arguments)
 
 
-@pytest.mark.parametrize("share", [1.0, None, np.float32(1), torch.tensor(1), torch.tensor(True), torch.ones(1)])
-def test_what_is_no_loss_is_refused(share):
+@pytest.mark.parametrize("local_loss", [1.0, None, np.float32(1), torch.tensor(1), torch.tensor(True), torch.ones(1)])
+def test_invalid_losses_are_refused(local_loss):
     cp = ContextParallel(Local())
     batch = cp.shard(torch.zeros(2, 6, dtype=torch.long))
     assert batch.inputs
     with pytest.raises(ValueError, match=r"share is a|floating-point|logits \(1,\)"):
-        cp.loss(share, batch)
+        cp.loss(local_loss, batch)
 
 
-def test_a_loss_that_is_not_finite_stays_what_it_is():
+def test_a_loss_that_is_not_finite_is_returned_unchanged():
     cp = ContextParallel(Local())
     batch = cp.shard(torch.zeros(2, 6, dtype=torch.long))
     assert batch.inputs
     for value in (float("inf"), -float("inf"), float("nan"), 2.0):
-        share = torch.tensor(value, requires_grad=True)
-        loss = cp.loss(share, batch)
+        local_loss = torch.tensor(value, requires_grad=True)
+        loss = cp.loss(local_loss, batch)
         torch.testing.assert_close(loss.detach(), torch.tensor(value), equal_nan=True, rtol=0, atol=0)
-        assert float(torch.autograd.grad(loss, share)[0]) == 1
+        assert float(torch.autograd.grad(loss, local_loss)[0]) == 1
 
 
 def loss_over_a_group_of_several_backends() -> float:
-    group = dist.new_group(backend="cpu:gloo")  # torch's own init_device_mesh starts groups like it: no one backend
+    group = dist.new_group(backend="cpu:gloo")  # like init_device_mesh, which starts groups with several backends
     cp = ContextParallel(Ring(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ring",))))
     batch = cp.shard(torch.zeros(2, 6, dtype=torch.long))
     assert batch.inputs
     return float(cp.loss(torch.tensor(1.0), batch))
 
 
-def test_a_loss_is_summed_where_the_group_was_started_for_all_devices(worlds):
+def test_a_loss_is_summed_over_a_group_with_several_backends(worlds):
     assert worlds(2).run(loss_over_a_group_of_several_backends) == [2, 2]
 
 
 @pytest.mark.parametrize("layout", ["zigzag", 5])
-def test_a_sequence_of_no_layout_is_refused(layout):
+def test_an_invalid_layout_is_refused(layout):
     with pytest.raises(ValueError, match="a SequenceLayout is needed"), sequence(layout=layout):
         pass
 
@@ -405,14 +411,14 @@ def test_a_sequence_of_no_layout_is_refused(layout):
 
 
 def refusal(wrong: str) -> str:
-    """What is said of one wrong use, on this rank."""
+    """The error of one wrong use on this rank."""
     attend = usp()
     register_transformers(attend)
     layout = attend.layout(LENGTH, "contiguous")
     ids, _ = (layout.take(x, attend.shard) for x in tokens())
     built = model("llama", "armillary")
     arguments = {"position_ids": layout.positions(attend.shard)[None], "use_cache": False}
-    held = {"layout": layout}
+    options = {"layout": layout}
     ones = torch.ones_like(ids)
     match wrong:
         case "padding":  # on one rank only
@@ -422,9 +428,9 @@ def refusal(wrong: str) -> str:
         case "own mask":
             arguments["attention_mask"] = torch.zeros(2, 1, LENGTH // 4, LENGTH // 4)
         case "no layout":
-            held = {}
+            options = {}
         case "layout of others":
-            held = {"layout": SequenceLayout.contiguous(LENGTH, 3)}
+            options = {"layout": SequenceLayout.contiguous(LENGTH, 3)}
         case "whole sequence":
             ids, _ = tokens()
             del arguments["position_ids"]
@@ -432,17 +438,17 @@ def refusal(wrong: str) -> str:
             del arguments["position_ids"]
         case "no positions, documents":
             del arguments["position_ids"]
-            held["documents"] = [0, LENGTH]
+            options["documents"] = [0, LENGTH]
         case "jumps":
             arguments["position_ids"] = arguments["position_ids"] + 3 * (arguments["position_ids"] > 30)
         case "late":
             arguments["position_ids"] = arguments["position_ids"] + 1
         case "counting from 0, documents":
             arguments["position_ids"] = torch.arange(ids.shape[1])[None]
-            held["documents"] = [0, 5, LENGTH]
+            options["documents"] = [0, 5, LENGTH]
         case "falling, documents":
             arguments["position_ids"] = arguments["position_ids"] - 2 * (arguments["position_ids"] > 30)
-            held["documents"] = [0, 5, LENGTH]
+            options["documents"] = [0, 5, LENGTH]
         case "a shard too long":  # on one rank only
             ids, _ = tokens()
             ids = ids[:, : LENGTH // 4 + (attend.shard == 1)]
@@ -465,7 +471,7 @@ def refusal(wrong: str) -> str:
         case _:
             raise AssertionError(wrong)
     try:
-        with sequence(**held):
+        with sequence(**options):
             built(ids, **arguments)
     except ValueError as refused:
         return str(refused)
@@ -500,41 +506,41 @@ def refusals() -> list[str]:
     return [refusal(wrong) for wrong in REFUSED]
 
 
-def test_what_cannot_be_done_is_refused(worlds):
+def test_wrong_uses_are_refused(worlds):
     for (wrong, message), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
         assert message in answers[0], (wrong, answers)
         assert len(set(answers)) == 1, (wrong, answers)
 
 
-def at_other_positions(how: str):
-    """Logits of a shard, for position ids that don't count from 0, and what else transformers' users pass."""
+def logits_of_positions(case: str):
+    """Local logits for position ids that skip or do not start at 0, and for inputs that transformers users pass."""
     attend = usp()
     register_transformers(attend)
     (ids, _), positions = tokens(), torch.arange(LENGTH)
     offsets = {"late": positions + 2, "skipping": positions + 7 * (positions >= 20) + 30 * (positions > 40)}
-    rows = torch.stack([positions, positions + LENGTH]) if how == "later rows" else offsets[how][None]
+    rows = torch.stack([positions, positions + LENGTH]) if case == "later rows" else offsets[case][None]
     batch = ContextParallel(attend).shard(ids, position_ids=rows)
-    documents = (0, LENGTH) if how == "later rows" else batch.documents
+    documents = (0, LENGTH) if case == "later rows" else batch.documents
     seq_idx = torch.zeros_like(batch.ids, dtype=torch.int32)
     with sequence(layout=batch.layout, documents=documents), InFloat64():
         logits = model("mistral, narrow", "armillary")(**batch.inputs, seq_idx=seq_idx).logits
     return logits.detach(), rows
 
 
-def each_at_other_positions():
-    return [at_other_positions(how) for how in ("late", "skipping", "later rows")]
+def logits_at_other_positions():
+    return [logits_of_positions(how) for how in ("late", "skipping", "later rows")]
 
 
 def test_position_ids_may_start_anywhere_and_skip(worlds):
     layout, ones = SequenceLayout.zigzag(LENGTH, 2).refine(2), torch.ones(2, LENGTH)
     built = model("mistral, narrow", "eager")
-    for actual in zip(*worlds(4).run(each_at_other_positions), strict=True):
-        with InFloat64():  # a mask of ones, or transformers would take what skips for packed rows
+    for actual in zip(*worlds(4).run(logits_at_other_positions), strict=True):
+        with InFloat64():  # without a mask of ones, transformers would take skipped positions for packed rows
             expected = built(tokens()[0], position_ids=actual[0][1], attention_mask=ones).logits
         assert relative_error(layout.join([logits for logits, _ in actual]), expected) < TOLERANCE
 
 
-def test_a_filled_cache_is_refused_an_empty_one_is_not():
+def test_only_a_filled_cache_is_refused():
     register_transformers(Local())
     built, (ids, _) = model("llama", "armillary").eval(), tokens()
     with torch.no_grad():
@@ -544,7 +550,7 @@ def test_a_filled_cache_is_refused_an_empty_one_is_not():
             built(ids[:, :1], past_key_values=first.past_key_values)
 
 
-def test_a_mask_of_ones_is_no_padding():
+def test_a_mask_of_ones_means_no_padding():
     register_transformers(Local())
     ids, _ = tokens()
     ones = torch.ones_like(ids)
@@ -569,20 +575,20 @@ ALONE = ("Falcon", "GPTJ", "GPTNeo", "Bloom", "Mpt", "XGLM", "CodeGen", "CpmAnt"
 
 
 @pytest.mark.parametrize("family", [*STATES, *ALONE])
-def test_models_that_see_tokens_by_other_means_are_refused_by_name(family):
+def test_models_that_mix_tokens_outside_of_attention_are_refused_by_name(family):
     register_transformers(Local())
     config = getattr(transformers, f"{family}Config")(**STATES.get(family, {}))
     for field, value in SMALLER.items():
         if family not in STATES and hasattr(config, field):
             setattr(config, field, value)
-    made = transformers.AutoModelForCausalLM if family in STATES else transformers.AutoModel
+    auto_class = transformers.AutoModelForCausalLM if family in STATES else transformers.AutoModel
     message = f"{family}.*(state along the sequence|layers of kind|attention itself)"
     with torch.device("meta"), pytest.raises(ValueError, match=message):
-        made.from_config(config, attn_implementation="armillary")
+        auto_class.from_config(config, attn_implementation="armillary")
 
 
 @pytest.mark.parametrize("mixer", [torch.nn.Conv1d(32, 32, 3, padding=2), torch.nn.LSTM(32, 32)])
-def test_modules_that_mix_tokens_are_refused_whatever_the_config_says(mixer):
+def test_modules_that_mix_tokens_are_refused_with_any_config(mixer):
     register_transformers(Local())
     built = model("llama", "armillary")
     built.model.layers[1].mixer = mixer
@@ -592,12 +598,12 @@ def test_modules_that_mix_tokens_are_refused_whatever_the_config_says(mixer):
     built(tokens()[0])
 
 
-def test_a_mask_that_a_model_computes_with_is_refused():
+def test_a_mask_used_by_the_models_code_is_refused():
     register_transformers(Local())
     doge = transformers.DogeConfig(**SMALL, attn_implementation="armillary")
     with pytest.raises(ValueError, match="no tensor"):
         transformers.DogeForCausalLM(doge)(tokens()[0])
-    seen = []
+    calls = []
 
     def change(_module, args, kwargs):
         mask = kwargs["attention_mask"]
@@ -605,17 +611,17 @@ def test_a_mask_that_a_model_computes_with_is_refused():
         for use in (lambda: mask[:, :, :1], lambda: torch.zeros(1) + mask, lambda: mask.dtype, lambda: mask.to("cpu")):
             with pytest.raises(ValueError, match="no tensor"):
                 use()
-            seen.append(use)
+            calls.append(use)
 
     built = model("llama", "armillary")
     built.model.layers[0].self_attn.register_forward_pre_hook(change, with_kwargs=True)
     built(tokens()[0])
-    assert len(seen) == 4
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
-def test_sdpa_parallel_refuses_models_of_transformers(implementation):
-    """Mistral's window is longer than what it is given here, as it is than a shard: it passes no mask."""
+def test_sdpa_parallel_refuses_transformers_models(implementation):
+    """Mistral passes no mask, because its window is longer than the input, as it would be longer than a shard."""
     built, (ids, _) = model("mistral, wider than a shard", implementation), tokens()
     alone = built(ids).logits if implementation == "sdpa" else None
     with pytest.raises(ValueError, match="MistralConfig: a model of Hugging Face transformers"), sdpa_parallel(Local()):
@@ -641,7 +647,7 @@ def test_both_integrations_in_one_block():
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "armillary"])
-def test_a_model_that_does_not_ask_for_the_sharding_is_refused_when_the_block_ends(implementation):
+def test_a_model_that_ignores_the_sharding_is_refused_at_the_end_of_the_block(implementation):
     register_transformers(Local())
     built, (ids, _) = model("llama", implementation), tokens()
     if implementation == "armillary":
@@ -667,5 +673,5 @@ def test_importing_the_package_imports_neither_hosts_nor_the_compiler():
     check = "import sys, armillary.attention.context_parallel, armillary.integrations; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
     assert "torch" in imported
-    others = {"diffusers", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"}
-    assert not others & set(imported)
+    heavy = {"diffusers", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"}
+    assert not heavy & set(imported)

@@ -1,4 +1,4 @@
-"""Masks read from transformers: images, chunks, bidirectional models and 3-D positions, on 4 ranks as on one."""
+"""Masks read from transformers: images, chunks, bidirectional models and 3-D positions; 4 ranks equal one."""
 
 import sys
 from itertools import pairwise
@@ -107,7 +107,7 @@ def qwen2_5_vl():
 
 
 class InFloat64(TorchFunctionMode):
-    """Keeps float64 where models round to float32 whatever they are in."""
+    """Keeps float64 where models convert to float32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float and args[0].dtype is torch.float64:
@@ -116,23 +116,23 @@ class InFloat64(TorchFunctionMode):
 
 
 def built(name: str, implementation: str):
-    """A model with the same random weights wherever it is made; `implementation` of its text part alone, if any."""
+    """A model with reproducible random weights; `implementation` is for its text part if it has one."""
     kind, config = globals()[name]()
     parts = ("text_config", "vision_config") if hasattr(config, "text_config") else ()
     config._attn_implementation = (
         dict.fromkeys(parts, "eager") | {"text_config": implementation} if parts else implementation
     )
     torch.manual_seed(0)
-    made = kind(config, **{"add_pooling_layer": False} if name == "vit" else {}).double().train()
+    model = kind(config, **{"add_pooling_layer": False} if name == "vit" else {}).double().train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
-    return made
+    return model
 
 
 def tokens():
-    """(ids, 1 for those of images)."""
+    """Returns (ids, image flags)."""
     ids = torch.randint(1, 60, (2, LENGTH), generator=torch.Generator().manual_seed(2))
     types = torch.zeros_like(ids)
     for row, spans in enumerate(SPANS):
@@ -141,15 +141,15 @@ def tokens():
     return ids, types
 
 
-def whole_inputs(name: str, model, documents=None) -> dict[str, torch.Tensor]:
-    """What the model takes of the whole sequence, with images in their places."""
+def full_inputs(name: str, model, documents=None) -> dict[str, torch.Tensor]:
+    """Inputs of the model for the full sequence, with images."""
     generator = torch.Generator().manual_seed(3)
     (ids, types), positions = tokens(), restarting(documents or (0, LENGTH))
     if name == "vit":
         return {"pixel_values": torch.randn(2, 3, 14, 14, generator=generator, dtype=torch.float64)}
     if name in ("llama4", "embedding_gemma", "llama", "mistral", "modernbert", "bert"):
         return {"input_ids": ids, "position_ids": positions}
-    if name == "hrm_text":  # one group of tokens, in two parts of the row
+    if name == "hrm_text":  # one group of tokens in two places of the row
         prefix = (torch.arange(LENGTH) < torch.tensor([[30], [17]])) & ((torch.arange(LENGTH) - 9).abs() > 2)
         return {"input_ids": ids, "token_type_ids": prefix.long(), "position_ids": positions}
     embeds = model.get_input_embeddings()(ids.masked_fill(types == 1, 0))
@@ -162,8 +162,8 @@ def whole_inputs(name: str, model, documents=None) -> dict[str, torch.Tensor]:
     if name.startswith("qwen"):
         grid = torch.tensor([[1, 4, 4]] * 3)
         return {"inputs_embeds": embeds, "position_ids": model.model.get_rope_index(ids, types, grid)[0]}
-    known = "mm_token_type_ids" if name == "gemma4" else "token_type_ids"
-    return {"inputs_embeds": embeds, known: types, "position_ids": positions}
+    types_name = "mm_token_type_ids" if name == "gemma4" else "token_type_ids"
+    return {"inputs_embeds": embeds, types_name: types, "position_ids": positions}
 
 
 def restarting(documents):
@@ -209,9 +209,9 @@ def on_a_shard(name: str, kind: str, documents):
     length = 50 if name == "vit" else LENGTH
     layout = attend.layout(length, kind)
     with InFloat64():
-        inputs = whole_inputs(name, model, documents)
+        inputs = full_inputs(name, model, documents)
         if name == "vit":
-            model.embeddings.register_forward_hook(lambda module, given, out: layout.take(out, attend.shard))
+            model.embeddings.register_forward_hook(lambda module, inputs, out: layout.take(out, attend.shard))
         else:
             inputs = {
                 key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1)
@@ -224,76 +224,78 @@ def on_a_shard(name: str, kind: str, documents):
 
 
 def on_one_rank(name: str, documents):
-    """Eager, one document at a time."""
+    """Outputs and gradients of eager attention, one document at a time."""
     model = built(name, "eager")
     with InFloat64():
-        inputs = whole_inputs(name, model, documents)
+        inputs = full_inputs(name, model, documents)
         if documents is None:
             out = outputs(model, inputs)
         else:
             rows = documents if isinstance(documents[0], tuple) else (documents, documents)
-            out = torch.cat([of_documents(name, model, inputs, row, ends) for row, ends in enumerate(rows)])
+            out = torch.cat([outputs_of_documents(name, model, inputs, row, ends) for row, ends in enumerate(rows)])
     out.backward(upstream(out))
     return out.detach(), {key: p.grad for key, p in model.named_parameters()}
 
 
-def of_documents(name: str, model, inputs, row: int, ends) -> torch.Tensor:
-    """One document at a time; but Llama 4's as a packed row: it scales queries by where they are in the row."""
-    own = {key: x[min(row, len(x) - 1)][None] for key, x in inputs.items()}
+def outputs_of_documents(name: str, model, inputs, row: int, ends) -> torch.Tensor:
+    """Outputs one document at a time, but packed rows for Llama 4, which scales queries by position in the row."""
+    row_inputs = {key: x[min(row, len(x) - 1)][None] for key, x in inputs.items()}
     if name == "llama4":
-        return outputs(model, own | {"position_ids": restarting(ends)})
-    return torch.cat([outputs(model, {key: x[:, a:b] for key, x in own.items()}) for a, b in pairwise(ends)], 1)
+        return outputs(model, row_inputs | {"position_ids": restarting(ends)})
+    return torch.cat([outputs(model, {key: x[:, a:b] for key, x in row_inputs.items()}) for a, b in pairwise(ends)], 1)
 
 
-def each_on_a_shard():
+def results_on_a_shard():
     return [on_a_shard(*case) for case in CASES]
 
 
-def test_a_shard_computes_what_one_rank_does(worlds):
-    for (name, kind, documents), *ranks in zip(CASES, *worlds(4).run(each_on_a_shard), strict=True):
+def test_shards_equal_one_rank(worlds):
+    for (name, kind, documents), *ranks in zip(CASES, *worlds(4).run(results_on_a_shard), strict=True):
         expected, gradients = on_one_rank(name, documents)
-        outs, shares = zip(*ranks, strict=True)
+        outs, local_gradients = zip(*ranks, strict=True)
         layout = getattr(SequenceLayout, kind)(expected.shape[1], 2).refine(2)
         errors = {"out": relative_error(layout.join(outs), expected)}
         for key, gradient in gradients.items():
-            given = [share[key] for share in shares if share[key] is not None]
-            if gradient is None or gradient.norm() < 1e-11:  # as of the keys' bias, whose shares cancel
-                assert not given or sum(given).norm() < 1e-11, (name, key)
+            summands = [
+                gradients_of_rank[key] for gradients_of_rank in local_gradients if gradients_of_rank[key] is not None
+            ]
+            if gradient is None or gradient.norm() < 1e-11:  # e.g. of key biases, whose local gradients cancel
+                assert not summands or sum(summands).norm() < 1e-11, (name, key)
             else:
-                errors[key] = relative_error(sum(given), gradient)
+                errors[key] = relative_error(sum(summands), gradient)
         print(name, kind, documents, max(errors.values()))
         assert max(errors.values()) < 1e-9, (name, kind, documents, errors)
 
 
-# -- a mask that is said, and refusals --------------------------------------------------------------------------------
+# -- explicit masks and refusals --------------------------------------------------------------------------------------
 
 TREE = AttentionMask.tree((0, 11, 20, 33, LENGTH), (-1, 0, 0, 2))
 
 
-def with_a_tree():
-    """Logits and gradients of a shard, of answers to one prompt, through layers with a window."""
+def results_of_a_tree():
+    """Local logits and gradients of completions of one prompt, in layers with a window."""
     attend = usp()
     register_transformers(attend)
     layout, model, (ids, _) = attend.layout(LENGTH), built("mistral", "armillary"), tokens()
-    own = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None]}
+    inputs = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None]}
     with sequence(layout=layout, mask=TREE), InFloat64():
-        out = outputs(model, {name: layout.take(x, attend.shard) for name, x in own.items()})
+        out = outputs(model, {name: layout.take(x, attend.shard) for name, x in inputs.items()})
     out.backward(layout.take(upstream(torch.empty(2, LENGTH, VOCABULARY)), attend.shard))
     return out.detach(), [p.grad for p in model.parameters()]
 
 
-def test_a_mask_that_is_said_is_attended_with_each_layers_window(worlds):
-    model, (ids, _), every = built("mistral", "eager"), tokens(), torch.arange(LENGTH)
-    hidden = ~TREE.narrow(5).visible(every, every)  # along the path
+def test_an_explicit_mask_is_used_with_the_window_of_each_layer(worlds):
+    model, (ids, _), positions = built("mistral", "eager"), tokens(), torch.arange(LENGTH)
+    hidden = ~TREE.narrow(5).visible(positions, positions)  # windows count along the path
     added = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     with InFloat64():
-        own = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None], "attention_mask": added}
-        expected = outputs(model, own)
+        inputs = {"input_ids": ids, "position_ids": TREE.positions(LENGTH)[None], "attention_mask": added}
+        expected = outputs(model, inputs)
     expected.backward(upstream(expected))
-    outs, shares = zip(*worlds(4).run(with_a_tree), strict=True)
+    outs, local_gradients = zip(*worlds(4).run(results_of_a_tree), strict=True)
     assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(outs), expected.detach()) < 1e-9
-    for parameter, *parts in zip(model.parameters(), *shares, strict=True):
-        assert relative_error(sum(parts), parameter.grad) < 1e-9
+    for parameter, *summands in zip(model.parameters(), *local_gradients, strict=True):
+        assert relative_error(sum(summands), parameter.grad) < 1e-9
 
 
 REFUSED = {
@@ -312,46 +314,48 @@ REFUSED = {
 def refusal(wrong: str) -> str:
     attend = usp()
     register_transformers(attend)
-    (name, how), layout = wrong.split(", "), attend.layout(LENGTH)
+    (name, case), layout = wrong.split(", "), attend.layout(LENGTH)
     model = built(name, "armillary")
-    own = whole_inputs(name, model)
-    own = {key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1) for key, x in own.items()}
+    inputs = full_inputs(name, model)
+    inputs = {
+        key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1) for key, x in inputs.items()
+    }
     mask = None
-    if how == "no positions":
-        del own["position_ids"]
-    elif how == "positions of a shard":
-        own["position_ids"] = torch.arange(LENGTH // 4)[None]
-    elif how == "with a pooler":
+    if case == "no positions":
+        del inputs["position_ids"]
+    elif case == "positions of a shard":
+        inputs["position_ids"] = torch.arange(LENGTH // 4)[None]
+    elif case == "with a pooler":
         model = transformers.BertModel(model.config)
-    elif how == "groups of its own":
+    elif case == "groups of its own":
         modeling = sys.modules["transformers.models.gemma3.modeling_gemma3"]
-        own["position_ids"] = own["position_ids"] + 0
+        inputs["position_ids"] = inputs["position_ids"] + 0
         with mock.patch.object(modeling, "create_masks_for_vision_model", other_blocks):
-            return said(model, own, layout, mask)
-    elif "mask" in how:
-        mask = AttentionMask(causal=how != "full mask")
-    return said(model, own, layout, mask)
+            return refusal_of_call(model, inputs, layout, mask)
+    elif "mask" in case:
+        mask = AttentionMask(causal=case != "full mask")
+    return refusal_of_call(model, inputs, layout, mask)
 
 
-def other_blocks(block_sequence_ids, **given):
-    """As Gemma 3's, but with blocks that its own function does not make of the token types."""
-    made = transformers.masking_utils.create_causal_mask(**given, block_sequence_ids=block_sequence_ids + 1)
-    return {"full_attention": made, "sliding_attention": made}
+def other_blocks(block_sequence_ids, **arguments):
+    """Gemma 3's masks with blocks that do not follow from the token types."""
+    mask = transformers.masking_utils.create_causal_mask(**arguments, block_sequence_ids=block_sequence_ids + 1)
+    return {"full_attention": mask, "sliding_attention": mask}
 
 
-def said(model, own, layout, mask) -> str:
+def refusal_of_call(model, inputs, layout, mask) -> str:
     try:
         with sequence(layout=layout, mask=mask):
-            outputs(model, own)
-    except ValueError as refused:
-        return str(refused)
+            outputs(model, inputs)
+    except ValueError as error:
+        return str(error)
     return "accepted"
 
 
-def each_refusal() -> list[str]:
+def refusals() -> list[str]:
     return [refusal(wrong) for wrong in REFUSED]
 
 
-def test_what_would_be_wrong_on_shards_is_refused_on_each(worlds):
-    for (wrong, expected), *answers in zip(REFUSED.items(), *worlds(4).run(each_refusal), strict=True):
+def test_unsupported_inputs_are_refused_on_every_rank(worlds):
+    for (wrong, expected), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
         assert all(expected in answer for answer in answers), (wrong, answers)

@@ -1,4 +1,4 @@
-"""Models of transformers that make position ids by a rule of their own: as on one rank by that rule, or refused."""
+"""transformers models that compute position ids by their own rule: equal to one rank, or refused."""
 
 from itertools import pairwise
 
@@ -39,7 +39,7 @@ COUNTING_FROM_0 = ("EsmForMaskedLM, rotary", "BertForMaskedLM")
 
 
 class InFloat64(TorchFunctionMode):
-    """Keeps float64 where models round to float32 whatever they are in."""
+    """Keeps float64 where models convert to float32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float and args[0].dtype is torch.float64:
@@ -81,7 +81,7 @@ def tokens(padded: bool):
 
 
 def on_a_shard(family: str, padding: str):
-    """Returns this rank's logits, with those of padding 0, its share of the gradients, and where its tokens are."""
+    """Returns local logits (0 for padding), local gradients and the positions of local tokens."""
     attend = usp()
     register_transformers(attend)
     built, (ids, mask, dout) = model(family, "armillary"), tokens(padding == "padded")
@@ -95,19 +95,19 @@ def on_a_shard(family: str, padding: str):
     with batch, InFloat64():
         logits = built(**inputs).logits
     logits.backward(batch.layout.take(dout, attend.shard))
-    seen = batch.layout.take(mask, attend.shard)[..., None]
-    return logits.detach() * seen, [p.grad for p in built.parameters()], batch.layout.positions(attend.shard)
+    is_token = batch.layout.take(mask, attend.shard)[..., None]
+    return logits.detach() * is_token, [p.grad for p in built.parameters()], batch.layout.positions(attend.shard)
 
 
 def on_one_rank(family: str, padding: str):
-    """By the model's own position ids, one document at a time."""
+    """Logits and gradients with the model's position ids, one document at a time."""
     built, (ids, mask, dout) = model(family, "eager"), tokens(padding == "padded")
     logits = []
     with InFloat64():
         for row in range(2):
             for low, high in pairwise(DOCUMENTS[row] if padding == "packed" else (0, LENGTH)):
-                part = slice(row, row + 1), slice(low, high)
-                logits.append(built(ids[part], attention_mask=mask[part]).logits)
+                document = slice(row, row + 1), slice(low, high)
+                logits.append(built(ids[document], attention_mask=mask[document]).logits)
     full = torch.cat(logits, 1).view(2, LENGTH, VOCABULARY)
     full.backward(dout)
     return full.detach() * mask[..., None], [p.grad for p in built.parameters()]
@@ -117,21 +117,21 @@ CASES = [(family, "packed") for family in FAMILIES]
 CASES += [("RobertaForMaskedLM", "whole"), ("RobertaForMaskedLM", "padded"), ("RobertaForCausalLM", "padded")]
 
 
-def each_on_a_shard():
+def results_on_a_shard():
     transformers.logging.set_verbosity_error()
     return [on_a_shard(*case) for case in CASES]
 
 
-def test_shards_have_the_position_ids_that_a_model_makes_of_whole_rows(worlds):
-    for case, *answers in zip(CASES, *worlds(4).run(each_on_a_shard), strict=True):
+def test_shards_have_the_position_ids_of_full_rows(worlds):
+    for case, *answers in zip(CASES, *worlds(4).run(results_on_a_shard), strict=True):
         logits, gradients = on_one_rank(*case)
         full = torch.zeros_like(logits)
-        for part, _, positions in answers:
-            full[:, positions] = part
+        for shard, _, positions in answers:
+            full[:, positions] = shard
         assert relative_error(full, logits) < 1e-12, case
-        for gradient, *shares in zip(gradients, *(answer[1] for answer in answers), strict=True):
+        for gradient, *local_gradients in zip(gradients, *(answer[1] for answer in answers), strict=True):
             if gradient is not None and gradient.norm() > 1e-9:
-                total = sum(share for share in shares if share is not None)
+                total = sum(x for x in local_gradients if x is not None)
                 assert relative_error(total, gradient) < 1e-12, case
 
 
@@ -142,7 +142,7 @@ def test_the_rule_is_read_from_the_model(family):
     assert padding_idx_of(model(family, "armillary")) == expected
 
 
-def test_a_rule_that_is_not_known_is_refused(monkeypatch):
+def test_an_unknown_rule_is_refused(monkeypatch):
     register_transformers(Local())
     built = model("RobertaForMaskedLM", "armillary")
     embeddings = type(built.roberta.embeddings)
@@ -151,7 +151,7 @@ def test_a_rule_that_is_not_known_is_refused(monkeypatch):
         padding_idx_of(built)
 
 
-def test_a_batch_counts_from_padding_idx():
+def test_position_ids_of_a_batch_count_from_padding_idx():
     ids, mask, _ = tokens(padded=True)
     cp = ContextParallel(Local())
     cp.padding_idx = PADDING
@@ -159,8 +159,8 @@ def test_a_batch_counts_from_padding_idx():
     rule = transformers.models.roberta.modeling_roberta.RobertaEmbeddings.create_position_ids_from_input_ids
     assert torch.equal(batch.position_ids * mask, rule(ids, PADDING) * mask)
     documents = cp.shard(tokens(False)[0], documents=DOCUMENTS)
-    again = cp.shard(tokens(False)[0], position_ids=documents.position_ids)
-    assert again.documents == documents.documents == DOCUMENTS
+    resharded = cp.shard(tokens(False)[0], position_ids=documents.position_ids)
+    assert resharded.documents == documents.documents == DOCUMENTS
     assert int(documents.position_ids.min()) == PADDING + 1
 
 
@@ -193,7 +193,7 @@ REFUSED = {
 
 
 def refusal(family: str) -> str:
-    """Returns the error of position ids that count from 0, or of none."""
+    """Returns the error for position ids that start at 0, or for missing ones."""
     attend = usp()
     register_transformers(attend)
     layout = attend.layout(LENGTH)
@@ -213,7 +213,7 @@ def refusals() -> list[str]:
     return [refusal(family) for family in REFUSED]
 
 
-def test_what_would_count_from_each_shards_first_token_is_refused_on_every_rank(worlds):
+def test_positions_that_start_at_each_shards_first_token_are_refused_on_every_rank(worlds):
     for (family, (_, words)), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
         assert words in answers[0], (family, answers)
         assert len(set(answers)) == 1, (family, answers)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on shards: its loss, its own metrics and what it learns are those of one rank."""
+"""TRL's SFTTrainer on shards: losses, metrics and weights equal one rank's."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def tokenizer():
 
 
 def rows(count: int, seed: int):
-    """Tokenized rows of 11 to 37 tokens, of which the first ones have no labels."""
+    """Tokenized rows of 11 to 37 tokens whose first tokens have no labels."""
     draw = torch.Generator().manual_seed(seed)
     conversations = []
     for _ in range(count):
@@ -61,7 +61,7 @@ def trainer(kind: type, implementation: str, folder, built=None, **changes):
     return kind(built or model(implementation), args, **data)
 
 
-def trained(kind: type, implementation: str, folder, case: str):
+def train(kind: type, implementation: str, folder, case: str):
     run = trainer(kind, implementation, folder, **CASES[case])
     run.train()
     return run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
@@ -74,22 +74,24 @@ def on_ranks(folder, case: str):
         mixtral = model("armillary", "Mixtral", num_local_experts=2)
         with pytest.raises(ValueError, match="auxiliary loss is not linear") as refused:
             trainer(LongSFTTrainer, "armillary", folder, built=mixtral, **CASES[case])
-        return trained(LongSFTTrainer, "armillary", folder, case), str(refused.value)
+        return train(LongSFTTrainer, "armillary", folder, case), str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore:.*label_smoothing_factor:FutureWarning")
 @pytest.mark.parametrize(
     "case", ["packed", *(pytest.param(case, marks=pytest.mark.long) for case in CASES if case != "packed")]
 )
-def test_steps_and_metrics_are_those_of_one_rank(worlds, tmp_path, case):
+def test_steps_and_metrics_equal_one_rank(worlds, tmp_path, case):
     ranks = worlds(4).run(on_ranks, tmp_path, case)
     with accelerated():
-        log, learned = trained(trl.SFTTrainer, "sdpa", tmp_path / "one", case)
+        log, learned = train(trl.SFTTrainer, "sdpa", tmp_path / "one", case)
     for (actual, parameters), refused in ranks:
         assert "router_aux_loss_coef=0.0" in refused
         for sharded, full in zip(actual, log, strict=True):
             measured = {name for name in full if "runtime" in name or "per_second" in name or "flos" in name}
             for name in full.keys() - measured:
                 assert sharded[name] == pytest.approx(full[name], rel=1e-6), name
-        assert max(relative_error(a, b) for a, b in zip(parameters, learned, strict=True)) < 1e-6  # TRL has float32
+        assert (
+            max(relative_error(a, b) for a, b in zip(parameters, learned, strict=True)) < 1e-6
+        )  # TRL computes in float32
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= log[0].keys()

@@ -1,4 +1,4 @@
-"""armillary's own losses of post-training against TRL's on one rank: loss, metrics and gradients of a tiny model."""
+"""armillary's post-training losses compared with TRL's on one rank: loss, metrics and gradients of a tiny model."""
 
 from collections import defaultdict
 
@@ -32,7 +32,7 @@ def inputs():
     return ids.where(visible, 0), visible.long(), completions, old, reference, advantages
 
 
-def of_trl(folder, output, kind):
+def trl_results(folder, output, kind):
     """Returns TRL's loss, metrics and gradients."""
     ids, visible, completions, old, reference, advantages = inputs()
     with accelerated():
@@ -63,18 +63,21 @@ def load(folder, cp, shift: float = 0.0):
 
 
 def on_ranks(folder, name):
-    """Returns the same of armillary's losses, on this rank's shard."""
+    """Returns loss, metrics and gradients of armillary's losses on this rank's shard."""
     cp = ContextParallel(build_attention(name, mesh(**{"ring": 1, "ulysses": 1} | METHODS[name])))
     ids, visible, completions, old, reference, advantages = inputs()
-    # The label of a token is the next one, where that belongs to a completion.
+    # The label of a token is the next token if that belongs to a completion.
     shifted = ids.where(completions, -100).roll(-1, 1)
     shifted[:, -1] = -100
     results = {}
     for kind in ("grpo", "dpo"):
         model = load(folder, cp)
 
-        def scores(of, kept=True):
-            with cp.shard(ids, attention_mask=visible, shift_labels=shifted) as batch, torch.set_grad_enabled(kept):
+        def scores(of, with_gradients=True):
+            with (
+                cp.shard(ids, attention_mask=visible, shift_labels=shifted) as batch,
+                torch.set_grad_enabled(with_gradients),
+            ):
                 logits = of(input_ids=batch.ids, position_ids=batch.position_ids, **masked(batch)).logits
             return batch, logits, logits.log_softmax(-1)
 
@@ -83,7 +86,7 @@ def on_ranks(folder, name):
         chosen = distribution.gather(2, labels.clamp(min=0)[..., None])[..., 0]
         rows = torch.arange(ROWS)[:, None].expand_as(labels).where(labels != -100, -1)
         described = {"entropy": -(distribution.exp() * distribution).sum(-1)}
-        place = partial_take(batch, cp)
+        place = shifted_shard(batch, cp)
         if kind == "grpo":
             loss, metrics = grpo_loss(
                 chosen,
@@ -99,10 +102,10 @@ def on_ranks(folder, name):
                 statistics=described,
             )
         else:
-            _, _, other = scores(load(folder, cp, 0.1), kept=False)
+            _, _, other = scores(load(folder, cp, 0.1), with_gradients=False)
             reference_logprobs = other.gather(2, labels.clamp(min=0)[..., None])[..., 0]
             described |= {"logits": logits.mean(-1), "mean_token_accuracy": (logits.argmax(-1) == labels).double()}
-            pairs = torch.tensor([[0, 2], [1, 3]])  # TRL has the chosen rows first
+            pairs = torch.tensor([[0, 2], [1, 3]])  # TRL orders the chosen rows first
             loss, metrics = dpo_loss(
                 chosen,
                 reference_logprobs,
@@ -123,28 +126,28 @@ def masked(batch):
     return {} if batch.inputs.get("attention_mask") is None else {"attention_mask": batch.inputs["attention_mask"]}
 
 
-def partial_take(batch, cp):
-    """Values of tokens [B, N], moved to the token that predicts each, on this rank."""
+def shifted_shard(batch, cp):
+    """Returns a function that shifts values of tokens [B, N] to their predicting tokens and takes the local shard."""
     return lambda x: batch.layout.take(x.roll(-1, 1), cp.method.shard)
 
 
 @pytest.mark.parametrize(
     "name", ["ring", *(pytest.param(name, marks=pytest.mark.long) for name in METHODS if name != "ring")]
 )
-def test_losses_metrics_and_gradients_are_those_of_trl(worlds, folder, tmp_path, name):
+def test_losses_metrics_and_gradients_equal_trl(worlds, folder, tmp_path, name):
     ranks = 1
     for size in METHODS[name].values():
         ranks *= size
     results = worlds(ranks).run(on_ranks, folder, name)
     for kind in ("grpo", "dpo"):
-        loss, metrics, gradients = of_trl(folder, tmp_path / kind, kind)
+        loss, metrics, gradients = trl_results(folder, tmp_path / kind, kind)
         metrics = defaultdict(float, metrics)
         for rank in results:
-            own, own_metrics, own_gradients = rank[kind]
-            # TRL sums log-probabilities of -60 in float32, and DPO takes their difference.
-            assert own.item() == pytest.approx(loss.item(), rel=2e-6, abs=5e-6)
-            for key, value in own_metrics.items():
+            local_loss, local_metrics, local_gradients = rank[kind]
+            # TRL sums log-probabilities of about -60 in float32, and DPO subtracts the sums.
+            assert local_loss.item() == pytest.approx(loss.item(), rel=2e-6, abs=5e-6)
+            for key, value in local_metrics.items():
                 assert value.item() == pytest.approx(metrics[key], rel=2e-6, abs=5e-6), key
-            assert max(relative_error(a, b) for a, b in zip(own_gradients, gradients, strict=True)) < 5e-6
+            assert max(relative_error(a, b) for a, b in zip(local_gradients, gradients, strict=True)) < 5e-6
     expected = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
     assert expected <= results[0]["grpo"][1].keys()

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer and DPOTrainer on shards: what they log and learn is what TRL does on one rank."""
+"""TRL's GRPOTrainer and DPOTrainer on shards: logs and weights equal TRL's on one rank."""
 
 import pytest
 import torch
@@ -60,12 +60,12 @@ def text(tokens: int, seed: int) -> str:
 
 
 def reward(completion_ids, **_):
-    """How many tokens are even: completions of a prompt differ in it."""
+    """Reward: the number of even tokens, which differs between completions of a prompt."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def rollout(prompts, trainer):
-    """Completions of rows by their place among the rows of all groups, without random numbers."""
+    """Deterministic completions that depend on the index of a row among the rows of all groups."""
     groups = getattr(trainer, "groups", None)
     first = len(prompts) * (groups.index if groups else 0)
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
@@ -106,7 +106,7 @@ def trainer(kind: type, folder, output, implementation: str, **changes):
     return kind(policy, reference, args, train_dataset=data, processing_class=tokenizer)
 
 
-def trained(kind: type, folder, output, implementation: str, **changes):
+def train(kind: type, folder, output, implementation: str, **changes):
     run = trainer(kind, folder, output, implementation, **changes)
     run.train()
     return run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
@@ -116,16 +116,14 @@ def on_ranks(folder, output, name: str, cases: list):
     over = mesh(**{"ring": 1, "ulysses": 1} | METHODS[name])
     register_transformers(build_attention(name, over), name)
     with accelerated():
-        return [
-            trained(kind, folder, output / f"{name}{i}", name, **changes) for i, (kind, changes) in enumerate(cases)
-        ]
+        return [train(kind, folder, output / f"{name}{i}", name, **changes) for i, (kind, changes) in enumerate(cases)]
 
 
 def in_groups(folder, output):
-    """Two groups of two ranks: the completions of a prompt are those of both groups."""
+    """Results with two groups of two ranks, which share the completions of a prompt."""
     register_transformers(build_attention("ring", mesh(shard=2, ring=2)), "in groups")
     with accelerated():
-        return trained(LongGRPOTrainer, folder, output, "in groups", num_generations=8, rollout=True)
+        return train(LongGRPOTrainer, folder, output, "in groups", num_generations=8, rollout=True)
 
 
 def check(actual, expected):
@@ -134,14 +132,14 @@ def check(actual, expected):
             if not any(word in name for word in MEASURED):
                 assert sharded[name] == pytest.approx(full[name], rel=2e-6, abs=5e-6), (
                     name
-                )  # differences of float32 sums
+                )  # float32 sums in another order
     assert max(relative_error(a, b) for a, b in zip(actual[1], expected[1], strict=True)) < 1e-6
 
 
 @pytest.mark.parametrize(
     "name", ["ring", *(pytest.param(name, marks=pytest.mark.long) for name in METHODS if name != "ring")]
 )
-def test_steps_and_metrics_are_those_of_one_rank(worlds, folder, tmp_path, name):
+def test_steps_and_metrics_equal_one_rank(worlds, folder, tmp_path, name):
     cases = [(LongGRPOTrainer, changes) for changes in GRPO.values()] + [(LongDPOTrainer, DPO)]
     ranks = 1
     for size in METHODS[name].values():
@@ -150,23 +148,23 @@ def test_steps_and_metrics_are_those_of_one_rank(worlds, folder, tmp_path, name)
     kinds = {LongGRPOTrainer: trl.GRPOTrainer, LongDPOTrainer: trl.DPOTrainer}
     for i, (kind, changes) in enumerate(cases):
         with accelerated():
-            expected = trained(kinds[kind], folder, tmp_path / f"one{i}", "sdpa", **changes)
+            expected = train(kinds[kind], folder, tmp_path / f"one{i}", "sdpa", **changes)
         for rank in results:
             check(rank[i], expected)
     assert results[0][0][0][1]["clip_ratio/region_mean"] > 0 and "rewards/margins" in results[0][2][0][0]
 
 
 @pytest.mark.long
-def test_completions_of_a_prompt_may_lie_in_several_groups(worlds, folder, tmp_path):
+def test_completions_of_a_prompt_may_be_in_several_groups(worlds, folder, tmp_path):
     results = worlds(4).run(in_groups, folder, tmp_path / "groups")
     with accelerated():
         options = {"num_generations": 8, "per_device_train_batch_size": 8, "rollout": True}
-        expected = trained(trl.GRPOTrainer, folder, tmp_path / "one", "sdpa", **options)
+        expected = train(trl.GRPOTrainer, folder, tmp_path / "one", "sdpa", **options)
     for rank in results:
         check(rank, expected)
 
 
-def refused(folder, output):
+def refusals(folder, output):
     over = mesh(ring=2)
     register_transformers(build_attention("ring", over), "refusing")
     messages = []
@@ -183,7 +181,7 @@ def refused(folder, output):
 
 
 @pytest.mark.long
-def test_settings_that_are_wrong_on_shards_are_refused(worlds, folder, tmp_path):
-    for messages in worlds(2).run(refused, folder, tmp_path):
+def test_unsupported_settings_are_refused(worlds, folder, tmp_path):
+    for messages in worlds(2).run(refusals, folder, tmp_path):
         named = ("log_completions", "num_generations=4", "precompute_ref_log_probs")
         assert all(name in message for name, message in zip(named, messages, strict=True)), messages

@@ -1,4 +1,4 @@
-"""Layers with a state against the torch paths of transformers, an independent oracle."""
+"""Layers with a state compared with transformers' torch implementations as an independent oracle."""
 
 import torch
 from torch.nn.functional import normalize, softplus
@@ -11,7 +11,7 @@ from armillary.core.testing import relative_error
 B, N, H = 2, 150, 4
 
 
-def test_the_delta_rule_is_that_of_qwen3_next():
+def test_the_delta_rule_equals_qwen3_next():
     q, k = (normalize(torch.randn(B, N, 2, 6), dim=-1) for _ in range(2))
     v, g, beta, initial = torch.randn(B, N, H, 5), -torch.rand(B, N, H), torch.rand(B, N, H), torch.randn(B, H, 6, 5)
     expected = torch_chunk_gated_delta_rule(q, k, v, g, beta, initial_state=initial, output_final_state=True)
@@ -19,7 +19,7 @@ def test_the_delta_rule_is_that_of_qwen3_next():
         assert relative_error(actual, oracle) < 1e-5
 
 
-def test_ssd_is_that_of_mamba2():
+def test_ssd_equals_mamba2():
     x, initial = torch.randn(B, N, H, 5), torch.randn(B, H, 5, 6)
     Bm, Cm = torch.randn(2, B, N, 2, 6).unbind()
     dt, rates = softplus(torch.randn(B, N, H)), -torch.rand(H)
