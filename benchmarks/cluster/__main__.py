@@ -1,10 +1,10 @@
-"""Attention methods on networks of every kind, made of network namespaces on one machine. Needs root and iproute2.
+"""Attention methods on emulated networks, made of network namespaces on one machine. Needs root and iproute2.
 
     uv run python benchmarks/cluster                                        # all clusters
     uv run python benchmarks/cluster --clusters emulated-1x8-mesh --repeats 3
 
-One torchrun for each node, each rank in a namespace of its own behind wires of the cluster's bandwidth. Contenders take
-turns within each repeat; figures are medians over repeats of ratios within one. Results are checked first.
+Each node has a torchrun, and each rank a namespace behind wires of the cluster's bandwidth. Contenders alternate within
+each repeat; figures are medians of the ratios within a repeat. Results are checked first.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def main() -> None:
     print(f"all that has been measured so far: {draw(options.out)}")
 
 
-def run(chosen: Race, name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """What `measure.py` has found on the cluster."""
+def run(chosen: Race, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs `measure.py` on the cluster and returns its results."""
     with TemporaryDirectory() as folder, EmulatedCluster(chosen.cluster) as emulated:
         path = Path(folder) / "found.json"
-        options = ["--tokens", str(asked.tokens), "--repeats", str(asked.repeats), "--out", str(path)]
-        options += ["--methods", *asked.methods]
-        program = [sys.executable, str(HERE / "measure.py"), name, *options]
+        flags = ["--tokens", str(options.tokens), "--repeats", str(options.repeats), "--out", str(path)]
+        flags += ["--methods", *options.methods]
+        program = [sys.executable, str(HERE / "measure.py"), name, *flags]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
         return json.loads(path.read_text())
 
 
 def write(name: str, chosen: Race, result: dict[str, Any], folder: Path) -> str:
-    """The report of one cluster, as files; returns its table."""
+    """Writes the report of one cluster and returns its table."""
     tables = [rows_of(chosen, turns) for turns in result["turns"]]
     link = chosen.cluster.within if chosen.cluster.nodes == 1 else chosen.cluster.between
     shapes = chosen.shapes[0]
@@ -83,7 +83,7 @@ def write(name: str, chosen: Race, result: dict[str, Any], folder: Path) -> str:
 
 
 def rows_of(chosen: Race, turns: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for each contender, all with the same shapes."""
+    """One row per contender, all with the same shapes."""
     shapes, seconds = Shapes(**turns["shapes"]), turns["seconds"]
     kernels = Kernels.of(shapes, turns["cells"])
     expected = {str(c): predicted(chosen.cluster, c, shapes, kernels) for c in chosen.contenders}

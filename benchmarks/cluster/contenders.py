@@ -1,4 +1,4 @@
-"""Who runs against whom on which cluster, and with what."""
+"""The contenders and shapes of each cluster."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Contender:
 
     def __str__(self) -> str:
         team = "" if self.team is None else f" C={self.team}"
-        # With C = sqrt(P) there is no ring, and both placements are one.
+        # With C = sqrt(P) there is no ring, and both placements are equal.
         return f"{self.method}{team}" + (f" {self.placement}" if team and self.team**2 < self.ring else "")
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Sizes of the axes of its mesh."""
+        """Sizes of the mesh axes."""
         return tuple(self.attention.mesh_axes({"ring": self.ring, "ulysses": self.ulysses}).items())
 
     def build(self, mesh: DeviceMesh) -> Method:
-        """On a mesh of that shape, from `build_mesh`."""
+        """Builds the method on a mesh of `axes`."""
         return self.attention(mesh)
 
     def comm_plan(self, shapes: Shapes) -> CommPlan:
-        """What it sends and computes on all ranks."""
+        """The communication plan over all ranks."""
         work = AttentionShape.of(
             self.layout(shapes),
             shapes.mask,
@@ -55,18 +55,18 @@ class Contender:
         return self.attention.comm_plan(work, self.ring, self.ulysses)
 
     def layout(self, shapes: Shapes) -> SequenceLayout:
-        """Over the sequence axis, as `Method.layout` of what `build` makes."""
+        """The layout over the sequence axis, equal to `Method.layout` of the built method."""
         return self.attention.layout(shapes.tokens * self.ring * self.ulysses, self.ring)
 
     @property
     def attention(self) -> AttentionChoice:
-        """As the planner has it."""
+        """The planner's choice of this method."""
         return AttentionChoice(self.method, team=self.team, placement=self.placement, nodes=self.nodes)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What attention is given: T tokens a rank, H heads, K key/value heads, head dim D; batch 1, float32."""
+    """Inputs of attention: T tokens a rank, H heads, K key/value heads, head dim D; batch 1, float32."""
 
     tokens: int
     heads: int
@@ -84,7 +84,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Race:
-    """What is measured on a cluster."""
+    """A cluster with its contenders and shapes."""
 
     cluster: Cluster
     contenders: tuple[Contender, ...]
@@ -92,11 +92,11 @@ class Race:
 
 
 def wall_facers(ranks: int) -> tuple[Contender, ...]:
-    """All team sizes above 1, in all placements that differ."""
+    """WallFacer with all team sizes above 1, in all distinct placements."""
     teams = [team for team in range(2, ranks) if ranks % team**2 == 0]
-    both = [Contender("wallfacer", ranks, team=team) for team in teams]
-    apart = [Contender("wallfacer", ranks, team=t, placement="p2p_intra") for t in teams if t**2 < ranks]
-    return (*both, *apart)
+    default_placements = [Contender("wallfacer", ranks, team=team) for team in teams]
+    p2p_placements = [Contender("wallfacer", ranks, team=t, placement="p2p_intra") for t in teams if t**2 < ranks]
+    return (*default_placements, *p2p_placements)
 
 
 HEADS, HEAD_DIM = 16, 64
@@ -109,17 +109,17 @@ RACES = (
 
 
 def race(name: str, tokens: int, methods: Sequence[str] = ()) -> Race:
-    """What is measured on the emulated cluster of that name, with so many tokens a rank.
+    """The race on the emulated cluster `name`, with `tokens` per rank.
 
     Args:
-        methods: those whose contenders run, the ring besides; by default all.
+        methods: methods of the contenders, besides the ring; by default all.
 
     Raises:
-        ValueError: another name.
+        ValueError: an unknown name.
     """
-    every = full_race(name, tokens)
-    some = (c for c in every.contenders if not methods or c.method in ("ring", *methods))
-    return replace(every, contenders=tuple(some))
+    full = full_race(name, tokens)
+    some = (c for c in full.contenders if not methods or c.method in ("ring", *methods))
+    return replace(full, contenders=tuple(some))
 
 
 def full_race(name: str, tokens: int) -> Race:
@@ -129,17 +129,17 @@ def full_race(name: str, tokens: int) -> Race:
         case "emulated-1x8-mesh":
             return of(name, tokens, (HEADS, HEADS // 4), everyone(8))
         case "emulated-2x4-card-per-node":
-            both = (Contender("usp", 2, 4), Contender("upipe", 1, 8), Contender("upipe+ring", 2, 4))
+            head_methods = (Contender("usp", 2, 4), Contender("upipe", 1, 8), Contender("upipe+ring", 2, 4))
             nodes = (Contender("ring+ring", 8, nodes=2), Contender("ring+token_ring", 8, nodes=2))
-            return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *nodes, *both))
+            return of(name, tokens, (HEADS, HEADS // 4), (*everyone(8), *nodes, *head_methods))
         case _:
             raise ValueError(f"no race for {name!r}; known: {', '.join(RACES)}")
 
 
 def everyone(ranks: int) -> tuple[Contender, ...]:
-    """Every method that puts all ranks on one axis, the ring first."""
-    others = (Contender("token_ring", ranks), Contender("all_gather", ranks), Contender("ulysses", 1, ranks))
-    return (Contender("ring", ranks), *others, *wall_facers(ranks))
+    """All methods with all ranks on one axis, the ring first."""
+    other_methods = (Contender("token_ring", ranks), Contender("all_gather", ranks), Contender("ulysses", 1, ranks))
+    return (Contender("ring", ranks), *other_methods, *wall_facers(ranks))
 
 
 def of(name: str, tokens: int, key_heads: Sequence[int], contenders: tuple[Contender, ...]) -> Race:

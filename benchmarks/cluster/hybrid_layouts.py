@@ -6,8 +6,8 @@ zigzag       all layers on zigzag shards
 relaid       attention on zigzag shards, states on contiguous ones, with `relayout` before and after them
 contiguous   all layers on contiguous shards
 
-The layouts take turns; figures are medians over turns, forward and backward. The prediction has the bytes in closed
-form, the network's bandwidth, and the times of a layer's kernels alone, all ranks at once.
+The layouts alternate; figures are medians of forward and backward. The prediction uses closed forms of the bytes, the
+network's bandwidth, and the times of a layer's kernels alone, measured on all ranks at once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from armillary.plan.memory.estimate import AttentionChoice
 
 RANKS, HEADS, DIM, STATE_LAYERS = 4, 8, 64, 3
 VARIANTS = ("zigzag", "relaid", "contiguous")
-ELEMENT = 4  # bytes, of float32
+ELEMENT = 4  # bytes of a float32
 MASK = AttentionMask(causal=True)
 
 
 def network() -> Cluster:
-    """One node of 4 ranks, each with a port of its own."""
+    """One node of 4 ranks with a port each."""
     return replace(Cluster.named("emulated-4x4-card-per-rank"), nodes=1)
 
 
@@ -67,7 +67,7 @@ def state_layer(x: Tensor, **where: Any) -> Tensor:
 
 
 def hybrid(x: Tensor, variant: str, method: Ring | Local, axis: Axis | None) -> Tensor:
-    """The four layers on this rank's x [1, T, H, D]."""
+    """Applies the four layers to this rank's x [1, T, H, D]."""
     if axis is None:
         for _ in range(STATE_LAYERS):
             x = x + state_layer(x)
@@ -81,7 +81,7 @@ def hybrid(x: Tensor, variant: str, method: Ring | Local, axis: Axis | None) -> 
 
 
 def measure(tokens: int, turns: int) -> dict[str, Any]:
-    """Seconds of each variant's turns, bytes sent, and seconds of kernels alone, on this rank."""
+    """Returns seconds of each variant's turns, sent bytes, and seconds of the kernels alone, on this rank."""
     torch.manual_seed(0)
     full, dout = (torch.randn(1, tokens * RANKS, HEADS, DIM) for _ in range(2))
     ring = build_mesh("cpu", ring=RANKS)["ring"]
@@ -101,22 +101,24 @@ def measure(tokens: int, turns: int) -> dict[str, Any]:
         return turn
 
     runs = {variant: turn_of(variant) for variant in VARIANTS}
-    sent = dict[str, int]()
+    sent_bytes = dict[str, int]()
     for variant, turn in runs.items():
         layout = layouts(variant, tokens * RANKS)[0]
         with CommLedger() as ledger:
             results = turn()
-        sent[variant] = ledger.bytes()
-        for result, whole in zip(results, (expected.detach(), expected_grad), strict=True):
-            error = (result - layout.take(whole, axis.rank)).norm() / whole.norm()
+        sent_bytes[variant] = ledger.bytes()
+        for result, full_result in zip(results, (expected.detach(), expected_grad), strict=True):
+            error = (result - layout.take(full_result, axis.rank)).norm() / full_result.norm()
             if not error < 1e-4:
                 raise RuntimeError(f"{variant}: wrong results, relative error {error:.1e}")
 
-    own, own_dout = (x[:, :tokens].clone() for x in (full, dout))
-    own.requires_grad_()
+    shard, shard_dout = (x[:, :tokens].clone() for x in (full, dout))
+    shard.requires_grad_()
     kernels = {
-        "state": lambda: torch.autograd.grad(state_layer(own), own, own_dout),
-        "attention": lambda: torch.autograd.grad(local(own, own, own, mask=AttentionMask(causal=False)), own, own_dout),
+        "state": lambda: torch.autograd.grad(state_layer(shard), shard, shard_dout),
+        "attention": lambda: torch.autograd.grad(
+            local(shard, shard, shard, mask=AttentionMask(causal=False)), shard, shard_dout
+        ),
     }
     seconds = {name: list[float]() for name in (*runs, *kernels)}
     for _ in range(turns):
@@ -126,7 +128,7 @@ def measure(tokens: int, turns: int) -> dict[str, Any]:
             turn()
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-    return {"seconds": seconds, "sent": sent}
+    return {"seconds": seconds, "sent": sent_bytes}
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -136,8 +138,8 @@ def predicted(variant: str, tokens: int, state_seconds: float, block_seconds: fl
     """Returns the seconds of a turn.
 
     Args:
-        state_seconds: of a state layer's T tokens, forward and backward.
-        block_seconds: of attention of T queries to T keys.
+        state_seconds: forward and backward of a state layer on T tokens.
+        block_seconds: attention of T queries to T keys.
     """
     cluster, (attention, states) = network(), layouts(variant, tokens * RANKS)
     shape = AttentionShape.of(
@@ -189,14 +191,14 @@ def main() -> None:
     print("| tokens a rank | layout | MB sent by rank 0 | measured | of zigzag | predicted | of zigzag |")
     print("|---|---|---|---|---|---|---|")
     for tokens in options.tokens:
-        seconds, sent = results[str(tokens)]["seconds"], results[str(tokens)]["sent"]
+        seconds, sent_bytes = results[str(tokens)]["seconds"], results[str(tokens)]["sent"]
         kernels = median(seconds["state"]), median(seconds["attention"])
         estimates = {variant: predicted(variant, tokens, *kernels) for variant in VARIANTS}
         for variant in VARIANTS:
             ratio = median(a / b for a, b in zip(seconds[variant], seconds["zigzag"], strict=True))
             columns = f"{median(seconds[variant]):.3f} s | {ratio:.2f} | {estimates[variant]:.3f} s"
             estimate_ratio = estimates[variant] / estimates["zigzag"]
-            print(f"| {tokens} | {variant} | {sent[variant] / 1e6:.2f} | {columns} | {estimate_ratio:.2f} |")
+            print(f"| {tokens} | {variant} | {sent_bytes[variant] / 1e6:.2f} | {columns} | {estimate_ratio:.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One rank of the emulated cluster: checks the wires, checks the contenders, then lets them take turns.
+"""One rank of the emulated cluster: checks wires and contenders, then times the contenders in turns.
 
-Started by torchrun, in the rank's own namespace; rank 0 writes what all have found to a file.
+torchrun starts it in the rank's namespace; rank 0 writes the results of all ranks to a file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def methods_of(chosen: Race) -> dict[str, Method]:
 
 
 def wires(race: Race) -> list[dict[str, Any]]:
-    """Seconds that patterns of sends take, beside those that the cluster says they take."""
+    """Measured and expected seconds of patterns of sends."""
     rows = []
     for name, sends in patterns(race.cluster).items():
         exchange(sends)
@@ -65,9 +65,9 @@ def wires(race: Race) -> list[dict[str, Any]]:
 
 
 def exchange(sends: Sequence[Send]) -> None:
-    """All at once."""
+    """Runs all sends at once."""
     rank = dist.get_rank()
-    # Receives first: gloo tells senders on the same connection that what is sent occupies.
+    # Receives first: gloo announces receives to senders on the connection that large sends would occupy.
     works = [dist.irecv(torch.empty(n, dtype=torch.uint8), source) for source, to, n in sends if to == rank]
     works += [dist.isend(torch.empty(n, dtype=torch.uint8), to) for source, to, n in sends if source == rank]
     for work in works:
@@ -75,29 +75,36 @@ def exchange(sends: Sequence[Send]) -> None:
 
 
 def measure(methods: dict[str, Method], shapes: Shapes, repeats: int) -> dict[str, Any]:
-    """By contender: seconds of each turn, seconds that all ranks together compute, and bytes that they send.
+    """Returns by contender the seconds of each turn, processor seconds of all ranks, and sent bytes.
 
     Raises:
-        RuntimeError: a contender whose results are wrong; nothing is measured then.
+        RuntimeError: a contender's results are wrong. Raised before any timing.
     """
     turns = {name: turn_of(attend, shapes) for name, attend in methods.items()}
     errors = {name: worst(attend, turns[name], shapes) for name, attend in methods.items()}
     if wrong := {name: error for name, error in errors.items() if not error < TOLERANCE}:
         raise RuntimeError(f"{shapes}: wrong results, relative errors {wrong}")
-    sent = {name: counted(turn) for name, turn in turns.items()}
-    taken = {name: list[float]() for name in turns}
+    sent_bytes = {name: counted(turn) for name, turn in turns.items()}
+    seconds = {name: list[float]() for name in turns}
     busy = {name: list[float]() for name in turns}
     for _ in range(repeats):
         for name, turn in turns.items():
             before = time.process_time()
-            taken[name].append(elapsed(turn))
+            seconds[name].append(elapsed(turn))
             busy[name].append(sum(gathered(time.process_time() - before)))
     cells = {size: [elapsed(cell_of(shapes, size)) for _ in range(repeats)] for size in cell_sizes(shapes)}
-    return {"shapes": vars(shapes), "seconds": taken, "busy": busy, "cells": cells, "sent": sent, "errors": errors}
+    return {
+        "shapes": vars(shapes),
+        "seconds": seconds,
+        "busy": busy,
+        "cells": cells,
+        "sent": sent_bytes,
+        "errors": errors,
+    }
 
 
 def cell_of(shapes: Shapes, size: int) -> Callable[[], object]:
-    """Forward and backward of `size` queries by `size` keys, all seen, without any exchange."""
+    """A call of forward and backward of `size` queries by `size` keys, all visible, without exchanges."""
     q, k, v, dout = (x[:, :size].clone() for x in inputs(shapes))
     for x in (q, k, v):
         x.requires_grad_()
@@ -106,7 +113,7 @@ def cell_of(shapes: Shapes, size: int) -> Callable[[], object]:
 
 
 def turn_of(attend: Method, shapes: Shapes) -> Turn:
-    """One forward and backward of this rank's shard."""
+    """A call of forward and backward of this rank's shard."""
     length = shapes.tokens * dist.get_world_size()
     layout = attend.layout(length, mask=shapes.mask)
     q, k, v, dout = (layout.take(x, attend.shard) for x in inputs(shapes))
@@ -120,14 +127,14 @@ def turn_of(attend: Method, shapes: Shapes) -> Turn:
 
 
 def inputs(shapes: Shapes) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of the whole sequence: the same on every rank."""
+    """q, k, v and dout of the full sequence, equal on every rank."""
     generator, length = torch.Generator().manual_seed(0), shapes.tokens * dist.get_world_size()
     heads = (shapes.heads, shapes.key_heads, shapes.key_heads, shapes.heads)
     return [torch.randn(1, length, h, shapes.head_dim, generator=generator) for h in heads]
 
 
 def worst(attend: Method, turn: Turn, shapes: Shapes) -> float:
-    """The largest error of this contender's out, dq, dk, dv on any rank, relative to the norm of what it should be."""
+    """The largest error of out, dq, dk and dv on any rank, relative to the norm of the expected tensor."""
     q, k, v, dout = (x.requires_grad_() for x in inputs(shapes))
     out = Local()(q, k, v, mask=shapes.mask)
     right = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
@@ -139,15 +146,15 @@ def worst(attend: Method, turn: Turn, shapes: Shapes) -> float:
 
 
 def counted(turn: Turn) -> dict[str, float]:
-    """Bytes sent: by the rank that sends most, and by the mean rank."""
+    """Sent bytes: the maximum and the mean over ranks."""
     with CommLedger() as ledger:
         turn()
-    sent = gathered(ledger.bytes())
-    return {"most": max(sent), "mean": sum(sent) / len(sent)}
+    sent_bytes = gathered(ledger.bytes())
+    return {"most": max(sent_bytes), "mean": sum(sent_bytes) / len(sent_bytes)}
 
 
 def elapsed(turn: Callable[[], object]) -> float:
-    """Seconds from a moment that all agree on until the last has done. All ranks read one clock."""
+    """Seconds from a common start until the last rank is done. All ranks read one clock."""
     start = max(gathered(time.monotonic())) + PAUSE
     time.sleep(max(0.0, start - time.monotonic()))
     turn()

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces, joined by a switch that nothing else is connected to.
+"""Several hosts on one machine: network namespaces, joined by an isolated switch.
 
 with Namespaces(2) as hosts:
     for i in range(2):
@@ -26,16 +26,16 @@ _numbers = counting()
 
 
 class Namespaces:
-    """`count` network namespaces that reach each other through their interface `INTERFACE`, and nothing outside.
+    """`count` network namespaces that reach only each other, through their interface `INTERFACE`.
 
-    Use as a context manager: they go when it ends, however it ends, with all processes that still run in them. Their
-    traffic can be slowed down: `run(i, ["tc", "qdisc", "add", "dev", Namespaces.INTERFACE, ...])`.
+    A context manager: its end removes the namespaces and kills the processes in them. `tc` slows their traffic down:
+    `run(i, ["tc", "qdisc", "add", "dev", Namespaces.INTERFACE, ...])`.
 
     Args:
-        count: how many hosts, 1 to 250.
+        count: number of hosts, 1 to 250.
 
     Raises:
-        ValueError: another number, or a machine where this does not work; see `obstacle`.
+        ValueError: another count, or an unsupported machine; see `obstacle`.
     """
 
     INTERFACE = "eth0"
@@ -64,15 +64,15 @@ class Namespaces:
         self.close()
 
     def run(self, i: int, argv: Sequence[str], **kwargs: Any) -> subprocess.Popen[Any]:
-        """Starts a program on host `i`, as `subprocess.Popen(argv, **kwargs)` does; gloo and NCCL find their way."""
-        given: Mapping[str, str] = kwargs.pop("env", None) or os.environ
+        """Starts a program on host `i` like `subprocess.Popen(argv, **kwargs)`; sets the interface of gloo and NCCL."""
+        environment: Mapping[str, str] = kwargs.pop("env", None) or os.environ
         names = {"GLOO_SOCKET_IFNAME": self.INTERFACE, "NCCL_SOCKET_IFNAME": self.INTERFACE}
-        return subprocess.Popen(["ip", "netns", "exec", self.names[i], *argv], env={**given, **names}, **kwargs)
+        return subprocess.Popen(["ip", "netns", "exec", self.names[i], *argv], env={**environment, **names}, **kwargs)
 
     def kill(self, i: int) -> None:
-        """Ends all that runs on host `i`, at once and without a word, as a power cut would.
+        """Kills all processes on host `i`, like a power cut.
 
-        All of it is stopped first: whoever is killed later could else still tell of those that were killed before.
+        All are stopped first, because a process killed later could report the death of an earlier one.
         """
         pids = [int(pid) for pid in _ip("netns", "pids", self.names[i]).split()]
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -81,14 +81,14 @@ class Namespaces:
                     os.kill(pid, number)
 
     def close(self) -> None:
-        """Ends all that still runs there and removes the namespaces. May be called again."""
-        there = {line.split()[0] for line in _ip("netns", "list").splitlines() if line}
+        """Kills remaining processes and removes the namespaces. May be called again."""
+        existing = {line.split()[0] for line in _ip("netns", "list").splitlines() if line}
         for i, name in enumerate(self.names):
-            if name in there:
+            if name in existing:
                 self.kill(i)
         for name in (*self.names, self._switch):
             shutil.rmtree(CONFIGURED / name, ignore_errors=True)
-            if name in there:
+            if name in existing:
                 _ip("netns", "delete", name)
 
     def _create(self) -> None:
@@ -106,7 +106,7 @@ class Namespaces:
                 _ip("-n", name, "link", "set", device, "up")
 
     def _name_hosts(self, i: int) -> None:
-        """Host `i` knows all hosts by name, this machine's being its own: who asks for names must not wait for DNS."""
+        """Writes all host names to the hosts file of host `i`, so that lookups do not wait for DNS."""
         lines = ["127.0.0.1 localhost", f"{self.addresses[i]} {gethostname()}"]
         lines += [f"{address} host-{j}" for j, address in enumerate(self.addresses)]
         (CONFIGURED / self.names[i]).mkdir(parents=True)
@@ -114,7 +114,7 @@ class Namespaces:
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot have `Namespaces`; None where it can."""
+    """The reason why `Namespaces` do not work on this machine, or None."""
     if shutil.which("ip") is None:
         return "network namespaces need the program ip; install iproute2"
     if os.geteuid() != 0:

@@ -1,9 +1,9 @@
-"""A `Cluster` made of network namespaces: each rank has its own, and its wires are as fast as the cluster says.
+"""A `Cluster` emulated by network namespaces, one per rank, with wires of the cluster's bandwidth.
 
-A wire is a veth pair with a token bucket (`tc tbf`) at either end, one for each way, at which all pairs of ranks take
-turns, packet by packet. Switches are bridges; what they forward, they forward at once. No queue overflows: TCP may have
-so little under way that none can (as in a network with credits), and forgets nothing between messages. Every rank has
-one address, and to each other a route over its wire.
+A wire is a veth pair with a token bucket (`tc tbf`) at either end, one per direction, at which all pairs of ranks
+alternate packet by packet. Switches are bridges without delay. As in a network with credits no queue overflows: TCP's
+window is too small to fill one, and TCP keeps its state between messages. Every rank has one address, and a route to
+each other rank over its wire.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ QUEUE = 64 << 20
 PATIENCE = "10s"
 """Before TCP sends again what has not been acknowledged: it is still in a queue."""
 SETTINGS = {
-    "net/ipv4/tcp_congestion_control": "reno",  # others pace, and probe for a bandwidth that is known here
+    "net/ipv4/tcp_congestion_control": "reno",  # other algorithms pace and probe for bandwidth
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
-    "net/ipv4/tcp_reordering": "300",  # what small packets have overtaken is not lost
-    "net/ipv4/tcp_sack": "0",  # and with it the clock that would say so
+    "net/ipv4/tcp_reordering": "300",  # a packet overtaken by small ones does not count as lost
+    "net/ipv4/tcp_sack": "0",  # nor by the timer of selective acknowledgements
     "net/ipv4/tcp_rmem": "4096 524288 524288",
     "net/ipv4/tcp_wmem": "4096 262144 262144",
-    "net/ipv4/conf/all/rp_filter": "0",  # answers may take another wire
+    "net/ipv4/conf/all/rp_filter": "0",  # replies may use another wire
     "net/ipv6/conf/all/disable_ipv6": "1",
 }
 """Of each rank's namespace."""
@@ -59,12 +59,12 @@ QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVE
 
 
 class EmulatedCluster:
-    """The namespaces of a cluster, wired up. A context manager: they go when it ends, with all that runs there.
+    """The connected namespaces of a cluster. A context manager: its end removes them and kills their processes.
 
-    Beside its wires each host has an interface on a network without limits, by which torchrun finds its like.
+    Besides its wires each host has an interface on an unlimited network, for torchrun's rendezvous.
 
     Raises:
-        ValueError: a machine where this does not work, see `obstacle`; or see `Wiring`.
+        ValueError: an unsupported machine, see `obstacle`; or unsupported links, see `Wiring`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -86,18 +86,18 @@ class EmulatedCluster:
         self.close()
 
     def close(self) -> None:
-        """Ends all that runs there, first what starts others, and removes the namespaces. May be called again."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second Ctrl-C must not leave half of them
+        """Kills all processes, launchers first, and removes the namespaces. May be called again."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a second Ctrl-C must not interrupt the removal
         try:
             self.hosts.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def torchrun(self, program: Sequence[str], **kwargs: Any) -> list[subprocess.Popen[Any]]:
-        """Starts `program` as every rank, under a torchrun for each node; `kwargs` as for `subprocess.Popen`."""
+        """Starts `program` on every rank, with one torchrun per node; `kwargs` as for `subprocess.Popen`."""
         meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {self.hosts.addresses[0]}:29400"
         ranks = f"--nnodes {self.cluster.nodes} --nproc-per-node {self.cluster.ranks_per_node} --no-python"
-        # A node's ranks run in namespaces of their own, which only the rank itself knows the number of.
+        # Each rank enters its namespace by itself, because only the rank knows its number.
         into = f"{self.hosts.names[0].removesuffix('0')}$((RANK + {self.cluster.nodes}))"
         enter = f'exec ip netns exec {into} env GLOO_SOCKET_IFNAME={HOME} "$@"'
         run = [sys.executable, "-m", "torch.distributed.run", *f"{meeting} {ranks}".split()]
@@ -137,20 +137,20 @@ class EmulatedCluster:
 
     def _address(self, rank: int) -> None:
         wiring, name = self.wiring, self.hosts.names[self.wiring.host(rank)]
-        source, others = wiring.address(rank), (r for r in range(self.cluster.ranks) if r != rank)
+        source, peers = wiring.address(rank), (r for r in range(self.cluster.ranks) if r != rank)
         writes = [f'echo "{value}" > /proc/sys/{key}' for key, value in SETTINGS.items()]
         subprocess.run(["ip", "netns", "exec", name, "sh", "-ec", "\n".join(writes)], check=True)
         onward = f"src {source} scope link rto_min {PATIENCE}"
-        routes = (f"route add {wiring.address(r)} dev {wiring.interface(rank, r)} {onward}" for r in others)
+        routes = (f"route add {wiring.address(r)} dev {wiring.interface(rank, r)} {onward}" for r in peers)
         home = (f"link add {HOME} type bridge", f"address add {source}/32 dev {HOME}", f"link set {HOME} up")
         _batch("ip", name, [*home, *routes])
 
 
 def leave_on_signals() -> None:
-    """From now on whoever ends this process, but by force, ends it as an exception does: context managers close.
+    """Turns the first termination signal into an exception, so that context managers close.
 
-    Once: what comes after the first signal, as from a parent that hands on what the terminal has sent already, would
-    end them before they have closed.
+    Later signals are ignored: a parent may forward a signal that the terminal has already sent, which would interrupt
+    the closing.
     """
 
     def leave(number: int, _: object) -> None:
@@ -163,10 +163,10 @@ def leave_on_signals() -> None:
 
 
 def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Until all have ended well, or one has not.
+    """Waits until all processes have succeeded or one has failed.
 
     Raises:
-        SystemExit: one has failed, and said why.
+        SystemExit: a process has failed and printed its error.
     """
     while None in (codes := [process.poll() for process in processes]) or any(codes):
         if any(codes):
@@ -175,18 +175,18 @@ def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
 
 
 def shaped(end: str, bandwidth: float, lanes: Sequence[tuple[str, str]]) -> list[str]:
-    """Commands of tc for a wire's end: what leaves there is `bandwidth` bytes a second, all `lanes` in turn.
+    """tc commands for the end of a wire: it sends `bandwidth` bytes a second, and all `lanes` alternate.
 
     Args:
-        lanes: addresses of senders and receivers.
+        lanes: (sender, receiver) addresses.
     """
     size, handle = MTU + ETHERNET + int(bandwidth * LATE), "parent 2: protocol ip prio 1 u32 match"
     commands = [
         f"qdisc add dev {end} root handle 1: tbf rate {int(bandwidth)}bps burst {size} limit {QUEUE}",
-        f"qdisc add dev {end} parent 1:1 handle 2: htb default 2",  # for its lanes: its rates hold nothing up
+        f"qdisc add dev {end} parent 1:1 handle 2: htb default 2",  # classes for lanes, whose rates do not limit
         *_lane(end, 1, priority=0),
         f"filter add dev {end} {handle} u16 0 {(1 << 16) - SMALL:#x} at 2 flowid 2:1",  # the packet's length
-        *_lane(end, 2),  # what is no IP
+        *_lane(end, 2),  # packets other than IP
     ]
     for number, (source, target) in enumerate(lanes, start=3):
         commands += _lane(end, number)
@@ -202,14 +202,14 @@ def _lane(end: str, number: int, priority: int = 1) -> list[str]:
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot have an `EmulatedCluster`; None where it can."""
+    """The reason why an `EmulatedCluster` does not work on this machine, or None."""
     if shutil.which("tc") is None:
         return "shaped links need the program tc; install iproute2"
     return namespaces.obstacle()
 
 
 def _batch(program: str, namespace: str, commands: Iterable[str]) -> None:
-    """Commands of ip or tc, all in one namespace."""
+    """Runs commands of ip or tc in one namespace."""
     text = "\n".join(commands)
     ran = subprocess.run([program, "-n", namespace, "-batch", "-"], input=text, capture_output=True, text=True)
     if ran.returncode:

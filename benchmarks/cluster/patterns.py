@@ -1,4 +1,4 @@
-"""Sends that show whether the wires carry what they should: alone, both ways at once, and sharing a port."""
+"""Sends that test the bandwidth of wires: one alone, both directions at once, and several over one port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LARGE, SMALL = 500_000, 1_000
 
 
 def patterns(cluster: Cluster) -> dict[str, list[Send]]:
-    """By name; every rank takes part in the order given."""
+    """Lists of sends by name; every rank runs them in this order."""
     ranks, inside = range(cluster.ranks), cluster.ranks_per_node
     within = {
         "within a node, one way": [(0, 1)],

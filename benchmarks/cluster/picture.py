@@ -1,4 +1,4 @@
-"""All races as one picture, from their reports: what each contender gained over Ring, and what was predicted.
+"""All races in one picture, from their reports: measured and predicted speed-ups over Ring.
 
 uv run python benchmarks/cluster/picture.py
 """
@@ -25,7 +25,7 @@ TEXT = {"va": "center", "fontsize": 8}
 
 
 def draw(folder: Path = report.RESULTS) -> Path:
-    """Of those clusters whose reports are in a folder; one row each, one panel for each of the shapes."""
+    """Draws the clusters with reports in `folder`, one row each, with a panel for each shape."""
     races = {name: result for name in RACES if (result := measured(name, folder))}
     width = max(len(panels) for panels in races.values())
     figure = Figure((4.6 * width, 2.6 * len(races)), layout="constrained")
@@ -47,14 +47,14 @@ def draw(folder: Path = report.RESULTS) -> Path:
 
 
 def measured(name: str, folder: Path) -> list[list[dict[str, Any]]]:
-    """Rows of a report, those of the same shapes together; none where it has not been written."""
+    """Rows of a report grouped by shapes, or [] without a report."""
     file = folder / f"cluster-{name.removeprefix('emulated-')}.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     return [list(panel) for _, panel in groupby(rows, key=lambda row: row["shapes"])]
 
 
 def fill(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """Bars from Ring to what was measured, to the left if slower; marks where it was predicted; the fastest on top."""
+    """Draws bars from Ring to the measured speed and marks at the predicted speed, the fastest on top."""
     rows = sorted(rows, key=lambda row: row["over ring"])
     places, gains = range(len(rows)), [row["over ring"] for row in rows]
     axis.barh(places, [gain - 1 for gain in gains], left=1, color=[WON if gain > 1 else LOST for gain in gains])

@@ -1,4 +1,4 @@
-"""What a planner says that a contender takes, to be held against what it took."""
+"""The planner's prediction for a contender, for comparison with its measured time."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ FORWARD, BACKWARD = 2, 5
 
 
 class Kernels(NamedTuple):
-    """Seconds that a cell takes, forward and backward: for each query and key of each head, and beside that."""
+    """Seconds of a block, forward and backward: per (query, key) pair of a head, and the constant part."""
 
     pair: float
     cell: float
 
     @classmethod
     def of(cls, shapes: Shapes, cells: Mapping[str, Sequence[float]]) -> Self:
-        """From the times of two cells, all ranks at once, by their `cell_sizes`."""
+        """Fits the times of blocks of the two `cell_sizes`, measured on all ranks at once."""
         small, large = (size**2 * shapes.heads for size in cell_sizes(shapes))
         quick, slow = (median(cells[str(size)]) for size in cell_sizes(shapes))
         pair = max(0.0, (slow - quick) / (large - small))
         return cls(pair, max(0.0, quick - pair * small))
 
     def of_all(self, shapes: Shapes, ranks: int) -> float:
-        """Seconds of as many cells of T queries and keys."""
+        """Seconds of `ranks` blocks of T queries and T keys."""
         return ranks * (self.cell + self.pair * shapes.tokens**2 * shapes.heads)
 
 
 def cell_sizes(shapes: Shapes) -> tuple[int, int]:
-    """Queries, and as many keys, of cells whose times tell what a pair takes."""
+    """Queries and keys of the two blocks from whose times the time of a pair follows."""
     return shapes.tokens, 4 * shapes.tokens
 
 
 def predicted(cluster: Cluster, contender: Contender, shapes: Shapes, kernels: Kernels) -> float:
-    """Seconds of a forward and backward, as the planner has them."""
+    """The planner's seconds of forward and backward."""
     plan, products = contender.comm_plan(shapes), FORWARD + BACKWARD
     machine = replace(cluster, accelerator=replace(cluster.accelerator, step=kernels.cell / 2))
     passes = ((plan.forward, FORWARD), (plan.backward, BACKWARD))

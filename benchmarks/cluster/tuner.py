@@ -1,8 +1,8 @@
-"""Whether the tuner picks what is fastest: it runs on an emulated cluster, and all candidates are measured once more.
+"""Checks that the tuner picks the fastest candidate on an emulated cluster, by measuring all candidates again.
 
     uv run python benchmarks/cluster/tuner.py
 
-Needs root and iproute2. The block is small, so that the network rules; its parameters are sharded over it as well.
+Needs root and iproute2. The block is small, so that communication dominates; its parameters are sharded too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def tuned(iterations: int) -> dict[str, Any]:
-    """What the tuner's file says in the end."""
+    """Runs the tuner and returns the contents of its file."""
     with TemporaryDirectory() as folder, EmulatedCluster(Cluster.named(CLUSTER)) as emulated:
         out = Path(folder) / "tuned.toml"
         flags = [*MODEL, *DATA, "--iterations", str(iterations), "--out", str(out), "--attention", *METHODS]
@@ -53,7 +53,7 @@ def tuned(iterations: int) -> dict[str, Any]:
 
 
 def write(runs: list[dict[str, Any]]) -> str:
-    """The report: both runs, and what the first one's choice takes in the second."""
+    """Writes the report of both runs, with the time of the first run's choice in the second."""
     first, second = ({name(each["candidate"]): each["seconds"] for each in run["measurements"]} for run in runs)
     chosen, best = name(runs[0]["choice"]), min(second, key=lambda each: second[each] or float("inf"))
     rows = [{"candidate": each, "tuner's seconds": first[each], "seconds again": second[each]} for each in first]
@@ -70,7 +70,7 @@ def loss(seconds: dict[str, float], chosen: str, best: str) -> float:
 
 
 def name(candidate: dict[str, Any]) -> str:
-    """For people."""
+    """A readable name of a candidate."""
     axes = " x ".join(f"{axis} {size}" for axis, size in candidate["mesh"].items() if size > 1)
     attention = candidate["attention"]
     team = f" C={attention['team']} {attention['placement']}" if attention["team"] else ""

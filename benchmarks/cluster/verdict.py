@@ -1,4 +1,4 @@
-"""Whether predictions came true: who is faster than whom, by how much, and who is best."""
+"""Compares predicted with measured orders, ratios and winners."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIE = 0.05
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Of contenders that ran with the same shapes, in words."""
+    """A sentence about contenders with the same shapes."""
     ratios = {row["contender"]: row["predicted over ring"] / row["over ring"] - 1 for row in rows}
     worst = max(ratios, key=lambda name: abs(ratios[name]))
     best, chosen = max(rows, key=lambda row: row["over ring"]), min(rows, key=lambda row: row["predicted"])
@@ -23,7 +23,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def misplaced(rows: Sequence[dict[str, Any]]) -> str:
-    """Pairs whose order was predicted wrongly, faster one first; ties aside."""
+    """Pairs in wrongly predicted order, the faster one first, without ties."""
     ordered = sorted(rows, key=lambda row: -row["over ring"])
     wrong = [
         f"{fast['contender']} before {slow['contender']}"

@@ -1,4 +1,4 @@
-"""Which wires make a `Cluster`, and which of them lie on the way from rank to rank: nothing is made here."""
+"""Hosts and wires of a `Cluster`, and the path between each two ranks, as data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class End(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Two interfaces joined, so many bytes a second each way."""
+    """Two joined interfaces with a bandwidth in bytes a second per direction."""
 
     one: End
     other: End
@@ -28,10 +28,10 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Wiring:
-    """Which hosts there are and how they are joined: nodes first (each a switch), then ranks, then the spine.
+    """Hosts and their wires: first nodes (each a switch), then ranks, then the spine.
 
     Raises:
-        ValueError: links that cannot be made of wires and switches.
+        ValueError: links that wires and switches cannot represent.
     """
 
     cluster: Cluster
@@ -49,7 +49,7 @@ class Wiring:
 
     @property
     def spine(self) -> int:
-        """The host that joins the nodes."""
+        """The host that connects the nodes."""
         return self.cluster.nodes + self.cluster.ranks
 
     def host(self, rank: int) -> int:
@@ -68,9 +68,9 @@ class Wiring:
             if within.per == "rank":
                 yield Wire(End(host, "within"), End(self.node(rank), f"port{rank}"), within.bandwidth)
             else:
-                others = (r for r in ranks if r > rank and self.node(r) == self.node(rank))
+                peers = (r for r in ranks if r > rank and self.node(r) == self.node(rank))
                 yield from (
-                    Wire(End(host, f"pair{r}"), End(self.host(r), f"pair{rank}"), within.bandwidth) for r in others
+                    Wire(End(host, f"pair{r}"), End(self.host(r), f"pair{rank}"), within.bandwidth) for r in peers
                 )
             if between.per == "rank" and self.cluster.nodes > 1:
                 yield Wire(End(host, "card"), End(self.spine, f"port{rank}"), between.bandwidth)
@@ -79,18 +79,22 @@ class Wiring:
                 yield Wire(End(node, "card"), End(self.spine, f"port{node}"), between.bandwidth)
 
     def way(self, source: int, target: int) -> Iterator[End]:
-        """By which ends of wires, one after the other, what one rank sends another leaves."""
+        """The ends of wires through which a message from `source` to `target` leaves, in order."""
         yield End(self.host(source), self.interface(source, target))
-        home, there = self.node(source), self.node(target)
-        if home == there and self.cluster.within.per == "rank":
-            yield End(home, f"port{target}")
-        elif home != there and self.cluster.between.per == "rank":
+        source_node, target_node = self.node(source), self.node(target)
+        if source_node == target_node and self.cluster.within.per == "rank":
+            yield End(source_node, f"port{target}")
+        elif source_node != target_node and self.cluster.between.per == "rank":
             yield End(self.spine, f"port{target}")
-        elif home != there:
-            yield from (End(home, "card"), End(self.spine, f"port{there}"), End(there, f"port{target}"))
+        elif source_node != target_node:
+            yield from (
+                End(source_node, "card"),
+                End(self.spine, f"port{target_node}"),
+                End(target_node, f"port{target}"),
+            )
 
     def crossing(self) -> Mapping[End, Sequence[tuple[int, int]]]:
-        """By end of a wire: (source, target) of all that leaves there."""
+        """All (source, target) pairs whose messages leave through each end of a wire."""
         crossing_sends = defaultdict[End, list[tuple[int, int]]](list)
         for source, target in permutations(range(self.cluster.ranks), 2):
             for end in self.way(source, target):
@@ -98,7 +102,7 @@ class Wiring:
         return crossing_sends
 
     def interface(self, rank: int, other: int) -> str:
-        """Through which a rank reaches another."""
+        """The interface through which `rank` reaches `other`."""
         if self.node(rank) == self.node(other):
             return "within" if self.cluster.within.per == "rank" else f"pair{other}"
         return "card" if self.cluster.between.per == "rank" else "within"

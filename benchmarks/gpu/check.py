@@ -1,4 +1,4 @@
-"""What every check is made of: the setting that it runs in, and the rows that it gives."""
+"""The parts of a check: its setting and the rows of its results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ MOST_RANKS = 8
 
 
 class Row(NamedTuple):
-    """One thing that was asked.
+    """One result.
 
     Args:
-        bar: what it must be, in words; "-" where it is only told.
-        source: who says so.
-        passed: None where nothing is asked for, or where no GPU was measured.
+        what: label of the result.
+        bar: the requirement in words; "-" if there is none.
+        source: where the requirement comes from.
+        passed: None without a requirement, or if it holds only for GPUs and none was measured.
     """
 
     what: str
@@ -41,12 +42,12 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where checks run.
+    """The device, sizes and time limit of a check.
 
     Args:
-        fake: a rehearsal without a GPU: sizes are tiny, and what only a GPU could reach is not judged.
-        gpus: GPUs of this machine, of which checks of several ranks use at most `MOST_RANKS`.
-        seconds: that the check may take.
+        fake: a rehearsal without a GPU, with tiny sizes and without judging speeds.
+        gpus: GPUs of this machine; checks on several ranks use at most `MOST_RANKS`.
+        seconds: time limit of the check.
     """
 
     device: Device
@@ -56,28 +57,28 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a check that takes several: a power of two; in a rehearsal two, on the CPU."""
+        """Ranks of checks on several ranks: a power of two, and two CPU ranks in a rehearsal."""
         return 2 if self.fake else 1 << (min(self.gpus, MOST_RANKS).bit_length() - 1)
 
     def size(self, real: T, fake: T) -> T:
-        """Of the run, or of the rehearsal."""
+        """Returns `fake` in a rehearsal, else `real`."""
         return fake if self.fake else real
 
     def is_so(self, label: str, measured: float | str, so: bool, bar: str, source: str) -> Row:
-        """A fact, which is judged on a GPU alone."""
+        """A fact that is judged only on a GPU."""
         return Row(label, measured, "", bar, source, None if self.fake else so)
 
     def at_least(self, label: str, measured: float, bar: float, unit: str, source: str) -> Row:
-        """A speed or a share, which only a GPU can be held to."""
+        """A speed or a fraction that is judged only on a GPU."""
         return Row(label, measured, unit, f"at least {bar:.4g}", source, None if self.fake else measured >= bar)
 
     def at_most(self, label: str, measured: float, bar: float, unit: str, source: str) -> Row:
-        """A time or a ratio, likewise."""
+        """A time or a ratio that is judged only on a GPU."""
         return Row(label, measured, unit, f"at most {bar:.4g}", source, None if self.fake else measured <= bar)
 
     @contextmanager
     def alone(self) -> Generator[DeviceMesh]:
-        """The mesh of one rank, with a process group as a trainer has it."""
+        """The mesh of one rank, with the trainer's process group."""
         mesh = build_mesh(self.device.type)
         try:
             yield mesh
@@ -86,25 +87,25 @@ class Setting:
 
     @contextmanager
     def one_of(self, **axes: int) -> Generator[DeviceMesh]:
-        """The mesh of rank 0 of several, of which the others are not there: nothing is sent."""
+        """The mesh of rank 0 in a fake process group, which sends nothing."""
         with fake_world(0, self.device.type, **axes) as mesh:
             yield mesh
 
 
 def correct(label: str, error: float, limit: float, source: str) -> Row:
-    """A relative error, which holds anywhere."""
+    """A relative error, judged on every device."""
     return Row(label, error, "", f"at most {limit:.2g}", source, error <= limit)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One of the command's checks: rows come as they are found.
+    """One of the command's checks, which yields its rows one by one.
 
     Args:
-        holds: what must hold, for the table at the end.
-        seconds: that it may take of a session of 30 minutes.
-        gpus: that it needs.
-        nccl: run it once under each of torch's NCCL backends.
+        holds: the requirement, for the final table.
+        seconds: time limit in a session of 30 minutes.
+        gpus: number of GPUs that it needs.
+        nccl: runs once under each of torch's NCCL backends.
     """
 
     name: str

@@ -1,16 +1,16 @@
 """Checks of this repository on the GPUs of a machine, in the order of a first session: 30 minutes on 8 of them.
 
-    python benchmarks/gpu                        # all that make sense here; a table at the end
+    python benchmarks/gpu                        # all that fit this machine, and a table
     python benchmarks/gpu kernels step           # two of them
-    python benchmarks/gpu --minutes 90           # the same checks with three times as long for each
-    python benchmarks/gpu --fake                 # without a GPU: every part that needs none, on tiny sizes
+    python benchmarks/gpu --minutes 90           # the same checks with three times the time limits
+    python benchmarks/gpu --fake                 # a rehearsal with tiny sizes, without a GPU
 
-What takes part on NCCL runs under each of torch's two NCCL backends (TORCH_DIST_USE_NCCL2 1 and 0). Each check is a
-process of its own, which is ended when its time is up. Checks of several GPUs are left out where there is one.
+Checks that use NCCL run under both of torch's NCCL backends (TORCH_DIST_USE_NCCL2 1 and 0). Each check is a process,
+which is killed at its time limit. Checks on several GPUs are skipped on a machine with one.
 
-Needs torch 2.11 or newer and a GPU; nothing of this repository need be installed. Reports are written to
-docs/benchmarks, as gpu.md, gpu-CHECK.md and .json, or to --out; a rehearsal writes none unless told where. Exit code 1
-where a check fails or does not end, 2 where nothing could be run.
+Needs torch 2.11 or newer and a GPU; the packages of this repository need not be installed. Reports are written to
+docs/benchmarks, as gpu.md, gpu-CHECK.md and .json, or to --out; a rehearsal writes reports only with --out. Exits with
+1 if a check fails or exceeds its time limit, and with 2 if none could run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from gpu.device import CpuDevice, CudaDevice
 
 MODULES = ("groups", "kernels", "steps", "ranks", "overlap", "memory", "shares")
 ORDER = (
-    *("groups", "kernels", "merge", "step", "conformance", "train"),  # right at all?
-    *("hang", "fault", "mixed"),  # and when something goes wrong
+    *("groups", "kernels", "merge", "step", "conformance", "train"),  # correctness
+    *("hang", "fault", "mixed"),  # failures
     *("overlap", "queue", "ring-memory", "streams", "cudnn-threads"),  # assumptions of the planner and the simulator
     *("throughput", "memory", "upipe-memory", "mfu", "offload", "share", "length", "compile", "trace"),
 )
@@ -57,7 +57,7 @@ Verdict = Literal["passed", "FAILED", "OUT OF TIME", "told", "left out"]
 
 
 class Run(NamedTuple):
-    """A check, under one of torch's NCCL backends if it takes part on NCCL."""
+    """A check, under one of torch's NCCL backends if it uses NCCL."""
 
     check: Check
     backend: str | None = None
@@ -68,11 +68,11 @@ class Run(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """Result of a run.
 
     Args:
-        seconds: that it took.
-        reason: why it did not end by itself, or was left out.
+        seconds: its duration.
+        reason: why it was killed or skipped.
     """
 
     rows: list[Row]
@@ -92,47 +92,47 @@ class Outcome(NamedTuple):
 
     @property
     def measured(self) -> str:
-        """The first row that failed; else the last that was judged, or told."""
+        """The first row that failed, or else the last row, judged ones first."""
         failed = [row for row in self.rows if row.passed is False]
         judged = [row for row in self.rows if row.passed is not None]
-        told = (failed[:1] or judged[-1:] or self.rows[-1:] or [None])[0]
-        figure = [] if told is None else [f"{told.what}: {shown(told)}"]
+        shown_row = (failed[:1] or judged[-1:] or self.rows[-1:] or [None])[0]
+        figure = [] if shown_row is None else [f"{shown_row.what}: {figure_of(shown_row)}"]
         return "; ".join([*figure, *filter(None, [self.reason])])
 
 
 def checks() -> dict[str, Check]:
-    """All checks by name, in the order in which they are run."""
-    every = {check.name: check for module in MODULES for check in import_module(f"gpu.{module}").CHECKS}
-    return {name: every[name] for name in ORDER}
+    """All checks by name, in their order of execution."""
+    all_checks = {check.name: check for module in MODULES for check in import_module(f"gpu.{module}").CHECKS}
+    return {name: all_checks[name] for name in ORDER}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for."""
-    known = checks()
-    options = parsed(known, arguments)
+    """Runs the checks of the command line. Returns the exit code."""
+    all_checks = checks()
+    options = parse(all_checks, arguments)
     if reason := obstacle(options.fake):
         print(reason, file=sys.stderr)
         return 2
     began, outcomes = time.monotonic(), dict[str, Outcome]()
-    for run in runs([known[name] for name in options.chosen], options):
+    for run in runs([all_checks[name] for name in options.chosen], options):
         if options.rows is None:
             print(f"\n{run.name}: {run.check.title}", flush=True)
-        left = 60 * options.minutes - (time.monotonic() - began)
-        outcomes[run.name] = outcome = here(run, options) if options.here else apart(run, options, left)
+        remaining = 60 * options.minutes - (time.monotonic() - began)
+        outcomes[run.name] = outcome = here(run, options) if options.here else apart(run, options, remaining)
         if outcome.reason and options.rows is None:
             print(f"  {outcome.reason}", flush=True)
         write_rows(run, outcome, options)
     failed = [name for name, outcome in outcomes.items() if outcome.verdict in ("FAILED", "OUT OF TIME")]
     if options.rows is None:
-        show(known, outcomes, options)
-        made = [name for name, outcome in outcomes.items() if outcome.verdict != "left out"]
-        print(f"{len(made) - len(failed)} of {len(made)} checks passed", *failed[:1] and ["failed:"])
+        show(all_checks, outcomes, options)
+        executed = [name for name, outcome in outcomes.items() if outcome.verdict != "left out"]
+        print(f"{len(executed) - len(failed)} of {len(executed)} checks passed", *failed[:1] and ["failed:"])
         print(*failed, sep="\n", end="\n" * bool(failed))
     return int(bool(failed))
 
 
-def parsed(known: dict[str, Check], arguments: Sequence[str] | None) -> Namespace:
-    names = "\n".join(f"  {check.name:13} {check.title}" for check in known.values())
+def parse(all_checks: dict[str, Check], arguments: Sequence[str] | None) -> Namespace:
+    names = "\n".join(f"  {check.name:13} {check.title}" for check in all_checks.values())
     parser = ArgumentParser(
         "python benchmarks/gpu", description=f"{__doc__}\nChecks:\n{names}", formatter_class=RawDescriptionHelpFormatter
     )
@@ -143,17 +143,17 @@ def parsed(known: dict[str, Check], arguments: Sequence[str] | None) -> Namespac
     parser.add_argument("--here", action="store_true", help="in this process, under the NCCL backend that it has")
     parser.add_argument("--rows", type=Path, help="with --here: a file for the rows, and no table")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.chosen if name not in known]:
-        parser.error(f"no check {', '.join(unknown)}; known: {', '.join(known)}")
+    if unknown := [name for name in options.chosen if name not in all_checks]:
+        parser.error(f"no check {', '.join(unknown)}; known: {', '.join(all_checks)}")
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: must be above 0")
-    options.chosen = options.chosen or list(known)
+    options.chosen = options.chosen or list(all_checks)
     options.out = options.out or (None if options.fake or options.here else report.RESULTS)
     return options
 
 
 def obstacle(fake: bool) -> str:
-    """Why nothing can be run, if so."""
+    """The reason why no check can run, or ""."""
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     if version < (2, 11):
         return f"torch {torch.__version__}: 2.11 or newer is needed"
@@ -161,10 +161,12 @@ def obstacle(fake: bool) -> str:
 
 
 def runs(chosen: Sequence[Check], options: Namespace) -> Iterator[Run]:
-    """Each check, or twice where it takes part on NCCL and torch has two backends for that."""
-    both = not options.here and (options.fake or gpus() > 1) and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+    """Yields each check, twice if it uses NCCL and torch has two NCCL backends."""
+    two_backends = (
+        not options.here and (options.fake or gpus() > 1) and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+    )
     for check in chosen:
-        yield from (Run(check, backend) for backend in (BACKENDS if check.nccl and both else (None,)))
+        yield from (Run(check, backend) for backend in (BACKENDS if check.nccl and two_backends else (None,)))
 
 
 def gpus() -> int:
@@ -173,13 +175,13 @@ def gpus() -> int:
 
 
 def here(run: Run, options: Namespace) -> Outcome:
-    """Runs a check in this process, and shows its rows as they come."""
+    """Runs a check in this process, and prints its rows one by one."""
     began = time.monotonic()
     device = CpuDevice() if options.fake else CudaDevice()
     seconds = run.check.seconds * options.minutes / SESSION
     setting = Setting(device, options.fake, max(1, gpus()), seconds)
     rows, ended = list[Row](), True
-    for row in guarded(run.check, setting):
+    for row in rows_of(run.check, setting):
         rows.append(row)
         print(line(row), flush=True)
         ended = row.what != OVER
@@ -189,17 +191,17 @@ def here(run: Run, options: Namespace) -> Outcome:
     return Outcome(rows, time.monotonic() - began, ended, str(reason))
 
 
-def apart(run: Run, options: Namespace, left: float) -> Outcome:
-    """Runs a check in a process of its own, which shows its rows, and is ended with all that it started.
+def apart(run: Run, options: Namespace, remaining: float) -> Outcome:
+    """Runs a check in a process, which prints its rows and is killed with its children at the time limit.
 
     Args:
-        left: seconds of the session.
+        remaining: seconds left of the session.
     """
     if not options.fake and gpus() < run.check.gpus:
         return Outcome([], reason=f"needs {run.check.gpus} GPUs, and {gpus()} is here")
-    if left <= STARTING:
+    if remaining <= STARTING:
         return Outcome([], reason=f"the session's {options.minutes:g} minutes are over")
-    limit, began = min(run.check.seconds * options.minutes / SESSION + STARTING, left), time.monotonic()
+    limit, began = min(run.check.seconds * options.minutes / SESSION + STARTING, remaining), time.monotonic()
     environment = dict(os.environ) if run.backend is None else {**os.environ, NCCL2: BACKENDS[run.backend]}
     with TemporaryDirectory() as folder:
         rows_file = Path(folder) / "rows.json"
@@ -224,7 +226,7 @@ def apart(run: Run, options: Namespace, left: float) -> Outcome:
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """Ends the process with all that it has started."""
+    """Kills the process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -234,8 +236,8 @@ OVER = "out of time"
 """The row of a check that has not asked all that it would."""
 
 
-def guarded(check: Check, setting: Setting) -> Iterator[Row]:
-    """The rows of a check, of which the last says how it ended if not well. Gives back the device's memory."""
+def rows_of(check: Check, setting: Setting) -> Iterator[Row]:
+    """Yields the rows of a check, with a last row for an error or a time-out. Frees the device's memory."""
     began = time.monotonic()
     try:
         for row in check.run(setting):
@@ -245,15 +247,15 @@ def guarded(check: Check, setting: Setting) -> Iterator[Row]:
                 return
     except Exception as error:
         traceback.print_exc()
-        yield Row(f"{check.name} ended early", said(error), passed=False)
+        yield Row(f"{check.name} ended early", error_line(error), passed=False)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         setting.device.clean()
 
 
-def said(error: Exception) -> str:
-    """In a line; of a package that is not there, what to do."""
+def error_line(error: Exception) -> str:
+    """The error in one line, with the command that installs a missing package."""
     if isinstance(error, ModuleNotFoundError):
         return f"needs the package {error.name}, which is not installed here: pip install {error.name}"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
@@ -262,11 +264,11 @@ def said(error: Exception) -> str:
 def line(row: Row) -> str:
     mark = {True: "ok", False: "FAILED", None: "--"}[row.passed]
     bar = "" if row.bar == "-" else f" ({row.bar}; {row.source})"
-    return f"  {mark:6} {row.what}: {shown(row)}{bar}".rstrip()
+    return f"  {mark:6} {row.what}: {figure_of(row)}{bar}".rstrip()
 
 
-def shown(row: Row) -> str:
-    """The figure of a row, with its unit."""
+def figure_of(row: Row) -> str:
+    """The measured value of a row, with its unit."""
     figure: Any = f"{row.measured:.4g}" if isinstance(row.measured, float) else row.measured
     return f"{figure} {row.unit}".rstrip()
 
@@ -280,9 +282,9 @@ TABLE = (
 )
 
 
-def show(known: dict[str, Check], outcomes: dict[str, Outcome], options: Namespace) -> None:
-    """Prints the table of all runs, and writes it where reports go, if all checks were asked for."""
-    holds = [known[name.partition(",")[0]].holds for name in outcomes]
+def show(all_checks: dict[str, Check], outcomes: dict[str, Outcome], options: Namespace) -> None:
+    """Prints the table of all runs, and writes it as a report if all checks ran."""
+    holds = [all_checks[name.partition(",")[0]].holds for name in outcomes]
     lines = [
         [name, bar, outcome.measured, outcome.verdict, f"{outcome.seconds:.0f}"]
         for (name, outcome), bar in zip(outcomes.items(), holds, strict=True)
@@ -291,13 +293,13 @@ def show(known: dict[str, Check], outcomes: dict[str, Outcome], options: Namespa
         return
     print()
     print_table(TABLE, lines)
-    if options.out is not None and len(options.chosen) == len(known):
+    if options.out is not None and len(options.chosen) == len(all_checks):
         rows = [dict(zip([column.head for column in TABLE], cells, strict=True)) for cells in lines]
         report.write("gpu", "A session on GPUs", rows, notes(options), options.out)
 
 
 def write_rows(run: Run, outcome: Outcome, options: Namespace) -> None:
-    """Writes the report of a run, if reports are wanted and it has rows."""
+    """Writes the report of a run that has rows, if there is a folder for reports."""
     if options.out is not None and outcome.rows:
         name = "-".join(filter(None, ("gpu", run.check.name, run.backend)))
         took = [f"{outcome.seconds:.0f} s", *filter(None, [outcome.reason])]
@@ -305,7 +307,7 @@ def write_rows(run: Run, outcome: Outcome, options: Namespace) -> None:
 
 
 def notes(options: Namespace) -> list[str]:
-    """Where it ran."""
+    """Notes about the machine."""
     if options.fake:
         return ["a rehearsal, without a GPU"]
     return [f"on {gpus()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"]

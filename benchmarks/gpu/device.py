@@ -1,4 +1,4 @@
-"""What is asked of the device itself: time, memory, synchronisation, a profile. A GPU, or the CPU in its place."""
+"""Measurements of a device: time, memory, synchronization and profiles; of a GPU, or the CPU as a stand-in."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Peak(NamedTuple):
-    """The most bytes held at once above what was held before: of tensors, and taken from the driver for them."""
+    """Peak bytes above the bytes before: of tensors, and reserved from the driver."""
 
     allocated: int
     reserved: int
 
 
 class Device(ABC):
-    """One device."""
+    """The interface of a device."""
 
     type: str
     name: str
@@ -51,31 +51,31 @@ class Device(ABC):
     @property
     @abstractmethod
     def memory(self) -> int:
-        """Bytes."""
+        """Memory of the device in bytes."""
 
     @abstractmethod
     def synchronize(self) -> None: ...
 
     @abstractmethod
     def times(self, work: Work, repeats: int) -> list[float]:
-        """Seconds that the device is busy with each call."""
+        """Device seconds of each call."""
 
     @abstractmethod
     def peak(self, work: Work) -> Peak:
-        """What one call takes."""
+        """Peak memory of one call."""
 
     @abstractmethod
     def syncs(self, work: Work) -> list[str]:
-        """Where in a call the host waits for the device."""
+        """Source lines of a call at which the host waits for the device."""
 
     def seconds(self, work: Work, repeats: int = 5, warmup: int = 2) -> float:
-        """Of a call, on the device: the median."""
+        """Median device seconds of a call."""
         for _ in range(warmup):
             work()
         return median(self.times(work, repeats))
 
     def host_seconds(self, work: Work, repeats: int = 5, warmup: int = 2) -> float:
-        """Of a call, on the host, which finds an idle device and does not wait for it: the median."""
+        """Median host seconds of a call, which starts on an idle device and does not wait for it."""
         seconds = list[float]()
         for _ in range(warmup + repeats):
             self.synchronize()
@@ -86,7 +86,7 @@ class Device(ABC):
         return median(seconds[warmup:])
 
     def labelled(self, work: Work, name: str) -> float:
-        """Seconds of what has this label in a profile of one call."""
+        """Seconds under the label `name` in a profile of one call."""
         with profile(activities={ProfilerActivity.CPU, self.activity}) as profiler:
             work()
             self.synchronize()
@@ -95,7 +95,7 @@ class Device(ABC):
         return sum(each.time_range.elapsed_us() for each in of_name) / 1e6
 
     def clean(self) -> None:
-        """Gives back what nothing holds any more."""
+        """Frees cached memory without references."""
         gc.collect()
 
 
@@ -106,7 +106,7 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         if not any("expandable" in os.environ.get(name, "") for name in ALLOCATOR):
-            set_allocator("expandable_segments:True")  # as the trainer has it
+            set_allocator("expandable_segments:True")  # the trainer's setting
         self.name = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
         self.capability, self.peak_flops = torch.cuda.get_device_capability(), peak_flops(self.torch)
 
@@ -151,7 +151,7 @@ class CudaDevice(Device):
 
 
 class CpuDevice(Device):
-    """In its place where there is none: the same questions, answered for the CPU."""
+    """The CPU as a stand-in for a GPU."""
 
     type, activity, profiled = "cpu", ProfilerActivity.CPU, DeviceType.CPU
     name, capability = f"no GPU: {platform.machine()}", (9, 0)
@@ -185,7 +185,7 @@ class CpuDevice(Device):
 
 
 class Reads(TorchDispatchMode):
-    """Takes down the ops that make numbers of tensors: on a GPU the host would wait for them."""
+    """Records ops that read values of tensors, for which the host would wait on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

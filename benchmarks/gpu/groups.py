@@ -1,4 +1,4 @@
-"""Process groups on NCCL: which backend they have, how long they wait, and who is blamed when a rank hangs or fails."""
+"""Process groups on NCCL: backends, time-outs, and the ranks that are blamed for a hang or a fault."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def installed(package: str) -> str:
 
 
 def facts_of_groups(place: Place) -> dict[str, tuple[str, float]]:
-    """(class of the backend, seconds of its time-out) of each group that a run has, by name."""
+    """(backend class, time-out in seconds) of each of a run's groups, by name."""
     with joined(place, ASKED):
         ranks = dist.get_world_size()
-        tp = 2 if ranks > 2 else 1  # so that FSDP's group is not the default one
+        tp = 2 if ranks > 2 else 1  # so that FSDP's group is not the default group
         mesh = mesh_of_all(place, ring=ranks // (2 * tp), ulysses=2, tp=tp)
         groups = {"the default group": dist.group.WORLD}
         for name in ("ring", "ulysses"):
@@ -74,7 +74,7 @@ def backend_facts(group: Any, device: str) -> tuple[str, float]:
 
 
 def mesh_of_all(place: Place, high_priority: tuple[str, ...] = ("ring", "ulysses"), **axes: int) -> DeviceMesh:
-    """A mesh as the trainer makes it, of all ranks; on "ring" unless told otherwise."""
+    """The trainer's mesh of all ranks, by default on the axis "ring"."""
     return build_mesh(
         place.device, timeout=ASKED, high_priority=high_priority, **axes or {"ring": dist.get_world_size()}
     )
@@ -86,7 +86,7 @@ STUCK = ("in an all-reduce", "in a ring's exchange")
 
 
 def check_hang(setting: Setting) -> Iterator[Row]:
-    """One rank sleeps where the others communicate: the watchdog of each other rank must name it, and it alone."""
+    """One rank sleeps while the others communicate: all other ranks' watchdogs must name only that rank."""
     stuck, limit = setting.ranks - 1, setting.size(5.0, 1.0)
     for way in STUCK:
         with TemporaryDirectory() as folder:
@@ -100,24 +100,24 @@ def check_hang(setting: Setting) -> Iterator[Row]:
 
 
 def named_in(report: Path) -> set[int]:
-    """The ranks that a watchdog's report calls missing."""
+    """Missing ranks in a watchdog's report."""
     return set(map(int, re.findall(r"^missing: rank (\d+)", report.read_text(), re.M)))
 
 
 def hang(place: Place, stuck: int, way: str, limit: float, folder: str) -> None:
-    """Training whose second step a rank does not come to."""
+    """A run in which one rank never reaches the second step."""
     with joined(place, ASKED) as rank:
         axis = Axis.of(mesh_of_all(place)["ring"])
         with Watchdog(limit, "the check's limit", Path(folder), "benchmarks/gpu") as watchdog:
             for step in (1, 2):
                 watchdog.start_phase("training", step)
                 if (step, rank) == (2, stuck):
-                    time.sleep(3600)  # as in a read of a file system that does not answer
+                    time.sleep(3600)  # stands for a read from an unresponsive file system
                 communicate(axis, way)
 
 
 def communicate(axis: Axis, way: str) -> float:
-    """Communicates along an axis, and reads the result on the host, as a step reads its loss."""
+    """Communicates along an axis and reads the result on the host, like the loss of a step."""
     x = torch.ones(1024, device=axis.device)
     if way == STUCK[0]:
         dist.all_reduce(x, group=axis.group)
@@ -132,14 +132,16 @@ def communicate(axis: Axis, way: str) -> float:
 
 
 def check_fault(setting: Setting) -> Iterator[Row]:
-    """A kernel reads where it must not: the error that a rank sees is CUDA's, and does not blame other ranks."""
+    """After an illegal memory access a rank must raise CUDA's error, and not blame other ranks."""
     for rank, (kind, message) in enumerate(on_ranks(setting, fault)):
-        own = kind not in ("none", "TimeoutError") and "waited in vain" not in message
-        yield setting.is_so(f"rank {rank}: {message[:200]}", kind, own, "not TimeoutError", "torch.AcceleratorError")
+        is_cuda_error = kind not in ("none", "TimeoutError") and "waited in vain" not in message
+        yield setting.is_so(
+            f"rank {rank}: {message[:200]}", kind, is_cuda_error, "not TimeoutError", "torch.AcceleratorError"
+        )
 
 
 def fault(place: Place) -> tuple[str, str]:
-    """The type and first line of what a rank raises that waits for an exchange after a faulty kernel."""
+    """Type and first line of the error of a rank that waits for an exchange after a faulty kernel."""
     with joined(place):
         axis = Axis.of(mesh_of_all(place)["ring"])
         communicate(axis, STUCK[1])
@@ -156,7 +158,7 @@ def fault(place: Place) -> tuple[str, str]:
 
 
 def check_mixed(setting: Setting) -> Iterator[Row]:
-    """Sums over each axis, of device and host tensors, where the launcher's device is not this rank's."""
+    """Sums over each axis of device and host tensors when the current device is not the local rank's."""
     for host_too in (False, True):
         sums = on_ranks(setting, sums_over_axes, host_too)
         for name in sums[0]:
@@ -166,7 +168,7 @@ def check_mixed(setting: Setting) -> Iterator[Row]:
 
 
 def sums_over_axes(place: Place, host_too: bool) -> dict[str, str]:
-    """What is wrong with sums over all groups; "" where nothing is."""
+    """Errors of sums by group; "" for a correct sum."""
     with joined(place, ASKED, host_too=host_too, chosen=True):
         ranks = dist.get_world_size()
         mesh = mesh_of_all(place, ring=ranks)
@@ -181,7 +183,7 @@ def sums_over_axes(place: Place, host_too: bool) -> dict[str, str]:
 
 
 def wrong_sum(group: Any, device: str, ranks: int) -> str:
-    """What an all-reduce of ones says, or raises, if it is not the number of ranks."""
+    """The error of an all-reduce of ones, or "" if it equals the number of ranks."""
     try:
         x = torch.ones(1, device=device)
         dist.all_reduce(x, group=group)

@@ -1,4 +1,4 @@
-"""Attention kernels, each by itself: right against float64, and as fast as its authors say."""
+"""Attention kernels: errors against float64, and speed compared with published figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = "float64, relative to the norm"
 
 
 class Shape(NamedTuple):
-    """Of one call: keys are as many as queries unless given."""
+    """Shape of one call; by default as many keys as queries."""
 
     tokens: int
     head_dim: int
@@ -51,15 +51,15 @@ class Shape(NamedTuple):
 
 
 def shapes(setting: Setting) -> dict[str, Shape]:
-    """What is tried: every head dim, then what masks, packing and single queries ask of a kernel."""
+    """Shapes by name: all head dims, then masks, packed documents and single queries."""
     tokens = setting.size(1024, 24)
-    ends = (0, 1, tokens // 5, tokens // 2 + 3, tokens - 7, tokens)
+    last_tokens = (0, 1, tokens // 5, tokens // 2 + 3, tokens - 7, tokens)
     masks = {
         "full": AttentionMask(causal=False),
         "causal": AttentionMask(),
         "window": AttentionMask(window=(tokens // 8, 0)),
         "band": AttentionMask(causal=False, window=(tokens // 4, 3)),
-        "packed documents": AttentionMask(documents=ends),
+        "packed documents": AttentionMask(documents=last_tokens),
     }
     heads, dims = setting.size((32, 8), (4, 1)), setting.size((64, 128, 256), (128,))
     by_name = {f"D {dim}, {name}": Shape(tokens, dim, masks[name], 1, *heads) for dim in dims for name in masks}
@@ -69,7 +69,7 @@ def shapes(setting: Setting) -> dict[str, Shape]:
 
 
 def attended(kernel: Kernel, mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
-    """out, lse and gradients by one kernel, called as users call it."""
+    """out, lse and gradients of one kernel, through the public call."""
     *inputs, dout = tensors
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     layouts = [SequenceLayout.contiguous(x.shape[1], 1) for x in (q, k)]
@@ -80,7 +80,7 @@ def attended(kernel: Kernel, mask: AttentionMask, tensors: Tensors) -> dict[str,
 
 
 def exact(mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
-    """The same in float64, by the formula."""
+    """out, lse and gradients of the float64 reference."""
     *inputs, dout = (x.double() for x in tensors)
     q, k, v = (x.requires_grad_() for x in inputs)
     out, lse = reference_attention(q, k, v, mask=mask, return_lse=True)
@@ -89,7 +89,7 @@ def exact(mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def usable(setting: Setting, dtype: torch.dtype, dim: int, mask: AttentionMask) -> list[Kernel]:
-    """The kernels that say that they can run here."""
+    """The kernels that support these inputs on this device."""
     x = torch.empty(1, 1, 1, dim, dtype=dtype, device=setting.device.torch)
     inputs = Inputs.of(x, x, None, mask)
     return [kernel for kernel in KERNELS if kernel.refuses(inputs) is None]
@@ -104,12 +104,12 @@ def check_kernels(setting: Setting) -> Iterator[Row]:
             expected = exact(shape.mask, tensors)
             for kernel in usable(setting, dtype, shape.head_dim, shape.mask):
                 label = f"{kernel.name}, {str(dtype).removeprefix('torch.')}, {name}"
-                yield held(label, partial(attended, kernel, shape.mask, tensors), expected, LIMITS[dtype])
+                yield error_row(label, partial(attended, kernel, shape.mask, tensors), expected, LIMITS[dtype])
     yield from check_large(setting)
 
 
-def held(label: str, run: Callable[[], dict[str, Tensor]], expected: dict[str, Tensor], limit: float) -> Row:
-    """The largest relative error of what is computed, and whose it is. A kernel that raises is one that is wrong."""
+def error_row(label: str, run: Callable[[], dict[str, Tensor]], expected: dict[str, Tensor], limit: float) -> Row:
+    """The largest relative error and its tensor. A kernel that raises counts as wrong."""
     try:
         tensors = run()
     except (RuntimeError, ValueError) as error:
@@ -119,33 +119,35 @@ def held(label: str, run: Callable[[], dict[str, Tensor]], expected: dict[str, T
 
 
 def check_large(setting: Setting) -> Iterator[Row]:
-    """More elements than 32 bits count, in one sequence and in a batch: the last of them, against these alone."""
+    """Sequences and batches of more than 2^32 elements: their last tokens compared with a small call."""
     tokens, window, short = setting.size((2**31 // (32 * 128) + 4096, 1023, 2048), (60, 7, 4))
     windowed, causal = AttentionMask(window=(window, 0)), AttentionMask()
     tail, heads = setting.size(512, 16), setting.size((32, 8), (4, 1))
     long = Shape(tokens, 128, windowed, 1, *heads)
     near = (slice(-1, None), slice(-tail - window, None))
-    yield from last(setting, "one sequence", long, near, tail)
+    yield from last_tokens_rows(setting, "one sequence", long, near, tail)
     rows = Shape(short, 128, causal, tokens // short, *heads)
-    yield from last(setting, "a batch", rows, (slice(-1, None), slice(None)), short)
+    yield from last_tokens_rows(setting, "a batch", rows, (slice(-1, None), slice(None)), short)
 
 
-def last(setting: Setting, name: str, shape: Shape, near: tuple[slice, slice], tail: int) -> Iterator[Row]:
-    """The last tokens of the last row, which see and are seen by those that are `near` alone."""
+def last_tokens_rows(setting: Setting, name: str, shape: Shape, near: tuple[slice, slice], tail: int) -> Iterator[Row]:
+    """Errors of the last tokens of the last row; only tokens in `near` are visible to them or see them."""
     tensors = shape.tensors(torch.bfloat16, setting.device.torch)
     q, k, v, dout = (x[near] for x in tensors)
     expected = {name: x[:, -tail:] for name, x in exact(shape.mask, (q, k, v, dout)).items()}
     for kernel in usable(setting, torch.bfloat16, 128, shape.mask):
         inputs = Inputs.of(q, v, None, shape.mask)
-        if kernel.drawback(inputs) or kernel.name == "dense":  # their time is quadratic, or they cut a window up
+        if kernel.drawback(inputs) or kernel.name == "dense":  # quadratic time, or a window cut into several calls
             continue
         label = f"{kernel.name}, bfloat16, {tensors[0].numel():,} elements of q in {name}"
-        yield held(label, partial(ends, kernel, shape.mask, tensors, tail), expected, LIMITS[torch.bfloat16])
+        yield error_row(
+            label, partial(last_tokens, kernel, shape.mask, tensors, tail), expected, LIMITS[torch.bfloat16]
+        )
         setting.device.clean()
 
 
-def ends(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int) -> dict[str, Tensor]:
-    """What `attended` gives of so many last tokens of the last row."""
+def last_tokens(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int) -> dict[str, Tensor]:
+    """The results of `attended` for the last `tail` tokens of the last row."""
     return {name: x[-1:, -tail:].clone() for name, x in attended(kernel, mask, tensors).items()}
 
 
@@ -154,7 +156,7 @@ NEAR = 0.9
 
 
 def check_throughput(setting: Setting) -> Iterator[Row]:
-    """Each at 32k tokens. The shares of the peak are what the planner's table should have."""
+    """Throughput at 32k tokens; the planner's table should have these fractions of the peak."""
     tokens = setting.size(32_768, 64)
     for kernel in usable(setting, torch.bfloat16, 128, AttentionMask()):
         if kernel.name == "dense" and not setting.fake:
@@ -163,13 +165,13 @@ def check_throughput(setting: Setting) -> Iterator[Row]:
             ("full", (None, None), tokens**2),
             ("causal", (None, 0), tokens * (tokens + 1) // 2),
         ):
-            yield from paces(setting, kernel, name, band, Shape(tokens, 128, AttentionMask()), pairs)
+            yield from throughput_rows(setting, kernel, name, band, Shape(tokens, 128, AttentionMask()), pairs)
 
 
-def paces(
+def throughput_rows(
     setting: Setting, kernel: Kernel, name: str, band: tuple[int | None, int | None], shape: Shape, pairs: int
 ) -> Iterator[Row]:
-    """Forward and backward of one call, whose queries see so many pairs."""
+    """Throughput of forward and backward of one call with `pairs` visible pairs."""
     q, k, v, dout = shape.tensors(torch.bfloat16, setting.device.torch)
     scores = Scores(shape.head_dim**-0.5)
     out, lse = kernel.forward(q, k, v, band, scores)
@@ -177,27 +179,29 @@ def paces(
         "forward": (4, partial(kernel.forward, q, k, v, band, scores)),
         "backward": (10, partial(kernel.backward, dout, q, k, v, out, lse, band, scores)),
     }
-    named = "cudnn" if setting.fake else kernel.name
-    peak, known = setting.device.peak_flops, efficiency(named, setting.device.capability)
+    efficiency_name = "cudnn" if setting.fake else kernel.name
+    peak, published = setting.device.peak_flops, efficiency(efficiency_name, setting.device.capability)
     for way, (factor, call) in work.items():
         rate = factor * pairs * shape.heads * shape.head_dim / setting.device.seconds(call, setting.size(10, 1))
-        share = "" if peak is None else f", {rate / peak:.1%} of peak"
-        label = f"{kernel.name}, {way} {name}, {shape.tokens:,} tokens{share}"
-        bar = None if known is None else known.backward if way == "backward" else getattr(known, name)
-        if bar is None or peak is None or (way, name) == ("backward", "causal"):  # nobody has published that
-            yield Row(label, rate / 1e12, "TFLOP/s", source="" if known is None else known.source)
+        of_peak = "" if peak is None else f", {rate / peak:.1%} of peak"
+        label = f"{kernel.name}, {way} {name}, {shape.tokens:,} tokens{of_peak}"
+        bar = None if published is None else published.backward if way == "backward" else getattr(published, name)
+        if bar is None or peak is None or (way, name) == ("backward", "causal"):  # no published figure
+            yield Row(label, rate / 1e12, "TFLOP/s", source="" if published is None else published.source)
         else:
-            yield setting.at_least(label, rate / 1e12, NEAR * bar * peak / 1e12, "TFLOP/s", f"{NEAR} x {known.source}")
+            yield setting.at_least(
+                label, rate / 1e12, NEAR * bar * peak / 1e12, "TFLOP/s", f"{NEAR} x {published.source}"
+            )
 
 
 # -- merging partial results -------------------------------------------------------------------------------------------
 
 MERGED_LIMIT = 1e-6
-"""Of the relative error of the float32 accumulators: a few of their roundings."""
+"""Limit of the relative error of float32 accumulators: a few roundings."""
 
 
 def check_merge(setting: Setting) -> Iterator[Row]:
-    """The fused kernel against torch's ops in float64, and its speed against theirs."""
+    """Error of the fused kernel against torch's ops in float64, and its speed relative to torch's ops."""
     kernel = fused_kernel(setting.device.type)
     yield setting.is_so(
         "fused kernel", "none" if kernel is None else kernel.__name__, kernel is not None, "one", "Triton"
@@ -205,41 +209,43 @@ def check_merge(setting: Setting) -> Iterator[Row]:
     merge = kernel or merge_by_ops_
     for tokens, name in ((setting.size(4096, 24), "tokens first"), (setting.size(4093, 23), "heads first")):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            given = partial_results(setting, tokens, dtype, name == "heads first")
-            expected, result = [x.double() for x in given], [x.clone() for x in given]
+            tensors = partial_results(setting, tokens, dtype, name == "heads first")
+            expected, result = [x.double() for x in tensors], [x.clone() for x in tensors]
             merge_by_ops_(*expected)
             merge(*result)
             label = f"{str(dtype).removeprefix('torch.')}, {tokens:,} {name}"
             for tensor, x, y in zip(("out", "lse"), result, expected, strict=False):
-                seen = y.isfinite()
-                same = torch.equal(seen, x.isfinite())
-                error = relative_error(x[seen], y[seen]) if same else torch.inf
+                is_finite = y.isfinite()
+                same = torch.equal(is_finite, x.isfinite())
+                error = relative_error(x[is_finite], y[is_finite]) if same else torch.inf
                 yield correct(f"{label}: {tensor}", error, MERGED_LIMIT, SOURCE)
-    given = partial_results(setting, setting.size(32_768, 24), torch.bfloat16, heads_first=False)
-    fused, ops = (setting.device.seconds(partial(how, *given), 10) for how in (merge, merge_by_ops_))
-    moved = given[0].numel() * (4 + 2 + 4) / fused
+    tensors = partial_results(setting, setting.size(32_768, 24), torch.bfloat16, heads_first=False)
+    fused, ops = (
+        setting.device.seconds(partial(merge_function, *tensors), 10) for merge_function in (merge, merge_by_ops_)
+    )
+    moved = tensors[0].numel() * (4 + 2 + 4) / fused
     yield setting.at_least("fused over torch's ops", ops / fused, 1.5, "x", "10 bytes an element, not 18")
     yield Row("bytes of out and its part", moved / 1e12, "TB/s", source="of 3.35 on an H100, 4.8 on an H200")
 
 
 def partial_results(setting: Setting, tokens: int, dtype: torch.dtype, heads_first: bool) -> list[Tensor]:
-    """out, lse, and those of another part, of which some rows have seen nothing; lse lies as kernels return it."""
+    """Two partial results (out, lse), in which some rows have seen no key; lse has the kernels' layout."""
     torch.manual_seed(0)
     shape, place = (1, tokens, setting.size(32, 2), 128), {"device": setting.device.torch}
-    out, part = torch.randn(shape, **place), torch.randn(shape, dtype=dtype, **place)
+    out, other_out = torch.randn(shape, **place), torch.randn(shape, dtype=dtype, **place)
     if heads_first:
-        part = part.transpose(1, 2).contiguous().transpose(1, 2)
-    lse, part_lse = (torch.randn(1, shape[2], tokens, **place).transpose(1, 2) for _ in range(2))
-    for hidden, x, its_lse in ((slice(0, None, 3), out, lse), (slice(0, None, 5), part, part_lse)):
+        other_out = other_out.transpose(1, 2).contiguous().transpose(1, 2)
+    lse, other_lse = (torch.randn(1, shape[2], tokens, **place).transpose(1, 2) for _ in range(2))
+    for hidden, x, its_lse in ((slice(0, None, 3), out, lse), (slice(0, None, 5), other_out, other_lse)):
         x[:, hidden], its_lse[:, hidden] = 0, -torch.inf
-    return [out, lse, part, part_lse]
+    return [out, lse, other_out, other_lse]
 
 
 # -- graphs of cuDNN ---------------------------------------------------------------------------------------------------
 
 
 def check_cudnn_threads(setting: Setting) -> Iterator[Row]:
-    """The first call of a shape in this thread, and the first of the same shape in another one, as in backward."""
+    """Times of the first call of a shape in this thread and in another thread, like that of backward."""
     q, k, v, _ = Shape(setting.size(4096, 16), 128, AttentionMask()).tensors(torch.bfloat16, setting.device.torch)
     kernel: Kernel = Dense() if setting.fake else Cudnn()
 
@@ -252,13 +258,13 @@ def check_cudnn_threads(setting: Setting) -> Iterator[Row]:
 
     first, second = call(), call()
     with ThreadPoolExecutor(1) as other:
-        first_there, second_there = other.submit(call).result(), other.submit(call).result()
+        first_elsewhere, second_elsewhere = other.submit(call).result(), other.submit(call).result()
     yield Row("this thread's first call, second", f"{1e3 * first:.3g}, {1e3 * second:.3g}", "ms")
-    yield Row("another thread's first call, second", f"{1e3 * first_there:.3g}, {1e3 * second_there:.3g}", "ms")
-    built = first_there - second_there
-    share = built / max(first - second, 1e-6)
+    yield Row("another thread's first call, second", f"{1e3 * first_elsewhere:.3g}, {1e3 * second_elsewhere:.3g}", "ms")
+    built = first_elsewhere - second_elsewhere
+    ratio = built / max(first - second, 1e-6)
     yield setting.at_most(
-        "what the other's first takes more, over this one's", share, 0.3, "", "graphs shared by threads"
+        "what the other's first takes more, over this one's", ratio, 0.3, "", "graphs shared by threads"
     )
 
 

@@ -1,4 +1,4 @@
-"""One rank's share of eight, whose exchanges cost nothing: host against device, and the trace against a profile."""
+"""One rank of eight with free exchanges: host time, device time, and the trace compared with a profile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METHODS = {"ring": {"ring": 8}, "ulysses": {"ulysses": 8}, "usp": {"ring": 2, "u
 
 @dataclass(eq=False)
 class Recorded(Kernel):
-    """A kernel that takes down its calls, to be made again without anything around them."""
+    """A kernel that records its calls, so that they can be repeated without the code around them."""
 
     kernel: Kernel
     calls: list[Callable[[], object]] = field(default_factory=list)
@@ -48,21 +48,21 @@ class Recorded(Kernel):
         self.calls.append(partial(self.kernel.backward, *args))
         return self.kernel.backward(*args)
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         for call in self.calls:
             call()
 
 
 @dataclass(frozen=True)
-class Share:
-    """Forward and backward of one rank, as an 8B model's layer has it: 32 heads, 8 for keys, of 128."""
+class LayerOfRank:
+    """Attention of one rank in a layer of an 8B model: 32 query heads, 8 key heads, head dim 128."""
 
     attend: Method
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     kernel: Kernel
 
     @classmethod
-    def of(cls, setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Share:
+    def of(cls, setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> LayerOfRank:
         attend, place = build_attention(name, mesh), {"dtype": torch.bfloat16, "device": setting.device.torch}
         q, k, v, dout = (torch.randn(1, tokens, heads, 128, **place) for heads in (32, 8, 8, 32))
         return cls(attend, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout), kernel)
@@ -78,59 +78,60 @@ class Share:
 
 
 def check_share(setting: Setting) -> Iterator[Row]:
-    """Milliseconds of host and device by tokens, from where on the device is the slower one, and what of it is the
-    bare kernel."""
+    """Host and device time by length, the length from which the device is slower, and the kernels' part of the time."""
     kernel, lengths = chosen_kernel(setting, 128), setting.size([2**n * 1024 for n in range(7)], [8, 16])
     for name, axes in METHODS.items():
         crossing = None
         with setting.one_of(**axes) as mesh:
             for tokens in lengths:
-                share = Share.of(setting, name, mesh, tokens, kernel)
+                layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
                 repeats, warmup = setting.size((5, 2), (1, 0))
-                host = 1e3 * setting.device.host_seconds(share.run, repeats, warmup)
-                device = 1e3 * setting.device.seconds(share.run, repeats, warmup)
+                host = 1e3 * setting.device.host_seconds(layer.run, repeats, warmup)
+                device = 1e3 * setting.device.seconds(layer.run, repeats, warmup)
                 crossing = crossing or (tokens if device > 1.05 * host else None)
                 yield Row(f"{name}, {tokens:,} tokens a rank: device; host {host:.3g}", device, "ms")
-            what, source = f"{name}: the device is slower from", "host.py's microseconds, and a kernel at 500 TFLOP/s"
+            title, source = f"{name}: the device is slower from", "host.py's microseconds, and a kernel at 500 TFLOP/s"
             if crossing is None:
-                yield Row(what, "none of these", "", f"at most {CROSSING}", source, None if setting.fake else False)
+                yield Row(title, "none of these", "", f"at most {CROSSING}", source, None if setting.fake else False)
             else:
-                yield setting.at_most(what, crossing, CROSSING, "tokens a rank", source)
-            yield bare(setting, name, mesh, setting.size(16_384, 16), kernel)
+                yield setting.at_most(title, crossing, CROSSING, "tokens a rank", source)
+            yield kernel_row(setting, name, mesh, setting.size(16_384, 16), kernel)
 
 
-def bare(setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Row:
-    """What of a share's time its kernel calls take, made one after another with nothing around them."""
+def kernel_row(setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Row:
+    """The time of the kernel calls alone, relative to all of forward and backward."""
     recorded = Recorded(kernel)
-    share = Share.of(setting, name, mesh, tokens, kernel)
-    all_of_it = setting.device.seconds(share.run, setting.size(5, 1), setting.size(2, 0))
-    Share(share.attend, share.tensors, recorded).run()
-    alone = setting.device.seconds(recorded.again, setting.size(5, 1), setting.size(2, 0))
-    what = f"{name}, {tokens:,} tokens a rank: {len(recorded.calls)} kernel calls alone, over all of it"
-    return setting.at_least(what, alone / all_of_it, 0.95, "", "aim: cells lose 5% to merges and copies")
+    layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
+    total_seconds = setting.device.seconds(layer.run, setting.size(5, 1), setting.size(2, 0))
+    LayerOfRank(layer.attend, layer.tensors, recorded).run()
+    kernel_seconds = setting.device.seconds(recorded.repeat, setting.size(5, 1), setting.size(2, 0))
+    title = f"{name}, {tokens:,} tokens a rank: {len(recorded.calls)} kernel calls alone, over all of it"
+    return setting.at_least(title, kernel_seconds / total_seconds, 0.95, "", "aim: cells lose 5% to merges and copies")
 
 
 def check_trace(setting: Setting) -> Iterator[Row]:
-    """A span of `armillary.core.Trace` against what torch's profiler says of the same label."""
+    """A span of `armillary.core.Trace` compared with torch's profiler for the same label."""
     kernel, tokens = chosen_kernel(setting, 128), setting.size(32_768, 64)
     for name in ("ring", "ulysses"):
         with setting.one_of(**METHODS[name]) as mesh:
-            share = Share.of(setting, name, mesh, tokens, kernel)
+            layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
             trace = Trace(setting.device.type)
-            share.forward()
-            profiled = setting.device.labelled(partial(traced, share, trace), "share")
+            layer.forward()
+            profiled = setting.device.labelled(partial(traced, layer, trace), "share")
             spans = [event for event in trace.events() if event.get("name") == "share"]
             seconds = sum(event["dur"] for event in spans) / 1e6
             cells = sum(event["dur"] for event in trace.events() if event.get("cat") == "compute") / 1e6
-            what = f"{name}, {tokens:,} tokens a rank: {cells / seconds:.1%} of it in cells; trace over profile, less 1"
-            yield setting.at_most(what, abs(seconds / profiled - 1), 0.02, "", "both are CUDA's clocks")
+            title = (
+                f"{name}, {tokens:,} tokens a rank: {cells / seconds:.1%} of it in cells; trace over profile, less 1"
+            )
+            yield setting.at_most(title, abs(seconds / profiled - 1), 0.02, "", "both are CUDA's clocks")
 
 
 @torch.no_grad()
-def traced(share: Share, trace: Trace) -> None:
-    """Forward alone: a profile does not show what autograd's thread does under this thread's label."""
+def traced(layer: LayerOfRank, trace: Trace) -> None:
+    """Traces forward only: a profile does not assign autograd's thread to this thread's label."""
     with trace, label("share"):
-        share.forward()
+        layer.forward()
 
 
 CHECKS = (
