@@ -1,10 +1,10 @@
-"""Forward and backward of every attention method against torch's own context-parallel ring, in one run.
+"""Forward and backward of every attention method relative to torch's context-parallel ring, in one run.
 
     uv run python benchmarks/attention.py                                   # 2,048 and 8,192 tokens on 1, 2, 4, 8 ranks
     uv run python benchmarks/attention.py --tokens 2048 --ranks 4 --repeats 5
 
-Contenders take turns within each repeat, each behind a barrier; a turn takes as long as its slowest rank. Figures are
-medians over repeats of ratios within one.
+Contenders alternate within each repeat, each behind a barrier; the time of a turn is that of its slowest rank. Figures
+are medians of the ratios within a repeat.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def contender(name: str, ranks: int) -> Method:
 
 
 def turn_of(attend: Method, tokens: int, mask: AttentionMask = MASK) -> Turn:
-    """One forward and backward of this rank's zigzag shard."""
+    """A call of forward and backward of this rank's zigzag shard."""
     layout = attend.layout(tokens)
     q, k, v, dout = inputs(layout.sizes[attend.shard])
 
@@ -71,7 +71,7 @@ def inputs(tokens: int) -> list[Tensor]:
 
 
 def torch_ring(ranks: int, tokens: int) -> Turn:
-    """torch's private context-parallel ring over the CPU flash op, with its load balance (a zigzag, too)."""
+    """torch's private context-parallel ring over the CPU flash op, with its load balancing, a zigzag layout."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as cp
 
     aten = torch.ops.aten
@@ -90,7 +90,7 @@ def torch_ring(ranks: int, tokens: int) -> Turn:
 
 
 def kernels_alone(ranks: int, tokens: int) -> Turn:
-    """The kernel calls that a ring makes on this rank, without exchanges, merges or autograd."""
+    """A call of all kernel calls of a ring on this rank, without exchanges, merges or autograd."""
     layout = contender("ring", ranks).layout(tokens)
     rank = dist.get_rank()
     q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs(layout.sizes[rank]))
@@ -109,7 +109,7 @@ def kernels_alone(ranks: int, tokens: int) -> Turn:
 
 
 def measure(ranks: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """On each rank: seconds of each turn by contender, and bytes that each method sends."""
+    """Returns on each rank the seconds of each turn by contender, and the bytes sent by each method."""
     torch.manual_seed(0)
     turns: dict[str, Turn] = {"kernels alone": kernels_alone(ranks, tokens)}
     if ranks > 1:
@@ -123,7 +123,7 @@ def measure(ranks: int, tokens: int, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for name, turn in turns.items():
             seconds[name].append(timed(turn))
-    sent = {
+    sent_bytes = {
         name: {
             "causal": counted(turn_of(attend, tokens)),
             "full": counted(turn_of(attend, tokens, FULL)),
@@ -131,7 +131,7 @@ def measure(ranks: int, tokens: int, repeats: int) -> dict[str, Any]:
         }
         for name, attend in methods.items()
     }
-    return {"seconds": seconds, "sent": sent}
+    return {"seconds": seconds, "sent": sent_bytes}
 
 
 def counted(turn: Turn) -> int:
@@ -141,7 +141,7 @@ def counted(turn: Turn) -> int:
 
 
 def timed(turn: Turn) -> float:
-    """Seconds until all ranks have done with it."""
+    """Seconds until all ranks have finished the turn."""
     dist.barrier()
     start = time.perf_counter()
     turn()
@@ -156,8 +156,10 @@ def rows_of(ranks: int, tokens: int, results: list[dict[str, Any]]) -> list[dict
     }
     rows: list[dict[str, Any]] = []
     for name, times in seconds.items():
-        sent = [result["sent"].get(name, {}) for result in results]
-        causal, full, form = (sum(s.get(key, 0) for s in sent) / ranks for key in ("causal", "full", "closed form"))
+        sent_bytes = [result["sent"].get(name, {}) for result in results]
+        causal, full, form = (
+            sum(s.get(key, 0) for s in sent_bytes) / ranks for key in ("causal", "full", "closed form")
+        )
         rows.append(
             {
                 "tokens": tokens,
@@ -175,10 +177,10 @@ def rows_of(ranks: int, tokens: int, results: list[dict[str, Any]]) -> list[dict
 
 
 def closed_form(attend: Method, tokens: int) -> float:
-    """Bytes that this rank sends, forward and backward, under a full mask: as in the docstrings, float32, K = H."""
+    """Bytes that this rank sends forward and backward under a full mask, by the docstrings; float32, K = H."""
     ranks, row = attend.shards, tokens * HEADS * 4
     unit = row * HEAD_DIM  # B T H D e
-    queries, keys = 4 * unit + row, 4 * unit  # a step of backward that rotates them
+    queries, keys = 4 * unit + row, 4 * unit  # a backward step that rotates queries or keys
     match attend:
         case Ulysses():
             size = attend.axis.size
@@ -199,7 +201,7 @@ def closed_form(attend: Method, tokens: int) -> float:
 
 
 def balance(ranks: int, tokens: int) -> float:
-    """Slowest rank over mean, by tile area, of a causal ring over the zigzag layout; the worst step."""
+    """Largest over mean tile area of the ranks of a causal zigzag ring, in the worst step."""
     layout = SequenceLayout.zigzag(tokens, ranks)
     worst = 1.0
     for step in range(ranks):

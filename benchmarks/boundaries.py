@@ -1,10 +1,10 @@
-"""What a boundary costs the host where tensors cross it as local ones, and where they cross it as DTensors.
+"""Host time of module boundaries with local tensors and with DTensors.
 
     uv run python benchmarks/boundaries.py
 
-One process is rank 0 of 8 in a fake process group (mesh ring=4, tp=2), whose exchanges end at once and send nothing, as
-in `host.py`: processor time of forward and backward of one boundary, median over calls, both ways in turns. What stays
-local in this repository, and why, says the table in ARCHITECTURE.md.
+One process is rank 0 of 8 in a fake process group (mesh ring=4, tp=2), whose exchanges complete at once and send
+nothing, as in `host.py`. Times are processor time of forward and backward of one boundary, median over calls, local
+tensors and DTensors in turns. ARCHITECTURE.md says which tensors are local in this repository, and why.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def dtensor(x: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     return DTensor.from_local(x, mesh, placements, run_check=False)
 
 
-def both(forward: Callable[[], Tensor], *inputs: Tensor) -> Call:
-    """A call that goes forward and backward."""
+def forward_and_backward(forward: Callable[[], Tensor], *inputs: Tensor) -> Call:
+    """A call of forward and backward."""
 
     def call() -> object:
         out = forward()
@@ -56,50 +56,62 @@ def both(forward: Callable[[], Tensor], *inputs: Tensor) -> Call:
 
 
 def interleaved(tp: DeviceMesh) -> Iterator[Boundary]:
-    """Tokens gathered behind a norm, and summed behind a row-parallel linear. Token t of rank r is [B, t, r]."""
-    mine, all_of_them = random(1, TOKENS // 2, EMBED), random(1, TOKENS, EMBED)
+    """All-gather of tokens after a norm, reduce-scatter after a row-parallel linear; token t of rank r is [B, t, r]."""
+    local, all_tokens = random(1, TOKENS // 2, EMBED), random(1, TOKENS, EMBED)
 
     def gathered() -> Tensor:
-        x = dtensor(mine.unsqueeze(2), tp, Shard(2)).redistribute(placements=[Replicate()])
+        x = dtensor(local.unsqueeze(2), tp, Shard(2)).redistribute(placements=[Replicate()])
         return x.to_local(grad_placements=[Partial()]).flatten(1, 2)
 
     def summed() -> Tensor:
-        x = dtensor(all_of_them.unflatten(1, (-1, 2)), tp, Partial()).redistribute(placements=[Shard(2)])
+        x = dtensor(all_tokens.unflatten(1, (-1, 2)), tp, Partial()).redistribute(placements=[Shard(2)])
         return x.to_local().squeeze(2)
 
-    yield "tokens gathered over tp", both(lambda: all_gather_interleaved(mine, tp), mine), both(gathered, mine)
-    locally = both(lambda: reduce_scatter_interleaved(all_of_them, tp), all_of_them)
-    yield "partial sums scattered over tp", locally, both(summed, all_of_them)
+    yield (
+        "tokens gathered over tp",
+        forward_and_backward(lambda: all_gather_interleaved(local, tp), local),
+        forward_and_backward(gathered, local),
+    )
+    local_way = forward_and_backward(lambda: reduce_scatter_interleaved(all_tokens, tp), all_tokens)
+    yield "partial sums scattered over tp", local_way, forward_and_backward(summed, all_tokens)
 
 
 def between(tp: DeviceMesh) -> Iterator[Boundary]:
-    """What lies between two boundaries: the MLP, whose weights are cut."""
+    """The tensor-parallel MLP between two boundaries."""
     x, up, down = random(1, TOKENS, EMBED), random(2 * EMBED, EMBED), random(EMBED, 2 * EMBED)
 
-    def locally() -> Tensor:
+    def local_way() -> Tensor:
         return F.linear(F.silu(F.linear(x, up)), down)
 
     def as_dtensors() -> Tensor:
         y, rows, columns = dtensor(x, tp, Replicate()), dtensor(up, tp, Shard(0)), dtensor(down, tp, Shard(1))
         return F.linear(F.silu(F.linear(y, rows)), columns).to_local()
 
-    yield "MLP between them", both(locally, x, up, down), both(as_dtensors, x, up, down)
+    yield (
+        "MLP between them",
+        forward_and_backward(local_way, x, up, down),
+        forward_and_backward(as_dtensors, x, up, down),
+    )
 
 
 def attention(ring: DeviceMesh) -> Iterator[Boundary]:
     attend = Ring(ring)
     mask, layout, kernel = AttentionMask(), attend.layout(TOKENS * 4), Nothing()
     inputs = [random(1, TOKENS, heads, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-    how: dict[str, Any] = {"mask": mask, "layout": layout, "kernel": kernel}
+    options: dict[str, Any] = {"mask": mask, "layout": layout, "kernel": kernel}
 
     def as_dtensors() -> Tensor:
-        return attend(*(dtensor(x, ring, Shard(1)) for x in inputs), **how).to_local()
+        return attend(*(dtensor(x, ring, Shard(1)) for x in inputs), **options).to_local()
 
-    yield "attention (ring)", both(lambda: attend(*inputs, **how), *inputs), both(as_dtensors, *inputs)
+    yield (
+        "attention (ring)",
+        forward_and_backward(lambda: attend(*inputs, **options), *inputs),
+        forward_and_backward(as_dtensors, *inputs),
+    )
 
 
 def sums(mesh: DeviceMesh) -> Iterator[Boundary]:
-    """Once a step: the norm of all gradients, and a loss."""
+    """Sums once per step: the gradient norm and the loss."""
     flat = compat.flatten(mesh, ["ring", "tp"], "all")
     full = [torch.randn(EMBED, 64) for _ in range(WEIGHTS)]
     gradients = [distribute_tensor(x, flat, [Shard(0)], src_data_rank=None) for x in full]
@@ -115,7 +127,7 @@ def sums(mesh: DeviceMesh) -> Iterator[Boundary]:
 
 
 def batch(ring: DeviceMesh) -> Iterator[Boundary]:
-    """Token ids and labels of the loader, through a model of one block, to the sum of its loss."""
+    """From token ids and labels of the loader through a model of one block to its summed loss."""
     attend = Ring(ring)
     model = Llama(LlamaConfig(vocab_size=256, dim=EMBED, layers=1, heads=4, kv_heads=2, hidden_dim=128), attend)
     layout, ids = attend.layout(4 * TOKENS), torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -128,11 +140,15 @@ def batch(ring: DeviceMesh) -> Iterator[Boundary]:
     def as_dtensors() -> Tensor:
         return loss(dtensor(ids, ring, Shard(1)), dtensor(ids, ring, Shard(1))).to_local()  # pyright: ignore[reportAttributeAccessIssue]
 
-    yield "batch to loss, one block", both(lambda: loss(ids, ids), *weights), both(as_dtensors, *weights)
+    yield (
+        "batch to loss, one block",
+        forward_and_backward(lambda: loss(ids, ids), *weights),
+        forward_and_backward(as_dtensors, *weights),
+    )
 
 
 def microseconds(calls: int, *ways: Call) -> list[float]:
-    """Of processor time of this thread, medians of calls that take turns, after a few to warm up."""
+    """Median processor time of this thread for alternating calls, after a warm-up."""
     durations: list[list[float]] = [[] for _ in ways]
     for _ in range(calls + 5):
         for way, times in zip(ways, durations, strict=True):

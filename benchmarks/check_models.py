@@ -1,7 +1,7 @@
-"""Runs `armillary-check` on every text architecture of transformers: a right one must not be called wrong.
+"""Runs `armillary-check` on every text architecture of transformers: a right one must not be reported as wrong.
 
     python benchmarks/check_models.py                          # all: some 20 minutes on two cores
-    python benchmarks/check_models.py --families mistral bert   # these, without a report
+    python benchmarks/check_models.py --families mistral bert   # only these, without a report
 
 Each is a tiny random copy on 4 ranks (ring=2, ulysses=2), with packed documents and activation checkpointing.
 `refused`: the library does not shard this architecture. `not built`: no tiny copy of it can be made.

@@ -1,4 +1,4 @@
-"""USP against data parallelism over 10,000 steps, as figure 6 of USP (arXiv 2405.07719), with two seeds.
+"""USP and data parallelism over 10,000 steps with two seeds, like figure 6 of USP (arXiv 2405.07719).
 
     nice python benchmarks/convergence.py             # 2 ranks on a CPU; half an hour on two cores
     python benchmarks/convergence.py --steps 100 --out outputs/convergence
@@ -94,11 +94,11 @@ def trained(parallelism: str, precision: str, seed: int, steps: int) -> list[flo
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     layout = SequenceLayout.zigzag(LENGTH, RANKS) if sequence else SequenceLayout.contiguous(LENGTH, 1)
     positions = layout.positions(rank if sequence else 0)
-    share = ROWS // RANKS
-    rows = slice(None) if sequence else slice(rank * share, (rank + 1) * share)
+    local_rows = ROWS // RANKS
+    rows = slice(None) if sequence else slice(rank * local_rows, (rank + 1) * local_rows)
     text = b"\n".join(document.text for document in python_corpus())
     corpus, window = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.arange(LENGTH + 1)
-    generator = torch.Generator().manual_seed(0)  # the same rows in all runs: seeds differ in weights alone
+    generator = torch.Generator().manual_seed(0)  # the same rows in all runs: seeds change only weights
     losses = list[float]()
     for _ in range(steps):
         starts = torch.randint(len(corpus) - LENGTH, (ROWS, 1), generator=generator)
@@ -125,7 +125,7 @@ class FlatModel:
         self.master = torch.cat([p.detach().flatten() for p in parameters]).float().requires_grad_()
         self.weights = self.master.detach() if dtype == torch.float32 else self.master.detach().to(dtype)
         self.gradients = torch.zeros_like(self.weights)
-        self.reduced = torch.zeros(len(self.master) + 1)  # and the loss
+        self.reduced = torch.zeros(len(self.master) + 1)  # one more element for the loss
         self.master.grad = self.reduced[:-1]
         sizes = [p.numel() for p in parameters]
         for p, weight, gradient in zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True):
@@ -153,13 +153,13 @@ class FlatModel:
 def write(curves: dict[Key, list[float]], steps: int, out: Path) -> bool:
     """Writes the report. Returns True if USP is closer to data parallelism than a seed is to the other."""
 
-    def apart(a: Key, b: Key) -> float:
+    def largest_difference(a: Key, b: Key) -> float:
         return fmean(abs(x - y) for x, y in zip(curves[a], curves[b], strict=True))
 
     rows, good = list[dict[str, Any]](), True
     for precision in PRECISIONS:
-        meshes = max(apart(("USP", precision, seed), ("DP", precision, seed)) for seed in SEEDS)
-        seeds = min(apart((p, precision, SEEDS[0]), (p, precision, SEEDS[1])) for p in ("DP", "USP"))
+        meshes = max(largest_difference(("USP", precision, seed), ("DP", precision, seed)) for seed in SEEDS)
+        seeds = min(largest_difference((p, precision, SEEDS[0]), (p, precision, SEEDS[1])) for p in ("DP", "USP"))
         last = {f"{p}, seed {seed}": curves[p, precision, seed][-1] for seed in SEEDS for p in ("DP", "USP")}
         rows.append(
             {

@@ -1,6 +1,6 @@
-"""Preparing and loading data, each against what is usual, by turns in one run; and how even layouts are.
+"""Preparing and loading data compared with common tools, alternating in one run; and the balance of layouts.
 
-    python benchmarks/data.py                           all of it, a few minutes on 2 cores
+    python benchmarks/data.py                           all parts, a few minutes on 2 cores
     python benchmarks/data.py --only loading balance --repeat 9
 
 `prepare` is timed against Hugging Face `datasets.map` with the same tokenizer, from the same JSONL to tokens on disk.
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def by_turns(runs: dict[str, Callable[[], int]], repeat: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each, one after the other in every round, and what each returned in the first, which is not timed."""
+    """Seconds of alternating runs, and the result of each in an untimed first round."""
     results = {name: run() for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
@@ -85,13 +85,13 @@ def preparing(folder: Path, repeat: int) -> str:
     tokens = next(iter(result.values()))
     rows: list[dict[str, Any]] = []
     for workers in sorted({1, cores}):
-        ours, theirs = seconds[f"prepare, {workers}"], seconds[f"datasets.map, {workers}"]
+        prepare_seconds, map_seconds = seconds[f"prepare, {workers}"], seconds[f"datasets.map, {workers}"]
         rows.append(
             {
                 "processes": workers,
-                "prepare, million tokens/s": tokens / 1e6 / float(np.median(ours)),
-                "datasets.map, million tokens/s": tokens / 1e6 / float(np.median(theirs)),
-                "times as fast": median_ratio(theirs, ours),
+                "prepare, million tokens/s": tokens / 1e6 / float(np.median(prepare_seconds)),
+                "datasets.map, million tokens/s": tokens / 1e6 / float(np.median(map_seconds)),
+                "times as fast": median_ratio(map_seconds, prepare_seconds),
             }
         )
     notes = [
@@ -104,7 +104,7 @@ def by_prepare(folder: Path, workers: int) -> int:
     shutil.rmtree(folder / "ours", ignore_errors=True)
     plan = Preparation([folder / "text.jsonl"], folder / "ours", tokenizer=str(folder / "tokenizer.json"))
     header = prepare(plan, workers)
-    return header.tokens - header.documents  # without ends of documents
+    return header.tokens - header.documents  # without end-of-document tokens
 
 
 def by_map(folder: Path, workers: int) -> int:
@@ -114,7 +114,7 @@ def by_map(folder: Path, workers: int) -> int:
         "json", data_files=str(folder / "text.jsonl"), split="train", cache_dir=str(folder / "cache")
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Libraries' own threads fight with processes: each side has one thread in each of its processes.
+    # Threads of libraries compete with processes, so both sides have one thread per process.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     mapped = rows.map(
         lambda batch: {"input_ids": [result.ids for result in tokenizer.encode_batch_fast(batch["text"])]},
@@ -130,7 +130,7 @@ def by_map(folder: Path, workers: int) -> int:
 
 
 class MappedRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """What most trainers do: whole rows of joined tokens, of which each rank then keeps its part."""
+    """The common way: each rank reads full rows of concatenated tokens and keeps its shard."""
 
     def __init__(self, path: Path, layout: SequenceLayout, shard: int) -> None:
         self.tokens = np.memmap(path, np.uint16, "r")
@@ -140,8 +140,8 @@ class MappedRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return (len(self.tokens) - 1) // ROW
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        held = torch.from_numpy(self.tokens[row * ROW : (row + 1) * ROW + 1].astype(np.int64))
-        return held[:-1][self.positions], held[1:][self.positions]
+        tokens = torch.from_numpy(self.tokens[row * ROW : (row + 1) * ROW + 1].astype(np.int64))
+        return tokens[:-1][self.positions], tokens[1:][self.positions]
 
 
 def loading(folder: Path, repeat: int) -> str:
@@ -185,7 +185,7 @@ def row_of(
 
 
 def read(batches: Any) -> int:
-    """Takes `ROWS` batches and looks at each."""
+    """Reads the tokens of `ROWS` batches."""
     source = iter(batches)
     return sum(int(tokens_of(next(source))[0, 0]) for _ in range(ROWS))
 
@@ -195,7 +195,7 @@ def tokens_of(batch: Any) -> torch.Tensor:
 
 
 def random_store(path: Path, tokens: int) -> TokenStore:
-    """Documents of web-like lengths (log-normal, 1,100 in the middle), of random tokens."""
+    """Random tokens in documents of web-like lengths (log-normal with median 1,100)."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(7, 1.5, tokens // 1000).astype(np.int64) + 2
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
@@ -222,14 +222,17 @@ MIXES: dict[str, Draw] = {
 
 
 def masks() -> dict[str, AttentionMask]:
-    """Documents of each mix, and other kinds."""
-    rng, made = np.random.default_rng(0), {n: AttentionMask(documents=boundaries(d)) for n, d in MIXES.items()}
+    """Masks by name: documents of each mix, and other kinds."""
+    rng, document_masks = (
+        np.random.default_rng(0),
+        {n: AttentionMask(documents=boundaries(d)) for n, d in MIXES.items()},
+    )
     web = boundaries(MIXES["web text"])
-    answers = [0, *(1000 + end for end in web if end < LENGTH - 1000), LENGTH]  # web[0] is 0, where the prompt ends
+    answers = [0, *(1000 + end for end in web if end < LENGTH - 1000), LENGTH]  # web[0] is 0, the end of the prompt
     groups = [-1 if i % 9 == 0 else i - i % 9 for i in range(len(web) - 1)]
     images = [range(at, at + int(rng.choice([256, 576, 1024]))) for at in range(500, LENGTH - 2000, 2000)]
     visible = np.tril(rng.random((256, 256)) < 0.1) | np.eye(256, dtype=bool)
-    return made | {
+    return document_masks | {
         "window of 4096": AttentionMask(window=(4095, 0)),
         "a prompt of 1,000, answers": AttentionMask.tree(answers, [-1] + [0] * (len(answers) - 2)),
         "prompts, 8 answers each": AttentionMask.tree(web, groups),
@@ -270,7 +273,7 @@ def boundaries(draw: Draw) -> list[int]:
 
 
 def in_teams(kind: str, teams: Teams, mask: AttentionMask) -> float:
-    """By the pairs of every two teams that meet in a ring of keys."""
+    """Balance by the pairs of each two teams that meet in a ring of keys."""
     layout = teams.by_teams(teams.layout(LENGTH, kind, mask))
     grid, loads = Grid(layout, layout, mask), np.zeros(teams.ranks)
     for ring in teams.rings("keys"):

@@ -1,4 +1,4 @@
-"""The same training on every mesh: loss curves against that of one rank, and recall of what other ranks hold.
+"""Equal training on every mesh: loss curves compared with one rank's, and recall of values on other ranks.
 
     uv run python benchmarks/equality.py                          # all parts, 200 steps; about half an hour
     uv run python benchmarks/equality.py --only curves --steps 20
@@ -65,7 +65,7 @@ LIMITS = {"float32": 1e-3, "float64": 1e-8}
 
 @dataclass(frozen=True)
 class Mesh:
-    """4 ranks, or one, and what attends over them."""
+    """A mesh of 4 ranks, or of one, and its attention method."""
 
     name: str
     attention: str = "usp"
@@ -108,12 +108,12 @@ def main() -> None:
 
 
 def chosen(meshes: Sequence[Mesh], options: Namespace) -> list[Mesh]:
-    """Those asked for; what all are compared with is always among them."""
+    """The selected meshes, which always include the reference."""
     return [mesh for mesh in meshes if options.meshes is None or mesh.name in options.meshes or mesh in (ONE, BROKEN)]
 
 
 def trained(config: Config, broken: bool = False) -> Summary:
-    """On one rank of a world."""
+    """Trains on one rank of a world."""
     with redirect_stdout(io.StringIO()), process_group(config) as device:
         run = prepare(config, device)
         if broken:
@@ -145,7 +145,7 @@ def hybrid(options: Namespace) -> bool:
 
 
 def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequence[Mesh], note: str) -> bool:
-    """Trains on every mesh, and writes the report and the picture of that name. Returns False beyond a limit."""
+    """Trains on every mesh and writes report and picture. Returns False if a curve exceeds its limit."""
     losses: dict[str, dict[str, list[float]]] = {}
     meshes, steps = chosen(all_meshes, options), options.steps or 200
     for ranks in (1, 4):
@@ -155,7 +155,10 @@ def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequ
                     config = mesh.config(base, steps=steps, precision=precision)
                     losses.setdefault(precision, {})[mesh.name] = on(world, config).losses
                     print(f"{mesh.name}, {precision}: {losses[precision][mesh.name][-1]:.6f}", flush=True)
-    furthest = {precision: {name: max(apart(result, name)) for name in result} for precision, result in losses.items()}
+    furthest = {
+        precision: {name: max(loss_differences(result, name)) for name in result}
+        for precision, result in losses.items()
+    }
     rows = [
         {
             "mesh": mesh.name,
@@ -175,31 +178,33 @@ def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequ
     return all(value <= LIMITS[precision] for precision, result in furthest.items() for value in result.values())
 
 
-def apart(losses: dict[str, list[float]], name: str) -> list[float]:
-    """How far each step's loss is from one rank's."""
+def loss_differences(losses: dict[str, list[float]], name: str) -> list[float]:
+    """Absolute differences of each step's loss to one rank's."""
     return [abs(a - b) for a, b in zip(losses[name], losses[ONE.name], strict=True)]
 
 
 def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Curves over each other, as figure 6 of USP (arXiv 2405.07719); below them how far each was from one rank's."""
+    """Draws overlaid curves like figure 6 of USP (arXiv 2405.07719), and below their differences to one rank's."""
     figure = Figure((9, 7.5), layout="constrained")
-    above, below = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    loss_axes, difference_axes = figure.subplots(2, sharex=True, height_ratios=[3, 2])
     for i, (name, result) in enumerate(losses["float32"].items()):
         steps = range(1, len(result) + 1)
-        # Thinner from curve to curve, so that those underneath are seen.
-        above.plot(steps, result, color=f"C{i}", linewidth=11 - 1.4 * i, label=name)
+        # Each curve is thinner than those below it, which stay visible.
+        loss_axes.plot(steps, result, color=f"C{i}", linewidth=11 - 1.4 * i, label=name)
         for precision, style in {"float32": "-", "float64": ":"}.items() if i else ():
-            furthest = [x or math.nan for x in accumulate(apart(losses[precision], name), max)]
-            below.plot(steps, furthest, style, color=f"C{i}", linewidth=1.5)
+            furthest = [x or math.nan for x in accumulate(loss_differences(losses[precision], name), max)]
+            difference_axes.plot(steps, furthest, style, color=f"C{i}", linewidth=1.5)
     for precision, limit in LIMITS.items():
-        below.axhline(limit, color="0.4", linewidth=0.8, linestyle="--")
-        below.annotate(f"limit, {precision}", (1, limit), xytext=(0, 2), textcoords="offset points", fontsize=8)
-    above.set_ylabel("loss (nats a token), float32")
-    above.legend(frameon=False)
-    below.set_yscale("log")
-    below.set_ylabel("furthest from one rank's so far\n(solid float32, dotted float64)")
-    below.set_xlabel("step")
-    for axes in (above, below):
+        difference_axes.axhline(limit, color="0.4", linewidth=0.8, linestyle="--")
+        difference_axes.annotate(
+            f"limit, {precision}", (1, limit), xytext=(0, 2), textcoords="offset points", fontsize=8
+        )
+    loss_axes.set_ylabel("loss (nats a token), float32")
+    loss_axes.legend(frameon=False)
+    difference_axes.set_yscale("log")
+    difference_axes.set_ylabel("furthest from one rank's so far\n(solid float32, dotted float64)")
+    difference_axes.set_xlabel("step")
+    for axes in (loss_axes, difference_axes):
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=130)
 
@@ -208,7 +213,7 @@ def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 RECALL = replace(
     SMALL,
-    # RoPE of few, fast frequencies: a head that looks one token back is soon found.
+    # Few, high RoPE frequencies, so that a head soon learns to attend to the previous token.
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
     data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, global_batch_size=64),
     optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
@@ -224,7 +229,7 @@ BROKEN = Mesh("own shard alone", "ring", {"ring": 4})
 
 
 class OwnShard:
-    """What attention is where keys of other ranks are forgotten: causal among the tokens of this rank."""
+    """Causal attention among local tokens, without the keys of other ranks."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
@@ -252,7 +257,7 @@ def hybrid_recall(options: Namespace) -> bool:
 def compare_recall(
     options: Namespace, name: str, title: str, base: Config, meshes: Sequence[Mesh], default_steps: int
 ) -> bool:
-    """Trains on every mesh, and writes the report. Returns False if one does not learn, or the broken one does."""
+    """Trains on every mesh and writes the report. Returns False if a mesh does not learn or the broken one does."""
     rows: list[dict[str, Any]] = []
     steps = options.steps or default_steps
     with World(4) as world:

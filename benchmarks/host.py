@@ -1,4 +1,4 @@
-"""What a call of attention costs the host: processor time of one rank, with a kernel that computes nothing.
+"""Host time of an attention call: processor time of one rank, with a kernel that computes nothing.
 
     uv run python benchmarks/host.py                                  # every method, and torch's own ring beside them
     uv run python benchmarks/host.py --against ../before --pairs 5    # this checkout against another, in turns
@@ -6,10 +6,10 @@
     uv run python benchmarks/host.py --train-step --against ../before # functions of a trainer's step, here and there
     uv run python benchmarks/host.py --layer --against ../before      # a LLaMA block: ops, and calls of functions
 
-One process is rank 0 of 8 in a fake process group, whose exchanges end at once and send nothing; a shard has 64 tokens
-(T). What is left is what Python and the dispatcher do: microseconds of processor time per call, forward and backward,
-median over calls. `functions` and `files` count what one forward runs through in this repository, and `frames` how many
-of its functions are on the stack when the kernel is called.
+One process is rank 0 of 8 in a fake process group, whose exchanges complete at once and send nothing; a shard has 64
+tokens (T). The remaining time is that of Python and the dispatcher: microseconds of processor time per call, forward
+and backward, median over calls. `functions` and `files` count the functions and files of this repository that a forward
+enters, and `frames` its functions on the stack when the kernel is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore  # also makes the backend known
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the import also registers the backend
 
 sys.path.insert(0, str(Path(__file__).parent))
 import report
@@ -64,7 +64,7 @@ HERE = str(Path(__file__).parent.parent / "packages")
 
 
 class Nothing(Kernel):
-    """Answers with memory as it is; knows every band, so that a cell is one call."""
+    """Returns uninitialized memory and supports every band, so that a block is one call."""
 
     name = "nothing"
     frames = 0
@@ -82,16 +82,16 @@ class Nothing(Kernel):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class Watched(Nothing):
-    """Also says how many functions of armillary are on the stack at its deepest call."""
+class FrameCounter(Nothing):
+    """Also records the largest number of armillary's frames on the stack."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scores: Any) -> tuple[Tensor, Tensor]:
-        Watched.frames = max(Watched.frames, stacked(sys._getframe(1)))
+        FrameCounter.frames = max(FrameCounter.frames, armillary_frames(sys._getframe(1)))
         return super().forward(q, k, v, band, scores)
 
 
-def stacked(frame: FrameType | None) -> int:
-    """Frames of armillary's own code from here down."""
+def armillary_frames(frame: FrameType | None) -> int:
+    """The number of armillary's frames from `frame` outwards."""
     count = 0
     while frame is not None:
         count += "/armillary/" in frame.f_code.co_filename
@@ -99,21 +99,21 @@ def stacked(frame: FrameType | None) -> int:
     return count
 
 
-def walked(run: Callable[[], object]) -> tuple[int, int]:
-    """(functions, files) of armillary that a call runs through."""
-    seen = set[tuple[str, str, int]]()
+def functions_and_files(run: Callable[[], object]) -> tuple[int, int]:
+    """Returns the numbers of (functions, files) of armillary that a call enters."""
+    entered = set[tuple[str, str, int]]()
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and "/armillary/" in code.co_filename and not code.co_name.startswith("<"):
-            seen.add((code.co_filename, code.co_name, code.co_firstlineno))
+            entered.add((code.co_filename, code.co_name, code.co_firstlineno))
 
     sys.setprofile(watch)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return len(seen), len({name for name, _, _ in seen})
+    return len(entered), len({name for name, _, _ in entered})
 
 
 def inputs(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -124,16 +124,16 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 def microseconds(
     calls: int, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]
 ) -> tuple[float, float]:
-    """Of processor time of this thread, forward and backward; the median over calls after a few to warm up."""
-    there, back = list[float](), list[float]()
+    """Median processor time of this thread (forward, backward) over calls after a warm-up."""
+    forward_times, backward_times = list[float](), list[float]()
     for _ in range(calls + 5):
         start = time.thread_time_ns()
         out = forward()
         between = time.thread_time_ns()
         backward(out)
-        there.append((between - start) / 1e3)
-        back.append((time.thread_time_ns() - between) / 1e3)
-    return median(there[5:]), median(back[5:])
+        forward_times.append((between - start) / 1e3)
+        backward_times.append((time.thread_time_ns() - between) / 1e3)
+    return median(forward_times[5:]), median(backward_times[5:])
 
 
 def of_method(name: str, attend: Method, calls: int, mask: AttentionMask) -> dict[str, Any]:
@@ -144,15 +144,15 @@ def of_method(name: str, attend: Method, calls: int, mask: AttentionMask) -> dic
         lambda: attend(q, k, v, mask=mask, layout=layout, kernel=kernel),
         lambda out: torch.autograd.grad(out, (q, k, v), torch.ones_like(out)),
     )
-    watched, Watched.frames = Watched(), 0
-    attend(q, k, v, mask=mask, layout=layout, kernel=watched)  # as a training step: not the first of its kind
-    functions, files = walked(lambda: attend(q, k, v, mask=mask, layout=layout, kernel=watched))
-    counts = {"frames": Watched.frames, "functions": functions, "files": files}
+    watched, FrameCounter.frames = FrameCounter(), 0
+    attend(q, k, v, mask=mask, layout=layout, kernel=watched)  # warm, like the calls of a training run
+    functions, files = functions_and_files(lambda: attend(q, k, v, mask=mask, layout=layout, kernel=watched))
+    counts = {"frames": FrameCounter.frames, "functions": functions, "files": files}
     return {"method": name, "forward us": forward_time, "backward us": backward_time} | counts
 
 
 def of_torch(calls: int) -> dict[str, Any]:
-    """torch's private context-parallel ring, over the same kernel; it wants heads first, and as many key heads."""
+    """torch's private context-parallel ring with the same kernel. It needs heads first, and as many key heads."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as cp
 
     group = build_mesh("cpu", ring=8)["ring"].get_group()
@@ -177,7 +177,7 @@ def of_torch(calls: int) -> dict[str, Any]:
 
 
 def of_train_step() -> dict[str, Any]:
-    """What the third step of the debug recipe runs through on one process, in its main thread; batches are there."""
+    """Functions and files that the third step of the debug recipe enters in the main thread, with batches ready."""
     from armillary.train import Config, TrainConfig, prepare, process_group
     from armillary.train.step import train_step
 
@@ -188,12 +188,12 @@ def of_train_step() -> dict[str, Any]:
             batches = [next(run.training) for _ in range(3)]
             for step, batch in enumerate(batches[:2], start=1):
                 train_step(run, step, [batch])
-            functions, files = walked(lambda: train_step(run, 3, batches[2:]))
+            functions, files = functions_and_files(lambda: train_step(run, 3, batches[2:]))
     return {"method": "train_step", "functions": functions, "files": files}
 
 
 def measure(calls: int, kind: str) -> list[dict[str, Any]]:
-    """All methods, each on its mesh of a fake world of 8, and torch's ring."""
+    """Measures all methods, each on its mesh of a fake world of 8, and torch's ring."""
 
     def measured(name: str, attend: Method) -> dict[str, Any]:
         return of_method(name, attend, calls, MASKS[kind](TOKENS * attend.shards))
@@ -202,7 +202,7 @@ def measure(calls: int, kind: str) -> list[dict[str, Any]]:
 
 
 def layers(calls: int) -> list[dict[str, Any]]:
-    """A LLaMA block with each method."""
+    """Measures a LLaMA block with each method."""
     from host_layer import of_layer
 
     def measured(name: str, attend: Method) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def layers(calls: int) -> list[dict[str, Any]]:
 
 
 def of_each_method(measured: Callable[[str, Method], R]) -> list[R]:
-    """What is measured of each, in a fake world of its own."""
+    """Calls `measured` for each method in a fake world."""
     torch.set_num_threads(1)
 
     def of(name: str, axes: dict[str, int]) -> R:
@@ -234,35 +234,35 @@ def in_world(ranks: int, run: Callable[[], R]) -> R:
         dist.destroy_process_group()
 
 
-def elsewhere(checkout: Path, *flags: str) -> list[dict[str, Any]]:
-    """What this script finds with these flags in a process of its own, with the packages of a checkout."""
+def rows_of_checkout(checkout: Path, *flags: str) -> list[dict[str, Any]]:
+    """Runs this script with `flags` in a process with the packages of `checkout`, and returns its rows."""
     path = os.pathsep.join(str(src) for src in sorted(checkout.resolve().glob("packages/*/src")))
     command = [sys.executable, __file__, *flags, "--json"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout)
 
 
 def counted(other: Path) -> list[dict[str, Any]]:
-    """Counts of a block there and here; processor time is not compared, since nobody takes turns."""
+    """Counts of a block in the other checkout and in this one. Times are left out: they need alternating runs."""
     flags = ("--layer", "--calls", "1")
-    both = zip(elsewhere(other, *flags), elsewhere(Path(HERE).parent, *flags), strict=True)
+    pairs = zip(rows_of_checkout(other, *flags), rows_of_checkout(Path(HERE).parent, *flags), strict=True)
     return [
         {"method": after["method"]} | {name: f"{before[name]} -> {after[name]}" for name in LAYER_COUNTS}
-        for before, after in both
+        for before, after in pairs
     ]
 
 
 def paired(other: Path, calls: int, pairs: int, kind: str) -> list[dict[str, Any]]:
-    """Medians of ratios, this checkout over the other, of processes that take turns."""
+    """Median ratios of this checkout to the other, from alternating processes."""
     flags = ("--calls", str(calls), "--mask", kind)
-    runs = [(elsewhere(Path(HERE).parent, *flags), elsewhere(other, *flags)) for _ in range(pairs)]
+    runs = [(rows_of_checkout(Path(HERE).parent, *flags), rows_of_checkout(other, *flags)) for _ in range(pairs)]
     rows = list[dict[str, Any]]()
     for i, first in enumerate(runs[-1][0]):
         row: dict[str, Any] = {"method": first["method"]}
         for column in ("forward us", "backward us"):
-            ours, theirs = [run[0][i][column] for run in runs], [run[1][i][column] for run in runs]
-            row |= {column: median(ours), f"{column} before": median(theirs)}
-            row |= {f"{column.split()[0]} ratio": report.median_ratio(ours, theirs)}
+            times, other_times = [run[0][i][column] for run in runs], [run[1][i][column] for run in runs]
+            row |= {column: median(times), f"{column} before": median(other_times)}
+            row |= {f"{column.split()[0]} ratio": report.median_ratio(times, other_times)}
         before = runs[-1][1][i]
         row |= {key: f"{before.get(key)} -> {first[key]}" for key in ("frames", "functions", "files") if key in first}
         rows.append(row)
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
     options = parser.parse_args()
     if options.train_step:
-        rows = [of_train_step(), *(elsewhere(options.against, "--train-step") if options.against else [])]
+        rows = [of_train_step(), *(rows_of_checkout(options.against, "--train-step") if options.against else [])]
     elif options.layer:
         rows = counted(options.against) if options.against else layers(options.calls)
     else:
@@ -297,8 +297,8 @@ def main() -> None:
     columns = list(rows[0])
     rows = [{column: row.get(column) for column in columns} for row in rows]
     name = "host-layer" if options.layer else "host" if options.mask == "causal" else f"host-{options.mask}"
-    what = "a LLaMA block" if options.layer else f"a call, {options.mask}"
-    title = f"Host time of {what}, {TOKENS} tokens a shard, a kernel that computes nothing"
+    subject = "a LLaMA block" if options.layer else f"a call, {options.mask}"
+    title = f"Host time of {subject}, {TOKENS} tokens a shard, a kernel that computes nothing"
     print(report.write(name, title, rows))
 
 

@@ -1,7 +1,7 @@
-"""What one LLaMA block costs the host: dispatched ops, functions called in this repository, and processor time.
+"""Host cost of a LLaMA block: dispatched ops, calls of functions of this repository, and processor time.
 
-The block keeps what policy "attention_output" does. It has few channels, so that what is left is what Python and the
-dispatcher do. Counted is a warm call, forward and backward together.
+The block runs under the policy "attention_output". It has few channels, so that the time is that of Python and the
+dispatcher. Counts are of a warm call, forward and backward together.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class OpCount(TorchDispatchMode):
 
 
 def dispatched(run: Callable[[], object]) -> int:
-    """Ops of a call."""
+    """The number of ops of a call."""
     with OpCount() as ops:
         run()
     return ops.count
 
 
 def called(run: Callable[[], object]) -> int:
-    """How often a call enters functions of armillary, of any thread that Python's profiler sees."""
+    """The number of calls of armillary's functions in all threads that Python's profiler sees."""
     count = 0
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
@@ -58,7 +58,7 @@ def called(run: Callable[[], object]) -> int:
 
 
 def of_layer(attend: Method, tokens: int, microseconds: Callable[..., tuple[float, float]]) -> dict[str, Any]:
-    """Of a block with this attention, on `tokens` of each shard."""
+    """Counts and times of a block with the method `attend` on `tokens` per shard."""
     model = Llama(CONFIG, attend).to(torch.bfloat16)
     Checkpointing("attention_output").apply(model)
     layout = attend.layout(tokens * attend.shards)
@@ -73,9 +73,9 @@ def of_layer(attend: Method, tokens: int, microseconds: Callable[..., tuple[floa
     def backward(y: Tensor) -> None:
         torch.autograd.grad(y, [x, *parameters], torch.ones_like(y))
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         backward(forward())
 
-    there, back = microseconds(forward, backward)
-    counts = {"dispatched ops": dispatched(both), "Python calls": called(both)}
-    return counts | {"forward us": there, "backward us": back}
+    forward_time, backward_time = microseconds(forward, backward)
+    counts = {"dispatched ops": dispatched(forward_and_backward), "Python calls": called(forward_and_backward)}
+    return counts | {"forward us": forward_time, "backward us": backward_time}

@@ -1,11 +1,11 @@
-"""Five results that anybody can repeat in ten minutes, eleven on two slow cores, and the page of the docs made of them.
+"""Five results to repeat on a laptop in ten minutes (eleven on two slow cores), and the page of the docs about them.
 
     uv run python benchmarks/laptop.py                       # into outputs/results
     uv run python benchmarks/laptop.py --only recall bytes
     uv run python benchmarks/laptop.py --out docs/results    # the page of the docs
 
-Each part is another benchmark, with fewer cases: its command line stands in the page. What has been measured stays in
-the folder, so that parts can be measured one after another.
+Each part is another benchmark with fewer cases; the page shows its command. Results are kept in the folder, so that
+parts can be measured one by one.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def main() -> None:
 
 
 def measure(part: Part, out: Path) -> dict[str, Any] | None:
-    """Runs a part's command; what its report says, or None where this machine cannot. Its pictures go to `out`."""
-    begun = time.monotonic()
+    """Runs a part's command and copies its pictures to `out`. Returns its report, or None on an unsupported machine."""
+    start = time.monotonic()
     script, *words = part.command.split()
     with TemporaryDirectory() as name:
         command = [sys.executable, str(HERE.parent / script), *words, "--out", name]
@@ -131,12 +131,12 @@ def measure(part: Part, out: Path) -> dict[str, Any] | None:
     rows = [{column: row[column] for column in part.columns} for row in result["rows"]]
     if part.bars is not None:
         draw_bars(rows, *part.bars, out / part.picture)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     return {"machine": result["machine"], "seconds": seconds, "rows": rows, "notes": result["notes"]}
 
 
 def draw_bars(rows: list[dict[str, Any]], name: str, value: str, path: Path) -> None:
-    """One horizontal bar for each row, the first on top, with its figure."""
+    """Draws a labelled horizontal bar for each row, the first on top."""
     figure = Figure((7, 0.6 + 0.4 * len(rows)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh([row[name] for row in rows], [row[value] for row in rows], height=0.65)
@@ -149,9 +149,9 @@ def draw_bars(rows: list[dict[str, Any]], name: str, value: str, path: Path) -> 
 
 
 def page(measured: dict[str, Any]) -> str:
-    """Markdown of what has been measured."""
+    """The Markdown page of all measured parts."""
     minutes = sum(result["seconds"] for result in measured.values()) / 60
-    parts = [section(PARTS[name], result) for name, result in measured.items()]
+    sections = [section(PARTS[name], result) for name, result in measured.items()]
     machine = next((result["machine"] for result in measured.values()), "")
     return f"""# Results to repeat on a laptop
 
@@ -162,7 +162,7 @@ $ uv run python benchmarks/laptop.py
 measures all of this anew, into `outputs/results`; it takes no GPU and no download but the packages'. With
 `--out docs/results` it wrote this page, in {minutes:.0f} minutes ({machine}).
 
-{"".join(parts).rstrip()}
+{"".join(sections).rstrip()}
 """
 
 

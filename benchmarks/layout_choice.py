@@ -18,7 +18,7 @@ TOKENS, DOCUMENTS, REPEATS, LIMIT_MS = 2**20, 4096, 5, 50
 
 
 def drawn_documents(kind: str) -> list[int]:
-    """Boundaries of documents with drawn lengths."""
+    """Document boundaries with random lengths."""
     rng = np.random.default_rng(0)
     sizes = rng.lognormal(0, 1.2, DOCUMENTS) if kind == "lognormal" else rng.random(DOCUMENTS)
     if kind == "one long":

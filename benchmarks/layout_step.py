@@ -2,8 +2,8 @@
 
   python benchmarks/layout_step.py --wire 100
 
-Each rank is in a network namespace of its own, behind a link of --wire Mbit/s (needs root, ip and tc). The layouts take
-turns on the same rows, so that other load on the machine meets all of them; ratios are medians over these pairs.
+Each rank is in its own network namespace behind a link of --wire Mbit/s (needs root, ip and tc). The layouts alternate
+on the same rows, so that other load on the machine affects all of them; ratios are medians over these pairs.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     with process_group(config):
         runs = {kind: built(config, kind) for kind in LAYOUTS}
         seconds: dict[str, list[float]] = {kind: [] for kind in LAYOUTS}
-        sent: dict[str, list[int]] = {kind: [] for kind in LAYOUTS}
+        sent_bytes: dict[str, list[int]] = {kind: [] for kind in LAYOUTS}
         for step in range(1 + arguments.steps):
             for turn in range(len(LAYOUTS)):
-                kind = LAYOUTS[(step + turn) % len(LAYOUTS)]  # none is always first
+                kind = LAYOUTS[(step + turn) % len(LAYOUTS)]  # no layout is always first
                 batch = next(runs[kind].training)
                 dist.barrier()
                 start = perf_counter()
@@ -92,9 +92,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
                 dist.all_reduce(p2p)
                 if step:  # the first step opens connections
                     seconds[kind].append(times.item())
-                    sent[kind].append(int(p2p))
+                    sent_bytes[kind].append(int(p2p))
         if dist.get_rank() == 0:
-            (folder / "result.json").write_text(json.dumps({"seconds": seconds, "sent": sent}))
+            (folder / "result.json").write_text(json.dumps({"seconds": seconds, "sent": sent_bytes}))
 
 
 def run_ranks(arguments: argparse.Namespace, sigma: float) -> dict[str, Any]:
@@ -136,12 +136,12 @@ def main() -> None:
     load = os.getloadavg()[0]
     for sigma in arguments.sigmas:
         result = run_ranks(arguments, sigma)
-        seconds, sent = result["seconds"], result["sent"]
+        seconds, sent_bytes = result["seconds"], result["sent"]
         rows += [
             {
                 "sigma": sigma,
                 "layout": kind,
-                "sent (MiB, all ranks)": median(sent[kind]) / 2**20,
+                "sent (MiB, all ranks)": median(sent_bytes[kind]) / 2**20,
                 "step (s)": median(seconds[kind]),
                 "of zigzag": median_ratio(seconds[kind], seconds["zigzag"]),
                 "of traffic=0": median_ratio(seconds[kind], seconds["balanced, traffic=0"]),

@@ -1,13 +1,13 @@
-"""A new mask at every step: what one that was never seen before costs, and that nothing of it stays.
+"""A new mask at every step: the time of an uncached mask, and the memory of many.
 
     uv run python benchmarks/masks.py                          # 1,000 masks of 1,000 documents over 64k tokens, 8 ranks
     uv run python benchmarks/masks.py --masks 50 --documents 10000 --tokens 1e6 --ranks 32 --kind tree
 
-Each step makes a mask with parts of random lengths (documents; prompts with 16 answers each; documents with an image
-each; or slices as they are given) and all that a rank of a ring derives from it: what each rank must pass on, both ways
-round, and the tiles of its own cells. Every tenth step also runs attention over `--attended` of
-the tokens on this process, forward and backward. Shown by tenths of the run, in milliseconds of processor time
-(medians), with the resident memory at the end of each tenth: a cache that keeps masks shows as growth.
+Each step builds a mask of random lengths (documents; prompts with 16 completions each; documents with an image each; or
+explicit slices) and everything that a rank of a ring derives from it: the tokens that each rank must forward in both
+directions, and the tiles of its blocks. Every tenth step also runs attention over `--attended` of the tokens on this
+process, forward and backward. Prints for each tenth of the run the median milliseconds of processor time and the
+resident memory at its end: a cache that keeps masks would show as growth.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def boundaries(tokens: int, documents: int, generator: random.Random) -> tuple[i
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Of processor time, on this thread."""
+    """Milliseconds of processor time of this thread."""
     start = time.thread_time()
     run()
     return 1e3 * (time.thread_time() - start)
 
 
 def trees(ends: tuple[int, ...]) -> AttentionMask:
-    """Prompts with 16 answers each."""
+    """Prompts with 16 completions each."""
     return AttentionMask.tree(ends, [-1 if part % 17 == 0 else part - part % 17 for part in range(len(ends) - 1)])
 
 
@@ -70,7 +70,7 @@ KINDS: dict[str, Callable[[tuple[int, ...]], AttentionMask]] = {
 
 
 def derive(layout: SequenceLayout, ends: tuple[int, ...], kind: str) -> None:
-    """What rank 0 of a ring finds out about a mask before its first kernel call."""
+    """Computes everything that rank 0 of a ring needs of a mask before its first kernel call."""
     grid = grid_of(layout, layout, KINDS[kind](ends))
     RingTopology.of_all(layout.shards, "keys").cheaper_direction(grid)
     for shard in range(layout.shards):
@@ -83,7 +83,7 @@ def attend(tokens: int, ends: tuple[int, ...], kind: str) -> None:
 
 
 def resident() -> float:
-    """MiB of this process in memory."""
+    """Resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -95,8 +95,8 @@ def tenth(steps: int, layout: SequenceLayout, options: argparse.Namespace, gener
         ends = boundaries(layout.length, documents, generator)
         derived.append(milliseconds(lambda ends=ends: derive(layout, ends, kind)))
         if step % 10 == 0:
-            share = boundaries(attended, min(documents, attended // 2), generator)
-            attending.append(milliseconds(lambda share=share: attend(attended, share, kind)))
+            ends = boundaries(attended, min(documents, attended // 2), generator)
+            attending.append(milliseconds(lambda ends=ends: attend(attended, ends, kind)))
     gc.collect()
     return {"new mask ms": median(derived), "attention ms": median(attending), "resident MiB": resident()}
 

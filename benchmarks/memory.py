@@ -1,9 +1,9 @@
-"""Memory of training steps, by simulation: what UPipe's stages save, and the longest sequences that fit.
+"""Simulated memory of training steps: savings of UPipe's stages, and the longest sequences that fit.
 
-    python benchmarks/memory.py                         all of it, about 40 minutes on 2 cores
+    python benchmarks/memory.py                         all parts, about 40 minutes on 2 cores
     python benchmarks/memory.py --only stages wallfacer
 
-Nothing here needs a GPU. Figures are bytes of live tensors on rank 0 of a fake process group, in a real training step.
+Needs no GPU. Figures are bytes of live tensors on rank 0 of a fake process group during a real training step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLANS: dict[str, list[MemoryPlan]] = {
 }
 
 NODE = [plan for plan in PLANS["contexts"] if plan.cluster == "8xh100" and plan.attention in ("upipe", "ring")]
-"""The longest and the plainest of them, for who has a few minutes."""
+"""A subset that takes a few minutes."""
 
 
 def upipe(stage: int, prefetch: bool, mesh: DeviceMesh) -> Method:
@@ -66,11 +66,11 @@ def teams(team: int, mesh: DeviceMesh) -> Method:
 
 
 def stages() -> list[Row]:
-    """q, k, v and out that are held at a time in a forward pass, in heads of a rank's tokens."""
+    """Peak of live q, k, v and out in a forward pass, in heads of a rank's tokens."""
     rows: list[Row] = []
     for heads, key_heads, stage in ((64, 64, 8), (64, 8, 8), (64, 8, 16), (32, 8, 8)):
         full, closed = 2 * heads + 2 * key_heads, 2 * stage + 2 * min(key_heads, stage)
-        held, early = (
+        heads_at_once, early = (
             attention_intermediates(partial(upipe, stage, early), {"ulysses": 8}, heads, key_heads)
             for early in (False, True)
         )
@@ -83,8 +83,8 @@ def stages() -> list[Row]:
                 "2H + 2K": full,
                 "2S + 2min(K, S)": closed,
                 "saved": f"{1 - closed / full:.1%}",
-                "UPipe": held,
-                "saved, counted": f"{1 - held / full:.1%}",
+                "UPipe": heads_at_once,
+                "saved, counted": f"{1 - heads_at_once / full:.1%}",
                 "with prefetch": early,
                 "Ulysses, counted": ulysses,
             }
@@ -93,7 +93,7 @@ def stages() -> list[Row]:
 
 
 def wallfacer() -> list[Row]:
-    """The WallFacer paper's model M, before the last block's attention in backward; in units of one [T, E]."""
+    """Memory of the WallFacer paper's model M before the last block's attention in backward, in units of one [T, E]."""
     model = LlamaConfig(vocab_size=32_000, dim=6656, layers=64, heads=52, kv_heads=52, hidden_dim=17_920)
     rows: list[Row] = []
     for name, team in (("Ring", 1), *((f"WallFacer, C = {n}", n) for n in (2, 4, 8))):
@@ -113,7 +113,7 @@ def wallfacer() -> list[Row]:
 
 
 def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
-    """The longest sequence that fits, and what is full."""
+    """The longest sequence that fits, and the memory that limits it."""
     rows: list[Row] = []
     for plan in plans:
         with console.status(f"{plan.model} {plan.cluster} {plan.attention}"):
@@ -140,8 +140,8 @@ def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
 
 
 def planned(console: Console) -> list[Row]:
-    """What the planner chooses for a million tokens, and for lengths at which no node's host has room for an input of
-    every block; simulated."""
+    """Simulations of the planner's choices for a million tokens, and for lengths at which host memory cannot hold an
+    input of every block."""
     rows: list[Row] = []
     for cluster, tokens in (("8xh100", "1M"), ("8xh100", "8M"), ("8xh100", "12M"), ("16xh100", "16M")):
         search_result = search(
@@ -172,7 +172,7 @@ def planned(console: Console) -> list[Row]:
 
 
 def policies() -> list[Row]:
-    """LLaMA-3-8B, 1M tokens, 8 ranks: what each policy holds, by UPipe and by USP."""
+    """Memory of each checkpoint policy with UPipe and with USP; LLaMA-3-8B, 1M tokens, 8 ranks."""
     rows: list[Row] = []
     options = {
         "layer": Checkpointing("layer"),
@@ -198,7 +198,7 @@ def policies() -> list[Row]:
 
 def main() -> None:
     console = Console(stderr=True)
-    parts: dict[str, tuple[str, Callable[[], list[Row]], list[str]]] = {
+    all_parts: dict[str, tuple[str, Callable[[], list[Row]], list[str]]] = {
         "stages": (
             "Attention intermediates of UPipe",
             stages,
@@ -220,11 +220,13 @@ def main() -> None:
         "models": ("Longest sequences, other models and machines", lambda: longest(PLANS["models"], console), []),
     }
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(parts), default=[name for name in parts if name != "node"])
+    parser.add_argument(
+        "--only", nargs="+", choices=list(all_parts), default=[name for name in all_parts if name != "node"]
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the reports")
     options = parser.parse_args()
     for name in options.only:
-        title, measure, notes = parts[name]
+        title, measure, notes = all_parts[name]
         print(write(f"memory-{name}", title, measure(), notes, options.out), flush=True)
 
 

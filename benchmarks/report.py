@@ -1,4 +1,4 @@
-"""One form for every benchmark's result: a JSON file and a table, each with the command line that made it."""
+"""Reports of benchmarks: a JSON file and a table, each with its command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 def write(
     name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = (), folder: Path = RESULTS
 ) -> str:
-    """Writes `name`.json and .md to a folder; returns the table. All rows have the same keys."""
+    """Writes `name`.json and .md to `folder` and returns the table. All rows have the same keys."""
     command = shlex.join(["python", str(Path(sys.argv[0]).as_posix()), *sys.argv[1:]])
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
     table = f"# {title}\n\n    {command}\n\n{machine}\n\n{as_table(rows)}\n" + "".join(f"\n- {note}" for note in notes)
@@ -31,7 +31,7 @@ def write(
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table whose columns line up."""
+    """A Markdown table with aligned columns."""
     lines = [list(rows[0]), *([show(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
@@ -44,5 +44,5 @@ def show(value: Any) -> str:
 
 
 def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """Median of the ratios of paired runs: what the machine did meanwhile cancels out."""
+    """Median of the ratios of paired runs, in which other load on the machine cancels."""
     return median(a / b for a, b in zip(times, base, strict=True))

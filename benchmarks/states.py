@@ -1,12 +1,12 @@
-"""Layers with a state against causal attention on one process: forward and backward, seconds of processor time.
+"""Layers with a state relative to causal attention on one process: processor seconds of forward and backward.
 
     uv run python benchmarks/states.py                 # 4,096 tokens, 8 heads of 64
     uv run python benchmarks/states.py --tokens 16k
-    uv run python benchmarks/states.py --tree          # a prompt of 4k with 16 answers of 256, against 16 sequences
+    uv run python benchmarks/states.py --tree          # a prompt of 4k with 16 completions of 256, and 16 sequences
 
-Medians of ratios to torch's CPU flash attention kernel, layers and attention by turns in one run. Exits with 1 where
-the delta rule or ssd takes more than 3 times its time. With `--tree` medians of ratios of a tree to its unshared
-sequences, of which the ratio of tokens is the least.
+Median ratios to torch's CPU flash attention kernel, layers and attention alternating in one run. Exits with 1 if the
+delta rule or ssd takes more than 3 times as long. With `--tree` median ratios of a tree to separate sequences; the
+ratio of tokens is their lower bound.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def trees(prompt: int, answers: int, answer: int, heads: int, dim: int) -> dict[str, tuple[Layer, Layer]]:
-    """Returns for each layer the step of a tree, and that of the sequences that repeat the prompt."""
+    """Returns for each layer the step of a tree, and the step of sequences that repeat the prompt."""
     ends = [0, *(prompt + i * answer for i in range(answers + 1))]
     mask = AttentionMask.tree(ends, [-1, *[0] * answers])
     packed = layers(ends[-1], heads, dim)
-    apart = {name: x for name, (_, x) in layers(prompt + answer, heads, dim).items()}
+    separate = {name: x for name, (_, x) in layers(prompt + answer, heads, dim).items()}
 
     def batch(x: Tensor) -> Tensor:
         return x if x.ndim == 1 else x.expand(answers, *x.shape[1:]).contiguous()
@@ -64,22 +64,23 @@ def trees(prompt: int, answers: int, answer: int, heads: int, dim: int) -> dict[
     return {
         "delta rule": (
             (lambda *x: gated_delta_rule(*x, mask=mask)[0], packed["delta rule"][1]),
-            (lambda *x: gated_delta_rule(*x)[0], [batch(x) for x in apart["delta rule"]]),
+            (lambda *x: gated_delta_rule(*x)[0], [batch(x) for x in separate["delta rule"]]),
         ),
         "ssd": (
             (lambda *x: ssd(*x, mask=mask)[0], packed["ssd"][1]),
-            (lambda *x: ssd(*x)[0], [batch(x) for x in apart["ssd"]]),
+            (lambda *x: ssd(*x)[0], [batch(x) for x in separate["ssd"]]),
         ),
     }
 
 
 def compare_trees(heads: int, dim: int, turns: int) -> None:
     prompt, answers, answer = 4096, 16, 256
-    least = (prompt + answers * answer) / (answers * (prompt + answer))
+    lower_bound = (prompt + answers * answer) / (answers * (prompt + answer))
     for name, (tree, sequences) in trees(prompt, answers, answer, heads, dim).items():
         times = [(seconds(*tree), seconds(*sequences)) for _ in range(turns + 1)][1:]
-        ratio, apart = median(a / b for a, b in times), median(b for _, b in times)
-        print(f"{name:40} {median(a for a, _ in times):8.3f} s  {ratio:6.3f} of {apart:.3f} s; at best {least:.3f}")
+        ratio, sequence_seconds = median(a / b for a, b in times), median(b for _, b in times)
+        tree_seconds = median(a for a, _ in times)
+        print(f"{name:40} {tree_seconds:8.3f} s  {ratio:6.3f} of {sequence_seconds:.3f} s; at best {lower_bound:.3f}")
 
 
 def seconds(function: Callable[..., Tensor], inputs: list[Tensor]) -> float:

@@ -1,16 +1,16 @@
-"""Tiny random text models of every family in transformers, on 4 ranks against one: right, refused, or neither.
+"""Tiny random text models of every family in transformers, on 4 ranks and on one: right, refused, or neither.
 
     uv run python benchmarks/transformers_models.py                    # all families: about 25 minutes on two cores
     uv run python benchmarks/transformers_models.py --families mistral roberta mamba
 
-Causal language models, masked ones, and models without a head, in that order: the first that a family has. Each is run
-in six ways: prepared by `ContextParallel`, where logits and gradients of all ranks are compared; there with its
-`loss`; there with position ids from 0, whatever the model counts from; with labels alone and without position
-ids, which must be refused; and with "sdpa" inside `sdpa_parallel`, which must be too.
+Each family runs as a causal language model, else as a masked one, else without a head, in six ways: prepared by
+`ContextParallel`, comparing logits and gradients of all ranks; the same with its `loss`; the same with position ids
+from 0; with only labels and without position ids, which must be refused; and with "sdpa" inside `sdpa_parallel`, which
+must be refused too.
 
-`right`: as on one rank, which is given no position ids. `refused`: the same ValueError on all ranks. `unlike`: anything
-else (wrong numbers, another exception, ranks that disagree); the command fails if there is any. `not built`:
-transformers itself cannot run the family with the sizes below.
+`right`: equal to one rank without position ids. `refused`: the same ValueError on all ranks. `unlike`: anything else
+(wrong numbers, another exception, disagreeing ranks), for which the command exits with 1. `not built`: transformers
+itself cannot run the family with the sizes below.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def families() -> list[str]:
 def takes_tokens(family: str) -> bool:
     try:
         config = transformers.CONFIG_MAPPING[family]()
-    except Exception:  # a family without defaults, such as one made of two other models
+    except Exception:  # a family without defaults, e.g. one composed of two models
         return False
     return hasattr(config, "vocab_size") and not getattr(config, "is_encoder_decoder", False)
 
 
 def head_of(family: str) -> Any:
-    """Returns the Auto class that the family is built by."""
+    """Returns the Auto class that builds the family."""
     if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return transformers.AutoModelForCausalLM
     if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -99,18 +99,18 @@ def head_of(family: str) -> Any:
 
 
 def config_of(family: str) -> Any:
-    """A config of few and narrow layers: the family's own choices, as far as they do not depend on sizes."""
-    made = transformers.CONFIG_MAPPING[family]
-    fields = vars(made())
+    """A config of few, narrow layers with the family's defaults for everything except sizes."""
+    config_class = transformers.CONFIG_MAPPING[family]
+    fields = vars(config_class())
     still = {k: 0.0 for k, v in fields.items() if any(part in k for part in STILL) and isinstance(v, float)}
     small = {k: v for k, v in SIZES.items() if k in fields and (fields[k] is not None or k in UNSET)}
-    if "kv_lora_rank" in small:  # all heads have their own keys, made from what they share
+    if "kv_lora_rank" in small:  # each head has its own keys, computed from shared latents
         small["num_key_value_heads"] = small["num_attention_heads"]
-    return made(**small | still | OWN.get(family, {}))
+    return config_class(**small | still | OWN.get(family, {}))
 
 
 def model_of(family: str, implementation: str) -> nn.Module:
-    """The same weights wherever it is built, those that start at 0 too; without a pooler."""
+    """A model without pooler and with reproducible random weights, also for those initialized to 0."""
     config, head = config_of(family), head_of(family)
     with torch.device("meta"):
         size = sum(p.numel() for p in head.from_config(config).parameters())
@@ -158,68 +158,68 @@ def hidden_or_logits(out: Any) -> Tensor:
     return x
 
 
-def on_one_rank(family: str, how: str) -> Answer:
-    """The model's own choice of position ids."""
+def on_one_rank(family: str, way: str) -> Answer:
+    """Results on one rank with the model's position ids."""
     try:
         built = model_of(family, "eager")
         with InFloat64():
             x = hidden_or_logits(outputs(family, built, {"input_ids": ids_of()}))
-            if how == "loss":
+            if way == "loss":
                 x = nn.functional.cross_entropy(x[0, :-1], ids_of()[0, 1:])
-        x.backward(None if how == "loss" else upstream(x.shape[2]))
+        x.backward(None if way == "loss" else upstream(x.shape[2]))
     except Exception as error:
         return answered(error)
     return x.detach(), [p.grad for p in built.parameters()]
 
 
-def on_a_shard(family: str, how: str) -> Answer:
-    """This rank's logits and its share of the gradients; or the whole loss and gradients to average over ranks."""
+def on_a_shard(family: str, way: str) -> Answer:
+    """Local logits and gradients; or the global loss, and gradients to average over ranks."""
     attend = Ring(mesh(ring=RANKS)["ring"])
     cp = ContextParallel(attend)
     register_transformers(attend)
     try:
-        built = model_of(family, "sdpa" if how == "sdpa" else "armillary")
-        cp.padding_idx = None if how == "from 0" else padding_idx_of(built)
+        built = model_of(family, "sdpa" if way == "sdpa" else "armillary")
+        cp.padding_idx = None if way == "from 0" else padding_idx_of(built)
         layout = attend.layout(LENGTH, "contiguous")
         batch = cp.shard(ids_of(), layout=layout)
-        inputs = batch.inputs if how == "loss" else {"input_ids": batch.ids, "position_ids": batch.position_ids}
-        if how == "labels alone":
+        inputs = batch.inputs if way == "loss" else {"input_ids": batch.ids, "position_ids": batch.position_ids}
+        if way == "labels alone":
             inputs["labels"] = batch.ids
-        elif how == "no positions":
+        elif way == "no positions":
             del inputs["position_ids"]
-        with batch, sdpa_parallel(attend) if how == "sdpa" else nullcontext(), InFloat64():
+        with batch, sdpa_parallel(attend) if way == "sdpa" else nullcontext(), InFloat64():
             out = outputs(family, built, inputs)
-            x = cp.loss(out.loss, batch) if how == "loss" else hidden_or_logits(out)
-        x.backward(None if how == "loss" else layout.take(upstream(x.shape[2]), attend.shard))
+            x = cp.loss(out.loss, batch) if way == "loss" else hidden_or_logits(out)
+        x.backward(None if way == "loss" else layout.take(upstream(x.shape[2]), attend.shard))
     except Exception as error:
         return answered(error)
     return x.detach(), [p.grad for p in built.parameters()]
 
 
-def verdict(expected: Answer, answers: list[Answer], how: str) -> tuple[str, str]:
-    """(verdict, what it rests on)."""
+def verdict(expected: Answer, answers: list[Answer], way: str) -> tuple[str, str]:
+    """Returns (verdict, reason)."""
     errors = {answer for answer in answers if isinstance(answer, str)}
     if isinstance(expected, str) and not all(error.startswith("ValueError") for error in errors or {""}):
         return "not built", expected
     if errors:
         message = " | ".join(sorted(errors))
-        alike = len(errors) == 1 and all(isinstance(answer, str) for answer in answers)
-        return ("refused" if alike and message.startswith("ValueError") else "unlike"), message
-    first = answers[0][0] if how == "loss" else torch.cat([answer[0] for answer in answers], 1)
+        same_message = len(errors) == 1 and all(isinstance(answer, str) for answer in answers)
+        return ("refused" if same_message and message.startswith("ValueError") else "unlike"), message
+    first = answers[0][0] if way == "loss" else torch.cat([answer[0] for answer in answers], 1)
     forward, worst = relative_error(first, expected[0]), 0.0
-    for gradient, *parts in zip(expected[1], *(answer[1] for answer in answers), strict=True):
+    for gradient, *summands in zip(expected[1], *(answer[1] for answer in answers), strict=True):
         if gradient is not None and gradient.norm() > 1e-9:
-            got = sum((part for part in parts if part is not None), torch.zeros_like(gradient))
-            got = got / RANKS if how == "loss" else got
-            worst = max(worst, relative_error(got, gradient))
-    right = max(forward, worst) < LIMIT and how != "labels alone"
+            total = sum((x for x in summands if x is not None), torch.zeros_like(gradient))
+            total = total / RANKS if way == "loss" else total
+            worst = max(worst, relative_error(total, gradient))
+    right = max(forward, worst) < LIMIT and way != "labels alone"
     return ("right" if right else "unlike"), f"forward {forward:.1e}, gradients {worst:.1e}"
 
 
 def verdicts(
     run: Callable[[str, str], list[Answer]], family: str, ways: Sequence[str] = WAYS
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields (way, verdict, reason) for each way in which a family is tried.
+    """Yields (way, verdict, reason) for each way of running a family.
 
     Args:
         run: calls `on_a_shard(family, way)` on each of RANKS ranks.

@@ -1,12 +1,12 @@
-"""One prompt with several answers: packed as a tree, against as many sequences that each repeat the prompt.
+"""One prompt with several completions: packed as a tree, relative to sequences that repeat the prompt.
 
-    uv run python benchmarks/tree.py                       # a prompt of 4k tokens with 16 answers of 256
+    uv run python benchmarks/tree.py                       # a prompt of 4k tokens with 16 completions of 256
     uv run python benchmarks/tree.py --prompt 1024 --answers 8 --answer 512 --ranks 4
 
-Two ratios, each beside what it could be at best. Forward + backward time on one process, whose least is the ratio of
-visible (query, key) pairs: medians of ratios, tree and sequences by turns in one run. And the bytes that each method
-sends for q, k, v and gradients on `--ranks` ranks, by its plan, whose least is the ratio of tokens; both in layouts
-that are balanced for them. Exits with 1 where one is more than 1.2 times its least.
+Two ratios, each with its lower bound. Forward + backward time on one process, bounded by the ratio of visible (query,
+key) pairs: medians of ratios, tree and sequences alternating in one run. And the bytes that each method sends for q, k,
+v and gradients on `--ranks` ranks, by its plan, bounded by the ratio of tokens. Both use balanced layouts. Exits with 1
+if a ratio is more than 1.2 times its bound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tree_mask(prompt: int, answers: int, answer: int) -> AttentionMask:
 
 
 def step(mask: AttentionMask, tensors: list[Tensor]) -> float:
-    """Seconds of processor time of forward and backward."""
+    """Processor seconds of forward and backward."""
     start = time.process_time()
     q, k, v, dout = tensors
     out = Local()(q, k, v, mask=mask)
@@ -54,17 +54,17 @@ def inputs(batch: int, tokens: int, heads: int, key_heads: int, dim: int) -> lis
 
 def timed(options: argparse.Namespace, tree: AttentionMask, tokens: int, length: int) -> float:
     sizes = (options.heads, options.key_heads, options.dim)
-    packed, apart = inputs(1, tokens, *sizes), inputs(options.answers, length, *sizes)
+    packed, sequences = inputs(1, tokens, *sizes), inputs(options.answers, length, *sizes)
     ratios = list[float]()
     for turn in range(options.turns + 1):
-        ratio = step(tree, packed) / step(AttentionMask(), apart)
-        ratios += [ratio] * (turn > 0)  # the first warms up
+        ratio = step(tree, packed) / step(AttentionMask(), sequences)
+        ratios += [ratio] * (turn > 0)  # the first turn warms up
         print(f"turn {turn}: {ratio:.3f}", file=sys.stderr)
     return median(ratios)
 
 
-def sent(name: str, options: argparse.Namespace, mask: AttentionMask, tokens: int, batch: int) -> int:
-    """Bytes of all ranks, both ways, of a layout that is balanced for the mask."""
+def sent_bytes(name: str, options: argparse.Namespace, mask: AttentionMask, tokens: int, batch: int) -> int:
+    """Bytes sent by all ranks, forward and backward, in a layout balanced for the mask."""
     ulysses = 2 if name.startswith("ulysses") else 1
     ring = options.ranks // ulysses
     layout = SequenceLayout.balanced(tokens, ring, mask=mask)
@@ -76,7 +76,7 @@ def sent(name: str, options: argparse.Namespace, mask: AttentionMask, tokens: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given = {
+    checked_options = {
         "prompt": 4096,
         "answers": 16,
         "answer": 256,
@@ -86,17 +86,17 @@ def main() -> None:
         "dim": 64,
         "turns": 5,
     }
-    for name, value in given.items():
+    for name, value in checked_options.items():
         parser.add_argument(f"--{name}", type=count_argument(), default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
     length, tokens = options.prompt + options.answer, options.prompt + options.answers * options.answer
     tree, each = tree_mask(options.prompt, options.answers, options.answer), AttentionMask()
     pairs = tree.pairs(tokens) / (options.answers * each.pairs(length))
-    least, rows = tokens / (options.answers * length), list[dict[str, Any]]()
+    lower_bound, rows = tokens / (options.answers * length), list[dict[str, Any]]()
     for name in METHODS:
-        ratio = sent(name, options, tree, tokens, 1) / sent(name, options, each, length, options.answers)
-        rows.append({"what": f"bytes, {name}", "ratio": ratio, "least": least, "of least": ratio / least})
+        ratio = sent_bytes(name, options, tree, tokens, 1) / sent_bytes(name, options, each, length, options.answers)
+        rows.append({"what": f"bytes, {name}", "ratio": ratio, "least": lower_bound, "of least": ratio / lower_bound})
     ratio = timed(options, tree, tokens, length)
     rows.append({"what": "forward + backward time", "ratio": ratio, "least": pairs, "of least": ratio / pairs})
     title = (

@@ -109,7 +109,7 @@ def checks() -> dict[str, Check]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks of the command line. Returns the exit code."""
     all_checks = checks()
-    options = parse(all_checks, arguments)
+    options = parsed(all_checks, arguments)
     if reason := obstacle(options.fake):
         print(reason, file=sys.stderr)
         return 2
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def parse(all_checks: dict[str, Check], arguments: Sequence[str] | None) -> Namespace:
+def parsed(all_checks: dict[str, Check], arguments: Sequence[str] | None) -> Namespace:
     names = "\n".join(f"  {check.name:13} {check.title}" for check in all_checks.values())
     parser = ArgumentParser(
         "python benchmarks/gpu", description=f"{__doc__}\nChecks:\n{names}", formatter_class=RawDescriptionHelpFormatter

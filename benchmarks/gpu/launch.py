@@ -1,4 +1,4 @@
-"""Ranks of a check: a test world whose process group is replaced by one as a trainer starts it, on NCCL."""
+"""Ranks of a check: a test world whose process group is replaced by the trainer's, on NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class Place(NamedTuple):
-    """Where ranks meet: the type of their device, and a free port."""
+    """The device type of the ranks, and a free port for their rendezvous."""
 
     device: str
     port: int
@@ -30,13 +30,13 @@ def on_ranks(setting: Setting, function: Callable[..., R], *args: Any, seconds: 
     """Calls `function(place, *args)` on fresh ranks, one for each GPU; returns the results in rank order.
 
     Raises:
-        RankFailed: a rank raised, ended, or took longer than that many seconds.
+        RankFailed: a rank raised, exited, or took longer than `seconds`.
     """
     world = World(setting.ranks)
     try:
         return world.run(function, Place(setting.device.type, free_port()), *args, timeout=seconds)
     finally:
-        world.close(kill=True)  # a rank whose GPU has failed may not end by itself
+        world.close(kill=True)  # a rank with a failed GPU may not exit by itself
 
 
 def failure_on_ranks(setting: Setting, function: Callable[..., Any], *args: Any, seconds: float = 120.0) -> str:
@@ -58,11 +58,11 @@ def free_port() -> int:
 def joined(
     place: Place, timeout: timedelta = timedelta(minutes=2), host_too: bool = False, chosen: bool = False
 ) -> Generator[int]:
-    """A process group as `torchrun` and the trainer start it; gives this rank.
+    """Starts the process group of `torchrun` and the trainer; yields this rank.
 
     Args:
-        host_too: gloo beside NCCL.
-        chosen: as in an application that has chosen its GPUs, in reverse order, before.
+        host_too: adds gloo to NCCL.
+        chosen: the application has already selected GPUs, in reverse order.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -80,5 +80,5 @@ def joined(
 
 
 def worst(results: list[list[float]]) -> Iterator[float]:
-    """The largest of each figure over ranks."""
+    """The maximum of each value over ranks."""
     return map(max, zip(*results, strict=True))

@@ -1,4 +1,4 @@
-"""Memory: what a step takes against its simulation, what UPipe's stages save, and the longest sequence that fits."""
+"""Memory: a step compared with its simulation, savings of UPipe's stages, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DIM = 128
 
 
 def chosen_kernel(setting: Setting, dim: int) -> Kernel:
-    """What is chosen here for bfloat16."""
+    """The kernel chosen for bfloat16 on this device."""
     x = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device=setting.device.torch)
     return choose_kernel(Inputs.of(x, x))
 
 
 def check_memory(setting: Setting) -> Iterator[Row]:
-    """Steps of an 8B cut: simulated, and by the allocator."""
+    """Peak memory of steps of a shortened 8B model, simulated and measured."""
     from armillary.plan.memory import Job, SimulatedFlash, simulate
     from armillary.plan.memory.estimate import AttentionChoice, estimate
 
@@ -54,14 +54,14 @@ def check_memory(setting: Setting) -> Iterator[Row]:
 
 
 def product_of(setting: Setting) -> list[tuple[str, int]]:
-    """Policies, and lengths of a sequence."""
+    """(policy, sequence length) of the steps."""
     names = ("none", "layer", "attention_output", "layer, offloaded", "attention_output, offloaded")
     lengths = setting.size((8192, 32_768), (64,))
     return [(name, length) for length in lengths for name in names[: setting.size(None, 2)]]
 
 
 def one_step(job: Any, mesh: DeviceMesh) -> None:
-    """What the simulation runs, on the device."""
+    """Runs the simulated step on the device."""
     from armillary.plan.memory import SimulatedStep
 
     step = SimulatedStep.of(job, mesh)
@@ -70,47 +70,49 @@ def one_step(job: Any, mesh: DeviceMesh) -> None:
 
 
 def check_upipe(setting: Setting) -> Iterator[Row]:
-    """q, k, v and out that a forward pass from hidden states holds beyond what stays: UPipe's, beside those of all."""
+    """Temporary memory of q, k, v and out in a forward pass from hidden states, of UPipe and of Ulysses."""
     for heads, key_heads, saved in ((64, 8, 0.778), (64, 64, 0.875))[: setting.size(None, 1)]:
         full = 2 * heads + 2 * key_heads
         for name, bar in (("UPipe, stages of 8", saved - 0.01), ("Ulysses", None)):
             with setting.one_of(ulysses=8) as mesh:
                 axis = mesh["ulysses"]
                 method = Ulysses(axis) if bar is None else UPipe(axis, heads_per_stage=8)
-                held = intermediates(setting, method, heads, key_heads)
-            label = f"{name}, H {heads}, K {key_heads}: {held:.1f} heads at once, saved of {full}"
+                heads_at_once = intermediates(setting, method, heads, key_heads)
+            label = f"{name}, H {heads}, K {key_heads}: {heads_at_once:.1f} heads at once, saved of {full}"
             source = "UPipe (arXiv 2602.21196): (2 S + 2 min(K, S)) / (2 H + 2 K) are left"
-            share = 1 - held / full
-            yield Row(label, share) if bar is None else setting.at_least(label, share, bar, "", source)
+            saved_fraction = 1 - heads_at_once / full
+            yield (
+                Row(label, saved_fraction) if bar is None else setting.at_least(label, saved_fraction, bar, "", source)
+            )
 
 
 def intermediates(setting: Setting, method: Method, heads: int, key_heads: int) -> float:
-    """In heads of a rank's tokens. What stays is left out: x, weights, the full out and lse."""
+    """Peak temporary memory, in heads of a rank's tokens, without x, weights, the full out and lse."""
     tokens, width, place = setting.size(16_384, 64), 64, {"dtype": torch.bfloat16, "device": setting.device.torch}
-    kept = list[torch.Tensor]()
+    outputs = list[torch.Tensor]()
     query, key, value = (nn.Linear(width, n * DIM, bias=False, **place) for n in (heads, key_heads, key_heads))
     source = HeadProjections(query, key, value, heads, key_heads, DIM)
     x = torch.zeros(1, tokens, width, **place)
     mask, layout = AttentionMask(), method.layout(8 * tokens)
 
     def work() -> None:
-        kept.clear()
+        outputs.clear()
         if isinstance(method, UPipe):
-            kept.extend(
+            outputs.extend(
                 method.attend(Projected(x, source), method.check_projected(x, source, mask=mask, layout=layout))
             )
         else:
-            kept.append(method.projected(x, source, mask=mask, layout=layout))
+            outputs.append(method.projected(x, source, mask=mask, layout=layout))
 
     with torch.no_grad():
-        work()  # what libraries keep for themselves comes with the first call
-        kept.clear()
+        work()  # libraries allocate workspaces in the first call
+        outputs.clear()
         peak = setting.device.peak(work).allocated
-    return (peak - sum(x.nbytes for x in kept)) / (tokens * DIM * 2)
+    return (peak - sum(x.nbytes for x in outputs)) / (tokens * DIM * 2)
 
 
 def check_length(setting: Setting) -> Iterator[Row]:
-    """LLaMA-3-8B on one rank of eight, all on the device: 95% of the longest sequence that should fit."""
+    """LLaMA-3-8B on one rank of eight, without offloading, at 95% of the longest sequence that should fit."""
     from armillary.models import Checkpointing, LlamaConfig
     from armillary.plan.memory import Job, SimulatedFlash, simulate
     from armillary.plan.memory.estimate import AttentionChoice, estimate

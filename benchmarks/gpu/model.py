@@ -1,4 +1,4 @@
-"""A training step of a LLaMA on one rank, as the trainer makes it: FSDP2, the fused loss, clipping and AdamW."""
+"""The trainer's step of a LLaMA on one rank: FSDP2, the fused loss, clipping and AdamW."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cut(setting: Setting, layers: int) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class Training:
-    """A model, its optimizer, and one row of tokens to train on."""
+    """A model, its optimizer and one row of tokens."""
 
     model: Llama
     optimizer: AdamW
@@ -53,7 +53,7 @@ class Training:
         precision: torch.dtype = torch.bfloat16,
         compiler: str | None = None,
     ) -> Training:
-        """Weights and tokens are drawn from one seed; the former on the device, where other numbers come of it."""
+        """Draws weights and tokens from one seed; weights drawn on the device differ between device types."""
         with torch.device("meta"):
             model = Llama(config, Local())
         parallelize(model, mesh, checkpointing=checkpointing, precision=precision, compiler=compiler)
@@ -64,7 +64,7 @@ class Training:
         return cls(model, optimizer, *(x.to(mesh.device_type) for x in (row[:, :-1], row[:, 1:].contiguous())))
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
-        """Those of another one, on whatever device."""
+        """Copies the weights of another model, from any device."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 local_of(parameter).copy_(weights[name])
@@ -73,7 +73,7 @@ class Training:
         return {name: local_of(p).detach().clone() for name, p in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those of the last `backward`, on the host."""
+        """Gradients of the last `backward`, on the host."""
         result = {name: p.grad for name, p in self.model.named_parameters()}
         return {name: local_of(grad).cpu() for name, grad in result.items() if grad is not None}
 

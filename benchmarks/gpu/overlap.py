@@ -1,4 +1,4 @@
-"""What runs beside what: exchanges beside attention, communicators beside each other, streams, and memory meanwhile."""
+"""Overlap of exchanges with attention, of communicators, and of streams; and memory during exchanges."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def device_at(place: Place) -> Device:
 
 
 def attention_tensors(device: Device, tokens: int) -> list[Tensor]:
-    """q, k, v and dout of one rank, as in a layer of an 8B model."""
+    """q, k, v and dout of one rank in a layer of an 8B model."""
     place = {"dtype": torch.bfloat16, "device": device.torch}
     return [torch.randn(1, tokens, heads, DIM, **place) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
 
 
-# -- exchanges beside attention ----------------------------------------------------------------------------------------
+# -- overlap of exchanges with attention -------------------------------------------------------------------------------
 
 
 class RingTimes(NamedTuple):
-    """Seconds of a ring's forward: all of it, without its exchanges, and its exchanges without attention."""
+    """Seconds of a ring's forward: complete, without exchanges, and of its exchanges without attention."""
 
-    together: float
-    alone: float
+    complete: float
+    without_exchanges: float
     exchange: float
 
     @property
     def hidden(self) -> float:
-        """The share of the exchanges that attention hides."""
-        return 1 - (self.together - self.alone) / self.exchange
+        """The fraction of the exchanges hidden by attention."""
+        return 1 - (self.complete - self.without_exchanges) / self.exchange
 
 
 def check_overlap(setting: Setting) -> Iterator[Row]:
-    """By kernel, and by the multiprocessors that FlashAttention-3 leaves to NCCL."""
+    """Hidden fraction by kernel, and by the multiprocessors that FlashAttention-3 leaves to NCCL."""
     tokens = setting.size(16_384, 16)
     kernels = [each for each in usable(setting, torch.bfloat16, DIM, AttentionMask()) if each.name != "dense"][:3]
     margins = [replaced for each in kernels for replaced in with_margins(each)]
@@ -75,13 +75,15 @@ def check_overlap(setting: Setting) -> Iterator[Row]:
     if without and with_margin:
         bar = 1.05 * MULTIPROCESSORS / (MULTIPROCESSORS - SM_MARGIN)
         label = f"{FlashAttn3.name}: forward with margin {SM_MARGIN} over margin 0, nothing sent"
-        yield setting.at_most(label, with_margin.alone / without.alone, bar, "", "by multiprocessors")
-        both = with_margin.together / without.together
-        yield setting.at_most(f"{FlashAttn3.name}: the same with exchanges", both, 1.0, "", "the default margin")
+        yield setting.at_most(
+            label, with_margin.without_exchanges / without.without_exchanges, bar, "", "by multiprocessors"
+        )
+        ratio = with_margin.complete / without.complete
+        yield setting.at_most(f"{FlashAttn3.name}: the same with exchanges", ratio, 1.0, "", "the default margin")
 
 
 def with_margins(kernel: Kernel) -> Iterator[tuple[str, Kernel]]:
-    """A kernel by name; FlashAttention-3 with and without a margin."""
+    """Yields the kernel by name, and FlashAttention-3 with and without a margin."""
     if isinstance(kernel, FlashAttn3):
         for margin in (0, SM_MARGIN):
             yield f"{kernel.name}, margin {margin}", FlashAttn3(sm_margin=margin)
@@ -91,7 +93,7 @@ def with_margins(kernel: Kernel) -> Iterator[tuple[str, Kernel]]:
 
 @torch.no_grad()
 def ring_times(place: Place, kernel: Kernel, tokens: int) -> list[float]:
-    """`RingTimes` of this rank."""
+    """The fields of `RingTimes` on this rank."""
     device = device_at(place)
     with joined(place):
         method = Ring(mesh_of_all(place)["ring"])
@@ -105,16 +107,16 @@ def ring_times(place: Place, kernel: Kernel, tokens: int) -> list[float]:
             for _ in rotation.rotate(k, v):
                 pass
 
-        together = device.seconds(attend)
+        complete = device.seconds(attend)
         with nothing_sent():
-            alone = device.seconds(attend)
+            without_exchanges = device.seconds(attend)
         dist.barrier()
-        return [together, alone, device.seconds(exchange)]
+        return [complete, without_exchanges, device.seconds(exchange)]
 
 
 @contextmanager
 def nothing_sent() -> Generator[None]:
-    """Exchanges of rings are complete at once, and bring what was in memory."""
+    """Makes ring exchanges complete at once, without writing to their buffers."""
 
     def started(axis: Axis, send: dict, receive: dict) -> Exchange:
         return Exchange(axis, send, receive, ())
@@ -123,47 +125,47 @@ def nothing_sent() -> Generator[None]:
         yield
 
 
-# -- communicators beside each other -----------------------------------------------------------------------------------
+# -- overlap of communicators ------------------------------------------------------------------------------------------
 
 
 def check_queue(setting: Setting) -> Iterator[Row]:
-    """An all-to-all of a head axis over all ranks, behind an all-gather of FSDP's that has just begun."""
-    shared, own = (max(on_ranks(setting, seconds_behind_fsdp, own)) for own in (False, True))
-    label = f"all-to-all on a communicator of its own ({1e3 * own:.3g} ms) over FSDP's ({1e3 * shared:.3g} ms)"
-    yield setting.at_most(label, own / shared, 0.7, "", "streams of high priority")
+    """Time of a head axis's all-to-all over all ranks that starts after an all-gather of FSDP."""
+    shared, separate = (max(on_ranks(setting, seconds_behind_fsdp, separate)) for separate in (False, True))
+    label = f"all-to-all on a communicator of its own ({1e3 * separate:.3g} ms) over FSDP's ({1e3 * shared:.3g} ms)"
+    yield setting.at_most(label, separate / shared, 0.7, "", "streams of high priority")
 
 
-def seconds_behind_fsdp(place: Place, own: bool) -> float:
-    """Seconds from the start of both until the all-to-all has arrived."""
+def seconds_behind_fsdp(place: Place, separate: bool) -> float:
+    """Seconds from the start of both collectives to the end of the all-to-all."""
     device = device_at(place)
     with joined(place):
         ranks = dist.get_world_size()
-        mesh = mesh_of_all(place, ("ulysses",) if own else (), ulysses=ranks)
+        mesh = mesh_of_all(place, ("ulysses",) if separate else (), ulysses=ranks)
         group, size = Axis.of(mesh["ulysses"]).group, 2**27 if place.device == "cuda" else 2**10
         options = {"dtype": torch.bfloat16, "device": device.torch}
         parameters, gathered = torch.zeros(size, **options), torch.zeros(size * ranks, **options)
-        sent, arrived = torch.zeros(size // 4, **options), torch.zeros(size // 4, **options)
+        send_buffer, receive_buffer = torch.zeros(size // 4, **options), torch.zeros(size // 4, **options)
         gathering = list[dist.Work]()
 
-        def both() -> None:
+        def both_collectives() -> None:
             gathering.append(compat.all_gather_single(gathered, parameters, dist.group.WORLD))
-            work = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+            work = dist.all_to_all_single(receive_buffer, send_buffer, group=group, async_op=True)
             assert work is not None
             work.wait()
 
         seconds = list[float]()
         for _ in range(5):
             dist.barrier()
-            seconds += device.times(both, 1)
+            seconds += device.times(both_collectives, 1)
             gathering.pop().wait()
         return median(seconds[1:])
 
 
-# -- memory meanwhile --------------------------------------------------------------------------------------------------
+# -- memory during exchanges -------------------------------------------------------------------------------------------
 
 
 def check_ring_memory(setting: Setting) -> Iterator[Row]:
-    """Layers of ring attention, enqueued at once and one after another: what the allocator takes from the driver."""
+    """Memory reserved from the driver by layers of ring attention, enqueued at once and one by one."""
     tokens, layers = setting.size(8192, 16), setting.size(8, 2)
     for way in ("forward", "forward and backward"):
         ahead, waiting = (
@@ -218,7 +220,7 @@ print(milliseconds(streams) / milliseconds(streams[:1]))
 
 
 def check_streams(setting: Setting) -> Iterator[Row]:
-    """Kernels of one thread on a dozen streams, over one of them: above 1 where streams wait for each other."""
+    """Time of kernels on a dozen streams over that of one kernel: above 1 if streams wait for each other."""
     for queues in (8, 32):
         over = 1.0 if setting.fake else at_once(queues)
         label = f"{STREAMS} streams on {queues} work queues: time over that of one"

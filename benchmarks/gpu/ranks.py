@@ -1,4 +1,4 @@
-"""Every attention method on several ranks, against the float64 oracle; and a run of the trainer on all of them."""
+"""Every attention method on several ranks compared with the float64 oracle, and a run of the trainer on all ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ON_ONE_GPU = 4
 
 
 def check_conformance(setting: Setting) -> Iterator[Row]:
-    """In rounds of one case of each method on each of its meshes, as many as there is time for.
+    """Rounds of one case of each method on each of its meshes, until the time limit.
 
-    On NCCL where there are several GPUs, else with four ranks on one, which send by way of the host's memory.
+    On NCCL if there are several GPUs, else with four ranks on one GPU, which send through host memory.
     """
     several = setting.gpus > 1 and not setting.fake
     ranks, backend = (setting.ranks, "nccl") if several else (ON_ONE_GPU, STAGED)
@@ -56,14 +56,14 @@ def take_gpu() -> None:
 
 
 def rounds(every: list) -> Iterator[list[Trial]]:
-    """A case of each, other ones each time."""
+    """Yields rounds with one case of each, different in each round."""
     for number in range(1000):
         several = [cases(brief=i + number * len(every)) for i in range(len(every))]
         yield [Trial(one, some[number % len(some)]) for one, some in zip(every, several, strict=True)]
 
 
 def check_train(setting: Setting) -> Iterator[Row]:
-    """Thirty steps of the trainer under torchrun, on all GPUs: it ends by itself, and learns."""
+    """Thirty steps of the trainer under torchrun on all GPUs: the run must exit by itself, and the loss must fall."""
     with TemporaryDirectory() as folder:
         outcome = subprocess.run(
             training(setting, Path(folder)), env=environment(), capture_output=True, text=True, timeout=setting.seconds
@@ -79,7 +79,7 @@ def check_train(setting: Setting) -> Iterator[Row]:
 
 
 def training(setting: Setting, folder: Path) -> list[str]:
-    """torchrun, as `python -m`, with the trainer on a synthetic task."""
+    """The command of torchrun (`python -m`) with the trainer on a synthetic task."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"]
     sizes = ["--data.sequence-length", str(setting.size(32_768, 256)), "--train.steps", str(setting.size(30, 6))]
     ends = ["--validation.every", "1000", "--validation.batches", "1", "--save.every", "1000", "--log.no-plot"]
@@ -88,7 +88,7 @@ def training(setting: Setting, folder: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process' environment, in which nothing of this repository need be installed."""
+    """This process's environment with the packages of this repository on the path."""
     packages = Path(__file__).parent.parent.parent / "packages"
     paths = [*map(str, sorted(packages.glob("*/src"))), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}

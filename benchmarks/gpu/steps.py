@@ -1,4 +1,4 @@
-"""A training step on one rank: right under every policy, as fast as it should be, offloaded and compiled."""
+"""A training step on one rank: results under every policy, throughput, offloading and compilation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT32 = "float32 on the CPU"
 
 
 def check_step(setting: Setting) -> Iterator[Row]:
-    """Loss and gradients under each policy against those of the CPU, and whether the host waits for the device."""
+    """Loss and gradients under each policy compared with the CPU's, and waits of the host."""
     length, config, plain = setting.size(512, 40), setting.size(SMALL, TINY), Checkpointing()
     with Setting(CpuDevice(), setting.fake).alone() as mesh:
         exact = Training.on(mesh, config, length, plain, torch.float32)
@@ -32,20 +32,20 @@ def check_step(setting: Setting) -> Iterator[Row]:
                 training.take_weights(weights)
                 off = abs(float(training.backward()) / loss - 1)
                 yield correct(f"{label}: loss", off, limit / 10, FLOAT32)
-                yield correct(f"{label}: gradients", together(training.gradients(), gradients), limit, FLOAT32)
+                yield correct(f"{label}: gradients", joint_error(training.gradients(), gradients), limit, FLOAT32)
                 waits = setting.device.syncs(training.backward)
                 where = f": {', '.join(sorted(set(waits))[:3])}" if waits else ""
                 bar = "none, the metrics' reads apart"
                 yield Row(f"{label}: waits of the host{where}", len(waits), "", "0", bar, not waits)
 
 
-def together(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The relative error of all tensors as one."""
+def joint_error(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The relative error of all tensors, concatenated."""
     return relative_error(*(torch.cat([x[name].flatten().float() for name in expected]) for x in (result, expected)))
 
 
 def check_mfu(setting: Setting) -> Iterator[Row]:
-    """An 8B cut at 32k. Model FLOPs: causal pairs alone, and nothing that is computed again."""
+    """A shortened 8B model at 32k tokens. Model FLOPs count causal pairs and no recomputation."""
     length, config = setting.size(32_768, 40), cut(setting, 4)
     bars = {"none": 0.50, "attention_output": 0.40, "layer": None}
     flops = length * config.flops_per_token(length)
@@ -64,10 +64,10 @@ def check_mfu(setting: Setting) -> Iterator[Row]:
 
 
 def check_offload(setting: Setting) -> Iterator[Row]:
-    """How fast checkpoints go to the host and come back, and what that costs a step."""
+    """Bandwidth of copies to the host and back, and the time that offloading adds to a step."""
     size = setting.size(2**30, 2**12)
     x = torch.empty(size, dtype=torch.bfloat16, device=setting.device.torch)
-    for way, seconds in (("to the host", there(setting, x)), ("back", back(setting, x))):
+    for way, seconds in (("to the host", seconds_to_host(setting, x)), ("back", seconds_from_host(setting, x))):
         source = "PCIe 5, 64 GB/s, less its protocol"
         yield setting.at_least(f"{2 * size / 1e9:.2g} GB {way}", 2 * size / seconds / 1e9, 45, "GB/s", source)
     del x
@@ -84,21 +84,21 @@ def check_offload(setting: Setting) -> Iterator[Row]:
             yield setting.at_most(label, times[1] / times[0], 1.03, "", "aim: copies are hidden")
 
 
-def there(setting: Setting, x: torch.Tensor) -> float:
-    """Seconds until a copy on the host is complete; pinned memory is there after the first."""
+def seconds_to_host(setting: Setting, x: torch.Tensor) -> float:
+    """Seconds of a copy to the host; pinned memory is allocated by the first."""
 
     return setting.device.seconds(lambda: OffloadedTensors([x]).copy_to_host.finish(), 3)
 
 
-def back(setting: Setting, x: torch.Tensor) -> float:
-    """Seconds from there to the device."""
-    kept = OffloadedTensors([x])
-    kept.copy_to_host.finish()  # else it is here still
-    return setting.device.seconds(kept.take, 3)
+def seconds_from_host(setting: Setting, x: torch.Tensor) -> float:
+    """Seconds of a copy back to the device."""
+    offloaded = OffloadedTensors([x])
+    offloaded.copy_to_host.finish()  # otherwise the tensor is still on the device
+    return setting.device.seconds(offloaded.take, 3)
 
 
 def check_compile(setting: Setting) -> Iterator[Row]:
-    """What torch.compile gains, block by block, and whether it compiles anything anew."""
+    """Speed-up of compiled blocks, and recompilations."""
     length, config = setting.size(8192, 40), cut(setting, 4)
     compiler = setting.size("inductor", "aot_eager")
     with setting.alone() as mesh:

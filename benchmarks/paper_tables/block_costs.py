@@ -1,4 +1,4 @@
-"""Bytes sent and held by one transformer block under a parallelism, counted on tensors without numbers."""
+"""Bytes sent and stored by one transformer block under a parallelism, counted on fake tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALGOBW = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2, "a
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the elements of torch's own collectives, times their algobw factor."""
+    """Counts the elements of torch's collectives, times their algobw factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def block_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage =
 
 
 def step_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage, layers: int) -> Counter[str]:
-    """Costs of a whole step as rank 0; under ZeRO stage 1 of two micro-batches, with memory in the first one."""
+    """Costs of a step on rank 0; under ZeRO stage 1 of two micro-batches, with memory in the first."""
     model = GPTConfig(vocab_size=512, dim=DIM, layers=layers, heads=HEADS, max_positions=LENGTH)
     job = Job(
         model=model,
@@ -118,13 +118,13 @@ def step_costs(axes: Mapping[str, int], attention: str, zero_stage: ZeroStage, l
                 if zero_stage == 1:
                     begin_micro_batch(step.model, last=True)
                     step.loss().backward()
-            del optimizer  # its moments were there until now
+            del optimizer  # frees its moments
     parameters = before["parameters"] - state["parameters"]
     stored = before.total() - state.total() - parameters
     sharded = prod(size for name, size in axes.items() if name != "tp") > 1
     gradients = sum(after[name] for name in ("gradients", "other")) - state["other"]
     return Counter(
-        parameters=traffic.elements if sharded else 0,  # else all are of tensor parallelism
+        parameters=traffic.elements if sharded else 0,  # otherwise all are sent by tensor parallelism
         activations=ledger.bytes(),
         gathered=parameters,
         gradients=gradients,

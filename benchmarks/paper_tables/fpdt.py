@@ -1,4 +1,4 @@
-"""FPDT (arXiv 2408.16978), by formulas: Ulysses a chunk of the sequence at a time, with keys on the host."""
+"""FPDT (arXiv 2408.16978) in formulas: Ulysses chunk by chunk, with keys on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 2**16
 
 @dataclass(frozen=True)
 class Fpdt:
-    """FPDT of LLaMA-3-8B on 8 H100, beside Ulysses on the same ranks.
+    """FPDT of LLaMA-3-8B on 8 H100, based on Ulysses on the same ranks.
 
     Forward: for each chunk of queries, the ranks exchange it (all-to-all), and fetch the keys and values of all chunks
     up to it from the host, two at a time. Backward: for each chunk of keys, all chunks of queries from it on.
@@ -32,7 +32,7 @@ class Fpdt:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a chunk of queries and a chunk of keys that the causal mask sees."""
+        """Pairs of a query chunk and a key chunk that are visible under the causal mask."""
         return self.chunks * (self.chunks + 1) // 2
 
     @property
@@ -99,7 +99,7 @@ class Fpdt:
 
     @property
     def seconds(self) -> float:
-        """Of a step: Ulysses', and the copies that attention's computation does not hide."""
+        """Seconds of a step: Ulysses' step, and the copies that attention does not hide."""
         time = self.ulysses.time
         computed = time.attention + time.recomputed
         return time.seconds + max(0.0, self.copies - computed)

@@ -1,4 +1,4 @@
-"""Rows with a paper's figure and ours, and the page that they make."""
+"""Rows with a paper's figure and ours, and their page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Figure = float | int | str | None
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a paper, and ours.
+    """One figure of a paper with ours.
 
     Args:
         why: numeric reason for a ratio further than `TOLERANCE` from 1.
 
     Raises:
-        ValueError: such a ratio without a number in `why`.
+        ValueError: a ratio beyond the tolerance without a number in `why`.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the paper's; None where one of them is no number."""
+        """Our figure over the paper's; None if one of them is not a number."""
         numbers = isinstance(self.paper, (float, int)) and isinstance(self.ours, (float, int))
         return self.ours / self.paper if numbers and self.paper else None
 

@@ -13,7 +13,7 @@ def paper() -> Paper:
 
 
 def schedule() -> Table:
-    """Figures 3 to 5: what each schedule sends, by its plan and by the ledger."""
+    """Figures 3 to 5: sent bytes of each schedule, by its plan and by the ledger."""
     rows = list[Row]()
     for name, nodes in (("token_ring", None), ("ring+token_ring", 2)):
         for row in plan_bytes(BytesPlan(**FIGURE_5, attention=(name,), nodes=nodes)):

@@ -26,7 +26,7 @@ def stored(name: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def stages() -> Table:
-    """Share of attention's tensors that stages save."""
+    """The fraction of attention's tensors that stages save."""
     command, rows = stored("stages")
     saved = {(row["H"], row["K"], row["S"]): 1 - row["UPipe"] / row["2H + 2K"] for row in rows}
     text = f"Share of q, k, v and out that a stage of 8 heads does not hold, on 8 ranks, counted by `{command}`."
@@ -51,7 +51,7 @@ def figure_1() -> Table:
     tokens = {(row["cluster"], row["attention"].split()[0]): row["tokens, M"] for row in rows}
     node = {name: length for (cluster, name), length in tokens.items() if cluster.startswith("8 ")}
     fpdt = fpdt_of(5 * M)
-    share = fpdt.inputs_per_token / (fpdt.inputs_per_token + fpdt.host_per_token)
+    inputs = fpdt.inputs_per_token / (fpdt.inputs_per_token + fpdt.host_per_token)
     reason = "the host's 2 TB hold 6.9M tokens' inputs of blocks; the paper's steps are whole millions"
     text = f"LLaMA-3-8B on 8 x H100, inputs of blocks and the optimizer on the host; simulated by `{command}`."
     return Table(
@@ -69,8 +69,8 @@ def figure_1() -> Table:
             Row(
                 "FPDT, million tokens, by formulas",
                 NOT_AVAILABLE,
-                share * node["upipe"],
-                f"the host also has q, k, v, out and gradients of a block: {share:.2f} of UPipe's inputs of blocks",
+                inputs * node["upipe"],
+                f"the host also has q, k, v, out and gradients of a block: {inputs:.2f} of UPipe's inputs of blocks",
             ),
         ],
     )
@@ -111,7 +111,7 @@ def throughput_1() -> Table:
 
 
 def fpdt_of(length: int) -> Fpdt:
-    """FPDT beside Ulysses on the same ranks."""
+    """FPDT based on Ulysses on the same ranks."""
     step = predicted("llama3-8b", "8xh100", length, AttentionChoice("ulysses"), 8, OFFLOADED, on_host=True)
     return Fpdt(length, step)
 
@@ -121,14 +121,14 @@ def figure_2() -> Table:
     rows = list[Row]()
     for (label, policy), (name, ulysses) in product(policies.items(), NODE.items()):
         prediction = predicted("llama3-8b", "8xh100", 3 * M, AttentionChoice(name), ulysses, policy, on_host=True)
-        parts = {part: size / 2**30 for part, size in list(prediction.memory.device_breakdown.items())[:4]}
+        sizes = {part: size / 2**30 for part, size in list(prediction.memory.device_breakdown.items())[:4]}
         verdict = (
             ""
             if prediction.fits
             else f"out of memory: {prediction.gib:.1f} of {prediction.room.device / 2**30:.1f} GiB"
         )
-        shown = ", ".join(f"{part} {size:.1f}" for part, size in parts.items())
-        rows.append(Row(f"{label}, {name}", NOT_AVAILABLE, f"{prediction.gib:.1f} GiB: {shown}", verdict))
+        sizes_text = ", ".join(f"{part} {size:.1f}" for part, size in sizes.items())
+        rows.append(Row(f"{label}, {name}", NOT_AVAILABLE, f"{prediction.gib:.1f} GiB: {sizes_text}", verdict))
     fpdt = fpdt_of(3 * M)
     attention = f"attention {fpdt.attention_memory / 2**30:.1f}"
     rows.append(

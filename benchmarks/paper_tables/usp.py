@@ -45,7 +45,7 @@ def paper() -> Paper:
 
 
 def sent() -> Paper:
-    """Bytes alone."""
+    """Only the tables of bytes."""
     return Paper("USP", "2405.07719", [attention_bytes()])
 
 
@@ -176,14 +176,19 @@ def throughput(title: str, cluster: str, published: Throughput) -> Table:
     """Forward passes a second of 32 heads, 8 of keys, with the basic and the balanced ring."""
     machines, rows = Cluster.named(cluster), list[Row]()
     for length, by_split in published.items():
-        ours = {split: [forward(machines, length * 1024, split, kind) for kind in KINDS] for split in by_split}
+        predictions = {split: [forward(machines, length * 1024, split, kind) for kind in KINDS] for split in by_split}
         for split, figures in by_split.items():
-            for kind, paper, span in zip(KINDS, figures, ours[split], strict=True):
+            for kind, paper_figure, span in zip(KINDS, figures, predictions[split], strict=True):
                 rows.append(
-                    pass_row(f"{length}K, U {split} x R {8 // split}, {KINDS[kind]}", paper, span, length, machines)
+                    pass_row(
+                        f"{length}K, U {split} x R {8 // split}, {KINDS[kind]}", paper_figure, span, length, machines
+                    )
                 )
-        best = max(by_split, key=lambda split: by_split[split][1]), min(ours, key=lambda split: ours[split][1].seconds)
-        rows.append(Row(f"{length}K, best U", best[0], best[1], spread(ours)))
+        best = (
+            max(by_split, key=lambda split: by_split[split][1]),
+            min(predictions, key=lambda split: predictions[split][1].seconds),
+        )
+        rows.append(Row(f"{length}K, best U", best[0], best[1], spread(predictions)))
     notes = [
         "paper inconsistent: table 3's best at 32K and 128K is U 2 where its text says U 4",
         "paper inconsistent: table 4 attains 150 TFLOPS a GPU at 32K and 49 at 128K, on an A100; table 3 has 96 at "
@@ -201,14 +206,14 @@ def throughput(title: str, cluster: str, published: Throughput) -> Table:
 KINDS = {"contiguous": "basic ring", "zigzag": "balanced ring"}
 
 
-def spread(ours: dict[int, list[PassTime]]) -> str:
-    """How far predictions lie apart."""
-    times = [spans[1].seconds for spans in ours.values()]
+def spread(predictions: dict[int, list[PassTime]]) -> str:
+    """The range of the predictions."""
+    times = [spans[1].seconds for spans in predictions.values()]
     return f"predictions differ by {max(times) / min(times) - 1:.1%}"
 
 
 def forward(cluster: Cluster, length: int, split: int, kind: str) -> PassTime:
-    """Time of USP's forward on 8 ranks; their ring passes every shard on, whoever sees it."""
+    """Time of USP's forward on 8 ranks. The paper's ring sends every shard to all ranks, visible or not."""
 
     def steps(causal: bool) -> tuple[Step, ...]:
         layout = (
@@ -221,11 +226,13 @@ def forward(cluster: Cluster, length: int, split: int, kind: str) -> PassTime:
         )
         return UlyssesPlan().comm_plan(work, split, RingPlan().comm_plan).forward
 
-    sent, seen, device = steps(causal=False), steps(causal=True), cluster.accelerator
-    # Under a causal mask ranks without pairs have a shorter plan: take its pairs, and the moves of the full mask.
-    pairs = [step.pairs for step in seen] + [()] * (len(sent) - len(seen))
-    both = [Step(step.moves, count or (step.pairs and (0,) * 8)) for step, count in zip(sent, pairs, strict=True)]
-    return plan_seconds(both, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0]))
+    full_steps, causal_steps, device = steps(causal=False), steps(causal=True), cluster.accelerator
+    # Our causal plan is shorter for ranks without pairs, so take its pairs and the moves of the full mask.
+    pairs = [step.pairs for step in causal_steps] + [()] * (len(full_steps) - len(causal_steps))
+    combined = [
+        Step(step.moves, count or (step.pairs and (0,) * 8)) for step, count in zip(full_steps, pairs, strict=True)
+    ]
+    return plan_seconds(combined, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0]))
 
 
 def pass_row(title: str, paper: float, span: PassTime, length: int, cluster: Cluster) -> Row:
@@ -244,7 +251,7 @@ def pass_row(title: str, paper: float, span: PassTime, length: int, cluster: Clu
 
 
 def figure_5() -> Table:
-    """Data parallelism against sequence parallelism, by the planner's own choice."""
+    """Data parallelism compared with sequence parallelism, both chosen by the planner."""
     rows = list[Row]()
     for tokens in ("4Ki", "8Ki", "16Ki"):
         plan = SearchPlan(
@@ -263,7 +270,7 @@ def figure_5() -> Table:
 
 
 def figure_6() -> Table:
-    """Distance of the curves of USP and of data parallelism, beside that of two seeds, from the stored runs."""
+    """Distance between the curves of USP and data parallelism, and between those of two seeds, from stored runs."""
     stored = json.loads((report.RESULTS / "convergence.json").read_text())
     rows = list[Row]()
     for row in stored["rows"]:

@@ -97,11 +97,11 @@ class MemoryBound:
     """Seconds of a rank's passes over memory that the planner leaves out.
 
     Args:
-        activations: of one micro-batch. A norm reads x and writes y (2 dim numbers), its backward reads x and dy and
-            writes dx (3); a residual sum takes 3, and so does its gradient; RoPE reads and writes queries and keys;
+        activations: passes of one micro-batch. A norm reads x and writes y (2 dim numbers), its backward reads x and dy
+            and writes dx (3); a residual sum takes 3, and so does its gradient; RoPE reads and writes queries and keys;
             SwiGLU takes 3 inner numbers, and 5 in backward. The loss makes 12 passes over logits in float32.
-        gradients: of one micro-batch, which reads and writes the float32 gradients.
-        once: of a step, which writes zeros into them, and reads and writes them for scaling.
+        gradients: passes of one micro-batch, which reads and writes the float32 gradients.
+        once: passes of a step, which zeroes the gradients, and reads and writes them for scaling.
     """
 
     activations: float
@@ -120,7 +120,7 @@ class MemoryBound:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction for a row, on Megatron-LM's terms."""
+    """The prediction for a row, with Megatron-LM's costs."""
 
     row: Published
     model: str
@@ -146,7 +146,7 @@ class Predicted:
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a micro-batch of one sequence for each data-parallel rank, everything overlapped that our trainer does."""
+        """Time of a micro-batch of one sequence per data-parallel rank, with all overlap of our trainer."""
         job = self.job
         assert isinstance(job.attention, AttentionChoice)
         candidate = Candidate(self.mesh, job.attention)
@@ -174,14 +174,14 @@ class Predicted:
 
     @property
     def seconds(self) -> float:
-        """Of a step: transfers of parameters and gradients once, the remainder for each micro-batch."""
+        """Seconds of a step: parameters and gradients are sent once, everything else per micro-batch."""
         once = self.time.parameters + self.time.optimizer
         computed = self.micro_batches * (self.time.seconds - once) + self.memory_bound
         return computed + self.transfers + self.time.optimizer
 
     @property
     def paper_seconds(self) -> float:
-        """Of the paper's step."""
+        """Seconds of the paper's step."""
         return self.flops / (self.row.tflops * 1e12)
 
     @property
@@ -197,7 +197,7 @@ class Predicted:
 
     @property
     def flops(self) -> float:
-        """Of a step on one GPU."""
+        """FLOPs of a step on one GPU."""
         tokens = self.job.length * self.mesh.shard * self.micro_batches
         return tokens * self.job.model.flops_per_token(self.job.length) / self.cluster.ranks
 
@@ -211,7 +211,7 @@ class Predicted:
 
     @cached_property
     def differences(self) -> dict[str, float]:
-        """Bytes that Megatron-LM holds more than our step, by cause."""
+        """Additional bytes of Megatron-LM compared with our step, by cause."""
         step = StepSizes.of(self.job)
         inner = step.tensor(step.model.inner)
         gathered = 2 * (step.gathered - step.x) if step.tp > 1 else 0
@@ -223,7 +223,7 @@ class Predicted:
 
     @property
     def device(self) -> float:
-        """GiB of a device on Megatron-LM's terms."""
+        """GiB of a device under Megatron-LM."""
         return (self.memory.device + sum(self.differences.values())) / 2**30
 
     def throughput(self, one_card: bool = False) -> float:
@@ -231,16 +231,16 @@ class Predicted:
         return self.flops / (self.seconds + (self.through_one_card - self.transfers if one_card else 0))
 
     def efficiency(self) -> str:
-        """Speed of computation, and transfers through one card, that the paper's time would correspond to."""
+        """The computation speed, and the transfers through one card, that would explain the paper's time."""
         computed = self.micro_batches * (self.time.dense + self.time.attention + self.time.head)
-        share = computed / (computed + self.paper_seconds - self.seconds)
-        text = f", as if products and attention attained {share:.0%} of the preset's speed"
+        speed_fraction = computed / (computed + self.paper_seconds - self.seconds)
+        text = f", as if products and attention attained {speed_fraction:.0%} of the preset's speed"
         if self.through_one_card > self.transfers:
             text += f"; parameters and gradients through one card a node: {self.through_one_card:.2f} s"
         return text
 
     def compared(self) -> Row:
-        """MFU beside the paper's."""
+        """A row with the paper's MFU and ours."""
         published = self.row.tflops * 1e12 / self.cluster.accelerator.flops
         reason = ""
         if abs(self.mfu / published - 1) > 0.05:
@@ -262,17 +262,21 @@ def best_rows(predicted: Sequence[Predicted], one_card: bool = False) -> list[Ro
     """The best row of each length and global batch of 1, by the paper and by us; `one_card` as in `throughput`."""
     rows = list[Row]()
     for length in dict.fromkeys(each.row.length for each in predicted):
-        alike = [each for each in predicted if (each.row.length, each.row.batch) == (length, predicted[0].row.batch)]
-        alike = alike or [each for each in predicted if each.row.length == length]
-        theirs = max(alike, key=lambda each: each.row.tflops)
-        ours = max(alike, key=lambda each: each.throughput(one_card))
-        behind = 1 - theirs.throughput(one_card) / ours.throughput(one_card)
-        theirs_behind = 1 - ours.row.tflops / theirs.row.tflops
+        candidates = [
+            each for each in predicted if (each.row.length, each.row.batch) == (length, predicted[0].row.batch)
+        ]
+        candidates = candidates or [each for each in predicted if each.row.length == length]
+        paper_best = max(candidates, key=lambda each: each.row.tflops)
+        our_best = max(candidates, key=lambda each: each.throughput(one_card))
+        behind = 1 - paper_best.throughput(one_card) / our_best.throughput(one_card)
+        behind_in_paper = 1 - our_best.row.tflops / paper_best.row.tflops
         reason = (
-            "" if ours is theirs else f"we have theirs {behind:.1%} behind; they have ours {theirs_behind:.1%} behind"
+            ""
+            if our_best is paper_best
+            else f"we have theirs {behind:.1%} behind; they have ours {behind_in_paper:.1%} behind"
         )
-        title = f"best of {length}K, batch {alike[0].row.batch}{ONE_CARD if one_card else ''}"
-        rows.append(Row(title, str(theirs.row), str(ours.row), reason))
+        title = f"best of {length}K, batch {candidates[0].row.batch}{ONE_CARD if one_card else ''}"
+        rows.append(Row(title, str(paper_best.row), str(our_best.row), reason))
     return rows
 
 
@@ -283,12 +287,12 @@ def spearman(predicted: Sequence[Predicted], one_card: bool = False) -> float:
         order = sorted(range(len(values)), key=values.__getitem__)
         return [order.index(i) for i in range(len(values))]
 
-    theirs, ours = (
+    paper_ranks, our_ranks = (
         ranks([each.row.tflops for each in predicted]),
         ranks([each.throughput(one_card) for each in predicted]),
     )
     n = len(predicted)
-    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(theirs, ours, strict=True)) / (n * (n * n - 1))
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(paper_ranks, our_ranks, strict=True)) / (n * (n * n - 1))
 
 
 def table_5() -> Table:
@@ -309,11 +313,11 @@ def table_6() -> Table:
     by_degrees = {each.row[:5]: each for each in results}
 
     def lost(length: int) -> float:
-        """Seconds that the paper's tp 2 x U 4 x R 2 takes more than its tp 4 x U 2 x R 2."""
+        """Additional seconds of the paper's tp 2 x U 4 x R 2 over its tp 4 x U 2 x R 2."""
         slow, fast = by_degrees[length, 1, 2, 4, 2], by_degrees[length, 1, 4, 2, 2]
         return slow.paper_seconds - fast.paper_seconds
 
-    others = [each for each in results if each.row.tp != 2]
+    other_rows = [each for each in results if each.row.tp != 2]
     two, four = by_degrees[64, 1, 2, 4, 2], by_degrees[64, 1, 4, 2, 2]
     assumption = (
         "an assumption of ours, the same for all rows, on which the cost of tp 2 and tp 4 depends: a group that shares "
@@ -327,7 +331,7 @@ def table_6() -> Table:
         *(each.compared() for each in results),
         *best_rows(results),
         Row("rank correlation (Spearman), 26 rows", "-", round(spearman(results), 3)),
-        Row(f"rank correlation (Spearman), {len(others)} rows without tp 2", "-", round(spearman(others), 3)),
+        Row(f"rank correlation (Spearman), {len(other_rows)} rows without tp 2", "-", round(spearman(other_rows), 3)),
         *best_rows(results, one_card=True),
         Row(f"rank correlation (Spearman), 26 rows{ONE_CARD}", "-", round(spearman(results, one_card=True), 3)),
     ]
@@ -349,7 +353,7 @@ def table_7() -> Table:
 
 
 def fits() -> Table:
-    """Settings that the paper ran, and those that it says do not fit."""
+    """Settings that the paper ran, and settings that it reports as not fitting."""
     seven, eight = ("llama2-7b", "8xa800"), ("llama3-8b", "16xa800")
     refused = [
         (Published(64, 1, 1, 8, 1, 0), *seven),
@@ -364,11 +368,11 @@ def fits() -> Table:
         for row, model, cluster in settings:
             prediction = Predicted(row, model, Cluster.named(cluster))
             room = Room.of(prediction.cluster).device / 2**30
-            ours = "fits" if prediction.device <= room else "does not fit"
+            our_verdict = "fits" if prediction.device <= room else "does not fit"
             reason = f"{prediction.device:.1f} of {room:.1f} GiB; our own step {prediction.memory.device / 2**30:.1f}"
-            if ours != verdict:
+            if our_verdict != verdict:
                 reason += f". It would fit with {room + 5 - prediction.device:.1f} GiB reserved in place of 5"
-            rows.append(Row(f"{model}, {row.length}K, batch {row.batch}, {row}", verdict, ours, reason))
+            rows.append(Row(f"{model}, {row.length}K, batch {row.batch}, {row}", verdict, our_verdict, reason))
     text = (
         "Memory without recomputation by our formulas, on Megatron-LM's terms: with the float32 buffer of whole "
         "gradients that its ZeRO-1 keeps (4 bytes a parameter), without one of four inner tensors of the MLP (fused "

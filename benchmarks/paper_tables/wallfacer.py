@@ -48,7 +48,7 @@ def paper() -> Paper:
 
 
 def sent() -> Paper:
-    """Bytes alone."""
+    """Only the tables of bytes."""
     return Paper("WallFacer", "2407.00611", [example()])
 
 
@@ -85,7 +85,7 @@ def figure_1() -> Table:
     base = p2p[1, "forward"]
     rows = [Row("bars of the figure, GB", NOT_AVAILABLE, f"Ring {base / 1e9:.2f} forward at 64Ki tokens")]
     for team in TEAMS:
-        # Ring makes P - 1 sends, and a team's first exchange is one of P / C^2.
+        # Ring makes P - 1 sends; a team makes P / C^2 exchanges, the first included.
         reason = (
             f"Ring makes 63 sends of 64: {1 / team:.4g} x 64 / 63"
             if abs(team * p2p[team, "forward"] / base - 1)
@@ -167,7 +167,7 @@ def step(model: str, cluster: str, length: int, choice: AttentionChoice, crossin
 
 
 def gain(model: str, cluster: str, length: int, crossing: float | None = None) -> float:
-    """Percent by which WallFacer's best is faster than Ring, whose sends between nodes attain `crossing`."""
+    """Percent by which the best WallFacer is faster than Ring, which sends `crossing` bytes a second between nodes."""
     by_size = by_team(model, cluster, length)
     ring = step(model, cluster, length, AttentionChoice("ring"), crossing).time.seconds
     return 100 * (ring / by_size[best_team(by_size)][1].time.seconds - 1)
@@ -193,7 +193,7 @@ def best_team(by_size: dict[int, tuple[AttentionChoice, Step]]) -> int:
 
 
 def waiting(by_size: dict[int, tuple[AttentionChoice, Step]]) -> str:
-    """Where the times of Ring and of the best team differ."""
+    """The difference between the times of Ring and of the best team."""
     ring, best = by_size[1][1].time, by_size[best_team(by_size)][1].time
     return (
         f"of {ring.seconds:.2f} s Ring waits {ring.exchange:.2f} s for exchanges, WallFacer {best.exchange:.2f} of "
@@ -213,12 +213,12 @@ def figure_7() -> Table:
             if name in BEST_TEAMS:
                 rows.append(Row(f"best C, {name}, {length // 1024}K", BEST_TEAMS[name], best, "C = 2 or 4"))
     ordered = sorted(gains, reverse=True)
-    for paper_gain, (ours, title, reason) in zip(GAINS, ordered, strict=True):
-        rows.append(Row(f"gain over Ring, % ({title})", paper_gain, round(ours, 2), reason))
-    for paper_gain, (ours, title) in zip(GAINS, sorted(assumed, reverse=True), strict=True):
+    for paper_gain, (our_gain, title, reason) in zip(GAINS, ordered, strict=True):
+        rows.append(Row(f"gain over Ring, % ({title})", paper_gain, round(our_gain, 2), reason))
+    for paper_gain, (our_gain, title) in zip(GAINS, sorted(assumed, reverse=True), strict=True):
         crossing = CROSSING[title.split(",")[0]] / 1e9
         reason = f"Ring's connection between nodes at {crossing:g} GB/s"
-        rows.append(Row(f"gain, % ({title}), Ring's crossing assumed", paper_gain, round(ours, 2), reason))
+        rows.append(Row(f"gain, % ({title}), Ring's crossing assumed", paper_gain, round(our_gain, 2), reason))
     text = (
         "32 GPUs of three clusters, GPT 3B and 7B, two lengths each. The text gives six gains without their settings, "
         "so both sets are sorted; its second lengths are not available, ours are 128K. Predicted with the published "
@@ -266,13 +266,13 @@ def scaling(heading: str, lengths: dict[int, int]) -> Table:
     for ranks, length in lengths.items():
         by_size = by_team("gpt-7b", f"{ranks}xh100", length)
         best = best_team(by_size)
-        ours = gain("gpt-7b", f"{ranks}xh100", length)
+        our_gain = gain("gpt-7b", f"{ranks}xh100", length)
         title, reason = f"{ranks} H100, {length // 1024}K, C = {best}: gain, %", waiting(by_size)
         if ranks > 8:
             two_cards = gain("gpt-7b", f"{ranks}xh100", length, crossing=2 * 46e9)
             reason += f"; {two_cards:.1f}% if Ring's sends between nodes use two cards"
         paper_gain = 60.71 if lengths is STRONG and ranks == 64 else NOT_AVAILABLE
-        rows.append(Row(title, paper_gain, round(ours, 2), reason))
+        rows.append(Row(title, paper_gain, round(our_gain, 2), reason))
     grows = "the gain grows with the ranks" if lengths is STRONG else "the gain grows less than in strong scaling"
     return Table(heading, f"GPT 7B; the text says that {grows}. Curves are not available.", rows)
 
@@ -298,7 +298,7 @@ def longest_million(choice: AttentionChoice) -> float:
 
 
 def longest() -> Table:
-    """Why WallFacer's longest sequence is shorter than Ring's."""
+    """Longest sequences, and the reason why WallFacer's is shorter than Ring's."""
     head = 128 * 2
     call = Sizes(32 * head, 8 * head, 32 * 4, 2, 4)  # LLaMA-3-8B, bytes of a token
     rows = list[Row]()

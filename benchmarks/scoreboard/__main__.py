@@ -1,11 +1,11 @@
-"""Everybody's context parallelism against the float64 oracle, on CPU ranks, each in an environment of its own.
+"""Context parallelism of many libraries compared with the float64 oracle on CPU ranks, each in its own environment.
 
     uv run python benchmarks/scoreboard                                      # all contenders; downloads what uv lacks
-    uv run python benchmarks/scoreboard --only "armillary, ring" diffusers   # by name, or by how names begin
+    uv run python benchmarks/scoreboard --only "armillary, ring" diffusers   # by name or by prefix
     uv run python benchmarks/scoreboard --only "diffusers, ring" --case window/contiguous/8x8/bfloat16/2
 
-What came of it is stored, in place of what was stored of the same contenders, in docs/benchmarks/scoreboard.json and in
-docs/scoreboard.md. A run of chosen cases is not. Exit code 1 if one of ours is not right everywhere.
+Results replace earlier ones of the same contenders in docs/benchmarks/scoreboard.json and docs/scoreboard.md; a run of
+selected cases stores nothing. Exits with 1 if a method of armillary is not right in all cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2]))  # for the folder `conformance`
+sys.path.append(str(Path(__file__).parents[2]))  # makes the folder `conformance` importable
 from contender import HERE, Contender, contenders
 from environment import ROOT, environment, variables
 from setting import Setting
@@ -34,42 +34,43 @@ MARK = "<!-- written by benchmarks/scoreboard: what follows is its table -->\n"
 
 
 def main() -> int:
-    options = parsed()
+    options = parse()
     results: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         for cls in options.chosen:
             cases = [case for case in cls.settings() if not options.case or case in options.case]
             results += [measured(cls, cases, Path(folder))] if cases else []
-            if options.json:  # time and again: a run may be cut short
+            if options.json:  # after each contender, because a run may be interrupted
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{text(results)}")
     for each in [outcome for one in results for outcome in outcomes(one)] if options.case else []:
         print(f"{each.setting}: {each.outcome} {each.said or figures([each])}")
     if not options.case:
         store(results)
-    mine = [one for one in results if one["name"].startswith("armillary")]
-    return int(any(one["why"] or cell(outcomes(one)) != str(len(one["outcomes"])) for one in mine))
+    our_results = [one for one in results if one["name"].startswith("armillary")]
+    return int(any(one["why"] or cell(outcomes(one)) != str(len(one["outcomes"])) for one in our_results))
 
 
-def parsed() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = contenders()
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {'; '.join(known)}")
+    all_contenders = contenders()
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {'; '.join(all_contenders)}")
     parser.add_argument("--case", nargs="+", type=Setting.read, default=[], help="such as causal/zigzag/8x4/bfloat16/4")
     parser.add_argument("--json", type=Path, help="a file for all of it")
     options = parser.parse_args()
     named = {
-        name: [name] if name in known else [each for each in known if each.startswith(name)] for name in options.only
+        name: [name] if name in all_contenders else [each for each in all_contenders if each.startswith(name)]
+        for name in options.only
     }
     if unknown := [name for name, chosen in named.items() if not chosen]:
-        parser.error(f"no contender {', '.join(unknown)}; known: {'; '.join(known)}")
-    requested = {name for chosen in named.values() for name in chosen} or set(known)
-    options.chosen = [cls for name, cls in known.items() if name in requested]
+        parser.error(f"no contender {', '.join(unknown)}; known: {'; '.join(all_contenders)}")
+    requested = {name for chosen in named.values() for name in chosen} or set(all_contenders)
+    options.chosen = [cls for name, cls in all_contenders.items() if name in requested]
     return options
 
 
 def measured(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> dict[str, Any]:
-    """One contender: says what came of it, in a line. What cannot be run is told with its reason, and no case."""
+    """Runs one contender and prints its result in a line: outcomes of cases, or the reason why it cannot run."""
     date = datetime.now(UTC).date().isoformat()
     result: dict[str, Any] = {
         "name": cls.name,
@@ -91,7 +92,7 @@ def measured(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> di
 
 
 def lines(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> Iterator[dict[str, Any]]:
-    """What trial.py prints. Environments in `folder` are shared by contenders that want the same, and thrown away."""
+    """Yields the lines of trial.py. Contenders with equal requirements share a temporary environment in `folder`."""
     python, log = environment(cls, folder), folder / "log.txt"
     command = [python, str(HERE / "trial.py"), cls.name, *map(str, cases)]
     with log.open("w") as errors:
@@ -109,15 +110,15 @@ def last_line(log: Path) -> str:
 
 
 def store(results: Sequence[dict[str, Any]]) -> None:
-    """As JSON, and into the page."""
+    """Writes the results as JSON and into the page."""
     before = json.loads(RESULTS.read_text())["contenders"] if RESULTS.exists() else []
     newest = {one["name"]: one for one in (*before, *results)}
     machine = f"Python {platform.python_version()}, {platform.machine()}, gloo on CPU ranks"
     data = {"machine": machine, "contenders": [newest[name] for name in contenders() if name in newest]}
     each_in_a_line = ",\n".join(json.dumps(one) for one in data["contenders"])
     RESULTS.write_text(f'{{"machine": {json.dumps(machine)}, "contenders": [\n{each_in_a_line}\n]}}\n')
-    above = PAGE.read_text().partition(MARK)[0]
-    PAGE.write_text(f"{above}{MARK}\n{markdown(data)}")
+    introduction = PAGE.read_text().partition(MARK)[0]
+    PAGE.write_text(f"{introduction}{MARK}\n{markdown(data)}")
 
 
 if __name__ == "__main__":

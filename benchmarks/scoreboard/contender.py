@@ -1,4 +1,4 @@
-"""What a contender says of itself. To add one, subclass `Contender` in a file of contenders/."""
+"""The description of a contender. To add one, subclass `Contender` in a file of contenders/."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ BASE = ("torch==2.15.0", "numpy==2.4.6", "einops==0.8.2")
 
 
 class Contender:
-    """One way to attend over shards; an instance is for one setting, on one rank. Override `attend`, and what differs.
+    """One way to attend over shards. An instance is for one setting on one rank. Subclasses override `attend`.
 
-    What a class does not offer, its library has no way to ask for. Whatever it offers and then raises is a refusal.
+    A class lists only options that the library's interface has. An exception for a listed option is a refusal.
     """
 
     name: ClassVar[str]
     requirements: ClassVar[tuple[str, ...]] = ()
-    """Pinned, for a throwaway environment; none: the environment of the workspace."""
+    """Pinned requirements of a temporary environment; empty: the environment of the workspace."""
     alone: ClassVar[tuple[str, ...]] = ()
-    """Likewise, but without what they depend on."""
+    """Pinned requirements that are installed without their dependencies."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """Imported once, before ranks are forked."""
+    """Modules that are imported once, before ranks are forked."""
     standin: ClassVar[bool] = False
     """Whether flash-attn's functions come from standin/, on the CPU."""
     masks: ClassVar[tuple[str, ...]] = MASKS[:4]
@@ -45,20 +45,20 @@ class Contender:
     batch: ClassVar[int] = 2
     forward_only: ClassVar[bool] = False
     note: ClassVar[str] = ""
-    """How it is called, and what a reader should know."""
+    """How the library is called, and notes for the reader."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
     @classmethod
     def settings(cls) -> Iterator[Setting]:
-        """All that it is run on. An uneven length is tried in one dtype, with as many key/value heads."""
+        """All settings of the contender. Uneven lengths run in one dtype, with one number of heads."""
         for mask, layout, heads, dtype, ranks in product(cls.masks, cls.layouts, HEADS, cls.dtypes, cls.ranks):
             if mask != "uneven" or (heads == HEADS[0] and dtype == cls.dtypes[-1] and ranks > 1):
                 yield Setting(mask, layout, heads, dtype, ranks)
 
     def method(self) -> ConformingMethod:
-        """What the conformance suite calls."""
+        """The method that the conformance suite calls."""
         return self
 
     @property
@@ -66,21 +66,21 @@ class Contender:
         return dist.get_rank()
 
     def layout(self, length: int, kind: str) -> SequenceLayout:
-        """Who holds which tokens."""
+        """The positions of each shard."""
         return getattr(SequenceLayout, kind)(length, dist.get_world_size())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """This rank's out [B, T, H, D] of its q [B, T, H, D], k and v [B, T, K, D]; differentiable, if it can be."""
+        """Local out [B, T, H, D] of local q [B, T, H, D], k and v [B, T, K, D]; differentiable if supported."""
         raise NotImplementedError
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **_: Any) -> Any:
-        """As the suite calls a method. No contender is asked for its lse."""
+        """The suite's call of a method. It never requests a contender's lse."""
         out = self.attend(q, k, v)
         return (out,) if return_lse else out
 
 
 def contenders() -> dict[str, type[Contender]]:
-    """By name, in the order of the files in contenders/ and of the classes in each."""
+    """Contenders by name, ordered by file in contenders/ and by class."""
     sys.path[:0] = [] if str(HERE / "contenders") in sys.path else [str(HERE / "contenders")]
     files = sorted((HERE / "contenders").glob("*.py"))
     modules = [import_module(file.stem) for file in files]
@@ -98,6 +98,6 @@ def _is_contender(value: Any, module: str) -> bool:
 
 
 def sees(setting: Setting, length: int) -> Tensor:
-    """Who sees whom in a whole sequence, bool [N, N]: for contenders that take any mask."""
+    """Visible (query, key) pairs of the full sequence, bool [N, N], for contenders that take any mask."""
     positions = torch.arange(length)
     return setting.case().mask.visible(positions, positions)

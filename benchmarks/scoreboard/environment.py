@@ -1,4 +1,4 @@
-"""A throwaway environment for each set of pinned requirements, made by uv."""
+"""A temporary environment for each set of pinned requirements, made by uv."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = [str(ROOT / "packages" / name / "src") for name in ("core", "attention")]
 
 
 def environment(cls: type[Contender], folder: Path) -> str:
-    """The Python to run a contender with: this one if it asks for nothing, else one of `folder`, made once."""
+    """The Python of a contender: this one without requirements, else one in `folder`, created once."""
     if not cls.requirements:
         return sys.executable
     requirements = "".join(sorted((*cls.requirements, *cls.alone)))
@@ -32,10 +32,12 @@ def environment(cls: type[Contender], folder: Path) -> str:
 
 
 def _run(folder: Path, *command: str) -> None:
-    # Not from the workspace, whose pins are of other versions. DeepSpeed's sources then need no CUDA.
-    done = subprocess.run(command, cwd=folder, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    # Outside of the workspace, which pins other versions. DS_BUILD_OPS=0 builds DeepSpeed without CUDA.
+    process = subprocess.run(
+        command, cwd=folder, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True
+    )
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {process.stderr.strip()}")
 
 
 def variables(cls: type[Contender]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Running a contender's cases on worlds of ranks, and what came of each."""
+"""Runs a contender's cases on worlds of ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from conformance import LIMITS, Off, errors
 from conformance.run import in_a_line
 
 PATIENCE = 120.0
-"""Seconds after which a case hangs, if it is tried alone."""
+"""Seconds after which a case that runs alone counts as hung."""
 ROUGH = 10.0
-"""A result over its limit, but within so many times it (of float32's, in float64), has lost digits. It is not wrong."""
+"""A result within this multiple of its limit (in float64: of float32's limit) is rough, not wrong."""
 OUTCOMES = ("right", "rough", "wrong", "refused", "hung", "crashed")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case: errors of each tensor and their limits, relative to the tensor's norm; what was said."""
+    """Result of one case: relative (error, limit) of each tensor, and the message of a refusal."""
 
     setting: str
     outcome: str
@@ -36,33 +36,35 @@ class Outcome:
 
     @property
     def worst(self) -> float:
-        """The largest error as a share of its limit."""
+        """The largest error as a fraction of its limit."""
         return max((Off(*each).fraction for each in self.errors.values()), default=0.0)
 
 
 def run(cls: type[Contender], settings: Sequence[Setting], patience: float = PATIENCE) -> Iterator[Outcome]:
-    """The outcome of each setting. Ranks that raised or hang are replaced, for they may have left messages unread."""
+    """Yields the outcome of each setting. Ranks that raised or hung are replaced: unread messages may remain."""
     with TemporaryDirectory() as folder:
         for ranks in sorted({setting.ranks for setting in settings}):
-            left = [setting for setting in settings if setting.ranks == ranks]
+            remaining = [setting for setting in settings if setting.ranks == ranks]
             file = Path(folder) / f"{ranks}.jsonl"
-            with World(ranks, timeout=10 * patience) as world:  # whoever waits for one that hangs is to wait longer
-                while left:
+            with World(ranks, timeout=10 * patience) as world:  # ranks that wait for a hung one must not time out first
+                while remaining:
                     file.write_text("")
-                    failed = _tried(world, cls, left[:CHUNK], file, patience)
-                    done = [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
-                    yield from done
-                    left = left[len(done) :]
-                    if failed is not None and (not done or _explained(failed)[0] != "hung"):  # else it is tried alone
-                        yield Outcome(str(left.pop(0)), *_explained(failed))
+                    failed = _tried(world, cls, remaining[:CHUNK], file, patience)
+                    outcomes = [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
+                    yield from outcomes
+                    remaining = remaining[len(outcomes) :]
+                    if failed is not None and (
+                        not outcomes or _explained(failed)[0] != "hung"
+                    ):  # a hung case of several is repeated alone
+                        yield Outcome(str(remaining.pop(0)), *_explained(failed))
 
 
 CHUNK = 40
-"""Cases for each call to a world."""
+"""Cases per call of a world."""
 
 
 def _tried(world: World, cls: type[Contender], settings: Sequence[Setting], file: Path, patience: float) -> str | None:
-    """Why ranks failed, if they did; what came of the cases before is in `file`."""
+    """The reason why ranks failed, or None; `file` has the outcomes of the cases before."""
     try:
         world.run(try_all, cls, settings, file, timeout=patience)
     except RankFailed as failure:
@@ -71,7 +73,7 @@ def _tried(world: World, cls: type[Contender], settings: Sequence[Setting], file
 
 
 def _explained(failure: str) -> tuple[str, dict[str, tuple[float, float]], str]:
-    """From what a world says of its ranks to an outcome. A rank that raised has refused, whatever others wait for."""
+    """The outcome for a world's error message. If a rank raised, it is a refusal, even if others hung."""
     died = re.search(r"^rank \d+ died.*$", failure, re.MULTILINE)
     if died is None and "raised:" in failure:
         return "refused", {}, in_a_line(failure)
@@ -79,7 +81,7 @@ def _explained(failure: str) -> tuple[str, dict[str, tuple[float, float]], str]:
 
 
 def try_all(cls: type[Contender], settings: Sequence[Setting], file: Path) -> None:
-    """What one rank does: each setting, until one raises. Rank 0 writes down what came of it."""
+    """Runs all settings on one rank until one raises. Rank 0 writes outcomes to `file`."""
     torch.set_num_threads(1)
     for setting in settings:
         outcome = judged(cls, setting)
@@ -89,11 +91,11 @@ def try_all(cls: type[Contender], settings: Sequence[Setting], file: Path) -> No
 
 
 def judged(cls: type[Contender], setting: Setting) -> Outcome:
-    """Whether it is right. Raises whatever the contender raises."""
+    """The outcome of one setting. Exceptions of the contender propagate."""
     case = setting.case(cls.batch, cls.forward_only)
     try:
         off = errors(cls(setting).method(), case)
-    except AssertionError as complaint:  # the suite's own names the case; any other is the contender's
+    except AssertionError as complaint:  # the suite's errors begin with the case; others are the contender's
         if not str(complaint).startswith(f"{case}: "):
             raise
         return Outcome(str(setting), "wrong", {}, str(complaint).removeprefix(f"{case}: "))
@@ -102,7 +104,7 @@ def judged(cls: type[Contender], setting: Setting) -> Outcome:
 
 
 def verdict(off: Sequence[Off]) -> str:
-    """Of all tensors: right, rough or wrong."""
+    """Returns "right", "rough" or "wrong" for all tensors."""
     if all(each.fraction <= 1 for each in off):
         return "right"
     tolerant = all(each.error <= ROUGH * max(each.limit, LIMITS[torch.float32]) for each in off)

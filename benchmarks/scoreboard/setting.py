@@ -1,4 +1,4 @@
-"""The cases that every contender is run on: the product of masks, layouts, heads, dtypes and ranks."""
+"""The cases of every contender: the product of masks, layouts, heads, dtypes and ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def window(self) -> int | None:
-        """How many keys before its own a query sees."""
+        """The number of keys before its own position that a query sees."""
         return WINDOW if self.mask == "window" else None
 
     @property
@@ -55,11 +55,11 @@ class Setting:
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Boundaries of documents; of one, where they are not asked for."""
+        """Document boundaries; of a single document for masks without documents."""
         return DOCUMENTS if self.mask == "documents" else (0, self.length)
 
     def case(self, batch: int = 2, forward_only: bool = False) -> Case:
-        """What the conformance suite runs."""
+        """The case of the conformance suite."""
         return Case(
             batch=batch,
             length=self.length,

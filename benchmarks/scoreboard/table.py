@@ -1,4 +1,4 @@
-"""The table of what came of all contenders, as text and as a page."""
+"""The table of all contenders' outcomes, as text and as a page."""
 
 from __future__ import annotations
 
@@ -10,45 +10,49 @@ from typing import Any
 from outcome import OUTCOMES, Outcome
 from setting import MASKS, Setting
 
-Found = Mapping[str, Any]
+ContenderResult = Mapping[str, Any]
 """One contender: its name, note, versions, why it could not be run ("" if it could), and outcomes."""
 
 SHOWN = {"right": "", "wrong": " WRONG"}
 """How a kind is called in a cell, if not by its name."""
 
 
-def outcomes(result: Found) -> list[Outcome]:
+def outcomes(result: ContenderResult) -> list[Outcome]:
     return [Outcome(**each) for each in result["outcomes"]]
 
 
 def cell(chosen: Iterable[Outcome]) -> str:
-    """How many of each kind: "36" are all right, "12, 6 WRONG"; "-" if none was offered."""
+    """Counts by outcome: "36" if all are right, "12, 6 WRONG"; "-" without cases."""
     count = Counter(each.outcome for each in chosen)
     return ", ".join(f"{count[kind]}{SHOWN.get(kind, f' {kind}')}" for kind in OUTCOMES if count[kind]) or "-"
 
 
-def rows(results: Sequence[Found]) -> list[dict[str, str]]:
-    """One for each contender and layout; a column for each mask."""
-    made: list[dict[str, str]] = []
+def rows(results: Sequence[ContenderResult]) -> list[dict[str, str]]:
+    """One row per contender and layout, one column per mask."""
+    table_rows: list[dict[str, str]] = []
     for each in results:
-        every = [(Setting.read(one.setting), one) for one in outcomes(each)]
-        for layout in dict.fromkeys(setting.layout for setting, _ in every):
-            entries = [(setting, one) for setting, one in every if setting.layout == layout]
+        all_outcomes = [(Setting.read(one.setting), one) for one in outcomes(each)]
+        for layout in dict.fromkeys(setting.layout for setting, _ in all_outcomes):
+            entries = [(setting, one) for setting, one in all_outcomes if setting.layout == layout]
             cells = {mask: cell(one for setting, one in entries if setting.mask == mask) for mask in MASKS}
-            made.append({"contender": each["name"], "layout": layout} | cells | {"of limit": share(entries)})
-        if not every:
-            made.append({"contender": each["name"], "layout": "-"} | dict.fromkeys((*MASKS, "of limit"), "not run"))
-    return made
+            table_rows.append(
+                {"contender": each["name"], "layout": layout} | cells | {"of limit": largest_fraction(entries)}
+            )
+        if not all_outcomes:
+            table_rows.append(
+                {"contender": each["name"], "layout": "-"} | dict.fromkeys((*MASKS, "of limit"), "not run")
+            )
+    return table_rows
 
 
-def share(entries: Iterable[tuple[Setting, Outcome]]) -> str:
-    """The largest error of all that are right, as a share of its limit."""
+def largest_fraction(entries: Iterable[tuple[Setting, Outcome]]) -> str:
+    """The largest fraction of its limit among right outcomes."""
     right = [one.worst for _, one in entries if one.outcome == "right"]
     return f"{max(right):.2f}" if right else "-"
 
 
-def text(results: Sequence[Found]) -> str:
-    """A table for a terminal, of no more than 100 columns: a line for each mask that was tried."""
+def text(results: Sequence[ContenderResult]) -> str:
+    """A table for a terminal, at most 100 columns wide, with a line per mask."""
     head = f"{'contender':36}{'layout':12}{'mask':11}outcomes"
     return "\n".join(
         [
@@ -63,8 +67,8 @@ def text(results: Sequence[Found]) -> str:
     )
 
 
-def groups(result: Found, kind: str) -> list[list[Outcome]]:
-    """Outcomes of one kind that belong together: wrong under the same mask, rough in the same dtype, the same words."""
+def groups(result: ContenderResult, kind: str) -> list[list[Outcome]]:
+    """Groups outcomes of one kind: wrong by mask, rough by dtype, refused by message."""
     grouped: dict[str, list[Outcome]] = {}
     for each in outcomes(result):
         setting = Setting.read(each.setting)
@@ -74,17 +78,19 @@ def groups(result: Found, kind: str) -> list[list[Outcome]]:
     return list(grouped.values())
 
 
-def where(chosen: Sequence[Outcome], every: Sequence[Outcome]) -> str:
-    """What these cases have in common, of what not all of the contender's have: "window, 2 or 4 ranks"."""
-    parts: list[str] = []
+def where(chosen: Sequence[Outcome], all_outcomes: Sequence[Outcome]) -> str:
+    """The properties that distinguish the chosen cases from the contender's others: "window, 2 or 4 ranks"."""
+    properties: list[str] = []
     for index, unit in enumerate(("", "", " heads", "", " ranks")):
-        values, known = ({each.setting.split("/")[index]: None for each in some} for some in (chosen, every))
-        parts += [" or ".join(values) + unit] if len(values) < len(known) else []
-    return ", ".join([*parts, f"{len(chosen)} cases"])
+        values, all_values = (
+            {each.setting.split("/")[index]: None for each in some} for some in (chosen, all_outcomes)
+        )
+        properties += [" or ".join(values) + unit] if len(values) < len(all_values) else []
+    return ", ".join([*properties, f"{len(chosen)} cases"])
 
 
 def figures(chosen: Sequence[Outcome]) -> str:
-    """The largest error of each tensor, over all these cases."""
+    """The largest error of each tensor over the chosen cases."""
     names = list(dict.fromkeys(name for each in chosen for name in each.errors))
     worst = {name: max(each.errors.get(name, (0.0, 0.0))[0] for each in chosen) for name in names}
     return ", ".join(f"{name} {error:.2g}" for name, error in worst.items()) or chosen[0].said.replace("`", "'")
@@ -95,28 +101,28 @@ def command(name: str, case: str) -> str:
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """All of it, for docs/scoreboard.md."""
-    result: list[Found] = data["contenders"]
+    """The generated part of docs/scoreboard.md."""
+    result: list[ContenderResult] = data["contenders"]
     cases = sum(len(each["outcomes"]) for each in result)
-    parts = [f"`uv run python benchmarks/scoreboard`, {data['machine']}: {cases} cases.", _table(rows(result))]
+    sections = [f"`uv run python benchmarks/scoreboard`, {data['machine']}: {cases} cases.", _table(rows(result))]
     shown = {"wrong": "Wrong", "rough": "Rough", "hung": "Hung", "crashed": "Crashed", "refused": "Refused"}
     for kind, title in shown.items():
         lines = [line for each in result for line in _listed(each, kind)]
-        parts += [f"### {title}", "\n".join(lines)] if lines else []
-    parts += ["### Calls", "\n".join(_called(each) for each in result)]
-    return "\n\n".join(parts) + "\n"
+        sections += [f"### {title}", "\n".join(lines)] if lines else []
+    sections += ["### Calls", "\n".join(_called(each) for each in result)]
+    return "\n\n".join(sections) + "\n"
 
 
-def _listed(result: Found, kind: str) -> list[str]:
+def _listed(result: ContenderResult, kind: str) -> list[str]:
     lines: list[str] = []
     for chosen in groups(result, kind):
         worst = max(chosen, key=lambda each: each.worst)
-        again = f"\n  `{command(result['name'], worst.setting)}`" if kind != "refused" else ""
-        lines.append(f"- **{result['name']}** ({where(chosen, outcomes(result))}): {figures(chosen)}{again}")
+        repeat_command = f"\n  `{command(result['name'], worst.setting)}`" if kind != "refused" else ""
+        lines.append(f"- **{result['name']}** ({where(chosen, outcomes(result))}): {figures(chosen)}{repeat_command}")
     return lines
 
 
-def _called(result: Found) -> str:
+def _called(result: ContenderResult) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     reason = f" Not run here: {result['why']}" if result["why"] else ""
     return f"- **{result['name']}** ({versions}; {result['date']}): {result['note']}.{reason}"

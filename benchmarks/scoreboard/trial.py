@@ -1,4 +1,4 @@
-"""Runs one contender's cases in the environment that this process has; each outcome is a line of JSON.
+"""Runs one contender's cases in this process's environment, and prints each outcome as a line of JSON.
 
 python benchmarks/scoreboard/trial.py NAME CASE ...
 """
@@ -18,7 +18,7 @@ from setting import Setting
 
 
 def versions(cls: type[Contender]) -> dict[str, str]:
-    """What is installed of what it asks for."""
+    """Installed versions of the contender's requirements."""
     names = [requirement.partition("==")[0] for requirement in (*cls.requirements, *cls.alone)]
     return {name: metadata.version(name) for name in names or ["torch"]}
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", type=Setting.read, metavar="CASE")
     options = parser.parse_args()
     cls = contenders()[options.name]
-    # The server that ranks are forked from imports what they need, once; World would have it import more, and less.
+    # The fork server imports only the modules of this contender; World's default has other ones.
     forkserver.set_forkserver_preload(["torch.distributed.tensor", "outcome", *cls.modules])
     forkserver.ensure_running()
     print(json.dumps({"versions": versions(cls)}), flush=True)

@@ -1,4 +1,4 @@
-"""Our own methods, on the layouts that others have too."""
+"""armillary's methods, on the layouts of other libraries."""
 
 import torch.distributed as dist
 from contender import Contender
@@ -9,7 +9,7 @@ from armillary.core.testing import mesh
 from conformance import ConformingMethod
 
 
-class Ours(Contender):
+class ArmillaryMethod(Contender):
     name = "armillary, ring"
     masks = MASKS
     layouts = ("contiguous", "zigzag")
@@ -25,27 +25,27 @@ class Ours(Contender):
         return build_attention(self.method_name, mesh(ulysses=ranks) if on_heads else mesh(ring=ranks))
 
 
-class TokenRing(Ours):
+class TokenRing(ArmillaryMethod):
     name = "armillary, token_ring"
     method_name = "token_ring"
 
 
-class WallFacer(Ours):
+class WallFacer(ArmillaryMethod):
     name = "armillary, wallfacer"
     method_name = "wallfacer"
 
 
-class Ulysses(Ours):
+class Ulysses(ArmillaryMethod):
     name = "armillary, ulysses"
     method_name = "ulysses"
 
 
-class UPipe(Ours):
+class UPipe(ArmillaryMethod):
     name = "armillary, upipe"
     method_name = "upipe"
 
 
-class Usp(Ours):
+class Usp(ArmillaryMethod):
     name = "armillary, usp"
     method_name = "usp"
     ranks = (4,)

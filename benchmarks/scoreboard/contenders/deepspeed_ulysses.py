@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses, around torch's own attention: it is handed whole sequences, and so any mask is the caller's."""
+"""DeepSpeed's Ulysses around torch's attention, which sees full sequences, so the caller may apply any mask."""
 
 from functools import cache
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @cache
 def started() -> Any:
-    """The group of all ranks, made known to DeepSpeed as `deepspeed.initialize(mesh_param=...)` does."""
+    """The group of all ranks, registered with DeepSpeed like in `deepspeed.initialize(mesh_param=...)`."""
     import deepspeed
     from deepspeed.utils import groups
 
-    # On CPUs it would compile an all-reduce over shared memory, which Ulysses does not use.
+    # On CPUs DeepSpeed would compile a shared-memory all-reduce, which Ulysses does not use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     axes = ("data_parallel", "sequence_parallel")
@@ -35,12 +35,12 @@ class Ulysses(Contender):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from deepspeed.sequence.layer import DistributedAttention
 
-        module = DistributedAttention(Whole(self.setting), started(), scatter_idx=2, gather_idx=1)
+        module = DistributedAttention(FullSequenceAttention(self.setting), started(), scatter_idx=2, gather_idx=1)
         return module(q, k, v, 0)
 
 
-class Whole(torch.nn.Module):
-    """Attention over whole sequences, of some heads."""
+class FullSequenceAttention(torch.nn.Module):
+    """Attention over full sequences for some heads."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""diffusers' context parallelism, as its models call it: `dispatch_attention_fn` with a `ParallelConfig`."""
+"""diffusers' context parallelism, called like in its models: `dispatch_attention_fn` with a `ParallelConfig`."""
 
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ def parallel_config(ring: int, ulysses: int, anything: bool) -> Any:
 
 
 def mesh_of(ring: int, ulysses: int, named: bool) -> DeviceMesh:
-    """Ring x ulysses; if `named`, of backend "cpu:gloo", by whose name diffusers knows where to gather sizes."""
+    """A mesh ring x ulysses; if `named`, of backend "cpu:gloo", from which diffusers derives the device of sizes."""
     axes, ranks = ("ring", "ulysses"), torch.arange(ring * ulysses).view(ring, ulysses)
     if not named:
         return DeviceMesh("cpu", ranks, mesh_dim_names=axes)
@@ -49,7 +49,7 @@ class Ring(Contender):
         window = None if self.setting.window is None else {"window_size": (self.setting.window, 0)}
         return dispatch_attention_fn(
             *(q, k, v),
-            is_causal=self.setting.mask == "causal",  # of a window, both sides are given
+            is_causal=self.setting.mask == "causal",  # windows have both sides set
             enable_gqa=q.shape[2] != k.shape[2],
             attention_kwargs=window,
             backend=self.backend,

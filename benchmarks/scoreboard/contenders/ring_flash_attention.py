@@ -19,7 +19,7 @@ class RingFlash(Contender):
     modules = ("ring_flash_attn",)
     standin = True
     dtypes = HALVES
-    ranks = (2, 4)  # a ring of one sends to itself, which gloo does not
+    ranks = (2, 4)  # a ring of one sends to itself, which gloo does not support
     masks = ("full", "causal", "window")
     note = "`ring_flash_attn_func`; `window_size` is among its arguments"
     function = "ring_flash_attn_func"
@@ -52,7 +52,7 @@ class StripeFlash(RingFlash):
 
 
 class RingVarlen(RingFlash):
-    """Each document is cut into a part for each rank: its boundaries there are a share of the whole's."""
+    """Each document is split over all ranks, so local boundaries are the global ones divided by the ranks."""
 
     name = "ring-flash-attention, ring varlen"
     masks = ("full", "causal", "window", "documents")

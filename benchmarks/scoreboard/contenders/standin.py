@@ -1,4 +1,4 @@
-"""The stand-in for flash-attn itself, on one rank: what it gets wrong would be nobody else's fault."""
+"""The stand-in for flash-attn on one rank: its errors would be those of no other contender."""
 
 from contender import BASE, HALVES, Contender
 from torch import Tensor

@@ -78,7 +78,7 @@ class TorchBalanced(TorchContextParallel):
 
 
 class _Inside(torch.autograd.Function):
-    """Forward and backward are both to run in the region, and what is around them is not."""
+    """Runs forward and backward inside the region, and the code around them outside."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, contender: TorchContextParallel) -> Tensor:

@@ -12,7 +12,7 @@ from armillary.core import SequenceLayout
 
 @cache
 def groups(ulysses: int, ring: int) -> None:
-    """yunchang keeps the groups in a global."""
+    """Sets yunchang's global groups."""
     from yunchang import set_seq_parallel_pg
 
     set_seq_parallel_pg(ulysses, ring, dist.get_rank(), dist.get_world_size())
@@ -47,7 +47,7 @@ class Usp(Contender):
         return self.ulysses
 
     def layout(self, length: int, kind: str) -> SequenceLayout:
-        """As `EXTRACT_FUNC_DICT` has it: cut for the ring, and each part for ulysses."""
+        """The layout of `EXTRACT_FUNC_DICT`: sharded over the ring, then each shard over ulysses."""
         return getattr(SequenceLayout, kind)(length, dist.get_world_size() // self.degree).refine(self.degree)
 
 
@@ -61,7 +61,7 @@ class UspBasic(Usp):
 
 class RingZigzag(Usp):
     name = "yunchang, ring zigzag"
-    ranks = (2, 4)  # a ring of one sends to itself, which gloo does not
+    ranks = (2, 4)  # a ring of one sends to itself, which gloo does not support
     note = 'the same with `ring_impl_type="zigzag"`, all ranks on the ring'
     ulysses = 1
 
