@@ -376,7 +376,9 @@ class WithoutAxes(Local):
 
 
 def test_a_method_without_axes_is_refused():
-    with pytest.raises(ValueError, match=r"WithoutAxes has 2 shards and axes of 1 ranks; it must have its axis as \.axis"):
+    with pytest.raises(
+        ValueError, match=r"WithoutAxes has 2 shards and axes of 1 ranks; it must have its axis as \.axis"
+    ):
         axes_of(WithoutAxes())
 
 
