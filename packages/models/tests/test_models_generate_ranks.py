@@ -13,7 +13,7 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.core.testing.rank import mesh
 from armillary.models import GPT, Decoding, GPTConfig, Llama, LlamaConfig, generate, initialize, stream
-from armillary.models.generation.cache import CacheLayout, extend_run, room
+from armillary.models.generation.cache import CacheLayout, extend_run, sizes_after
 from armillary.models.generation.decode_collectives import axes_of
 from armillary.models.parallel import parallelize
 
@@ -180,7 +180,7 @@ def completions_and_bytes(world: World) -> tuple[list[tuple[Tensor, Tensor]], li
                 decoding.step(torch.zeros(6, dtype=torch.long))
         cache_bytes = sum(x.nbytes for layer in decoding.layers for x in (*(layer.prompt or ()), *(layer.new or ())))
         prompt_tokens = 0 if length < world.ranks else decoding.layers[0].prompt[0].shape[1]
-        room = decoding.cache_layout.room if decoding.layers[0].new is not None else 0
+        room = decoding.cache_layout.new_capacity if decoding.layers[0].new is not None else 0
         row = LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * 8
         caches.append((cache_bytes, (2 * prompt_tokens + 2 * 3 * room) * row))
     return texts, caches, ledger.bytes()
@@ -335,7 +335,7 @@ def test_attention_is_restored_on_every_rank(worlds):
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (9, 1), (0, 0, 0), (7, 0, 3), (1, 2, 3, 4), (40, 1, 1)])
 @pytest.mark.parametrize("new_tokens", [0, 1, 5, 60])
 def test_the_cache_has_room_for_the_longest_text_and_at_most_one_token_more(sizes, new_tokens):
-    actual, filled = room(sizes, new_tokens), list(sizes)
+    actual, filled = sizes_after(sizes, new_tokens), list(sizes)
     for _ in range(new_tokens):
         filled[filled.index(min(filled))] += 1
     assert all(tokens <= space <= tokens + 1 for tokens, space in zip(filled, actual, strict=True))
@@ -357,7 +357,7 @@ def test_every_token_is_cached_once_in_few_runs(prompt):
     assert sorted(positions) == list(range(ranks[0].length))
     for shard, cache_layout in enumerate(ranks):
         assert sum(map(len, spans_of(cache_layout))) == cache_layout.sizes[shard]
-        assert sum(map(len, cache_layout.new_spans)) <= cache_layout.room
+        assert sum(map(len, cache_layout.new_spans)) <= cache_layout.new_capacity
         assert len(spans_of(cache_layout)) <= 6
     assert max(ranks[0].sizes) - min(ranks[0].sizes) <= 1
 

@@ -15,7 +15,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     warmup = warmup_of(steps, config)
     if step <= warmup:
         return config.lr * step / warmup
-    return config.min_lr + (config.lr - config.min_lr) * height(step - warmup, steps - warmup, steps, config)
+    return config.min_lr + (config.lr - config.min_lr) * rate_fraction(step - warmup, steps - warmup, steps, config)
 
 
 def warmup_of(steps: int, config: OptimizerConfig) -> int:
@@ -37,7 +37,7 @@ def schedule_notes(step: int, steps: int, config: OptimizerConfig) -> list[str]:
     return notes
 
 
-def height(step: int, length: int, steps: int, config: OptimizerConfig) -> float:
+def rate_fraction(step: int, length: int, steps: int, config: OptimizerConfig) -> float:
     """Returns the rate as a fraction from minimum (0) to peak (1), at step 1..length after the warm-up of `steps`."""
     match config.schedule:
         case "cosine":

@@ -137,7 +137,7 @@ class HostCopy:
         for buffer, target in zip(self.buffers, x.view(-1).split(self.size), strict=True):
             target.copy_(buffer, non_blocking=True)
 
-    def like(self) -> Tensor:
+    def empty_on_device(self) -> Tensor:
         """Returns an empty tensor on its device."""
         with label("checkpoints"):
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -173,7 +173,7 @@ class OffloadedTensors:
         """Starts to copy the tensors back, unless that was done or they are still on the device."""
         if self.copy_to_device is None and not self.copy_to_host.tensors:
             # Queued kernels may still read the memory that these reuse; `SideStream.start` waits for them.
-            tensors = [copy.like() for copy in self.host]
+            tensors = [copy.empty_on_device() for copy in self.host]
             self.copy_to_device = Transfer(tensors, partial(copy_all, HostCopy.read, self.host, tensors))
 
     def take(self) -> Sequence[Tensor]:

@@ -41,7 +41,7 @@ class CacheLayout:
         self.shard, self.new_tokens = shard, new_tokens
         self.sizes = [0] * shards if prompt is None else list(prompt.sizes)
         self.length = sum(self.sizes)
-        self.room = room(self.sizes, new_tokens)[shard] - self.sizes[shard]
+        self.new_capacity = sizes_after(self.sizes, new_tokens)[shard] - self.sizes[shard]
         """Maximum number of new tokens on this rank."""
         self.owner: int | None = None
         """The rank that has the newest token."""
@@ -69,7 +69,7 @@ class CacheLayout:
         self.length, self.new_tokens = self.length + 1, self.new_tokens - 1
 
 
-def room(sizes: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+def sizes_after(sizes: Sequence[int], new_tokens: int) -> tuple[int, ...]:
     """Returns the maximum number of tokens of each rank after `new_tokens` more, each on the rank with the fewest."""
     # The ranks with the fewest tokens are filled up to one level, rounded up; other ranks keep their size.
     level = min(-(-(total + new_tokens) // (i + 1)) for i, total in enumerate(accumulate(sorted(sizes))))
@@ -128,8 +128,8 @@ class CachedAttention:
             if self.new is None:
                 rows, _, *head_sizes = k.shape
                 self.new = (
-                    k.new_empty((rows, cache_layout.room, *head_sizes)),
-                    v.new_empty((rows, cache_layout.room, *v.shape[2:])),
+                    k.new_empty((rows, cache_layout.new_capacity, *head_sizes)),
+                    v.new_empty((rows, cache_layout.new_capacity, *v.shape[2:])),
                 )
             last = sum(map(len, cache_layout.new_spans)) - 1
             self.new[0][:, last], self.new[1][:, last] = k[:, 0], v[:, 0]

@@ -69,11 +69,11 @@ def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> T
     dtype = out.dtype
     for axis in reversed(axes):
         if axis.size > 1:
-            out, lse = _along(out, lse, axis)
+            out, lse = _merge_along_axis(out, lse, axis)
     return out.to(dtype)
 
 
-def _along(out: Tensor, lse: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+def _merge_along_axis(out: Tensor, lse: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) over the keys of this axis' ranks, in the accumulation dtype."""
     moving = [start_all_gather(x, axis, [1] * axis.size) for x in (out, lse)]
     outs, lses = (move.wait().split(1, dim=1) for move in moving)

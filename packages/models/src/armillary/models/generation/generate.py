@@ -106,10 +106,10 @@ def stream(
     layout = decoding.layout_for(ids, layout)
     generators = [torch.Generator(ids.device).manual_seed(seed + j) for j in range(completions)]
     ends = torch.tensor(list(stop), dtype=torch.long, device=ids.device)
-    return _tokens(decoding, ids, layout, new_tokens, sampling, generators, ends)
+    return _generate(decoding, ids, layout, new_tokens, sampling, generators, ends)
 
 
-def _tokens(
+def _generate(
     decoding: Decoding,
     ids: Tensor,
     layout: SequenceLayout | None,

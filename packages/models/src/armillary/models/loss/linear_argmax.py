@@ -45,11 +45,11 @@ def linear_argmax(
         hidden = all_gather_interleaved(hidden, rows.axis)[:, : labels.shape[1]]
     labelled_hidden = hidden[is_labelled]
     chunk = chunk_rows(len(labelled_hidden), hidden.shape[-1], rows.total_rows, hidden.element_size(), ranks)
-    tokens = [likeliest(chunk_hidden, weight, rows) for chunk_hidden in labelled_hidden.split(chunk)]
+    tokens = [most_likely(chunk_hidden, weight, rows) for chunk_hidden in labelled_hidden.split(chunk)]
     return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(is_labelled, torch.cat(tokens))
 
 
-def likeliest(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
+def most_likely(hidden: Tensor, weight: Tensor, rows: VocabularyShard) -> Tensor:
     """Returns the most likely token of all ranks' rows for each of hidden [C, E]: int64 [C]."""
     logits = F.linear(hidden, weight)
     if rows.alone:

@@ -58,11 +58,11 @@ class EmptyShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        compat.after_backward(partial(give_gradient, ctx.module, ctx.name))
+        compat.after_backward(partial(set_empty_gradient, ctx.module, ctx.name))
         return None, None, None
 
 
-def give_gradient(module: nn.Module, name: str) -> None:
+def set_empty_gradient(module: nn.Module, name: str) -> None:
     """Sets the gradient of an empty part, if it has none. Runs after backward, when FSDP has resharded parameters."""
     parameter = dict(module.named_parameters(recurse=False))[name]
     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -24,7 +24,7 @@ class Generate:
     """Continues prompts with a model that was trained here, or one of a Hugging Face folder.
 
     Four ways to start:
-      # the newest checkpoint of a run, by the likeliest tokens
+      # the newest checkpoint of a run, by greedy decoding
       armillary-generate outputs --prompt "def main("
       # several prompts, drawn at random
       armillary-generate outputs --prompt "import " "class " --tokens 1k --temperature 0.8 --top-p 0.95
@@ -33,8 +33,8 @@ class Generate:
       # a prompt longer than one device holds: each rank has its share of it, and of the weights
       torchrun --nproc-per-node 4 -m armillary.train.generate outputs --prompt-file book.txt --parallel.ring 4
 
-    Each rank reads its own part of the weights; rank 0 prints. On one rank or several, the likeliest tokens are the
-    same. Text is printed as it is generated; prompts are continued one after the other.
+    Each rank reads its own part of the weights; rank 0 prints. Greedy decoding gives the same tokens on any number
+    of ranks. Text is printed as it is generated; prompts are continued one after the other.
     """
 
     source: Annotated[Path, tyro.conf.Positional]
@@ -46,11 +46,11 @@ class Generate:
     tokens: Count = 200
     """New tokens for each prompt, at most."""
     temperature: float = 0.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the most likely token."""
     top_k: CountOrNone = None
-    """Draw from this many of the likeliest tokens."""
+    """Draw from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw from the fewest likeliest tokens that have this probability together."""
+    """Draw from the fewest most likely tokens with this total probability."""
     seed: int = 0
     """Seed of the draws."""
     step: CountOrNone = None

@@ -47,7 +47,7 @@ class Peaks:
         weights = self.shard(self.step.all_parameters)
         return CategoryBytes(parameters=weights, optimizer=2 * weights)
 
-    def always(self, unreduced_blocks: int | None = None) -> CategoryBytes:
+    def baseline(self, unreduced_blocks: int | None = None) -> CategoryBytes:
         """Memory from the first block's forward to the last one's backward.
 
         State, the root's parameters, ids, labels and positions (8 bytes each), cosines and sines [T, 1, D / 2]. Under
@@ -76,7 +76,7 @@ class Peaks:
         return step.e * (step.parameters(range(blocks)) + step.model.table) if step.zero_stage <= 2 else 0
 
     def gathered_parameters(self, size: float) -> float:
-        """Bytes of gathered parameters, unless `always` counts all of them."""
+        """Bytes of gathered parameters, unless `baseline` counts all of them."""
         return 0 if self.step.keeps_gradients else size
 
     def in_backward(self, i: int) -> CategoryBytes:
@@ -94,7 +94,7 @@ class Peaks:
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
         gathered = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + unit_below)
         memory = CategoryBytes(parameters=self.gathered_parameters(gathered), gradients=reducing + reduced + tied)
-        return self.always(i + 1) + memory
+        return self.baseline(i + 1) + memory
 
     # -- tensors stored for backward ----------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Peaks:
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
-    def outgoing(self, i: int) -> CategoryBytes:
+    def copies_in_flight(self, i: int) -> CategoryBytes:
         """Checkpoints of block i in flight to the host: on the device until the next block, or the loss, is done."""
         if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
             return CategoryBytes()
@@ -121,7 +121,7 @@ class Peaks:
 
     def stored_below(self, i: int) -> CategoryBytes:
         """Stored tensors of all blocks below block i, or below the loss, on the device during its forward."""
-        return self.stored_tensors(range(i)) + (self.outgoing(i - 1) if i else CategoryBytes())
+        return self.stored_tensors(range(i)) + (self.copies_in_flight(i - 1) if i else CategoryBytes())
 
     def recomputed_checkpoints(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
         """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
@@ -184,10 +184,10 @@ class Peaks:
         # The block with the largest copy to the host, which is in flight beside the next block. -1 selects block 0.
         largest_copy = -1
         if self.step.checkpointing.offload:
-            largest_copy = max(range(last), key=lambda i: sum(self.outgoing(i).values()), default=-1)
+            largest_copy = max(range(last), key=lambda i: sum(self.copies_in_flight(i).values()), default=-1)
         last_blocks = range(max(0, last + 1 - len(self.step.mixers)), last + 1)
         candidates = (self.stored_below(i) + self.in_forward(i) for i in {*last_blocks, largest_copy + 1})
-        return self.always() + max(candidates, key=lambda memory: sum(memory.values()))
+        return self.baseline() + max(candidates, key=lambda memory: sum(memory.values()))
 
     def in_forward(self, i: int) -> CategoryBytes:
         """Memory of block i in its forward, at attention's peak."""
@@ -208,7 +208,7 @@ class Peaks:
         gradients = step.x + MASTER * model.vocabulary * model.dim
         parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
         head = CategoryBytes(parameters=self.gathered_parameters(parameters), other=2 * step.x, loss=gradients + logits)
-        return self.always() + self.stored_below(model.layers) + head
+        return self.baseline() + self.stored_below(model.layers) + head
 
     def loss_backward(self) -> CategoryBytes:
         """Copies of both gradients, scaled and in the compute dtype; the last block is being gathered."""
@@ -218,7 +218,7 @@ class Peaks:
         last_block = step.at(model.layers - 1).model.block
         parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * last_block)
         head = CategoryBytes(parameters=self.gathered_parameters(parameters), other=step.x, loss=loss)
-        return self.always() + self.stored_below(model.layers) + head
+        return self.baseline() + self.stored_below(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
         """Memory of block i's backward after attention, at the MLP's peak: dy, dx, dout and the MLP's tensors."""

@@ -181,7 +181,7 @@ class StepSizes:
         return tuple(starmap(range, pairwise([*firsts, len(self.keeps)])))
 
     @cached_property
-    def attended(self) -> Sizes:
+    def stage_sizes(self) -> Sizes:
         """Sizes of attention's tensors in one stage of heads."""
         return self.call(self.stages.queries, self.stages.keys)
 
@@ -202,19 +202,19 @@ class StepSizes:
 
     def attention_forward(self) -> float:
         """Attention's memory in forward, with q, k and v. With recomputation, every method runs in UPipe's stages."""
-        inner, head = self.forward(self.attended), self.method.head_plan(self.ulysses)
+        inner, head = self.forward(self.stage_sizes), self.method.head_plan(self.ulysses)
         if self.checkpointing.policy == "none" and head is not None:
-            return head.forward_memory(self.attended, inner)
-        return UPipePlan().forward_memory(self.attended, inner)
+            return head.forward_memory(self.stage_sizes, inner)
+        return UPipePlan().forward_memory(self.stage_sizes, inner)
 
     @cached_property
     def attention_backward(self) -> float:
         """Attention's memory in backward, without out and dout of local tokens and without autograd's saved tensors."""
-        inner, alone = self.backward(self.attended), self.ring == 1
+        inner, alone = self.backward(self.stage_sizes), self.ring == 1
         if self.checkpointing.policy != "none":
-            return UPipePlan().backward_memory(self.attended, inner, self.stages, alone)
+            return UPipePlan().backward_memory(self.stage_sizes, inner, self.stages, alone)
         head = self.method.head_plan(self.ulysses)
-        return inner if head is None else head.backward_memory(self.attended, inner, self.stages, alone)
+        return inner if head is None else head.backward_memory(self.stage_sizes, inner, self.stages, alone)
 
     def recomputed_backward(self) -> float:
         """Memory of attention's backward under a checkpoint policy, besides out, lse and dout.
@@ -242,7 +242,7 @@ class StepSizes:
         """
         if self.projects_in_stages:
             return self.out + self.lse
-        x, model = self.attended, self.model
+        x, model = self.stage_sizes, self.model
         norm_inputs = self.out + self.tensor(model.key_heads * model.head_dim) if model.head_norms else 0
         # q and out have the same size, and so have k and v.
         return 2 * x.q + 2 * x.k + x.lse + norm_inputs
