@@ -33,7 +33,7 @@ class ChunkedLabels(Protocol):
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """How a call divides its tokens into chunks."""
+    """The division of a call's tokens into chunks, and the dtypes of products and sums."""
 
     labels: ChunkedLabels
     chunk: int

@@ -188,7 +188,7 @@ class SimulatedStep:
         return optimizer
 
     def train_step(self, optimizer: Optimizer) -> None:
-        """As `armillary.train.step.train_step`, without reading values of tensors, which fake tensors do not have."""
+        """Takes the trainer's step (`armillary.train.step`) without reading numbers, which fake tensors do not have."""
         # A first micro-batch leaves gathered parameters and unsharded gradients; more micro-batches leave the same.
         if self.job.zero_stage == 1 and self.job.micro_batches > 1:
             begin_micro_batch(self.model, last=False)
