@@ -78,7 +78,7 @@ def reference_attention(
         ValueError: shapes or positions that do not fit together, or arguments of other types.
     """
     check_options(AttentionOptions(mask, scale=scale, softcap=softcap))
-    are_plain_tensors(q, k, v, sinks)  # raises ValueError for anything that is no dense tensor
+    are_plain_tensors(q, k, v, sinks)  # raises ValueError for values that are not dense tensors
     check_tensors(q, k, v, None)
     sink = _sink_logits(q, sinks)
     i = _positions(query_positions, q, "query")

@@ -35,8 +35,8 @@ def attend_dtensors(
             layouts must be as long as DTensor's own chunks, ceil(N / P) first.
 
     Returns:
-        out [B, N, H, Dv], placed like q; with `return_lse` also lse [B, N, H], likewise. Where lse leaves a compiled
-        graph, detach it there: torch expects a gradient for every DTensor that leaves and could have one.
+        out [B, N, H, Dv], placed like q; with `return_lse` also lse [B, N, H], placed like q. Detach an lse that leaves
+        a compiled graph: torch expects a gradient for every DTensor that leaves a graph and could have one.
 
     Traced by torch.compile without a break; a graph is for one mesh, placement and shape.
 
@@ -97,7 +97,7 @@ def _dtensors_of(tensors: Mapping[str, Tensor | None]) -> dict[str, DTensor]:
 
 
 def _sharding_axes(x: DTensor, placements: Sequence[Placement]) -> frozenset[str]:
-    """Names of the axes of x's mesh that any dim is sharded over."""
+    """Returns the names of the axes of x's mesh that shard any dim."""
     names = x.device_mesh.mesh_dim_names or ()
     return frozenset(name for name, placement in zip(names, placements, strict=True) if isinstance(placement, Shard))
 
@@ -111,7 +111,7 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tupl
 
 
 def _sinks_gradient(sinks: DTensor, placements: Sequence[Placement]) -> list[Placement]:
-    """Placements of dsinks: a share of the sum over batch and tokens, sharded where heads are."""
+    """Returns the placements of dsinks: `Partial` over batch and tokens, sharded as heads are."""
     heads = Shard(sinks.ndim - 1)
     gradients: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): heads}
     return [gradients.get(placement, Replicate()) for placement in placements]

@@ -111,7 +111,7 @@ def results_like(key: GraphKey, tensors: Sequence[Tensor], sinks: Tensor | None)
 
 
 def projected_gradients(key: GraphKey, call: ProjectedCall, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
-    """Returns [dx, gradients of the parameters], each in memory of its own.
+    """Returns [dx, gradients of the parameters], none of which shares memory with another tensor.
 
     Args:
         saved: x, out, lse, projector, the projections' tensors, parameters.
@@ -136,7 +136,7 @@ def _check_projected(
     assert key.projected is not None
     method: Any = object_of(key.method)
     heads, key_heads, dim, _ = key.projected
-    # Checks read shapes and dtypes only: an expanded element stands for q and k.
+    # Checks read only shapes and dtypes: q and k are one expanded element, without memory.
     element = x.new_empty(1, dtype=key.autocast_dtype or x.dtype)
     q, k = (element.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
     return cast(StagedMethod, method), check_call(method, q, k, k, None, key.options(mask_numbers)), q

@@ -40,7 +40,7 @@ class AttentionMethod(ABC):
     head_axis: Axis | None = None
     """The axis that divides the heads, if there is one."""
     flat_axis: Axis | None = None
-    """One axis over all ranks, once layers with a state have needed it (`context_parallel.communication`)."""
+    """One axis over all ranks, created for layers with a state on first use (`context_parallel.communication`)."""
     kernel: str | Kernel | None = None
     """Kernel of calls that name none, or its name; None: the first kernel that takes the inputs."""
 
@@ -117,7 +117,7 @@ class AttentionMethod(ABC):
 
 
 class StagedMethod(AttentionMethod):
-    """A method that projects q, k and v a few heads at a time (UPipe) and saves hidden states, out and lse alone."""
+    """A method that projects q, k and v a few heads at a time (UPipe) and saves only hidden states, out and lse."""
 
     projects_in_stages = True
 

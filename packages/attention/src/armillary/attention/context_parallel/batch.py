@@ -23,11 +23,16 @@ class ContextParallelBatch:
 
     As a context manager it opens the `sequence` block of the batch, for `sdpa_parallel` and models of transformers.
 
-    Attributes: owner, method: the `ContextParallel` that made it, and its method. ids: token ids [B, T]. position_ids:
-    [B or 1, T], counted from the start of each document. labels: [B, T], shifted; -100 if a token has none.
-    attention_mask: [B, T], or None if the batch has no padding. documents: boundaries of the documents and of padding,
-    in positions of the whole sequence. layout: layout of the sequence over all ranks of the method. labelled: number of
-    labels that the loss is a mean over. mask: mask of `attend`.
+    Attributes:
+        owner, method: the `ContextParallel` that made it, and its method.
+        ids: token ids [B, T].
+        position_ids: [B or 1, T], counted from the start of each document.
+        labels: [B, T], shifted; -100 if a token has none.
+        attention_mask: [B, T], or None if the batch has no padding.
+        documents: boundaries of the documents and of padding, in global positions.
+        layout: layout of the sequence over all ranks of the method.
+        labelled: number of labels that the loss is a mean over.
+        mask: mask of `attend`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from armillary.core.validation import check_tensor
 
 def find_axes(method: Method) -> list[Axis] | None:
     """Returns the axes of more than one rank that a method runs on, innermost first; None if they are unknown."""
-    # A method of another library may have ranks without an axis that can be seen: then the product is too small.
+    # A method of another library may hide axes; their product is then less than its number of shards.
     method_axes: Sequence[Axis] = getattr(method, "axes", ())
     axes = [axis for axis in reversed(method_axes) if axis.size > 1]
     return axes if prod(axis.size for axis in axes) == method.shards else None
@@ -75,7 +75,7 @@ def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[
 
 
 def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Returns the sum of a tensor over the ranks of axes, the same bits on each; its gradient is summed likewise.
+    """Returns the sum of a tensor over the ranks of axes, the same bits on each. Backward sums the gradient over them.
 
     Bytes sent: those of `all_reduce` on each axis. Every rank must call it.
     """
@@ -120,11 +120,8 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
 
 
 def _device(axis: Axis) -> torch.device:
-    """Returns the device of tensors that the group of an axis takes: gloo takes those of the host, NCCL of the GPU.
-
-    A mesh on "cpu" is asked for its device type, because a group that torch started for all devices (as
-    `init_device_mesh` does) has several backends, and `get_backend` fails.
-    """
+    """Returns the device of tensors that the group of an axis accepts: the host for gloo, the GPU for NCCL."""
+    # The device type first: `get_backend` fails for a group with several backends, as `init_device_mesh` creates them.
     if axis.device == "cpu" or dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

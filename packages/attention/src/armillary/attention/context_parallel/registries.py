@@ -41,7 +41,7 @@ class Refusal:
         raise ValueError(f"{caller}: {self.reason}")
 
     def end(self) -> None:
-        """Restores the function. If another thread has replaced this object meanwhile, lets calls through instead."""
+        """Restores the function, or passes calls to it if another thread has replaced this object."""
         self.active = False
         if self.registry[self.name] is self:
             self.registry.register(self.name, self.function)

@@ -73,7 +73,7 @@ class ContextParallelStyle(ParallelStyle):
         forward = unbound(module.forward)
         routing = Routing(self.method, self.layout, self.mask)
 
-        # No other method of the module changes: torch's tensor-parallel styles and FSDP2 wrap parameters and calls.
+        # Only `forward` is replaced: torch's tensor-parallel styles and FSDP2 wrap parameters and `__call__`.
         @wraps(forward)
         def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inputs: list[DTensor] = []

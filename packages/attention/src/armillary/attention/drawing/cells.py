@@ -11,7 +11,7 @@ from armillary.core.slices import Integers, Slices, widen
 
 
 def cell_edges(length: int, limit: int) -> Integers:
-    """Returns the boundaries of at most `most` cells of nearly equal size, of one token or more."""
+    """Returns the boundaries of at most `limit` cells of nearly equal size, of one token or more."""
     count = min(length, limit)
     return np.arange(count + 1) * length // count
 

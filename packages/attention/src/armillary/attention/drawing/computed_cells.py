@@ -50,13 +50,14 @@ class ComputedCells:
     def of(cls, blocks: ComputedBlocks, mask: AttentionMask, edges: Integers, ranks: int) -> ComputedCells:
         key_cells, cells = KeyCells(_shard_spans(blocks.key_layout), edges), len(edges) - 1
         ranks_and_steps = {(query, key): (rank, step) for rank, step, query, key in blocks.blocks}
-        by_rank, step, largest = np.zeros((ranks, cells, cells), np.int64), *np.zeros((2, cells, cells), np.int64)
+        by_rank, step, most_pairs = np.zeros((ranks, cells, cells), np.int64), *np.zeros((2, cells, cells), np.int64)
         slices = mask.slices(blocks.layout.length)[0]
         for query, spans in enumerate(_shard_spans(blocks.layout)):
             for key, pairs in enumerate(key_cells.pairs(spans, slices)):
                 rank, block_step = ranks_and_steps[query, key]
                 by_rank[rank] += pairs
-                step, largest = np.where(pairs > largest, block_step, step), np.maximum(pairs, largest)
+                # A cell may have pairs of several blocks: it shows the step of the one with most of them.
+                step, most_pairs = np.where(pairs > most_pairs, block_step, step), np.maximum(pairs, most_pairs)
         return cls(blocks, edges, by_rank, step)
 
     def labels(self) -> Iterator[StepLabel]:
@@ -78,7 +79,7 @@ class ComputedCells:
 
 
 def has_steps(layout: SequenceLayout) -> bool:
-    """True if neighbouring positions are in different shards."""
+    """Returns True if neighbouring positions are in different shards."""
     return any(span.step > 1 for spans in _shard_spans(layout) for span in spans)
 
 

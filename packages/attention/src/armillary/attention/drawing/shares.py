@@ -1,4 +1,4 @@
-"""The work of each rank and step under a mask, in numbers. Pure."""
+"""The work of each rank and step under a mask, from the method's communication plan."""
 
 from __future__ import annotations
 

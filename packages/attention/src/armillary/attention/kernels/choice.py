@@ -63,10 +63,10 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
     """Returns the first candidate that supports the inputs, or the requested kernel if it does.
 
     Args:
-        requested: a kernel or its name.
+        requested_kernel: a kernel or its name.
 
     Raises:
-        ValueError: no kernel supports the inputs, with the reason of each and the kernels that do; or `requested` is
+        ValueError: the requested kernel, or every kernel, refuses the inputs, with the reasons; `requested_kernel` is
             neither a kernel nor the name of one.
     """
     names = ", ".join(kernel.name for kernel in KERNELS)
@@ -77,13 +77,13 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
     if requested_kernel is not None and not isinstance(requested_kernel, str):
         candidates = [KernelCandidate(requested_kernel, requested_kernel.refuses(inputs), None)]
     else:
-        candidates = [each for each in kernel_candidates(inputs) if requested_kernel in (None, each.kernel.name)]
+        candidates = [x for x in kernel_candidates(inputs) if requested_kernel in (None, x.kernel.name)]
     for candidate in candidates:
         if candidate.refusal is None:
             return candidate.kernel
-    # None does: list every reason, and for a requested kernel those that would.
+    # The error has the reason of each candidate and, if one was requested, the kernels that support the inputs.
     reasons = "; ".join(f"{candidate.kernel.name}: {candidate.refusal}" for candidate in candidates)
-    usable = [each.kernel.name for each in kernel_candidates(inputs) if each.refusal is None]
+    usable = [candidate.kernel.name for candidate in kernel_candidates(inputs) if candidate.refusal is None]
     hint = f"; supported by {', '.join(usable)}" if usable and requested_kernel is not None else ""
     raise ValueError(f"no kernel for {inputs}: {reasons}{hint}")
 

@@ -78,6 +78,7 @@ class Cudnn(PackingKernel, TopLeft):
             return DENSE.backward(*tensors, (None, 0 if causal else None), Scores(scale))
         sizes = (None, None, q.shape[1], k.shape[1])
         q, k, v = (contiguous_rows(x, ALIGNMENT).transpose(1, 2) for x in (q, k, v))
+        # Contiguous, because the graph cache of older torch ignores their layouts (see the class).
         dout, out = (x.contiguous().transpose(1, 2) for x in (dout, out))
         lse, rng_state = lse.transpose(1, 2).contiguous().unsqueeze(-1), _unused_rng_state(q)
         grads = _backward(dout, q, k, v, out, lse, *rng_state, None, *sizes, 0.0, causal, scale=scale)
@@ -121,18 +122,16 @@ def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> 
 
 @cache
 def _can_pack() -> bool:
-    """True if packed sequences work in this release of torch.
-
-    Backward used to take the head dim for the longest length (pytorch/pytorch pull request 186142). The op got its
-    argument `seqused_k` after the fix, in 2.15.
-    """
+    """Returns True if packed sequences work in this release of torch."""
+    # Backward used the head dim as the longest length (pytorch/pytorch pull request 186142). The op got its argument
+    # `seqused_k` after the fix, in 2.15.
     schema = cast(Any, torch.ops.aten)._cudnn_attention_forward.default._schema
     fixed = any(argument.name == "seqused_k" for argument in schema.arguments)
     return fixed and (torch.backends.cudnn.version() or 0) >= MIN_PACKED_VERSION
 
 
 def _unused_rng_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of dropout, which are not read without dropout."""
+    """Returns placeholders for seed and offset of dropout, which the ops do not read without dropout."""
     state = torch.empty((), dtype=torch.int64, device=q.device)
     return state, state
 

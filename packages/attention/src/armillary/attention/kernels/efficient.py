@@ -58,6 +58,7 @@ class Efficient(Batched, TopLeft):
         dout, q, k, v, out, lse = tensors
         qkv = _align_rows(q, _repeat_heads(k, q), _repeat_heads(v, q))
         sizes = (None, None, q.shape[1], k.shape[1])
+        # Backward reads lse in whole blocks of rows.
         padding = (0, -lse.shape[1] % LSE_MULTIPLE)
         lse = torch.nn.functional.pad(lse.transpose(1, 2), padding, value=torch.inf).contiguous()
         rng_state = torch.empty((), dtype=torch.int64, device=q.device)  # unused without dropout
@@ -77,7 +78,7 @@ def _split_columns(tile: Tile) -> list[Tile]:
 
 
 def _align_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors whose rows start at multiples of 16 bytes."""
+    """Returns the tensors, copied if their rows do not start at multiples of 16 bytes."""
     return tuple(contiguous_rows(x, 16 // x.itemsize) for x in tensors)
 
 

@@ -26,7 +26,7 @@ class Inputs:
         windowed: True if the mask has a window.
         documents: True if the mask has documents or a pattern, and so pieces of many lengths.
         single: True if queries come one at a time, as in generation.
-        activated: implementation that `torch.nn.attention.activate_flash_attention_impl` has put in place of torch's.
+        activated: implementation by which `torch.nn.attention.activate_flash_attention_impl` has replaced torch's.
     """
 
     device: str

@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Attention of one tile. Stateless; head h of `q` uses head h // (H / K) of `k` and `v`. There is no dropout.
+    """Attention of one tile, without dropout. Stateless; head h of `q` uses head h // (H / K) of `k` and `v`.
 
     Shapes: q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out and dout [B, T, H, Dv], lse [B, T, H] in the
     accumulation dtype (float32, or float64 for float64). Every row of the tile sees at least one column. Tensors have

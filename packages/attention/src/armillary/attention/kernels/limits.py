@@ -52,7 +52,8 @@ class Limits:
     Args:
         device: device type; None: any.
         dtypes: dtypes of q, k and v.
-        head_dims: those of `head_dims_by_major` replace them on GPUs with that major compute capability.
+        head_dims: supported head dims.
+        head_dims_by_major: replace `head_dims` on GPUs with this major compute capability.
         min_capability: lowest compute capability.
         majors: major compute capabilities; None: all from `min_capability` on.
         softcap: True if the kernel supports one.

@@ -14,7 +14,7 @@ from armillary.attention.mask import Window
 class TopLeft(Kernel):
     """Base of kernels for full rectangles and for causal ones aligned at the top left.
 
-    With all tokens in reverse order, a band that is bounded from below is causal. So its tokens are flipped.
+    A band that is bounded from below is causal if the order of tokens is reversed, so its tokens are flipped.
     """
 
     @abstractmethod
@@ -43,12 +43,12 @@ class TopLeft(Kernel):
 
 
 def is_causal(band: Window) -> bool:
-    """True if a piece of `cut_band` is causal, in forward or in reverse order."""
+    """Returns True if a piece of `cut_band` is causal, in forward or in reverse order."""
     return band != (None, None)
 
 
 def is_reversed(band: Window) -> bool:
-    """True if a piece of `cut_band` is causal in reverse order."""
+    """Returns True if a piece of `cut_band` is causal in reverse order."""
     return band[0] is not None
 
 

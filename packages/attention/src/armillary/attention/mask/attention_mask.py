@@ -37,7 +37,7 @@ class AttentionMask:
     Args:
         causal: `j <= i`.
         window: (left, right): `i - left <= j <= i + right`; None on a side is unbounded. Along the path in a tree.
-        documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must lie in one
+        documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must be in one
             document. One list for all rows of a batch, or a list of lists, one for each row.
         pattern: a further condition, of a mask made by one of the constructors below.
         content: `content` of another mask with the same documents and pattern, which are then not checked again.
@@ -269,7 +269,7 @@ class AttentionMask:
 
     @property
     def batch(self) -> int | None:
-        """Number of rows with masks of their own; None where all rows have the same mask."""
+        """Number of rows with masks of their own; None if all rows have one mask."""
         if isinstance(self.pattern, RowMasks):
             return len(self.pattern.masks)
         documents = self.documents
@@ -327,7 +327,7 @@ class AttentionMask:
             pattern.check(ends, queries, keys)
 
     def slices(self, length: int, keys: int | None = None) -> list[Slices]:
-        """Returns the visible pairs as disjoint slices (`core.slices`), for each row with a mask of its own or for all.
+        """Returns the visible pairs as disjoint slices (`core.slices`), one array for each row of the batch or for all.
 
         Args:
             keys: number of keys, if it is not `length`.
@@ -367,7 +367,7 @@ class AttentionMask:
         return torch.from_numpy(offsets(ends, length) if pattern is None else pattern.positions(ends, length))
 
     def segments(self, length: int) -> list[Segments]:
-        """Returns the segments along which layers with a state run, for each row with a mask of its own or for all.
+        """Returns the segments along which layers with a state run: per row with its own mask, or once for all rows.
 
         Raises:
             ValueError: a mask that is neither causal, of causal documents, nor a tree; a mask with a window, which a

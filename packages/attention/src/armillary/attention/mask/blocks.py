@@ -67,8 +67,8 @@ class Blocks(RowPattern):
         sorted_rectangles = sorted(rectangles(self._table), key=lambda rectangle: rectangle[1:])
         corners = np.array(sorted_rectangles, dtype=np.int64).reshape(-1, 4) * self.block
         limits = np.array([queries, queries, keys, keys], dtype=np.int64)
-        open_bands = np.full((len(corners), 2), FAR, dtype=np.int64) * np.array([-1, 1])
-        return np.concatenate((np.minimum(corners, limits), open_bands), axis=1)
+        unbounded = np.full((len(corners), 2), FAR, dtype=np.int64) * np.array([-1, 1])
+        return np.concatenate((np.minimum(corners, limits), unbounded), axis=1)  # the last block may be shorter
 
 
 def rectangles(table: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:

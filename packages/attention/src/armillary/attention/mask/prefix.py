@@ -50,7 +50,8 @@ class Prefix(RowPattern):
         bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
         starts, stops, prefix_ends = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
         far = np.full_like(starts, FAR)
-        # A document without a prefix, or with nothing but one, has one of the two slices only.
+        # All tokens of the document see the prefix; later tokens see each other causally. A document without a prefix,
+        # or without later tokens, has only one of the two slices.
         columns = np.stack((starts, stops, starts, prefix_ends, -far, far), axis=1)
         squares = np.stack((prefix_ends, stops, prefix_ends, stops, -far, 0 * far), axis=1)
         slices = np.concatenate((columns, squares))

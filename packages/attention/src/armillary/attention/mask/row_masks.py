@@ -1,4 +1,4 @@
-"""A mask of its own for each row of a batch."""
+"""`RowMasks`: one mask per row of a batch."""
 
 from __future__ import annotations
 

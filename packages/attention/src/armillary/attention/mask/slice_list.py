@@ -92,24 +92,32 @@ def check_disjoint(slices: Slices) -> None:
 
 
 def _overlaps(slices: Slices, column: int) -> tuple[Integers, Integers]:
-    """Returns (order by start, number of following slices that start before each ends), in queries (0) or keys (2)."""
+    """Sorts slices along queries (column 0) or keys (column 2).
+
+    Returns:
+        The order by start, and for each slice in this order the number of following ones that start before it ends.
+    """
     order = np.argsort(slices[:, column], kind="stable")
     starts, stops = slices[order, column], slices[order, column + 1]
     return order, np.searchsorted(starts, stops) - np.arange(1, len(order) + 1)
 
 
 def _check_pairs(slices: Slices, start: int, ends: Integers) -> None:
-    """Compares each slice from `start` on with the overlapping ones that follow: as many as `ends` rises by."""
+    """Raises ValueError if slices from `start` on share a pair with the following slices that may overlap them.
+
+    Args:
+        ends: cumulative numbers of the following slices to compare.
+    """
     counts = np.diff(ends)
     first = start + np.repeat(np.arange(len(counts)), counts)
     second = first + 1 + np.arange(len(first)) - np.repeat(ends[:-1] - ends[0], counts)
     a, b = slices[first], slices[second]
+    # Bands intersect like rectangles: the larger lower and the smaller upper bounds.
     low_sides, high_sides = [0, 2, 4], [1, 3, 5]
     intersection = np.empty_like(a)
     intersection[:, low_sides] = np.maximum(a[:, low_sides], b[:, low_sides])
     intersection[:, high_sides] = np.minimum(a[:, high_sides], b[:, high_sides])
-    # Bands intersect like rectangles: the larger lower and the smaller upper bounds.
-    if len(common_pairs := trim(intersection)):
+    if len(common_pairs := trim(intersection)):  # empty if every intersection is
         i, _, k0, _, low, _ = common_pairs[0].tolist()
         n = next(n for n in range(len(a)) if len(trim(intersection[n : n + 1])))
         raise ValueError(

@@ -79,7 +79,8 @@ class Tree(RowPattern):
             yield start, stop, start, stop, -tokens, 0
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
-                low = shifts[segment] - shifts[parent] - tokens  # the smallest visible j - i
+                # depth(i) - depth(j) <= tokens, with depth = position + shift: the smallest visible j - i.
+                low = shifts[segment] - shifts[parent] - tokens
                 # The window of the first query has no key of this ancestor, so it reaches no ancestor further up.
                 if k1 - 1 - start < low:
                     break

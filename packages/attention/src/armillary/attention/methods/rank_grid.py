@@ -16,7 +16,7 @@ def check_inner(axis: Axis, inner: AttentionMethod, example: str) -> None:
 
 
 def check_rank_grid(outer: Axis, inner: Axis) -> None:
-    """Raises ValueError unless two axes span a grid of ranks: each rank lies in one row and one column of it.
+    """Raises ValueError unless two axes span a grid of ranks: each rank is in one row and one column of it.
 
     From any rank, one step along either axis and then one along the other must lead to the same rank in both orders.
     The check covers all ranks, as far as the axes' meshes know them, so that every rank gets the same answer.

@@ -122,8 +122,10 @@ def _rank_stages(queries: range, key_heads: tuple[int, ...], per_stage: int) -> 
     """Yields one rank's stages: rounds over its key/value heads, each with the query heads of their groups in turn."""
     keys = range(key_heads[queries[0]], key_heads[queries[-1]] + 1)
     for start in range(0, len(keys), per_stage):
+        # A round has as many key/value heads as a stage has query heads, the last round the remaining ones.
         round_keys = keys[start : start + per_stage]
         groups = [[head for head in queries if key_heads[head] == key] for key in round_keys]
+        # With fewer key/value heads, a stage has several query heads of each group.
         per_group = per_stage // len(round_keys)
         turns = range(0, max(map(len, groups)), per_group)
         for turn in turns:

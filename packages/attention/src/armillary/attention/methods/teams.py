@@ -39,7 +39,7 @@ class Teams:
         ranks: P.
         team: C, the members of a team (d_a in the paper).
         placement: "collect_intra" makes the members of a team neighbours on the axis, so that gathers stay within a
-            node; "p2p_intra" does so with the ranks of a ring.
+            node; "p2p_intra" makes the ranks of a ring neighbours.
 
     Raises:
         ValueError: C^2 does not divide P, or an unknown placement.

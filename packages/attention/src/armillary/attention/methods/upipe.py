@@ -7,8 +7,8 @@
         all-to-all   out of the stage back to sequence shards
 
 So only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp; backward runs the same
-stages and recomputes the projections, but not attention. With all heads in one stage the saved tensors are those of
-DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` lists the heads of each stage.
+stages and recomputes the projections, but not attention. With all heads in one stage this is the checkpoint placement
+of DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` lists the heads of each stage.
 """
 
 from __future__ import annotations

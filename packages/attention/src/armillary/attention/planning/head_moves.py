@@ -34,7 +34,7 @@ class HeadMoves:
         self.groups = [range(r * ranks, (r + 1) * ranks) for r in range(work.layout.shards)]
 
     def to_heads(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
-        """Sequence shards to head shards.
+        """Returns the all-to-all of a tensor from sequence shards to head shards.
 
         Args:
             sizes: tokens by rank of all P x U.
@@ -48,7 +48,7 @@ class HeadMoves:
         return send_to_each("all_to_all", "ulysses", self.groups, Payload((tensor,), size), count)
 
     def to_tokens(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
-        """Head shards back to sequence shards. Arguments as in `to_heads`."""
+        """Returns the all-to-all from head shards back to sequence shards. Arguments as in `to_heads`."""
 
         def count(source: int, target: int) -> int:
             return sizes[target] * len(heads[source % self.ranks])

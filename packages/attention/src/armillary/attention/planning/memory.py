@@ -26,7 +26,7 @@ class Sizes:
         q: queries [B, T, H, D]; also out, dout and dq.
         k: keys [B, T, K, D]; also v, dk and dv.
         lse: [B, T, H] in the accumulation dtype.
-        w: bytes of an accumulated element over those of an element, a / e.
+        w: a / e, bytes of an accumulated element per byte of an element.
         groups: G = H / K.
     """
 
@@ -92,8 +92,9 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
     # Merge: the float32 copy of half a block, and four rows of weights of half of the queries.
     add_bytes = buffers + merge_bytes + block + x.w * x.q / 2 + x.lse * 2
-    # The first block becomes float32.
+    # The second step: the first block's result becomes float32.
     cast_bytes = buffers + merge_bytes + block + x.q
+    # The first step: own keys, those received and those copied to be sent.
     first = 2 * x.k * (1 + onward) + kernel_forward(x)
     return max(first, add_bytes, cast_bytes)
 

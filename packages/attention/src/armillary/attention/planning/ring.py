@@ -1,4 +1,4 @@
-"""Plan of `Ring`, and the steps of a ring of keys, which `WallFacer` has too."""
+"""Plan of `Ring`, and the steps of a ring of keys, which `WallFacer` uses too."""
 
 from __future__ import annotations
 
@@ -50,19 +50,23 @@ class RingPlan(SequencePlan):
         return ring_backward_memory(x, ranks, self.backward)
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
-        """Counts k and v of P steps, as arXiv 2407.00611 does; P - 1 are sent."""
+        """Returns (p2p, 0): arXiv 2407.00611 counts k and v of P steps, of which P - 1 are sent."""
         return work.layout.length * (work.k + work.v) * work.e, 0
 
 
 def ring_forward_steps(work: AttentionShape, rings: Sequence[RingTopology]) -> Steps:
-    """Steps of `Ring.forward` on all ranks of some rings."""
+    """Returns the steps of `Ring.forward` on all ranks of some rings."""
     return rotation_steps(work, rings, work.payload("k", "v"))
 
 
 def ring_backward_steps(
     work: AttentionShape, backward: Backward, rings: Callable[[RotatingSide], Sequence[RingTopology]]
 ) -> Steps:
-    """Steps of `Ring.backward` on all ranks of the rings for the side that rotates."""
+    """Returns the steps of `Ring.backward` on all ranks.
+
+    Args:
+        rings: returns the rings for the side that rotates.
+    """
     side = backward_side(work, backward)
     if side == "queries":
         return pass_queries_backward_steps(work, rings(side), ring_reduce_sends)
@@ -87,6 +91,6 @@ def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float
 
 
 def rotates_queries(x: Sizes, backward: Backward) -> bool:
-    """Tells if `cheaper_side` chooses queries."""
+    """Returns True if `cheaper_side` chooses queries."""
     query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
     return backward == "queries" or (backward == "auto" and query_bytes < key_bytes)

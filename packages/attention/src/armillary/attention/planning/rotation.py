@@ -10,7 +10,7 @@ from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 
 TokenSends = Callable[[RingTopology, Grid, int], Iterable[Send]]
-"""Returns the sends of all ranks of a ring that start at a step, with numbers of tokens in place of bytes."""
+"""Returns the sends of all ranks of a ring that start at a step, with numbers of tokens as their bytes."""
 
 
 def rotation_steps(

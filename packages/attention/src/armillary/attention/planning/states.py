@@ -99,7 +99,7 @@ def halo_comm_plan(
     """
     rows = segments_of(layout.length, mask=mask)
     counts = _halo_tokens(layout, rows, left)
-    elements = channels * (batch // len(rows))  # one row of segments stands for all rows of the batch
+    elements = channels * (batch // len(rows))  # all rows of the batch may share one row of segments
     forward_move = _all_to_all(counts, elements * dtype.itemsize)
     backward_move = _all_to_all(counts.T, elements * accumulation_dtype(dtype).itemsize)
     return CommPlan(steps(forward_move), steps(backward_move))
@@ -121,11 +121,11 @@ def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_byt
 def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
     """Returns [P, P], the number of tokens that each rank sends to each other one."""
     owners, new_owners = Owners.of(source), Owners.of(target)
-    # Positions from one start of a span to the next, in either layout, go the same way.
+    # Between two starts of spans of either layout, all tokens move from one rank to one rank.
     starts = np.union1d(owners.starts, new_owners.starts)
-    (old, _), (new, _) = owners.find(starts), new_owners.find(starts)
+    (source_ranks, _), (target_ranks, _) = owners.find(starts), new_owners.find(starts)
     counts = np.zeros((source.shards, source.shards), dtype=np.int64)
-    np.add.at(counts, (old, new), np.diff(starts, append=source.length))
+    np.add.at(counts, (source_ranks, target_ranks), np.diff(starts, append=source.length))
     np.fill_diagonal(counts, 0)
     return counts
 
@@ -136,6 +136,7 @@ def _halo_tokens(layout: SequenceLayout, rows: Sequence[Segments], left: int) ->
     for target in range(layout.shards):
         for row in rows:
             starts = np.array([run.start for run in row.runs(layout.spans(target))], dtype=np.int64)
+            # In a tree the tokens before a run are along the path; -1 is before the first one.
             before = [row.ancestors(starts, distance) for distance in range(1, left + 1)]
             positions = np.unique(np.concatenate([starts[:0], *before]))
             sources, _ = owners.find(positions[positions >= 0])
@@ -145,6 +146,7 @@ def _halo_tokens(layout: SequenceLayout, rows: Sequence[Segments], left: int) ->
 
 
 def _all_to_all(counts: np.ndarray, token_bytes: int) -> Step:
+    """Returns a step in which rank a sends counts[a, b] tokens to rank b."""
     ranks: Sequence[int] = range(len(counts))
     payload = Payload(("x",), token_bytes)
     return Step((send_to_each("all_to_all", "ring", [ranks], payload, lambda a, b: int(counts[a, b])),))

@@ -45,6 +45,6 @@ class TokenRingPlan(SequencePlan):
 def pass_queries_backward_steps(
     work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: TokenSends
 ) -> Steps:
-    """Steps of `pass_queries_backward` on all ranks of some rings."""
+    """Returns the steps of `pass_queries_backward` on all ranks of some rings."""
     rotating_payload = work.payload("q", "out", "dout", "lse")
     return rotation_steps(work, rings, rotating_payload, work.payload("dq"), returned_tokens)

@@ -18,7 +18,7 @@ class UlyssesPlan(HeadPlan):
         moves = HeadMoves(work, ranks)
         heads = moves.heads
         queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
-        q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e
+        q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e  # elements of a token and head; bytes
         grad = work.a if heads.has_shared_heads else e  # bytes of an element of dk and dv
         works = (
             replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))

@@ -1,4 +1,4 @@
-"""Plan of `UPipe`, stage by stage."""
+"""Plan of `UPipe`, stage by stage: all-to-all to heads, the inner method's plan, all-to-all back to tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class UPipePlan(HeadPlan):
         sent_tensors = {"q": q, "out": v, "dout": v}
         forward = staged_steps.steps({"q": q}, lambda plan: plan.forward, staged_steps.return_out)
         backward = staged_steps.steps(sent_tensors, lambda plan: plan.backward, staged_steps.return_grads)
+        # A call on q, k and v saves lse by tokens, a call on hidden states by heads, which needs no all-to-all.
         forward_end, backward_start = Step(), Step()
-        if not work.projected:  # with finished q, k and v, lse is an output of this rank's tokens
+        if not work.projected:
             lse = (moves.sizes, moves.heads.queries, "lse", work.batch * work.a)
             forward_end, backward_start = Step((moves.to_tokens(*lse),)), Step((moves.to_heads(*lse),))
         return replace(
@@ -47,13 +48,10 @@ class UPipePlan(HeadPlan):
         return x.q + 2 * x.k + inner
 
     def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
-        """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method.
-
-        On one rank out and dout are views, unless there are several stages, whose heads the kernel needs copied. Sums
-        have the dtype of the first stage's gradients, and float32 from the second on.
-        """
+        """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method."""
+        # On one rank out and dout are views, unless there are several stages, whose heads the kernel needs copied.
         outs = 2 * x.q if stages.ranks > 1 or stages.several else 0
-        # The first stage of a round keeps its gradients as they are, later ones add to them in float32.
+        # Sums are in the dtype of the first stage's gradients, and in float32 from the second stage of a round on.
         sums = 0 if stages.turns == 1 else 2 * x.k * (1 if alone and stages.turns == 2 else x.w)
         return x.q + outs + 2 * x.k + sums + inner
 
@@ -86,6 +84,8 @@ class StagedSteps:
         """
         sends = [self._sends(stage, query_bytes) for stage in self.stages]
         for i, stage in enumerate(self.stages):
+            # With prefetch the tensors of a stage are in flight at once, during the stage before; otherwise they are
+            # sent one after another before the stage.
             if i == 0 and self.prefetch:
                 yield Step(tuple(sends[i]))
             elif not self.prefetch:
@@ -101,21 +101,25 @@ class StagedSteps:
         return [moves.to_tokens(moves.sizes, stage.query_ranges, "out", work.batch * work.value_dim * work.e)]
 
     def return_grads(self, stage: Stage) -> list[Move]:
-        """dq of a stage, and dk and dv of keys whose round ends, wider if ranks share a head."""
+        """Returns the all-to-alls of dq, and of dk and dv of keys whose round ends."""
         work, moves, returned_keys = self.moves.work, self.moves, stage.returned_keys
-        grad = work.a if returned_keys.has_shared_heads else work.e
+        element_bytes = work.a if returned_keys.has_shared_heads else work.e  # partial sums are sent wide
         dq = moves.to_tokens(moves.sizes, stage.query_ranges, "dq", work.batch * work.head_dim * work.e)
-        key_bytes = {"dk": work.batch * work.head_dim * grad, "dv": work.batch * work.value_dim * grad}
+        key_bytes = {
+            "dk": work.batch * work.head_dim * element_bytes,
+            "dv": work.batch * work.value_dim * element_bytes,
+        }
         return [dq, *(moves.to_tokens(moves.key_sizes, returned_keys.ranges, *tensor) for tensor in key_bytes.items())]
 
     def _sends(self, stage: Stage, query_bytes: Mapping[str, int]) -> list[Move]:
-        """k and v of keys whose round starts, then tensors of queries."""
+        """Returns the all-to-alls before a stage: k and v of keys whose round starts, then tensors of queries."""
         work, moves = self.moves.work, self.moves
         key_bytes = {"k": work.batch * work.head_dim * work.e, "v": work.batch * work.value_dim * work.e}
         keys = [moves.to_heads(moves.key_sizes, stage.received_keys.ranges, *tensor) for tensor in key_bytes.items()]
         return [*keys, *(moves.to_heads(moves.sizes, stage.query_ranges, *tensor) for tensor in query_bytes.items())]
 
     def inner_plan_of(self, stage: Stage) -> CommPlan:
+        """Returns the inner method's plan of a stage, on all ranks."""
         work = self.moves.work
 
         def part(heads: RankHeads) -> AttentionShape | None:
@@ -127,7 +131,11 @@ class StagedSteps:
 
 
 def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
-    """Returns the stages in which the first of `ranks` ranks gets its heads; None: all in one."""
+    """Returns the stages of the first of `ranks` ranks.
+
+    Args:
+        heads_per_stage: None: all heads in one stage.
+    """
     schedule = [stage.by_rank[0] for stage in stages_of(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
     turns = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
     queries, keys = len(schedule[0].queries), len(schedule[0].keys)

@@ -1,4 +1,4 @@
-"""Plan of `WallFacer`."""
+"""Plan of `WallFacer`, with the four steps of its docstring: gather, place, ring, scatter."""
 
 from __future__ import annotations
 
@@ -54,16 +54,19 @@ class WallFacerPlan(SequencePlan):
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         teams = self.teams(work.layout.shards)
         team_steps = TeamSteps(teams, work, self.gather_keys)
+        # Within the ring a team is one shard.
         layout, key_layout = (teams.by_teams(x) for x in (work.layout, work.key_layout))
         ring_work = replace(work, layout=layout, key_layout=key_layout)
         gather, scatter = team_steps.gather, team_steps.scatter
         members = tuple(team_steps.team_ranks) if teams.team > 1 else None
         return CommPlan(
+            # Queries are gathered (1) while keys are gathered and placed (1, 2); then the ring (3) and the scatter (4).
             steps(
                 *team_steps.place_keys(gather("q")),
                 *ring_forward_steps(ring_work, teams.rings("keys")),
                 Step(scatter("out", "lse")),
             ),
+            # The same, with dk and dv on the way back (2, 1) while dq is scattered (4).
             steps(
                 *team_steps.place_keys(gather("q", "out", "dout", "lse")),
                 *ring_backward_steps(ring_work, self.backward, teams.rings),
@@ -74,31 +77,32 @@ class WallFacerPlan(SequencePlan):
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """q, k and v of the team, and either the ring of R = P / C^2 ranks, or out and lse of all members merging."""
+        """Peak with q, k and v of the team: in the ring of R = P / C^2 ranks, or in the merge of partial results."""
         team = self.team
         if team == 1:
             return rotate_keys_forward(x, ranks)
-        of_team, gather_bytes = x.times(team), team * (x.q + 2 * x.k)
-        ring = rotate_keys_forward(of_team, ranks // team**2, onward=1)
-        merge_bytes = 2 * kernel_forward(of_team) + 2 * x.w * x.q + 5 * x.lse
+        team_sizes, gather_bytes = x.times(team), team * (x.q + 2 * x.k)
+        ring = rotate_keys_forward(team_sizes, ranks // team**2, onward=1)
+        merge_bytes = 2 * kernel_forward(team_sizes) + 2 * x.w * x.q + 5 * x.lse
         return gather_bytes + max(ring, merge_bytes)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """q, k, v, out, dout and lse of the team with the ring; or the reduce-scatter of gradients in float32.
-
-        The latter has sent and received gradients, and the sums for dk and dv.
-        """
+        """Peak in the ring, with all gathered tensors of the team, or in the reduce-scatter of float32 gradients."""
         team = self.team
         if team == 1:
             return ring_backward_memory(x, ranks, self.backward)
-        of_team = x.times(team)
-        gather_bytes = of_team.rotating + 2 * of_team.k
-        ring = ring_backward_memory(of_team, ranks // team**2, self.backward, onward=1)
-        scatter_bytes = 2 * x.w * (of_team.q + 2 * of_team.k) + 2 * x.w * x.k
+        team_sizes = x.times(team)
+        gather_bytes = team_sizes.rotating + 2 * team_sizes.k
+        ring = ring_backward_memory(team_sizes, ranks // team**2, self.backward, onward=1)
+        # Sent and received gradients of the team, and the sums for dk and dv.
+        scatter_bytes = 2 * x.w * (team_sizes.q + 2 * team_sizes.k) + 2 * x.w * x.k
         return max(gather_bytes + ring, scatter_bytes)
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
-        """Counts a team's k and v in P / C^2 steps, and its q, k, v and out, as arXiv 2407.00611 does."""
+        """Returns (p2p, collective) bytes as arXiv 2407.00611 counts them.
+
+        The team's k and v are sent in P / C^2 steps; q, k, v and out are gathered or scattered within the team.
+        """
         ranks, team = work.layout.shards, self.team
         queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
         return ranks // team * keys, (team - 1) * (queries + keys)
@@ -106,7 +110,7 @@ class WallFacerPlan(SequencePlan):
 
 @dataclass(frozen=True)
 class TeamSteps:
-    """Collectives and exchanges of a call of WallFacer outside of the ring, on all ranks."""
+    """The steps of WallFacer before and after the ring, on all ranks."""
 
     teams: Teams
     work: AttentionShape
@@ -118,41 +122,41 @@ class TeamSteps:
         return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team)]
 
     def gather(self, *tensors: str) -> tuple[Move, ...]:
-        """Step 1 for tensors of queries."""
+        """Returns step 1 for tensors of queries: all-gathers within teams."""
         sizes = self.work.layout.sizes
         return tuple(all_gather(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
 
     def scatter(self, *tensors: str) -> tuple[Move, ...]:
-        """Step 4 for tensors of queries."""
+        """Returns step 4 for tensors of queries: reduce-scatters within teams."""
         sizes = self.work.layout.sizes
         return tuple(reduce_scatter(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
 
     def place_keys(self, query_moves: tuple[Move, ...]) -> Steps:
-        """Steps 1 and 2 for keys, while queries are gathered."""
+        """Returns steps 1 and 2 for keys, with the moves of queries in flight during the first one."""
         work, tokens = self.work, self.work.key_layout.sizes
         payload = work.payload("k", "v")
-        key_move = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
+        placement = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
         if not self.gather_keys:
-            return steps(Step((*query_moves, key_move)))
-        keys = (all_gather(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
-        return steps(Step((*query_moves, *keys)), Step((key_move,)))
+            return steps(Step((*query_moves, placement)))
+        gathers = (all_gather(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
+        return steps(Step((*query_moves, *gathers)), Step((placement,)))
 
     def return_key_grads(self, query_moves: tuple[Move, ...]) -> Steps:
-        """Steps 2 and 1 in reverse for dk and dv, while dq is scattered."""
+        """Returns steps 2 and 1 in reverse for dk and dv, with the scatter of dq in flight during the first one."""
         work, tokens = self.work, self.work.key_layout.sizes
         payload = work.payload("dk", "dv")
         sends = (Send(target, source, size) for source, target, size in self._key_sends(payload.size))
-        keys = (reduce_scatter(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
+        scatters = (reduce_scatter(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
         returns = move("p2p", "ring", payload.tensors, sends)
-        return steps(Step((*query_moves, returns)), Step(tuple(keys) if self.gather_keys else ()))
+        return steps(Step((*query_moves, returns)), Step(tuple(scatters) if self.gather_keys else ()))
 
     def _key_sends(self, size: int) -> Iterator[Send]:
-        """Yields step 2's sends of keys, of `size` bytes a token: from one member of a team, or from each its own."""
+        """Yields the sends of keys in step 2, of `size` bytes a token."""
         tokens = self.work.key_layout.sizes
         for team, ranks in enumerate(self.team_ranks):
             for member, rank in enumerate(ranks):
                 target = self.teams.key_target(team, member)
-                if self.gather_keys:
+                if self.gather_keys:  # each member sends the keys of the whole team to one rank
                     yield Send(rank, target, sum(tokens[sender] for sender in ranks) * size)
-                else:
+                else:  # all members send their own keys to each of these ranks
                     yield from (Send(sender, target, tokens[sender] * size) for sender in ranks)

@@ -75,7 +75,7 @@ def completion_labels(
         if len(is_trained) != len(tree.parents):
             raise ValueError(f"trained[{row}] has {len(is_trained)} entries for {len(tree.parents)} segments")
         numbers = _sequence_numbers(tree, is_trained, count)
-        count += len({number for several in numbers for number in several})
+        count += len({number for segment_numbers in numbers for number in segment_numbers})
         for segment in (segment for segment, is_label in enumerate(is_trained) if is_label):
             tokens = np.arange(tree.ends[segment], tree.ends[segment + 1])
             predictors = tree.ancestors(tokens, 1)

@@ -17,8 +17,9 @@ from armillary.core import Axis, accumulation_dtype
 from armillary.core.validation import check_tensor, integer
 
 Axes = Method | Sequence[DeviceMesh | Axis]
-"""All axes over which tokens or rows differ: those of a method, or a list of 1-D meshes or axes."""
+"""All axes over which tokens or rows differ: a method, for its axes, or a list of 1-D meshes or axes."""
 Reduction = Literal["summed", "averaged"]
+"""Reduction of parameters' gradients over ranks after backward; see `segment_sum`."""
 
 
 def segment_sum(
@@ -57,15 +58,16 @@ def segment_sum(
         )
     if values.ndim > sequences.ndim + 1 or not values.is_floating_point():
         raise ValueError(f"values {tuple(values.shape)} {values.dtype}: floating-point [...] or [..., K] is accepted")
-    along = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
+    reduced_axes = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
     # Values of no sequence are added to row 0, which is dropped. Numbers out of range need no check here: index_put
     # raises for them, and a check would wait for the GPU.
     rows = (sequences.flatten().long() + 1).clamp(min=0)
     flat = values.reshape(len(rows), *values.shape[sequences.ndim :])
     sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
     sums = sums.index_put((rows,), flat.to(sums.dtype), accumulate=True)[1:]
-    factor = prod(axis.size for axis in along) if gradients == "averaged" else 1
-    return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in along if axis.size > 1], factor))
+    # Sums are in one tensor, so each axis needs one message; the factor cancels the average of FSDP2 or DDP.
+    factor = prod(axis.size for axis in reduced_axes) if gradients == "averaged" else 1
+    return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in reduced_axes if axis.size > 1], factor))
 
 
 class _SegmentSum(torch.autograd.Function):

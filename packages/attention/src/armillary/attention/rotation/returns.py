@@ -118,7 +118,7 @@ class RingReduce(Reduction):
         if passing_sums:
             for total, partial in zip(passing_sums.tensors, partials, strict=True):
                 total += partial
-        # Sums that a later rank sees go on with their shard; the others return to the owner.
+        # Sums of tokens that a later rank sees travel with their shard; finished sums return to the owner.
         for tokens, steps in ((schedule.next_tokens, 1), (schedule.final_tokens, -schedule.step)):
             if tokens.runs:
                 sums = passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widen(partials), tokens)

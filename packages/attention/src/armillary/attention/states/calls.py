@@ -1,4 +1,7 @@
-"""Checked calls of the layers with a state: arguments to a plan, a kernel and the operands of the recurrence."""
+"""Checked calls of the layers with a state: from arguments to plan, kernel and operands of the common recurrence.
+
+Both layers are S_t = a_t S_{t-1} + k_t u_t^T with o_t = S_t^T q_t (`chunks.py`); `Operands` are its terms.
+"""
 
 from __future__ import annotations
 
@@ -92,19 +95,21 @@ def run_layer(
 def _delta_rule_operands(
     scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> Operands:
+    """Returns the operands of the delta rule: u_t = beta_t (v_t - (a_t S_{t-1})^T k_t)."""
     dtype = v.dtype
     q, k, v, g, beta = _in_state_dtype(q, k, v, g, beta)
     if initial_state is not None:
         initial_state = initial_state.to(v.dtype)
-    decays = g if g.ndim == 4 else g.unsqueeze(-1)
+    decays = g if g.ndim == 4 else g.unsqueeze(-1)  # one decay for all channels of a head
     return Operands(q * scale, k, v, decays, beta.unsqueeze(-1), None, initial_state, dtype)
 
 
 def _ssd_operands(x: Tensor, dt: Tensor, A: Tensor, Bm: Tensor, Cm: Tensor, initial_state: Tensor | None) -> Operands:
+    """Returns the operands of state space duality: q = C, k = B, u_t = dt_t x_t, log a_t = dt_t A."""
     dtype = x.dtype
     x, dt, rates, Bm, Cm = _in_state_dtype(x, dt, A, Bm, Cm)
     if initial_state is not None:
-        initial_state = initial_state.to(x.dtype).mT
+        initial_state = initial_state.to(x.dtype).mT  # [Ns, D], keys first
     return Operands(Cm, Bm, x, (dt * rates).unsqueeze(-1), dt.unsqueeze(-1), rates, initial_state, dtype)
 
 
@@ -121,27 +126,27 @@ def _in_state_dtype(*inputs: Tensor) -> list[Tensor]:
 def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis | None, ScanPlan]:
     """Returns the axis and this rank's plan for v [B, T, H, Dv]."""
     (batch, tokens), layout = v.shape[:2], options.layout
-    along = None if options.axis is None else Axis.of(options.axis)
-    ranks, rank = (1, 0) if along is None else (along.size, along.rank)
+    axis = None if options.axis is None else Axis.of(options.axis)
+    ranks, rank = (1, 0) if axis is None else (axis.size, axis.rank)
     if layout is None:
-        if along is not None and ranks > 1:
-            raise ValueError(f"layout=None on {ranks} ranks of axis {along.name!r}: a SequenceLayout is needed")
+        if axis is not None and ranks > 1:
+            raise ValueError(f"layout=None on {ranks} ranks of axis {axis.name!r}: a SequenceLayout is needed")
         layout = SequenceLayout.contiguous(tokens, 1)
     if layout.shards != ranks:
-        where = "without an axis there is 1 rank" if along is None else f"axis {along.name!r} has {ranks} ranks"
-        raise ValueError(f"the layout has {layout.shards} shards; {where}")
-    striped = [span for shard in range(ranks) for span in layout.spans(shard) if span.step > 1]
-    if striped:
+        ranks_text = "without an axis there is 1 rank" if axis is None else f"axis {axis.name!r} has {ranks} ranks"
+        raise ValueError(f"the layout has {layout.shards} shards; {ranks_text}")
+    striped_spans = [span for shard in range(ranks) for span in layout.spans(shard) if span.step > 1]
+    if striped_spans:
         raise ValueError(
-            f"layout with {striped[0]}: a state runs along neighbouring tokens; `armillary.core.relayout` the inputs "
-            "to a contiguous or zigzag layout first"
+            f"layout with {striped_spans[0]}: a state runs along neighbouring tokens; `armillary.core.relayout` the "
+            "inputs to a contiguous or zigzag layout first"
         )
     rows = segments_of(layout.length, mask=options.mask)
     if len(rows) not in (1, batch):
         raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
     if tokens != layout.sizes[rank]:
         raise ValueError(f"{tokens} tokens; the layout's shard {rank} has {layout.sizes[rank]}")
-    return along, plan_scan(layout, rows * (batch // len(rows)), rank, v.device, kernel.max_chunk)
+    return axis, plan_scan(layout, rows * (batch // len(rows)), rank, v.device, kernel.max_chunk)
 
 
 def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:

@@ -68,7 +68,7 @@ def run_on_dtensors(
     local_out, local_final = run_layer(layer, options, [local_inputs[name] for name in inputs], state)
     tensors, recurrence = list(inputs.values()), RECURRENCES[layer]
     values, keys = tensors[recurrence.values], tensors[recurrence.keys]
-    if axis is not None and axis.size > 1:
+    if axis is not None and axis.size > 1:  # `final` is replicated on the axis
         local_final = cast(Tensor, _GradientOfFirstRank.apply(local_final, axis.rank == 0))
     final_shape = (values.shape[0], values.shape[2], keys.shape[3], values.shape[3])
     final = dtensor_like(first, local_final, final_shape, dict(enumerate(state_placements)))

@@ -68,7 +68,7 @@ def trace_scan(
 ) -> tuple[Tensor, Tensor]:
     """Runs a call while a graph is traced. Returns (outputs [B, T, H, Dv], states [B, H, Dk, Dv])."""
     mask, kernel = AttentionMask() if options.mask is None else options.mask, options.kernel
-    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are people too
+    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"mask is a {type(mask).__name__}; an attention mask of documents or a tree is accepted")
     if kernel is not None and not isinstance(kernel, str):
         raise ValueError(f"torch.compile takes the name of a kernel; got {kernel}")

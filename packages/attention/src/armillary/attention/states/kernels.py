@@ -21,8 +21,8 @@ SMALLEST_LOG_DECAY = -100.0
 class FlashLinearAttention:
     """The gated delta rule of `flash-linear-attention`, with a decay for each head or for each key channel.
 
-    One call computes the outputs, the leaving states and the maps: the values are widened by Dk columns of zeros, which
-    the identity enters as their state. A state S that enters a chunk is then a product with these columns.
+    One call computes outputs, leaving states and both maps: values get Dk more columns of zeros, whose entering state
+    is the identity. These columns of the results are the maps, which are linear in the entering state.
     """
 
     name = "fla"
@@ -60,7 +60,7 @@ class MambaSsm:
     """State space duality of `mamba-ssm`."""
 
     name = "mamba_ssm"
-    max_chunk = 512  # as above
+    max_chunk = 512  # as for `FlashLinearAttention`
 
     def refuses(self, v: Tensor, channels: int, delta_rule: bool) -> str | None:
         if delta_rule:
@@ -70,11 +70,11 @@ class MambaSsm:
     def maps(self, chunks: Operands) -> ChunkMaps:
         assert chunks.rates is not None
         # [n, C, heads, D]; dt and the rates keep the dtype of the states.
-        Cm, Bm, x = (each.transpose(1, 2).to(chunks.dtype) for each in chunks[:3])
+        Cm, Bm, x = (operand.transpose(1, 2).to(chunks.dtype) for operand in chunks[:3])
         dt = chunks.beta.transpose(1, 2).squeeze(-1)
         chunk_scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
         results = chunk_scan(x, dt, chunks.rates, Bm, Cm, chunk_size=256, return_final_states=True)
-        out, leaving = (each.to(dt.dtype) for each in results)
+        out, leaving = (result.to(dt.dtype) for result in results)
         # The decay since the chunk's start, [n, H, C, 1]: dt A is finite, and so are differences of its sums.
         decay = chunks.g.cumsum(-2).exp()
         return ChunkMaps(decay[..., -1:, :], leaving.mT, chunks.repeat_key_heads().q * decay, out.transpose(1, 2))

@@ -29,7 +29,7 @@ def gated_delta_rule(
     scale: float | None = None,
     kernel: str | StateKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule (Gated DeltaNet, arXiv 2412.06464), or with a decay for each key channel Kimi's KDA.
+    """The gated delta rule (Gated DeltaNet, arXiv 2412.06464); with a decay for each key channel, Kimi's KDA.
 
         S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
 
@@ -40,8 +40,8 @@ def gated_delta_rule(
         beta: [B, T, H].
         layout: the shards of the sequence, over the ranks of the axis. None: the T tokens are the sequence.
         axis: a 1-D mesh, such as `mesh["ring"]`. None for one rank.
-        mask: causal documents, at whose starts the state is 0, or a tree, where a segment goes on from its parent's
-            last state. None: one document.
+        mask: causal documents, at whose starts the state is 0, or a tree, where a segment continues its parent's last
+            state. None: one document.
         initial_state: [B, H, Dk, Dv], the state before position 0, the same on all ranks. Its gradient is this rank's
             share of a sum. It enters the first document of each row only.
         scale: 1 / sqrt(Dk) by default.
@@ -89,16 +89,16 @@ def ssd(
         A: [H], below 0; whole on every rank, and its gradient is this rank's share of a sum.
         Bm, Cm: [B, T, G, Ns]. Head h uses group h // (H / G).
         layout, axis, mask: as in `gated_delta_rule`.
-        initial_state: [B, H, D, Ns], as there.
-        kernel: a kernel, or the name of one, "torch" or "mamba_ssm"; as there.
+        initial_state: [B, H, D, Ns]; as in `gated_delta_rule`.
+        kernel: a kernel, or the name of one, "torch" or "mamba_ssm"; by default the fastest that supports the inputs.
 
     Returns:
         (y [B, T, H, D], final [B, H, D, Ns]).
 
-    Bytes sent: as there, with 4 H (D Ns for each state + 1 for each map).
+    Bytes sent: as `gated_delta_rule`, with 4 H (D Ns for each state + 1 for each map).
 
     Raises:
-        ValueError: as there.
+        ValueError: as `gated_delta_rule`.
     """
     options = StateOptions(layout, axis, mask, kernel)
     out, final = _run("ssd", options, {"x": x, "dt": dt, "A": A, "Bm": Bm, "Cm": Cm}, initial_state)
@@ -108,9 +108,13 @@ def ssd(
 def _run(
     layer: str, options: StateOptions, inputs: Mapping[str, Tensor], initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [B, T, H, Dv] in the dtype of the values, final [B, H, Dk, Dv])."""
+    """Runs a layer on DTensors, into a graph, or on local tensors.
+
+    Returns:
+        (out [B, T, H, Dv] in the dtype of the values, final [B, H, Dk, Dv]).
+    """
     if any(compat.is_dtensor(x) for x in (*inputs.values(), initial_state)):
-        from armillary.attention.states.dtensors import run_on_dtensors
+        from armillary.attention.states.dtensors import run_on_dtensors  # DTensor's import takes seconds
 
         out, final = run_on_dtensors(layer, options, inputs, initial_state)
     elif torch.compiler.is_compiling():

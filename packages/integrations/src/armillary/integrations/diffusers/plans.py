@@ -27,7 +27,7 @@ class Plan:
         processors: diffusers' attention processors that attend once, to these tokens alone.
         arguments: module -> its whole arguments to shard; "" is the model.
         results: module -> its whole results to shard.
-        whole_keys: modules whose keys are whole on every rank, so that each attends by itself.
+        whole_keys: modules whose keys are replicated, so that each rank attends without communication.
         text_mask: the model's argument that marks padding of the text.
         options: the model's argument with options for processors.
         output: the module whose output is gathered.
@@ -50,7 +50,7 @@ class Plan:
             ValueError: there is none.
         """
         for base in type(model).__mro__:
-            # A subclass with a forward of its own may use tokens in ways that the plan does not know.
+            # A subclass that overrides forward may use tokens in ways that the plan does not know.
             plan = PLANS.get(base.__name__) if base.__module__.startswith("diffusers.") else None
             if plan is not None and type(model).forward is base.forward:
                 return plan

@@ -73,7 +73,7 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
         number_groups = caller.globals.get("get_block_sequence_ids_for_mask")
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = caller.locals.get(name)
-            # Accept only types that reproduce the groups of this mask: a frame may have those of another input.
+            # Accept only types that reproduce the groups of this mask: a frame may have the types of another input.
             if (
                 number_groups is not None
                 and isinstance(types, Tensor)
