@@ -1,4 +1,4 @@
-"""What holds for the tests of all packages. Whoever hands tests out to workers reads this too, so it imports little."""
+"""Settings of all tests. The process that distributes tests to workers reads it too, so it imports little."""
 
 import gc
 import os
@@ -8,36 +8,36 @@ from collections.abc import Generator
 import pytest
 
 gc.disable()
-"""Until all is imported: that makes millions of objects, and a third of the time would go to looking for garbage."""
+"""Off until everything is imported: imports make millions of objects, and collections take a third of the time."""
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-"""Each worker, each rank and each command that is tried would compile the sources and the tests again."""
+"""Without bytecode files, each worker, rank and command would compile the sources and the tests again."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Python looks for garbage again once all is imported."""
-    found = yield
+    """Turns garbage collection on again after the imports."""
+    result = yield
     gc.freeze()
     gc.enable()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_older_objects() -> None:
-    """Python looks for garbage among what a module's tests make, not among what was imported and kept before them."""
+    """Excludes objects that are older than the module's tests from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Fixtures for those who run tests. One for all packages: worlds that nobody uses any more wake all the time."""
+    """Loads the fixtures of ranks where tests run. All packages share them: idle worlds of ranks use the processor."""
     runs_tests = hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None)
     if runs_tests:
         session.config.pluginmanager.import_plugin("armillary.core.testing.plugin")
 
 
 def pytest_unconfigure() -> None:
-    """Nothing is left when Python ends, of which bindings would warn."""
+    """Frees all objects before Python exits, because bindings warn about leaked ones."""
     gc.unfreeze()

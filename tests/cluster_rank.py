@@ -1,4 +1,4 @@
-"""One of two ranks on an emulated cluster: Ring Attention over the wire. Rank 0 prints what it took."""
+"""One of two ranks on an emulated cluster, running Ring Attention. Rank 0 prints its error, sent bytes and seconds."""
 
 import json
 import sys
@@ -17,8 +17,8 @@ SHAPES = Shapes(tokens=64, heads=4, key_heads=4, head_dim=64, causal=False)
 
 attend = Ring(build_mesh("cpu", ring=2)["ring"])
 turn = turn_of(attend, SHAPES)
-found = {"error": worst(attend, turn, SHAPES), "sent": counted(turn)["most"], "seconds": elapsed(turn)}
+measurements = {"error": worst(attend, turn, SHAPES), "sent": counted(turn)["most"], "seconds": elapsed(turn)}
 if dist.get_rank() == 0:
-    print(json.dumps(found), flush=True)
+    print(json.dumps(measurements), flush=True)
 dist.barrier()
 dist.destroy_process_group()

@@ -5,7 +5,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory) -> tuple[Path, str]:
-    """A run that nobody disturbs: its folder, and what it printed."""
-    from recovery import run_undisturbed  # not above: imports that take seconds, in whoever hands tests out too
+    """Returns the folder and the output of a run without failures."""
+    from recovery import (
+        run_undisturbed,
+    )  # imports that take seconds, which the process that distributes tests does not need
 
     return run_undisturbed(tmp_path_factory.mktemp("recovery"))

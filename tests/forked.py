@@ -1,4 +1,4 @@
-"""torchrun for tests: its ranks are forked when the trainer is imported already, which is most of what they would do.
+"""torchrun for tests: it forks its ranks after importing the trainer, which would take most of each rank's time.
 
     python forked.py [torchrun's options] forked_rank.py [flags of armillary.train]
 

@@ -1,4 +1,4 @@
-"""What a rank of forked.py runs: the trainer. It leaves its process id where the test finds it."""
+"""The program of a rank of forked.py: the trainer. It writes its process id to a file for the test."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Starting torchrun in a test, watching what it prints, and reaching for its ranks."""
+"""Starts torchrun in a test, follows its output and signals its ranks."""
 
 import ast
 import gc
@@ -19,20 +19,20 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import main as run_torchrun
 from torch.distributed.run import parse_args
 
-import armillary.train.cli  # noqa: F401  what ranks need: the server that they are forked from imports it too
+import armillary.train.cli  # noqa: F401  ranks are forked from a server that imports this module
 from armillary.core.testing.world import fork_context
 
 HERE = Path(__file__).parent
 
 PATIENCE = 900.0
-"""Seconds after which whoever waits gives up. No test expects to wait so long."""
+"""Time-out in seconds of every wait. No passing test waits that long."""
 
 
 def environment() -> dict[str, str]:
-    """This environment's programs first, no GPU, and none of torchrun's variables."""
-    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{ours['PATH']}"
-    return {**ours, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    """Returns the environment with this virtual environment's programs first, no GPU, and no variables of torchrun."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{inherited['PATH']}"
+    return {**inherited, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(ranks: int, *flags: str) -> list[str]:
@@ -44,20 +44,20 @@ TRAINER = str(HERE / "forked_rank.py")
 
 
 def forked(*options: str, flags: Sequence[str], script: str = TRAINER) -> list[str]:
-    """torchrun with these options for ranks that train, without each importing it all again: for another host."""
+    """Command line of torchrun that forks its ranks, for another host."""
     return [sys.executable, str(HERE / "forked.py"), *options, script, *flags]
 
 
 def agent(*options: str, flags: Sequence[str], script: str = TRAINER) -> Callable[[], None]:
-    """torchrun as `forked` has it, in a process that has imported it all before it was forked itself."""
+    """Returns a function that runs torchrun as `forked` does, in a process forked after the imports."""
     return partial(run_forking, ["--start-method", "fork", "--run-path", *options, script, *flags])
 
 
 def run_forking(arguments: list[str]) -> None:
-    """Runs torchrun, whose ranks wait for each other before they begin.
+    """Runs torchrun, whose ranks wait until all of them are forked.
 
-    glibc's resolver has a lock that a fork may copy while it is held. Threads of the agent take it whenever a rank
-    connects, and a rank that is forked at that moment hangs in its first look-up of a name. So no rank connects until
+    glibc's resolver has a lock that a fork may copy while a thread holds it. Threads of the agent lock it whenever a
+    rank connects, and a rank forked at that moment hangs in its first look-up of a name. So no rank connects until
     all are forked.
 
     The agent names the calling function in each log record: torch searches the source files of all loaded modules for
@@ -116,7 +116,7 @@ def run_imports(script: str) -> None:
 
 
 class Forked:
-    """A function in a process of its own, like `subprocess.Popen`: forked from the server of `World`'s ranks."""
+    """Like `subprocess.Popen`, for a function: forks a process from the server of `World`'s ranks."""
 
     def __init__(self, function: Callable[[], None], folder: Path, output: Path) -> None:
         self.process = fork_context().Process(target=call, args=(function, folder, output, environment()))
@@ -134,22 +134,22 @@ class Forked:
 
 
 def call(function: Callable[[], None], folder: Path, output: Path, variables: dict[str, str]) -> None:
-    """What a `Forked` process does: as if it had been started in a session of its own with this environment."""
+    """Runs the function of a `Forked` process in a new session, with `variables` as its whole environment."""
     os.setsid()
     with output.open("w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    gc.freeze()  # what was imported before, for torchrun's ranks too
+    gc.freeze()  # the imported modules, which torchrun's ranks share
     torch.set_num_threads(1)
-    # Torch renews its pool of threads at the first call in a fork; of two threads of gloo at once, one may find none.
+    # torch makes a new thread pool at the first call in a fork; when two threads of gloo race, one may find none.
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     function()
 
 
 class Launch:
-    """A command or a function that runs in `folder`, what it prints in a file. What is left is killed at the end."""
+    """A command or function running in `folder`, with its output in a file. Kills its processes on exit."""
 
     def __init__(
         self,
@@ -179,14 +179,14 @@ class Launch:
         return self.path.read_text(errors="replace")
 
     def wait(self) -> int:
-        """The exit code, when it has ended."""
+        """Waits for the end and returns the exit code."""
         try:
             return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running:\n{self.printed}") from None
 
     def wait_for(self, pattern: str, after: int = 0) -> int:
-        """Waits until something that matches is printed after character `after`; returns where the match ends."""
+        """Waits until the output after character `after` matches; returns the end of the match."""
         end = time.monotonic() + PATIENCE
         while (match := re.compile(pattern, re.MULTILINE).search(self.printed, after)) is None:
             assert self.process.poll() is None, f"ended without {pattern!r}:\n{self.printed}"
@@ -195,13 +195,13 @@ class Launch:
         return match.end()
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that torchrun has started here and that still run, by rank, as each has left it."""
+        """Process ids of torchrun's running ranks, by rank, from the files that the ranks wrote."""
         running = children(self.process.pid)
-        left = {int(file.stem.removeprefix("rank-")): file.read_text() for file in self.folder.glob("rank-*.pid")}
-        return {rank: int(pid) for rank, pid in left.items() if pid and int(pid) in running}
+        written = {int(file.stem.removeprefix("rank-")): file.read_text() for file in self.folder.glob("rank-*.pid")}
+        return {rank: int(pid) for rank, pid in written.items() if pid and int(pid) in running}
 
     def signal(self, number: signal.Signals, *ranks: int) -> None:
-        """To these ranks, or to torchrun itself."""
+        """Signals these ranks, or torchrun if there are none."""
         started = self.ranks()
         for pid in [started[rank] for rank in ranks] or [self.process.pid]:
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""What a rank runs in tests of the docs' precision: a script in float64, and FSDP2 where accelerate has DDP on CPUs."""
+"""The program of a rank in tests of the docs: runs a script in float64, with FSDP2 in place of accelerate's CPU DDP."""
 
 import sys
 from runpy import run_path

@@ -1,4 +1,4 @@
-"""A small run on 4 ranks under torchrun, and the comparison with an undisturbed one."""
+"""A small run on 4 ranks under torchrun, and its comparison with a run without failures."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def folder(parent: Path, name: str) -> Path:
 
 
 def training(*options: str, flags: Sequence[str] = SMALL, script: str = TRAINER) -> Callable[[], None]:
-    """torchrun with 4 ranks."""
+    """Returns a function that runs torchrun with 4 ranks."""
     return agent("--nproc-per-node", "4", *options, flags=flags, script=script)
 
 
@@ -49,7 +49,7 @@ def weights(where: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) -> None:
-    """Asserts that all losses and tensors equal those of an undisturbed run."""
+    """Asserts that all losses and tensors equal those of a run without failures."""
     expected, actual = weights(undisturbed[0]), weights(where)
     assert losses(printed) == losses(undisturbed[1])
     assert expected.keys() == actual.keys() and len(expected) > 20
@@ -57,7 +57,7 @@ def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) ->
 
 
 def run_undisturbed(parent: Path) -> tuple[Path, str]:
-    """Trains without disturbance; returns the folder and the output."""
+    """Trains without a failure; returns the folder and the output."""
     where = folder(parent, "undisturbed")
     with Launch(training(), where) as launch:
         assert launch.wait() == 0, launch.printed

@@ -1,4 +1,4 @@
-"""What all commands have in common, whichever package they are of: numbers, tables and help."""
+"""Behaviour shared by the commands of all packages: numbers, tables and help."""
 
 import re
 import shlex
@@ -40,7 +40,7 @@ NUMBERS = {"131_072": 131_072, "1e6": 10**6, "64k": 64_000, "1.5Mi": 3 << 19}
 NO_NUMBERS = ["64q", "-1", "1.5", "nan"]
 
 
-def planned(kind: type, *flags: str) -> Callable[[str], list[int]]:
+def plan_numbers(kind: type, *flags: str) -> Callable[[str], list[int]]:
     def read(text: str) -> list[int]:
         plan = parse([word for flag in flags for word in (f"--{flag}", text)], kind, "armillary-plan")
         return [amount(plan, flag.replace("-", "_")) for flag in flags]
@@ -48,50 +48,50 @@ def planned(kind: type, *flags: str) -> Callable[[str], list[int]]:
     return read
 
 
-def trained(text: str) -> list[int]:
+def train_numbers(text: str) -> list[int]:
     words = ["--data.sequence-length", text, "--train.steps", text, "--log.profile", text]
     config = read_command(words)[0].run
     check_limits(config)
     return [config.data.sequence_length, config.train.steps, *config.log.profile]
 
 
-def trained_by_file(text: str) -> list[int]:
+def train_file_numbers(text: str) -> list[int]:
     Path("run.toml").write_text(f'[data]\nsequence-length = "{text}"\n[log]\nprofile = ["{text}"]')
     config = read_command(["--config", "run.toml"])[0].run
     check_limits(config)
     return [config.data.sequence_length, *config.log.profile]
 
 
-def predicted(text: str) -> list[int]:
+def plan_run_numbers(text: str) -> list[int]:
     config = read_plan(["--data.sequence-length", text], "armillary-plan run").run
     check_limits(config)
     return [config.data.sequence_length]
 
 
-def packed(text: str) -> list[int]:
+def pack_numbers(text: str) -> list[int]:
     words = ["pack", "store", "--length", text, "--rows", text]
     command = parse(words, data.DataCommand, "armillary-data").command
     assert isinstance(command, data.Pack)
-    check_minimum(1, length=command.length)  # as its first step
+    check_minimum(1, length=command.length)  # the first step of `pack`
     return [command.length, command.rows]
 
 
 READERS: dict[str, Callable[[str], list[int]]] = {
-    "armillary-train": trained,
-    "armillary-train --config": trained_by_file,
-    "armillary-plan": planned(SearchPlan, "tokens", "reserve", "host-reserve"),
-    "armillary-plan memory": planned(MemoryPlan, "tokens", "host-memory"),
-    "armillary-plan bytes": planned(BytesPlan, "tokens", "heads"),
-    "armillary-plan run": predicted,
+    "armillary-train": train_numbers,
+    "armillary-train --config": train_file_numbers,
+    "armillary-plan": plan_numbers(SearchPlan, "tokens", "reserve", "host-reserve"),
+    "armillary-plan memory": plan_numbers(MemoryPlan, "tokens", "host-memory"),
+    "armillary-plan bytes": plan_numbers(BytesPlan, "tokens", "heads"),
+    "armillary-plan run": plan_run_numbers,
     "armillary-tune": lambda text: [read_tune_plan(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
-    "armillary-data pack": packed,
+    "armillary-data pack": pack_numbers,
     "conformance": lambda text: [conformance.parsed(["--random", text, "--ranks", text]).random],
 }
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -100,9 +100,9 @@ def test_all_commands_parse_numbers_equally(read, capsys):
     for text, number in NUMBERS.items():
         assert set(read(text)) == {number}
     for text in NO_NUMBERS:
-        with pytest.raises((ValueError, SystemExit)) as refused:
+        with pytest.raises((ValueError, SystemExit)) as error:
             read(text)
-        output = f"{refused.value} {capsys.readouterr().err}"
+        output = f"{error.value} {capsys.readouterr().err}"
         assert "such as 131072, 1_000_000, 1e6, 64k (64,000), 64Ki" in output or (text == "-1" and "1" in output)
 
 
@@ -134,25 +134,25 @@ def by_formulas(job: Job, _: Progress) -> StepMemory:
     )
 
 
-def said(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     name, *words = command.split()
     MAINS[name](words)
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("command", "whole"), TABLES.items())
-def test_tables_are_whole_on_a_pipe_and_in_80_columns(command, whole, capsys, monkeypatch):
-    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)  # in a thousandth of the time
+@pytest.mark.parametrize(("command", "cells"), TABLES.items())
+def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys, monkeypatch):
+    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)  # a thousand times faster
     Path("a.txt").write_text("x" * 100)
     if "store" in command:
         data.main(["prepare", "a.txt", "-o", "store", "--workers", "1"])
         capsys.readouterr()
     monkeypatch.setenv("COLUMNS", "80")
-    piped = said(command, capsys)
-    assert all(part in piped for part in whole) and not set("\x1b…┃") & set(piped)
+    piped = run_command(command, capsys)
+    assert all(cell in piped for cell in cells) and not set("\x1b…┃") & set(piped)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    shown = said(command, capsys)
-    words = {word for part in whole for word in part.split()}
+    shown = run_command(command, capsys)
+    words = {word for cell in cells for word in cell.split()}
     assert words <= set(shown.split()) and not set("\x1b…┃") & set(shown)
     tables = [part for part in shown.split("\n\n") if "\n---" in part]
     assert tables and all(len(line) <= 80 for lines in tables for line in lines.splitlines())
@@ -160,8 +160,8 @@ def test_tables_are_whole_on_a_pipe_and_in_80_columns(command, whole, capsys, mo
 
 def planning(words: list[str]) -> object:
     kinds = {"search": SearchPlan, "memory": MemoryPlan, "bytes": BytesPlan, "steps": StepsPlan}
-    command, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
-    return read_plan(rest, command) if command == "run" else parse(rest, kinds[command], command)
+    command, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
+    return read_plan(flags, command) if command == "run" else parse(flags, kinds[command], command)
 
 
 DATA_COMMANDS = ("prepare", "info", "pack", "inspect")
@@ -195,13 +195,13 @@ HELPS = {
 
 
 def examples(shown: str) -> list[list[str]]:
-    """The commands in a help text: lines between comments, up to the next heading."""
+    """Returns the commands in a help text: the lines between comments, up to the next heading."""
     before = shown.replace("\\\n", " ").partition("\noptions")[0].partition("╭")[0]
     return [shlex.split(line) for line in before.splitlines() if re.match(r"  (armillary-|torchrun |python )", line)]
 
 
 @pytest.mark.parametrize("command", HELPS)
-def test_help_begins_with_examples_that_are_taken(command, capsys, monkeypatch):
+def test_help_begins_with_examples_that_parse(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("planned.toml", "tuned.toml"):
         Path(name).write_text('recipe = "llama3_8b_128k"')

@@ -217,9 +217,9 @@ def check(attend, kind="zigzag", keys=26, **options):
     out, lse = reference_attention(q, k, v, return_lse=True, **options)
     expected = out, lse, *torch.autograd.grad(out, (q, k, v), dout)
     layout, key_layout = attend.layout(26, kind=kind), attend.layout(keys, kind=kind)
-    told = {"layout": layout, "return_lse": True, **({"key_layout": key_layout} if keys != 26 else {})}
+    arguments = {"layout": layout, "return_lse": True, **({"key_layout": key_layout} if keys != 26 else {})}
     local = layout.take(q, attend.shard), *(key_layout.take(x, attend.shard) for x in (k, v))
-    out, lse = attend(*local, **told, **options)
+    out, lse = attend(*local, **arguments, **options)
     result = out, lse, *torch.autograd.grad(out, local, layout.take(dout, attend.shard))
     for a, full, at in zip(result, expected, [layout] * 3 + [key_layout] * 2, strict=True):
         assert_close(a, at.take(full, attend.shard))

@@ -1,8 +1,8 @@
-"""The pages of the docs and the READMEs: scripts run as they stand, and a change comes to the same as what was before.
+"""The docs and READMEs: scripts run unmodified, and both sides of a page's first diff train alike.
 
-A block with `title="train.py"` is part of that file, blocks without a title are one file for each page; a block of
-`console` has the commands that run them. Of a page's first diff the lines with `+` are the file's; a later one changes
-the file that came of it.
+A block with `title="train.py"` is part of that file. The blocks of a page without a title form one file. `console`
+blocks have the commands that run the files. A page's first diff has the file's lines with `+`; a later diff changes
+the resulting file.
 """
 
 import ast
@@ -39,7 +39,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def side(diff: str, signs: str) -> str:
-    """One side of a diff: the lines that begin with one of these signs."""
+    """Returns one side of a diff: the lines that begin with one of these signs."""
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[:1] in (*signs, "\n"))
 
 
@@ -61,7 +61,7 @@ def changes(page: str) -> list[tuple[str, str]]:
 
 
 def changed(script: str, diff: str) -> str:
-    """Returns a script with each hunk of a diff applied where the lines before it stand, once."""
+    """Returns a script with all hunks of a diff applied. The old lines of a hunk must occur exactly once."""
     for hunk in diff.split("@@\n"):
         before, after = side(hunk, " -"), side(hunk, " +")
         assert script.count(before) == 1, before
@@ -84,7 +84,7 @@ PAGES = [
 WITH_SCRIPTS = sorted(page for page in PAGES if scripts(page))
 WITH_DIFFS = [page for page in WITH_SCRIPTS if any(b.language == "diff" and b.title for b in blocks(page))]
 EXCERPTS = ["docs/one-call.md"]
-"""Pages whose blocks are lines of the packages' own code, held to it by other tests."""
+"""Pages whose blocks quote the packages' code; other tests compare them."""
 WITH_EXCERPTS = [page for page in PAGES if any(b.language == "diff" and not b.title for b in blocks(page))]
 ALONE = sorted(
     str(path.relative_to(ROOT))
@@ -97,16 +97,16 @@ ALONE = sorted(
 for page in WITH_SCRIPTS:
     for script in scripts(page).values():
         run_imports(script)
-"""Here, so that the server of forked processes has them too: transformers and diffusers take seconds per process."""
+"""In this module, because the server of forked processes imports it: transformers and diffusers take seconds each."""
 
 
 def printed_lists(output: str) -> dict[str, list[float]]:
-    """Returns the losses and norms that a script has printed."""
+    """Returns the losses and norms in a script's output."""
     return {name: ast.literal_eval(values) for name, values in re.findall(r"^(losses|norms) (\[.*\])$", output, re.M)}
 
 
 def run(program: list[str] | Callable[[], None], folder: Path) -> str:
-    """Returns what a program printed; it must end with 0."""
+    """Returns the output of a program, which must exit with 0."""
     with Launch(program, folder) as launch:
         code = launch.wait()
         assert code == 0, launch.printed
@@ -114,7 +114,7 @@ def run(program: list[str] | Callable[[], None], folder: Path) -> str:
 
 
 def run_in_float64(page: str, variants: list[dict[str, str]], folder: Path) -> list[dict[str, list[float]]]:
-    """Runs the commands of a page on forked ranks, in float64; returns what train.py printed in each variant of it.
+    """Runs the commands of a page on forked ranks, in float64; returns the lists that each variant of train.py printed.
 
     Scripts that write the model or the data run once, before the first variant.
     """
@@ -136,7 +136,7 @@ def run_in_float64(page: str, variants: list[dict[str, str]], folder: Path) -> l
 
 
 def write_scripts(page: str, folder: Path) -> dict[str, str]:
-    """Writes the files of a page to a folder, as they stand."""
+    """Writes the unmodified files of a page to a folder."""
     files = scripts(page)
     for name, code in files.items():
         assert "torch.distributed.destroy_process_group()" in code or "build_mesh" not in code, name
@@ -179,7 +179,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("page", WITH_DIFFS)
-def test_the_changed_script_has_equal_losses_and_gradients(tmp_path, page):
+def test_changed_script_has_equal_losses_and_gradients(tmp_path, page):
     before, after = run_in_float64(page, [scripts(page, " -"), scripts(page, " +")], tmp_path / "listing")
     for name in ("losses", "norms"):
         assert len(before[name]) == 3
@@ -191,7 +191,7 @@ def test_further_changes_apply_and_run(tmp_path, page, change):
     files = scripts(page)
     name, diff = changes(page)[change]
     variants = [files | {name: changed(files[name], diff)}]
-    if page == "docs/plain-torch.md":  # another way to the same
+    if page == "docs/plain-torch.md":  # whose change is an equivalent script
         variants.append(files)
     results, *unchanged = run_in_float64(page, variants, tmp_path / "changed")
     assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in results.values())
@@ -206,27 +206,27 @@ def test_blocks_without_a_title_run_alone(tmp_path, page):
     run(python("page.py"), tmp_path)
 
 
-def test_the_page_of_masks_has_the_pictures_that_are_drawn_for_it():
+def test_page_of_masks_shows_all_its_pictures():
     shown = re.findall(r"\]\((pictures/\w+\.png)\)", (DOCS / "masks.md").read_text())
-    generated = {"pictures/methods.svg", "pictures/steps", "pictures/layouts.png"}  # of the pages of steps and layouts
+    generated = {"pictures/methods.svg", "pictures/steps", "pictures/layouts.png"}  # on the pages of steps and layouts
     pictures = {str(path.relative_to(DOCS)) for path in DOCS.glob("pictures/*")}
     assert sorted(shown) == sorted(pictures - generated)
 
 
 def pages(entries: list[dict[str, object]]) -> Iterator[str]:
-    """The files that a navigation names."""
+    """Yields the files of a navigation."""
     for entry in entries:
         for inner in entry.values():
             yield from [inner] if isinstance(inner, str) else pages(inner)
 
 
-def test_the_navigation_names_each_page_once():
+def test_navigation_names_each_page_once():
     assert sorted(pages(NAV)) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 @pytest.mark.long
-def test_the_site_builds_without_a_warning(tmp_path):
-    shutil.copytree(DOCS, tmp_path / "docs")  # the site must lie beside its pages
+def test_site_builds_without_warnings(tmp_path):
+    shutil.copytree(DOCS, tmp_path / "docs")  # the site must be next to its pages
     (tmp_path / "packages").symlink_to(ROOT / "packages")
     shutil.copy(ROOT / "zensical.toml", tmp_path)
     build = ["--only-group", "docs", "--isolated", "zensical", "build", "--strict"]
@@ -240,7 +240,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
             assert f'id="{name}"' in html, f"{page}: {name}"
 
 
-def test_the_page_of_kernels_has_each_with_its_published_figures():
+def test_page_of_kernels_has_published_efficiencies():
     rows = dict(re.findall(r"^\| `(\w+)` (.*)", (DOCS / "kernels.md").read_text(), re.M))
     assert set(rows) == {kernel.name for kernel in KERNELS} and "as `flash_attn_2`" in rows["cuda_flash"]
     for (name, _), figures in EFFICIENCY.items():

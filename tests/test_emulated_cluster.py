@@ -1,4 +1,4 @@
-"""The emulated cluster of benchmarks/cluster: its wires, that they limit what goes over them, and that they go."""
+"""The emulated cluster of benchmarks/cluster: its wires, their bandwidth limits and their removal."""
 
 import json
 import signal
@@ -23,8 +23,8 @@ CARDS, SHARED, MESH, MIXED = (Cluster.named(name) for name in RACES)
 TWO = replace(CARDS, nodes=2, ranks_per_node=1, between=Link(bandwidth=1e6))
 
 
-def held() -> None:
-    """Holds a cluster with processes in it until it is ended."""
+def keep_cluster() -> None:
+    """Keeps a cluster with running processes until it is interrupted."""
     leave_on_signals()
     with EmulatedCluster(MESH) as cluster:
         processes = [cluster.hosts.run(i, ["sleep", "600"]) for i in range(3)]
@@ -50,7 +50,7 @@ def test_each_topology_has_its_wires():
     assert routes == ["within", "card", "within", "pair4"]
 
 
-def test_messages_pass_the_links_on_their_way():
+def test_routes_cross_the_expected_links():
     node, spine = [End(0, "port2")], [End(CARDS.nodes + CARDS.ranks, "port5")]
     assert list(Wiring(CARDS).way(1, 2)) == [End(Wiring(CARDS).host(1), "within"), *node]
     assert list(Wiring(CARDS).way(1, 5)) == [End(Wiring(CARDS).host(1), "card"), *spine]
@@ -64,7 +64,7 @@ def test_messages_pass_the_links_on_their_way():
     assert sorted(crossing[End(1, "card")]) == [(a, b) for a in range(4, 8) for b in range(16) if b not in range(4, 8)]
 
 
-def test_other_networks_are_refused():
+def test_unsupported_networks_raise():
     for wrong in (
         replace(MIXED, within=replace(MIXED.within, per="group")),
         replace(MIXED, within=replace(MIXED.within, per="pair")),
@@ -88,7 +88,7 @@ def test_predictions_are_compared_with_measurements():
     assert verdict(rows[:3]).startswith("S: ranking as predicted; predicted ratios over ring off by up to +12% (b)")
 
 
-def test_each_contender_has_a_plan_of_its_shapes():
+def test_each_contender_has_a_plan_for_its_shapes():
     for cluster in RACES:
         chosen = race(cluster, 32)
         for contender in chosen.contenders:
@@ -100,7 +100,7 @@ def test_each_contender_has_a_plan_of_its_shapes():
 
 @pytest.mark.long
 @needs_namespaces
-def test_a_ring_over_the_wire_is_right_and_as_slow_as_its_bytes():
+def test_ring_over_wires_is_right_and_limited_by_bandwidth():
     with EmulatedCluster(TWO) as cluster:
         program = [sys.executable, str(Path(__file__).parent / "cluster_rank.py")]
         options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -110,13 +110,13 @@ def test_a_ring_over_the_wire_is_right_and_as_slow_as_its_bytes():
     actual = json.loads(output[0][0])
     assert actual["error"] < 1e-5
     assert actual["sent"] == 64 * 4 * 64 * 4 * (2 + 4)  # k and v; again with their gradients
-    assert actual["seconds"] > 0.8 * actual["sent"] / TWO.between.bandwidth  # buckets let through a little at once
+    assert actual["seconds"] > 0.8 * actual["sent"] / TWO.between.bandwidth  # token buckets let a small burst through
 
 
 @needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_behind_when_interrupted(tmp_path, number):
-    with Launch(held, tmp_path) as launch:
+def test_interrupted_cluster_removes_namespaces_and_processes(tmp_path, number):
+    with Launch(keep_cluster, tmp_path) as launch:
         launch.wait_for(r"^up( \d+){3}\n")
         _, *pids = launch.printed.split()
         assert namespaces_of(launch.process.pid)

@@ -1,4 +1,4 @@
-"""The examples compute what one rank does; they are run here as they stand, on ranks that exist already."""
+"""The examples agree with one rank. They run unmodified, on the test's ranks."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ RANKS = 4
 
 def example(name: str):
     if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))  # a script finds what lies beside it
+        sys.path.append(str(EXAMPLES))  # scripts import their neighbours
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -48,7 +48,7 @@ def compiled_errors() -> list[float]:
     return example("context_parallel").errors(RANKS, compiled=True)
 
 
-def test_blocks_compute_it_in_one_graph_each(worlds):
+def test_compiled_blocks_are_one_graph_each(worlds):
     for actual in worlds(RANKS).run(compiled_errors):
         assert max(actual) < 1e-9, actual
 
@@ -78,7 +78,7 @@ def test_torch_context_parallel_is_right(worlds):
     report.assert_right()
 
 
-def test_positions_that_restart_under_torch_context_parallel_are_named(worlds):
+def test_check_names_restarting_positions_under_torch_context_parallel(worlds):
     wrong = partial(torch_training, positions_restart=True)
     report = check_model(wrong, world_size=2, dtype=torch.float32, variants=[], limit=2e-5, worlds=worlds)
     assert [x.mistake for x in report.diagnoses] == [Mistake.POSITIONS]
@@ -97,4 +97,4 @@ def test_accelerate_context_parallel_is_right():
     pytest.importorskip("accelerate")
     check_model(
         accelerate_training, reference=accelerate_on_one_rank, world_size=2, dtype=torch.float32, variants=[]
-    ).assert_right()  # on ranks of its own, because accelerate sets environment variables
+    ).assert_right()  # on new ranks, because accelerate sets environment variables

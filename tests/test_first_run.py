@@ -1,4 +1,4 @@
-"""The commands of the README with fewer steps and tokens: some as a user types them, some on ranks that are forked."""
+"""The commands of the README with fewer steps and tokens: some as a user types them, some on forked ranks."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
     assert f"recipe: debug\n{shown}warm-up: 4 of 8 steps; " in output
     steps = STEP.findall(output)
     assert [int(step) for step, *_ in steps] == [1, 4, 8]
-    assert float(steps[0][1]) > 5.3  # ln 257 = 5.55: nothing is known yet
+    assert float(steps[0][1]) > 5.3  # ln 257 = 5.55 for a uniform guess
     assert float(steps[-1][1]) < float(steps[0][1]) - 1
     assert re.search(r"^validation: step: 8 loss: \d\.\d{4}$", output, re.MULTILINE)
     assert re.search(r"^trained 8 steps, [\d,]+ tokens in \d+ s on 4 ranks$", output, re.MULTILINE)
@@ -37,21 +37,21 @@ def test_the_main_command_trains_on_four_ranks(tmp_path):
     assert len(list((tmp_path / "outputs/checkpoint/step-8").glob("rank-*.safetensors"))) == 4
 
 
-def test_under_torchrun_a_refusal_is_the_last_line_on_the_screen(tmp_path):
+def test_under_torchrun_the_last_line_is_the_error(tmp_path):
     with Launch(agent("--nproc-per-node", "2", flags=["--train.steps", "0"]), tmp_path) as launch:
-        assert launch.wait() == 1  # torchrun's, whatever its ranks end with
+        assert launch.wait() == 1  # torchrun's exit code, independent of its ranks'
         output = launch.printed
     messages = re.compile(r"\[rank (\d)\] armillary-train: --train.steps 0: must be at least 1")
     lines = [line for line in output.splitlines() if set(line) != {"="}]
     last = messages.fullmatch(lines[-1])
     assert last is not None, output
-    # The first rank of the host prints it too, and torchrun shows it of each rank that has come so far.
+    # The first rank of the host prints it too, and torchrun shows it once per rank that has failed by then.
     assert len(messages.findall(output.partition("====")[0])) <= 1
     cause = output.partition("Root Cause")[2]
     assert "exitcode  : 2 " in cause and "<N/A>" not in cause and f"rank      : {last[1]} " in cause
 
 
-def test_without_torchrun_it_trains_on_one_process(tmp_path):
+def test_trains_on_one_process_without_torchrun(tmp_path):
     run = start(["armillary-train", "--train.steps", "2", "--data.sequence-length", "128"], tmp_path)
     assert run.returncode == 0, run.stderr
     assert [step for step, *_ in STEP.findall(run.stdout)] == ["1", "2"]
@@ -64,13 +64,13 @@ def test_a_bad_start_prints_the_reason_per_rank_and_fails(tmp_path):
         output = launch.printed
     message = "= 3 ranks, but 2 are running; make the axes multiply to 2 or start 3 ranks"
     lines = [line for line in output.splitlines() if re.match(r"\[rank \d\] armillary-train: ", line)]
-    # torchrun ends the other ranks as soon as one fails, so that one of them may not get to speak.
+    # torchrun ends the other ranks as soon as one fails, so one of them may print nothing.
     assert lines
     assert all(re.match(r"\[rank [01]\] armillary-train: ", line) and message in line for line in lines)
-    assert "in prepare" not in output  # no traceback of ours
+    assert "in prepare" not in output  # no traceback
 
 
-def test_the_readme_shows_a_log_as_it_comes_out():
+def test_readme_shows_a_log_in_the_current_format():
     shown = STEP.findall(README)
     assert len(shown) >= 3
     losses = [float(loss) for _, loss, _ in shown]

@@ -1,6 +1,6 @@
-"""What is asked of a GPU and is no measurement: kernels, the trainer's step under each policy, waits of the host.
+"""GPU tests: kernels, the trainer's step under each checkpointing policy, and host waits.
 
-`pytest -m gpu` asks a GPU. Bodies take the device, and run on the CPU too: kernels in the rehearsal of benchmarks/gpu.
+`pytest -m gpu` runs them on a GPU. The same code runs on the CPU: kernels in the rehearsal of benchmarks/gpu.
 """
 
 import sys
@@ -30,7 +30,7 @@ GPU = pytest.param(CudaDevice, marks=ON_GPU, id="cuda")
 CPU = pytest.param(CpuDevice, id="cpu")
 LIMITS = {"float32": 1e-4, "bfloat16": 0.03}
 READS = {"cuda": 2, "cpu": 3}
-"""What a step reads of the device: its loss, and the norm of its gradients; the CPU has the batch's labels, too."""
+"""Device reads of a step: the loss and the gradient norm; on the CPU also the labels of the batch."""
 SMALL = Config(
     model=ModelConfig(dim=256, layers=2, heads=4, kv_heads=2, hidden_dim=640),
     data=DataConfig(path=(Path(armillary.train.__file__).parent,), sequence_length=128, global_batch_size=2),
@@ -53,15 +53,15 @@ def running(device: str, policy: str, precision: str, folder: Path) -> Iterator[
 
 
 def gradients(run: Run) -> torch.Tensor:
-    """All of them in a row, on the host."""
+    """Returns all local gradients as one vector on the host."""
     return torch.cat([local_of(p.grad).cpu().flatten() for p in run.model.parameters()])
 
 
 def policies() -> list:
-    """One of them on the CPU, too, in the suite."""
-    one = "attention_output, offloaded"
-    here = [pytest.param(CpuDevice, p, id=f"cpu-{p}", marks=[pytest.mark.long] * (p != one)) for p in POLICIES]
-    return [*here, *(pytest.param(CudaDevice, p, id=f"cuda-{p}", marks=ON_GPU) for p in POLICIES)]
+    """Cases of device and policy. One policy runs on the CPU without `-m long`."""
+    default = "attention_output, offloaded"
+    cpu_cases = [pytest.param(CpuDevice, p, id=f"cpu-{p}", marks=[pytest.mark.long] * (p != default)) for p in POLICIES]
+    return [*cpu_cases, *(pytest.param(CudaDevice, p, id=f"cuda-{p}", marks=ON_GPU) for p in POLICIES)]
 
 
 @pytest.mark.parametrize(("device", "policy"), policies())
@@ -84,5 +84,5 @@ def test_a_step_of_the_trainer_equals_the_cpu_in_float32(device, policy, tmp_pat
             assert len(waits) <= READS[device.type], waits
 
 
-def test_a_gpus_tests_are_collected_and_skipped_where_there_is_none():
+def test_gpu_cases_are_collected_without_a_gpu():
     assert len([each for each in policies() if each.marks == ON_GPU]) == len(POLICIES) == 6

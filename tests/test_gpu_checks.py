@@ -1,4 +1,4 @@
-"""benchmarks/gpu: its checks' rehearsal without a GPU, what it says of wrong results, and how it ends."""
+"""benchmarks/gpu: rehearsal of its checks without a GPU, verdicts on wrong results, time-outs and exit codes."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def test_every_check_can_be_rehearsed_without_a_gpu(name, tmp_path, capsys):
     assert "1 of 1 checks passed" in capsys.readouterr().out
 
 
-def test_all_checks_have_a_place_in_the_order_and_fit_into_a_session():
+def test_order_lists_all_checks_and_a_session_has_time_for_them():
     checks = command.checks()
     every = [check for module in command.MODULES for check in import_module(f"gpu.{module}").CHECKS]
     assert sorted(check.name for check in every) == sorted(command.ORDER) == sorted(checks)
@@ -40,7 +40,7 @@ def test_all_checks_have_a_place_in_the_order_and_fit_into_a_session():
 
 
 def session(monkeypatch, gpus: int, nccl2: bool = True) -> dict[str, list[str | None]]:
-    """What a session on so many GPUs runs, by name: the NCCL backend that it asks for, or why it is left out."""
+    """Runs of a session on `gpus` GPUs, by check: the value of the NCCL2 variable, or the reason why it is left out."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if not nccl2:
@@ -62,7 +62,7 @@ def session(monkeypatch, gpus: int, nccl2: bool = True) -> dict[str, list[str | 
 
 
 class Started(Exception):
-    """Instead of a process."""
+    """Raised in place of starting a process."""
 
 
 def test_a_session_on_several_gpus_runs_its_checks_under_both_nccl_backends(monkeypatch):
@@ -87,17 +87,17 @@ def test_a_single_gpu_runs_the_checks_for_one_gpu(monkeypatch):
 
 
 def test_a_table_ends_a_session(tmp_path, capsys):
-    """Two checks in processes of their own, one of which fails there and one of which is ended."""
+    """One check runs in a process of its own; another session has no time for it."""
     assert command.main(["streams", "--fake", "--out", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     table = [line.split() for line in output.splitlines() if "told" in line or "verdict" in line]
     assert table[0] == ["check", "must", "hold", "measured", "verdict", "seconds"] and table[1][0] == "streams"
     assert json.loads((tmp_path / "gpu-streams.json").read_text())["rows"]
-    assert command.main(["streams", "--fake", "--minutes", "0.001"]) == 0, "nothing is begun without time for it"
+    assert command.main(["streams", "--fake", "--minutes", "0.001"]) == 0, "a check without enough time must not start"
     assert "left out" in capsys.readouterr().out
 
 
-def test_a_hung_process_is_ended_with_its_children(monkeypatch, tmp_path):
+def test_session_ends_a_hung_process_with_its_children(monkeypatch, tmp_path):
     options = command.parsed(command.checks(), ["streams", "--fake"])
     (run,) = command.runs([command.checks()["streams"]], options)
     child = tmp_path / "child"
@@ -118,7 +118,7 @@ def test_a_hung_process_is_ended_with_its_children(monkeypatch, tmp_path):
 
 
 def status_of(process: str) -> str:
-    """Its state, of a process that may just have ended."""
+    """State of a process; "Z" if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     return "Z"
@@ -161,7 +161,7 @@ def endless(_: Setting):
     (crashing, "FAILED made up ended early: needs the package pydantic, which is not installed here"),
     (endless, "stopped after 0 s"),
 ], ids=["wrong", "crashing", "endless"])  # fmt: skip
-def test_a_check_that_fails_or_does_not_end_fails(run, message, monkeypatch, capsys):
+def test_failing_and_endless_checks_exit_with_1(run, message, monkeypatch, capsys):
     seconds = 600 if run is not endless else 0
     monkeypatch.setattr(command, "checks", lambda: {"made up": Check("made up", "Something", run, "much", seconds)})
     assert command.main(["--fake", "--here"]) == 1
@@ -176,7 +176,7 @@ def test_speeds_are_judged_only_on_a_gpu_and_errors_everywhere():
     assert not correct("x", float("nan"), 1.0, "").passed
 
 
-def test_nothing_is_run_without_a_gpu_or_of_an_unknown_name(monkeypatch, capsys):
+def test_missing_gpu_unknown_check_or_old_torch_exits_with_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 2 and "no GPU is here; --fake" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
@@ -186,7 +186,7 @@ def test_nothing_is_run_without_a_gpu_or_of_an_unknown_name(monkeypatch, capsys)
     assert command.main(["--fake"]) == 2 and "2.11 or newer" in capsys.readouterr().err
 
 
-def test_the_stand_in_for_a_device_sees_reads_and_labels():
+def test_cpu_device_reports_reads_and_labelled_time():
     device, x = CpuDevice(), torch.ones(4, requires_grad=True)
     assert device.syncs(lambda: (x * 2).sum().backward()) == []
     assert device.syncs(lambda: x.sum().item()) == ["aten::_local_scalar_dense"]
@@ -200,7 +200,7 @@ def test_the_stand_in_for_a_device_sees_reads_and_labels():
 
 
 class Event:
-    """Of a GPU on which everything takes 3 ms."""
+    """An event of a GPU on which every operation takes 3 ms."""
 
     now = 0.0
 
@@ -217,7 +217,7 @@ class Event:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What of torch.cuda a `CudaDevice` asks, answered without one: 5 bytes are held, 9 at most."""
+    """Stubs of torch.cuda's functions for a `CudaDevice`: 5 bytes are allocated, 9 at the peak."""
     answers = {
         "get_device_name": "NVIDIA H100",
         "get_device_capability": (9, 0),
@@ -234,7 +234,7 @@ def cuda(monkeypatch):
     return requests
 
 
-def test_a_gpu_is_asked_for_time_memory_and_waits(cuda):
+def test_cuda_device_measures_time_memory_and_host_waits(cuda):
     device = CudaDevice()
     assert cuda[0] == "expandable_segments:True"
     assert (device.capability, device.memory, device.peak_flops) == ((9, 0), 80, 989e12)

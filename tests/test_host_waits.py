@@ -1,4 +1,4 @@
-"""No file that a training step runs through has lines for which the host would wait for a GPU. Read from the source."""
+"""No file that a training step runs has code that makes the host wait for a GPU. Read from the source."""
 
 import ast
 from collections.abc import Iterator
@@ -31,25 +31,25 @@ RUN_BY_A_STEP = [
 METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "masked_select"}
 
 ALLOWED = {
-    "attention/call/recompute.py: tolist": "states of random numbers, which are the host's",
-    "core/token_ranges.py: tolist": "numbers of the host's",
-    "attention/tiling/spans.py: tolist": "numbers of the host's",
-    "attention/tiling/tiles.py: tolist": "numbers of the host's",
-    "attention/tiling/grid.py: tolist": "numbers of the host's",
-    "attention/tiling/packs.py: tolist": "lengths of packed pieces, which are the host's",
+    "attention/call/recompute.py: tolist": "random states, which are on the host",
+    "core/token_ranges.py: tolist": "numbers on the host",
+    "attention/tiling/spans.py: tolist": "numbers on the host",
+    "attention/tiling/tiles.py: tolist": "numbers on the host",
+    "attention/tiling/grid.py: tolist": "numbers on the host",
+    "attention/tiling/packs.py: tolist": "lengths of packed pieces, on the host",
     "attention/tiling/packs.py: tensor": "made on the host once for a mask, and sent from pinned memory",
-    "models/loss/token_logprobs.py: cpu": "positions of labels, read once where they are made",
+    "models/loss/token_logprobs.py: cpu": "positions of labels, read once when they are computed",
     "models/loss/token_logprobs.py: tolist": "positions of labels on the host, if the caller gave them there",
     "models/loss/token_logprobs.py: tensor": "bounds of a chunk, searched on the host",
-    "attention/call/graph_calls.py: item": "a module's number, which is the host's",
-    "attention/call/registered.py: tensor": "a module's number, which is the host's",
+    "attention/call/graph_calls.py: item": "a module's number, on the host",
+    "attention/call/registered.py: tensor": "a module's number, on the host",
     "attention/kernels/packing.py: tensor": "made on the host, and sent from pinned memory",
     "train/step.py: item": "the metrics",
 }
 
 
 def waits(tree: ast.AST) -> Iterator[str]:
-    """What a file has that would wait: such a method, an index that is a list, a tensor made of numbers."""
+    """Yields the expressions that would wait: a method of `METHODS`, an index by a list, a tensor made of numbers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name, owner = node.func.attr, node.func.value
@@ -69,12 +69,12 @@ def is_list(node: ast.AST) -> bool:
 
 
 def is_type(node: ast.Subscript) -> bool:
-    """Such as Callable[[int], str]."""
+    """True for a type such as Callable[[int], str]."""
     return isinstance(node.value, ast.Name) and node.value.id[0].isupper()
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "expected"),
     [
         ("x[list(heads)]", ["index by a list"]),
         ("x[:, [0, 1]] = y", ["index by a list"]),
@@ -83,20 +83,20 @@ def is_type(node: ast.Subscript) -> bool:
         ("x[:, heads]", []),
     ],
 )
-def test_host_waits_are_found(line, found):
-    assert sorted(waits(ast.parse(line))) == found
+def test_waits_yields_each_host_wait(line, expected):
+    assert sorted(waits(ast.parse(line))) == expected
 
 
-def test_nothing_that_a_step_runs_has_the_host_wait():
+def test_steps_have_only_allowed_host_waits():
     files = [
         file
         for name in RUN_BY_A_STEP
         for file in ([ROOT / name] if name[-3:] == ".py" else (ROOT / name).rglob("*.py"))
     ]
-    actual = {f"{short(file)}: {what}" for file in files for what in waits(ast.parse(file.read_text()))}
+    actual = {f"{short(file)}: {wait}" for file in files for wait in waits(ast.parse(file.read_text()))}
     assert actual == set(ALLOWED)
 
 
 def short(file: Path) -> str:
-    """Such as "attention/call/recompute.py"."""
+    """Path within its package, such as "attention/call/recompute.py"."""
     return file.relative_to(ROOT).as_posix().partition("armillary/")[2]

@@ -1,4 +1,4 @@
-"""The files in launch/: their flags are known, and the Slurm script saves and queues again when its time is up."""
+"""The files in launch/: torchrun and the trainer accept their flags; the Slurm script saves and requeues."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from armillary.train.command import read_command
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 
-# Stand-ins for Slurm's commands and torchrun, which waits until it is signalled, or ends at once.
+# Stubs of Slurm's commands, and of torchrun, which waits for a signal or exits at once.
 COMMANDS = {
     "scontrol": 'if [ "$1" = show ]; then printf "gpu-7\\ngpu-9\\n"; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" >> cancelled; kill -USR1 "$(cat pid)"',
@@ -35,7 +35,7 @@ while true; do sleep 0.05; done
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts the Slurm script as Slurm would, in a folder in which the stand-ins leave notes."""
+    """Starts the Slurm script as Slurm would, in the folder to which the stubs write."""
     for name, body in COMMANDS.items():
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -54,7 +54,7 @@ def job(tmp_path):
         process.kill()
 
 
-def read_when_there(path: Path) -> str:
+def read_when_written(path: Path) -> str:
     for _ in range(1200):
         if path.exists():
             return path.read_text()
@@ -62,17 +62,17 @@ def read_when_there(path: Path) -> str:
     raise AssertionError(f"{path} was not written in a minute")
 
 
-def understood(arguments: list[str]) -> tuple[object, Config]:
-    """What torchrun and the trainer make of a command line; either refuses what it does not know."""
+def parse_command(arguments: list[str]) -> tuple[object, Config]:
+    """Parses a command line as torchrun and the trainer do; both refuse unknown flags."""
     options = get_args_parser().parse_args(arguments)
     assert options.module and options.training_script == "armillary.train"
     return options, read_command(options.training_script_args)[0].run
 
 
-def test_the_slurm_script_starts_all_ranks_of_all_nodes(job, tmp_path):
+def test_slurm_script_starts_all_ranks_of_all_nodes(job, tmp_path):
     (tmp_path / "ends").write_text("3")
     assert job("--train.steps", "7").wait(60) == 3
-    options, config = understood((tmp_path / "arguments").read_text().splitlines())
+    options, config = parse_command((tmp_path / "arguments").read_text().splitlines())
     assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", 3)
     assert (options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id) == ("c10d", "gpu-7:29400", "42")
     assert "SIGUSR1" in options.signals_to_handle and options.shutdown_timeout == 540
@@ -80,25 +80,25 @@ def test_the_slurm_script_starts_all_ranks_of_all_nodes(job, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
-def test_the_slurm_script_takes_the_environment_of_the_folder_that_it_is_submitted_in(job, tmp_path):
-    own = tmp_path / ".venv/bin"
-    own.mkdir(parents=True)
-    (tmp_path / "bin/torchrun").rename(own / "torchrun")
+def test_slurm_script_uses_the_virtual_environment_of_its_folder(job, tmp_path):
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "bin/torchrun").rename(programs / "torchrun")
     (tmp_path / "ends").write_text("0")
     assert job().wait(60) == 0
-    understood((tmp_path / "arguments").read_text().splitlines())
+    parse_command((tmp_path / "arguments").read_text().splitlines())
 
 
-def test_the_slurm_script_has_the_run_save_and_queues_it_again_when_its_time_is_up(job, tmp_path):
+def test_slurm_script_saves_and_requeues_at_its_time_limit(job, tmp_path):
     script = job()
-    read_when_there(tmp_path / "arguments")
+    read_when_written(tmp_path / "arguments")
     script.send_signal(signal.SIGUSR1)
     assert script.wait(60) == 0
     assert (tmp_path / "cancelled").read_text() == "--signal=USR1 42\n"
     assert (tmp_path / "requeued").read_text() == "requeue 42\n"
 
 
-def test_grace_times_leave_room_for_torchrun_to_wait_for_its_ranks():
+def test_grace_periods_exceed_torchruns_shutdown_timeout():
     limits = [
         line for line in (LAUNCH / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH --signal")
     ]
@@ -137,7 +137,7 @@ def test_the_kubernetes_pods_start_all_ranks_of_all_nodes(tmp_path, index, host)
     messages = subprocess.run(
         container["command"], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    options, config = understood(messages.stdout.splitlines())
+    options, config = parse_command(messages.stdout.splitlines())
     job = replicated["template"]["spec"]
     assert int(options.nnodes) == job["parallelism"] == job["completions"]
     assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]

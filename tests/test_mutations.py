@@ -1,4 +1,4 @@
-"""scripts/mutate.py: its mutations fit the code as it is, and it tells what tests notice from what they do not."""
+"""scripts/mutate.py: its mutations match the current code, and it reports which of them the tests catch."""
 
 import ast
 import runpy
@@ -13,7 +13,7 @@ MUTATIONS = mutate.load(mutate.MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_changes_one_place_and_names_tests_that_are_there(mutation):
+def test_mutation_changes_one_place_and_names_existing_tests(mutation):
     path = mutation.locate(ROOT)
     changed = mutation.apply(path)
     assert changed != ast.unparse(ast.parse(path.read_text()))
@@ -25,7 +25,7 @@ def test_a_mutation_changes_one_place_and_names_tests_that_are_there(mutation):
         assert f"def {test or 'test'}" in (ROOT / file).read_text()
 
 
-def test_there_are_mutations_of_every_package():
+def test_every_package_has_mutations():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 50
     assert {m.package for m in MUTATIONS} == {path.name for path in (ROOT / "packages").iterdir() if path.is_dir()}
 
@@ -45,7 +45,7 @@ def workspace(tmp_path):
     ("new", "likely", "caught", "by"),
     [("_A * _B", False, True, "packages/one/tests/test_other.py::test_two"), ("_B + _A", True, False, "")],
 )
-def test_the_test_that_notices_is_named(workspace, new, likely, caught, by):
+def test_report_names_the_failing_test(workspace, new, likely, caught, by):
     source = workspace / "packages/one/src/adding.py"
     before = source.read_text()
     first = ("packages/one/tests/test_likely.py",)
@@ -66,7 +66,7 @@ def test_code_that_occurs_twice_or_nowhere_is_refused(workspace):
 @pytest.mark.parametrize(
     ("old", "new", "changed"),
     [
-        ("_A * _A", "_A", "g(y, x * y + x)\n    return x"),  # one name is one expression
+        ("_A * _A", "_A", "g(y, x * y + x)\n    return x"),  # a placeholder stands for one expression everywhere
         ("_B(_A, _C)\nreturn x", "return _A", "return y"),
         ("return x", "", "g(y, x * y + x * x)\n    pass"),
     ],

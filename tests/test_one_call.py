@@ -1,4 +1,4 @@
-"""A call goes down through the files: nothing calls into a file that imports its own, except through an interface."""
+"""Calls go down the import order: no file calls one that imports it, except through an interface."""
 
 import sys
 from pathlib import Path
@@ -13,17 +13,17 @@ from armillary.attention.kernels.top_left import TopLeft
 from armillary.core.testing import mesh
 
 INTERFACE = {name for base in (AttentionMethod, TopLeft) for name in vars(base)}
-"""What an implementation further up is called by."""
+"""Interface methods, which files below may call."""
 
 
 def module_of(path: str) -> str:
-    """The dotted name of one of our source files; "" for others."""
+    """Dotted module name of a source file of Armillary; "" for other files."""
     _, source, name = path.rpartition("/src/")
     return ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__") if source else ""
 
 
 def calls_between_files(run) -> set[tuple[str, str, str]]:
-    """(calling module, called module, called function) of all calls among our files while `run` runs."""
+    """Returns (caller, called module, called function) of all calls between Armillary's files during `run`."""
     edges = set()
 
     def profile(frame, event, _):
@@ -43,7 +43,7 @@ def calls_between_files(run) -> set[tuple[str, str, str]]:
 
 
 def climbs(attend) -> set[tuple[str, str, str]]:
-    """Calls into a module that imports the caller's, other than through an interface or of a function handed down."""
+    """Returns calls into a module that imports the caller's, other than of interface methods and local functions."""
     q, k, v = (torch.randn(1, 16 // attend.shards, 2, 8, requires_grad=True) for _ in range(3))
     layout = attend.layout(16)
 

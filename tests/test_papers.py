@@ -1,4 +1,4 @@
-"""The page on the papers: a reason for every difference, and the same page when it is made again."""
+"""The page on the papers: every difference has a reason, and the page is reproducible."""
 
 import json
 import subprocess

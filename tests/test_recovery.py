@@ -13,19 +13,19 @@ from recovery import SMALL, STEPS, assert_same_end, folder, training
 from armillary.train.reporting.journal import read
 
 
-def test_a_run_with_two_killed_ranks_ends_like_an_undisturbed_one(undisturbed, tmp_path):
+def test_run_with_two_killed_ranks_ends_like_one_without_failures(undisturbed, tmp_path):
     chance = random.Random(7)
     where = folder(tmp_path, "killed")
     with Launch(training("--max-restarts", "3"), where) as launch:
-        seen = 0
+        end = 0
         for target in (5, 11):
-            seen = launch.wait_for(rf"^step: {target} ", seen)
+            end = launch.wait_for(rf"^step: {target} ", end)
             time.sleep(chance.uniform(0, 0.1))
             launch.signal(signal.SIGKILL, chance.randrange(4))
-            seen = len(launch.printed)
+            end = len(launch.printed)
         assert launch.wait() == 0, launch.printed
         output = launch.printed
-    # Twice from a checkpoint, or from the beginning if the first of them was not whole yet.
+    # Two restarts from a checkpoint, or from step 1 if the first checkpoint was not complete yet.
     assert len(re.findall("resuming from|^step: 1 ", output, re.MULTILINE)) == 1 + 2
     assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", output, re.MULTILINE)
     assert re.search(r"^\[rank \d\] armillary-train: missing: rank \d: no heartbeat since step", output, re.MULTILINE)
@@ -37,8 +37,8 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes(undisturbed, tmp_path):
     output = ""
     with Launch(training(), where) as launch:
         launch.wait_for("^step: 3 ")
-        launch.signal(signal.SIGUSR1, 2)  # one rank hears it
-        launch.signal(signal.SIGTERM, 0, 1, 2, 3)  # and then all, again
+        launch.signal(signal.SIGUSR1, 2)  # on one rank
+        launch.signal(signal.SIGTERM, 0, 1, 2, 3)  # then a second signal, on all ranks
         assert launch.wait() == 0, launch.printed
         output += launch.printed
     assert re.search(rf"^stopped by a signal after step \d+ of {STEPS}; the same", output, re.MULTILINE)
@@ -50,7 +50,7 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes(undisturbed, tmp_path):
     assert_same_end(where, output, undisturbed)
 
 
-def test_torchrun_forwards_a_signal_and_fails_although_its_rank_saved(tmp_path):
+def test_torchrun_forwards_a_signal_and_exits_with_1_after_the_save(tmp_path):
     """With ranks that are not forked: torchrun only waits for forked ranks."""
     where = folder(tmp_path, "handed-on")
     with Launch(torchrun(1, *SMALL, "--train.steps", "100000"), where) as launch:
@@ -62,21 +62,21 @@ def test_torchrun_forwards_a_signal_and_fails_although_its_rank_saved(tmp_path):
     assert (where / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
 
 
-def test_ranks_end_with_their_torchrun_and_a_second_run_is_refused_until_then(undisturbed, tmp_path):
+def test_second_run_is_refused_until_orphaned_ranks_end(undisturbed, tmp_path):
     where = folder(tmp_path, "orphaned")
     with Launch(training(), where) as launch:
         launch.wait_for("^step: 5 ")
         ranks = launch.ranks()
-        launch.signal(signal.SIGSTOP, *ranks)  # lest they are through before the second run comes
+        launch.signal(signal.SIGSTOP, *ranks)  # so that they do not finish before the second run starts
         holder = rf"run [0-9a-f]{{12}}, process {ranks[0]} on \S+, begun \S+ works in it"
         with Launch(agent("--nproc-per-node", "1", flags=SMALL), where) as second:
-            assert second.wait() == 1  # torchrun's
+            assert second.wait() == 1  # torchrun's exit code
             refused = (
                 rf"^\[rank 0\] armillary-train: --train\.output outputs: {holder}; wait for that run, end it, or name"
             )
             assert re.search(refused, second.printed, re.MULTILINE), second.printed
             assert re.search(r"exitcode *: 2 ", second.printed), second.printed
-        launch.signal(signal.SIGKILL)  # torchrun, which can tell nobody
+        launch.signal(signal.SIGKILL)  # torchrun, which cannot signal its ranks
         launch.wait()
         for pid in ranks.values():
             os.kill(pid, signal.SIGCONT)
@@ -116,8 +116,8 @@ import forked_rank
 """
 
 
-def test_a_rank_killed_during_a_background_save_is_named_by_all_others(undisturbed, tmp_path):
-    """While the others wait for it in the next step, and in the barrier of the save."""
+def test_all_ranks_name_a_rank_killed_during_a_background_save(undisturbed, tmp_path):
+    """The other ranks wait for it in the next step and in the barrier of the save."""
     chance = random.Random(11)
     where = folder(tmp_path, "killed-saving")
     (where / "slow_saves.py").write_text(SLOW_SAVES)
@@ -155,7 +155,7 @@ import forked_rank
 """
 
 
-def test_hung_ranks_are_named_by_all_others_and_the_run_restarts(tmp_path):
+def test_all_ranks_name_a_hung_rank_and_the_run_restarts(tmp_path):
     """First a rank that is stopped and posts no heartbeats, then one that sleeps in Python."""
     where = folder(tmp_path, "hung")
     (where / "asleep.py").write_text(ASLEEP)
@@ -177,15 +177,15 @@ def test_hung_ranks_are_named_by_all_others_and_the_run_restarts(tmp_path):
     assert "missing: rank 0" not in second
     stacks = (where / "outputs/hang/rank-1.txt").read_text()
     assert 'asleep.py", line 9 in train_step' in stacks
-    assert "TimeoutError: step 6 takes longer than 15 s" in second  # torchrun's account of the cause
+    assert "TimeoutError: step 6 takes longer than 15 s" in second  # in torchrun's report
 
 
-def test_a_loss_that_is_not_finite_ends_a_run_with_1_and_a_line_with_the_step(tmp_path):
+def test_infinite_loss_exits_with_1_and_names_the_step(tmp_path):
     where = folder(tmp_path, "burst")
     with Launch(training(flags=[*SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"]), where) as launch:
         assert launch.wait() == 1
         output = launch.printed
     failed = r"^\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
     assert re.search(failed, output, re.MULTILINE), output
-    cause = output.partition("Root Cause")[2]  # as torchrun tells it
+    cause = output.partition("Root Cause")[2]  # in torchrun's report
     assert re.search(r"^ *FloatingPointError: step \d+: loss (nan|inf)", cause, re.MULTILINE)

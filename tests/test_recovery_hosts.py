@@ -1,4 +1,4 @@
-"""Two hosts, each a network namespace of this machine: one of them loses its power in the middle of a run."""
+"""Two hosts, each a network namespace of this machine, one of which is killed in the middle of a run."""
 
 import os
 import re
@@ -16,11 +16,11 @@ from namespaces import Namespaces, obstacle
 
 
 def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
-    """torchrun with 2 of 4 ranks that train on host `i`; all meet at host 0."""
-    again = "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # else no new torchrun can join one that stayed
-    meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {hosts.addresses[0]}:29400"
+    """Command line of torchrun for 2 of 4 ranks, on host `i`, with the rendezvous on host 0."""
+    variables = "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # or a new torchrun could not join the one on host 0
+    rendezvous = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {hosts.addresses[0]}:29400"
     ranks = f"--nnodes 2 --nproc-per-node 2 --max-restarts 3 --local-addr {hosts.addresses[i]}"
-    return [*again.split(), *forked(*meeting.split(), *ranks.split(), flags=SMALL)]
+    return [*variables.split(), *forked(*rendezvous.split(), *ranks.split(), flags=SMALL)]
 
 
 @pytest.mark.long
@@ -36,10 +36,10 @@ def test_a_run_on_two_hosts_resumes_after_one_died_and_came_back(undisturbed, tm
             output = first.wait_for("^step: 10 ")  # not while the checkpoint of step 8 is being saved
             hosts.kill(1)
             assert second.wait() != 0
-        seen = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no heartbeat since step", output)
-        with start(1) as again:
-            first.wait_for("resuming from", seen)
-            assert (first.wait(), again.wait()) == (0, 0), first.printed + again.printed
+        end = first.wait_for("^.rank [01]. armillary-train: missing: rank [23]: no heartbeat since step", output)
+        with start(1) as restarted:
+            first.wait_for("resuming from", end)
+            assert (first.wait(), restarted.wait()) == (0, 0), first.printed + restarted.printed
         output = first.printed
     assert_same_end(where, output, undisturbed)
     assert not re.search(f"armillary-{os.getpid()}-", os.popen("ip netns list").read())

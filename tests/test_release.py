@@ -1,4 +1,4 @@
-"""What packages state, their READMEs, and scripts/release.py."""
+"""Metadata and READMEs of the packages, and scripts/release.py."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: 
 
 
 @each_package
-def test_a_package_states_what_an_index_shows_and_versions_agree(package):
+def test_package_metadata_is_complete_and_versions_agree(package):
     assert release.problems(package, PACKAGES) == []
     project = package.project
     assert (project["authors"], project["license"]) == ([{"name": "The Armillary authors"}], "Apache-2.0")
@@ -29,7 +29,7 @@ def test_a_package_states_what_an_index_shows_and_versions_agree(package):
 
 
 @each_package
-def test_a_readme_has_installation_and_is_self_contained(package):
+def test_readme_has_installation_and_is_self_contained(package):
     readme = (package.folder / package.project["readme"]).read_text()
     below = release.with_those_below(package, PACKAGES)
     assert f"\n    pip install {' '.join(f'./packages/{each.folder.name}' for each in below)}\n" in readme
@@ -39,13 +39,13 @@ def test_a_readme_has_installation_and_is_self_contained(package):
     assert all(re.search(f"`{folder}/`[^.]* of the repository", readme, re.DOTALL) for folder in named)
 
 
-def test_numpy_comes_with_every_package():
-    """torch warns when it is imported without."""
+def test_every_package_requires_numpy():
+    """Without numpy, importing torch warns."""
     assert BY_FOLDER["core"].bound("numpy")
     assert all(BY_FOLDER["core"] in release.with_those_below(package, PACKAGES) for package in PACKAGES)
 
 
-def test_wrong_statements_are_found():
+def test_problems_lists_wrong_metadata():
     core, data = BY_FOLDER["core"], BY_FOLDER["data"]
     newer = replace(core, project=core.project | {"version": "0.3.1", "keywords": []})
     assert release.problems(newer, [newer]) == [
@@ -66,11 +66,11 @@ def test_wrong_statements_are_found():
 @pytest.mark.parametrize(
     ("version", "bound"), [("0.2.0", ">=0.2,<0.3"), ("1.4.2", ">=1.4,<2"), ("2.0.0rc1", ">=2.0,<3")]
 )
-def test_interfaces_are_those_of_a_minor_version_before_1_and_of_a_major_after(version, bound):
+def test_version_bounds_are_minor_before_1_and_major_after(version, bound):
     assert release.allowed(version) == bound
 
 
-def test_a_trial_installs_a_wheel_with_those_below_it_and_no_other():
+def test_trial_installs_a_wheel_and_the_packages_below_it():
     wheels, scratch = Path("/wheels"), Path("/scratch")
     _, install, smoke = release.trial(BY_FOLDER["data"], PACKAGES, "lowest", wheels, scratch, "cpu")
     version = BY_FOLDER["core"].version

@@ -1,4 +1,4 @@
-"""benchmarks/scoreboard: what it says of contenders that are right, wrong, refuse or hang; and its page."""
+"""benchmarks/scoreboard: verdicts on contenders that are right, wrong, refuse, hang or crash; and its page."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class Twice(torch.autograd.Function):
 
 
 class Careless(Contender):
-    """A ring that doubles dk and does not know windows."""
+    """A ring that doubles dk and ignores windows."""
 
     name = "careless"
     layouts = ("zigzag",)
@@ -73,12 +73,12 @@ class Crashing(Contender):
         os._exit(3)
 
 
-def test_our_methods_pass_and_a_wrong_one_gets_its_error():
+def test_right_methods_pass_and_wrong_ones_get_their_errors():
     assert [each.outcome for each in run(contenders()["armillary, ring"], [CAUSAL, WINDOW])] == ["right", "right"]
     doubled, unseen = run(Careless, [CAUSAL, WINDOW])
     assert (doubled.outcome, unseen.outcome) == ("wrong", "wrong")
     off = {name: error for name, (error, _) in doubled.errors.items()}
-    assert off.pop("dk") == pytest.approx(1, rel=1e-5)  # as much again
+    assert off.pop("dk") == pytest.approx(1, rel=1e-5)  # doubled
     assert set(off) == {"out", "dq", "dv"} and max(off.values()) < 2e-6
     assert min(error for error, _ in unseen.errors.values()) > 0.1
 
@@ -98,5 +98,5 @@ def test_the_page_shows_the_stored_results():
     stored = json.loads((ROOT / "docs/benchmarks/scoreboard.json").read_text())
     assert (ROOT / "docs/scoreboard.md").read_text().partition(MARK)[2] == f"\n{markdown(stored)}"
     assert [each["name"] for each in stored["contenders"]] == list(contenders())
-    ours = [each for each in stored["contenders"] if each["name"].startswith("armillary")]
-    assert {outcome["outcome"] for each in ours for outcome in each["outcomes"]} == {"right"}
+    own_methods = [each for each in stored["contenders"] if each["name"].startswith("armillary")]
+    assert {outcome["outcome"] for each in own_methods for outcome in each["outcomes"]} == {"right"}

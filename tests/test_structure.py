@@ -1,4 +1,4 @@
-"""How files may depend on each other. Read from the source, with imports in functions and under TYPE_CHECKING."""
+"""Rules for imports between files. Imports in functions and under TYPE_CHECKING count too."""
 
 import ast
 from collections import Counter
@@ -7,14 +7,14 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-# What is still there. Whoever removes something takes it out here too; nothing comes in.
+# Known violations. Remove an entry with its violation; add none.
 CYCLES = list[str]()
 SHARED_NAMES = ""
 
 DRIVER = {
     f"armillary.attention.call.{name}" for name in ("attend", "autograd", "calls", "dtensors", "graph_calls", "project")
 }
-"""What runs a call of any method. `Method.__call__` alone hands a call to it (`methods/base.py`)."""
+"""The modules that run a call of any method. Only `Method.__call__` (`methods/base.py`) calls them."""
 
 
 @cache
@@ -28,7 +28,7 @@ def sources() -> dict[str, ast.Module]:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of all imports, wherever they stand: under TYPE_CHECKING and in functions too."""
+    """Yields (module, name) of all imports, also of those in functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -38,14 +38,14 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 @cache
 def needs(module: str) -> set[str]:
-    """The files that a file imports from: submodules, or the module that has the name, if only to pass it on."""
+    """Returns the modules that a module imports from, direct imports only."""
     actual = {f"{m}.{name}" if f"{m}.{name}" in sources() else m for m, name in imported(sources()[module])}
     return actual & set(sources()) - {module}
 
 
 @cache
 def reached(module: str) -> frozenset[str]:
-    """All files that importing this one takes."""
+    """Returns the transitive imports of a module."""
     actual, waiting = set[str](), [module]
     while waiting:
         new = needs(waiting.pop()) - actual
@@ -55,12 +55,12 @@ def reached(module: str) -> frozenset[str]:
 
 
 def line(modules: Iterable[str]) -> str:
-    """All of them, as in the lists above."""
+    """Returns module names in the format of the lists above."""
     return " ".join(sorted(module.removeprefix("armillary.") for module in modules))
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    """(module, class) of all public classes."""
+    """Yields (module, class) of all public classes."""
     nodes = ((module, node) for module, tree in sources().items() for node in ast.walk(tree))
     return ((m, node) for m, node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
 
@@ -71,7 +71,7 @@ def test_no_import_cycles():
     assert sorted(cycles) == CYCLES
 
 
-def test_each_class_has_a_name_of_its_own():
+def test_class_names_are_unique():
     names = Counter(node.name for _, node in classes())
     assert ", ".join(f"{n} {name}" for name, n in sorted(names.items()) if n > 1) == SHARED_NAMES
 

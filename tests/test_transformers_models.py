@@ -1,4 +1,4 @@
-"""The benchmark of transformers' models finds none whose shards are unlike one rank: the library refuses these."""
+"""Shards of transformers' models agree with one rank in the benchmark, or the library refuses the model."""
 
 import importlib.util
 import re
@@ -13,8 +13,8 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 ROOT = Path(__file__).parent.parent
 MODELS = Path(transformers.__file__).parent / "models"
-OF_ITS_OWN = re.compile("create_position_ids_from|(Learned|Sinusoidal)Positional|trigram_input|token_dropout")
-"""In the files of models that count positions by themselves, or mix tokens without attention."""
+OWN_POSITIONS = re.compile("create_position_ids_from|(Learned|Sinusoidal)Positional|trigram_input|token_dropout")
+"""Matches the files of models that compute their own positions, or mix tokens without attention."""
 
 
 def benchmark() -> ModuleType:
@@ -31,7 +31,7 @@ def on_a_shard(family: str, way: str):
 
 
 def unlike(worlds, families: list[str], ways: tuple[str, ...]) -> tuple[list[str], set[str]]:
-    """Returns what the benchmark finds unlike one rank, and the families that it could build."""
+    """Returns the benchmark's differences from one rank, and the families that it could build."""
     models, wrong, built = benchmark(), [], set()
     models.quiet()
 
@@ -45,27 +45,27 @@ def unlike(worlds, families: list[str], ways: tuple[str, ...]) -> tuple[list[str
     return wrong, built
 
 
-def families_of_their_own_positions() -> list[str]:
+def families_with_own_positions() -> list[str]:
     folders = {family: MODELS / model_type_to_module_name(family) for family in benchmark().families()}
     texts = {
         family: "".join(file.read_text() for file in folder.glob("modeling_*.py")) for family, folder in folders.items()
     }
-    return [family for family, text in texts.items() if OF_ITS_OWN.search(text)]
+    return [family for family, text in texts.items() if OWN_POSITIONS.search(text)]
 
 
 NAMED = ["roberta", "camembert", "esm", "bart", "opt", "mobilebert"]
-"""One family of each way to count positions."""
+"""One family of each way to compute positions."""
 
 
 def test_models_that_make_position_ids_are_right_or_refused(worlds):
-    assert {*NAMED} <= {*families_of_their_own_positions()}
+    assert {*NAMED} <= {*families_with_own_positions()}
     wrong, built = unlike(worlds, NAMED, ("armillary", "from 0"))
     assert not wrong and built == {*NAMED}
 
 
 @pytest.mark.long
 def test_all_models_that_make_position_ids_are_right_or_refused(worlds):
-    wrong, built = unlike(worlds, families_of_their_own_positions(), ("armillary", "from 0"))
+    wrong, built = unlike(worlds, families_with_own_positions(), ("armillary", "from 0"))
     assert not wrong
     assert {*NAMED, "xlm-roberta", "xmod", "mbart"} <= built
 

@@ -1,4 +1,4 @@
-"""Tuning as a user types it, without a process group of the test's own: each candidate has one."""
+"""The tuner's command. The test has no process group, because each candidate makes one."""
 
 import json
 from dataclasses import replace
