@@ -9,15 +9,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from armillary.core import build_mesh
 
-settings.register_profile("any machine", deadline=None)  # no test may depend on how long something takes
+settings.register_profile("any machine", deadline=None)  # no test may depend on timing
 settings.load_profile("any machine")
 
 
 @pytest.fixture
 def fake_mesh() -> Callable[..., DeviceMesh]:
-    """Builds the mesh of one rank among many, on a process group that communicates nothing.
+    """Builds the mesh of one rank of many, on a process group that does not communicate.
 
-    The process group ends with the test, by the fixture that ends every group of this process.
+    The fixture that destroys all process groups of this process destroys it after the test.
     """
 
     def build(rank: int = 0, /, **axes: int) -> DeviceMesh:

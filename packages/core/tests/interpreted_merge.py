@@ -24,7 +24,7 @@ LAYOUTS = ("contiguous", "heads first", "strided", "packed", "columns first", "e
 
 
 class Merged(NamedTuple):
-    """What `merge_` takes: accumulators, and a partial result."""
+    """Arguments of `merge_`: accumulators and a partial result."""
 
     out: Tensor
     lse: Tensor
@@ -33,7 +33,7 @@ class Merged(NamedTuple):
 
 
 def poisoned(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """(x laid out in another way, the whole of its memory), with NaN in between and around."""
+    """Returns x in another memory layout and its storage, which has NaN between and around the elements."""
     if layout == "heads first" and x.ndim >= 3:
         full = x.transpose(1, 2).contiguous()
         return full.transpose(1, 2), full
@@ -51,8 +51,8 @@ def poisoned(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return view, full
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Merged:
-    """Random results, of which some rows have seen nothing on one side, on the other, on both, or far less."""
+def draw_arguments(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Merged:
+    """Random results. Some rows have no visible key on one side, on the other or on both, or a much smaller lse."""
     torch.manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     out, part = torch.randn(shape, dtype=wide), torch.randn(shape, dtype=dtype)
@@ -69,29 +69,29 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Merged:
 
 
 def differs(expected: Tensor, got: Tensor) -> bool:
-    """Whether they differ by more than a few roundings; NaN where the other has one is no difference."""
+    """Returns True if they differ by more than a few roundings. Two NaN are equal."""
     same = torch.finfo(expected.dtype).eps
     return not torch.allclose(got, expected, rtol=8 * same, atol=8 * same, equal_nan=True)
 
 
 def failures(shape: tuple[int, ...], dtype: torch.dtype, layout: str, poison: bool) -> Iterator[str]:
-    """The tensors that differ from those of torch's ops, and memory that changed beside them."""
-    drawn_parts = drawn(shape, dtype, seed=len(shape))
-    if layout == "expanded":  # of what is read alone
-        part_out, part_lse = (x[:1].expand(x.shape) for x in (drawn_parts.part_out, drawn_parts.part_lse))
-        drawn_parts = drawn_parts._replace(part_out=part_out, part_lse=part_lse)
-    if poison and drawn_parts.lse.numel() > 2:
-        drawn_parts.part_out.view(-1, shape[-1])[1] = torch.nan
-        drawn_parts.part_lse.view(-1)[2] = torch.nan
-    expected = Merged(*(x.clone() for x in drawn_parts))
+    """Yields the tensors that differ from torch's ops, and those whose surrounding memory changed."""
+    arguments = draw_arguments(shape, dtype, seed=len(shape))
+    if layout == "expanded":  # only the operands that are not written to
+        part_out, part_lse = (x[:1].expand(x.shape) for x in (arguments.part_out, arguments.part_lse))
+        arguments = arguments._replace(part_out=part_out, part_lse=part_lse)
+    if poison and arguments.lse.numel() > 2:
+        arguments.part_out.view(-1, shape[-1])[1] = torch.nan
+        arguments.part_lse.view(-1)[2] = torch.nan
+    expected = Merged(*(x.clone() for x in arguments))
     merge_by_ops_(*expected)
     accumulators = "contiguous" if layout == "expanded" else layout
-    placed = [poisoned(x, how) for x, how in zip(drawn_parts, (*[accumulators] * 2, *[layout] * 2), strict=True)]
-    views, wholes = Merged(*(view for view, _ in placed)), [full for _, full in placed]
-    before = [full.clone() for full in wholes]
+    placed = [poisoned(x, how) for x, how in zip(arguments, (*[accumulators] * 2, *[layout] * 2), strict=True)]
+    views, storages = Merged(*(view for view, _ in placed)), [full for _, full in placed]
+    before = [full.clone() for full in storages]
     fused_merge_(*views)
     yield from (name for name in ("out", "lse") if differs(getattr(expected, name), getattr(views, name)))
-    for name, view, full, old in zip(Merged._fields, views, wholes, before, strict=True):
+    for name, view, full, old in zip(Merged._fields, views, storages, before, strict=True):
         is_untouched = torch.ones_like(full, dtype=torch.bool)
         if name in ("out", "lse"):
             is_untouched.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()

@@ -1,4 +1,4 @@
-"""Balanced layouts: as much attention on every shard, exact counts, few spans."""
+"""Balanced layouts: equal attention on every shard, exact counts, few spans."""
 
 import random
 from itertools import pairwise
@@ -16,7 +16,7 @@ from armillary.core.slices import Slices, mask_slices, slice_array
 
 
 class Mask:
-    """Slices by hand: all that balance asks of a mask."""
+    """A mask with given slices."""
 
     def __init__(self, *rows: Slices) -> None:
         self.rows = rows
@@ -26,14 +26,14 @@ class Mask:
 
 
 def brute(length: int, causal=True, window=None, documents=None, of_keys: bool = False) -> list[int]:
-    """Keys that each query sees, or queries that see each key."""
-    left, right = window or (None, None)
+    """Returns the number of keys that each query sees, or of queries that see each key."""
+    behind, ahead = window or (None, None)
     document = torch.bucketize(torch.arange(length), torch.tensor((documents or (0, length))[1:-1]), right=True)
     i, j = torch.arange(length)[:, None], torch.arange(length)
     visible = document[:, None] == document
     visible &= (j <= i) if causal else True
-    visible &= (j >= i - left) if left is not None else True
-    visible &= (j <= i + right) if right is not None else True
+    visible &= (j >= i - behind) if behind is not None else True
+    visible &= (j <= i + ahead) if ahead is not None else True
     return visible.sum(0 if of_keys else 1).tolist()
 
 
@@ -52,7 +52,7 @@ def test_pairs_are_counted_exactly(case, data):
     length, mask = case
     work = Work.of(mask_slices(length, **mask))
     cuts = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6).map(sorted))
-    part = TokenRuns(np.array(cuts[:-1:2]), np.array(cuts[1::2]))  # some runs of the sequence
+    part = TokenRuns(np.array(cuts[:-1:2]), np.array(cuts[1::2]))
     ends = data.draw(st.lists(st.integers(0, part.size), min_size=2, max_size=5).map(sorted))
     positions = [position for span in part.spans(0, part.size) for position in span]
     assert len(positions) == part.size
@@ -101,7 +101,7 @@ def test_every_position_has_one_shard_and_sizes_are_even(case, shards):
 
 
 def documents(kind: str, length: int) -> list[int]:
-    """Boundaries of a realistic mix."""
+    """Document boundaries of a realistic mix."""
     rng, ends = random.Random(0), [0]
     while ends[-1] < length:
         size = {
@@ -116,7 +116,7 @@ def documents(kind: str, length: int) -> list[int]:
 
 @pytest.mark.parametrize("shards", [4, 8, 64])
 @pytest.mark.parametrize("kind", ["web", "code", "books among posts", "one long, one short"])
-def test_documents_are_balanced_where_zigzag_is_not(kind, shards):
+def test_documents_are_balanced_better_than_by_zigzag(kind, shards):
     length = 1_000_000
     ends = documents(kind, length)
     layout = SequenceLayout.balanced(length, shards, documents=ends, traffic=0)
@@ -140,8 +140,8 @@ def test_documents_may_be_tensors():
         assert attention_balance(expected, documents=tensors) == attention_balance(expected, documents=ends)
 
 
-def test_pieces_are_shared_out_evenly_and_exchanged():
-    falling = np.array([[8 - i for i in range(8)], [i + 1 for i in range(8)]])  # as of a causal mask's chunks
+def test_pieces_are_dealt_evenly_and_swapped():
+    falling = np.array([[8 - i for i in range(8)], [i + 1 for i in range(8)]])  # like the chunks of a causal mask
     one_kind = np.zeros(8, dtype=np.int64)
     for shards in (2, 4):
         owner = distribute(falling, one_kind, shards, goal=0)
@@ -156,7 +156,7 @@ def loads_of(works, owner, shards: int) -> list[list[int]]:
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_each_shard_gets_as_many_pieces_of_a_kind(shards, each, kinds, rng):
+def test_each_shard_gets_equally_many_pieces_of_a_kind(shards, each, kinds, rng):
     kind = np.repeat(np.arange(kinds), each * shards)
     works = np.array([[rng.randint(0, 99) ** 2 for _ in kind] for _ in range(2)])
     owner = distribute(works, kind, shards, goal=0)
@@ -165,7 +165,7 @@ def test_each_shard_gets_as_many_pieces_of_a_kind(shards, each, kinds, rng):
 
 
 def test_tokens_with_most_pairs_are_cut_finer():
-    """A prompt of 1,000 tokens with answers of 1,000: two thirds of all pairs are of its keys."""
+    """A prompt of 1,000 tokens with answers of 1,000: two thirds of all pairs have keys of the prompt."""
     length, shards = 1_000_000, 32
     starts = range(1000, length, 1000)
     prompt = [(0, length, 0, 1000, None, 0)]
@@ -179,7 +179,7 @@ def test_tokens_with_most_pairs_are_cut_finer():
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.data())
-def test_any_slices_leave_each_position_in_one_shard(length, shards, data):
+def test_with_random_slices_each_position_is_in_one_shard(length, shards, data):
     shards = min(shards, length)
     edges = st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True).map(sorted)
     rows = data.draw(st.lists(st.tuples(edges, edges), max_size=4))
@@ -196,7 +196,7 @@ def test_any_slices_leave_each_position_in_one_shard(length, shards, data):
         assert attention_balance(layout, mask=mask, of_keys=of_keys) == pytest.approx(expected)
 
 
-def test_a_mask_equals_the_same_terms():
+def test_mask_and_equal_terms_give_equal_layouts():
     ends, window = [0, 3, 40, 64], (5, 0)
     mask = Mask(*mask_slices(64, True, window, ends))
     layout = SequenceLayout.balanced(64, 4, window=window, documents=ends)
@@ -218,7 +218,7 @@ def test_a_mask_equals_the_same_terms():
         ({"mask": "causal"}, r"mask is a str; an attention mask is needed"),
     ],
 )
-def test_invalid_masks_are_refused(options, message):
+def test_invalid_masks_raise(options, message):
     with pytest.raises(ValueError, match=message):
         SequenceLayout.balanced(8, 2, **options)
     with pytest.raises(ValueError, match=message):

@@ -56,7 +56,7 @@ def both_refused() -> tuple[str, str]:
     return refused(ring=2, ulysses=3), refused(ring=0)
 
 
-def test_a_wrong_product_is_refused_on_every_rank_with_the_numbers(worlds):
+def test_wrong_axis_product_raises_on_every_rank_with_the_numbers(worlds):
     expected = "ring 2 x ulysses 3 x tp 1 = 6 ranks, but 4 are running; make the axes multiply to 4 or start 6"
     for product_wrong, none in worlds(4).run(both_refused):
         assert expected in product_wrong and "axis ring=0" in none
@@ -81,14 +81,14 @@ def duplicates() -> tuple[bool, bool, list[int]]:
 
 
 def test_merge_of_rows_without_visible_keys_on_one_or_both_sides():
-    nothing, seen = (torch.zeros(1, 4), torch.tensor([-torch.inf])), (torch.full((1, 4), 3.0), torch.tensor([0.5]))
-    for base in (nothing, seen):
-        for part in (nothing, seen):
+    empty, visible = (torch.zeros(1, 4), torch.tensor([-torch.inf])), (torch.full((1, 4), 3.0), torch.tensor([0.5]))
+    for base in (empty, visible):
+        for part in (empty, visible):
             out, lse = base[0].clone(), base[1].clone()
             merge_(out, lse, *part)
-            some = [x for x in (base, part) if x is seen]
-            expected = 0.5 + torch.tensor([float(len(some))]).log() if some else nothing[1]
-            assert torch.equal(out, seen[0] if some else nothing[0])
+            some = [x for x in (base, part) if x is visible]
+            expected = 0.5 + torch.tensor([float(len(some))]).log() if some else empty[1]
+            assert torch.equal(out, visible[0] if some else empty[0])
             torch.testing.assert_close(lse, expected)
 
 
@@ -109,19 +109,19 @@ def test_buffers_of_a_repeated_exchange_use_two_blocks_again(dtypes, in_use):
             block = flat.buffer.untyped_storage()
             assert last is None or (block.data_ptr() != last) == busy
             last = block.data_ptr()
-            alive.append(flat)  # so that no other block can have its address
+            alive.append(flat)  # so that no other block has its address
             blocks.append(last)
             assert block.nbytes() == 9 * sum(6 * dtype.itemsize for dtype in dtypes) or len(set(blocks)) == 2
     assert len(set(blocks)) == (2 if any(in_use) else 1)
 
 
-def test_blocks_of_a_repeated_exchange_go_with_its_last_buffers():
+def test_blocks_of_a_repeated_exchange_are_freed_with_its_last_buffers():
     buffers = ReceiveBuffers([torch.zeros(1, 4, 2)], [4, 4, 4, 0])
     first, second = (buffers.take(last_in_use=True) for _ in range(2))
     blocks = [weakref.ref(flat.buffer.untyped_storage()) for flat in (first, second)]
     del first, second
     gc.collect()
-    assert [block() is None for block in blocks] == [False, False], "they will be used again"
+    assert [block() is None for block in blocks] == [False, False], "blocks must stay for the next exchange"
     last = buffers.take(last_in_use=True)
     gc.collect()
     assert [block() is None for block in blocks] == [False, True]
@@ -131,7 +131,7 @@ def test_blocks_of_a_repeated_exchange_go_with_its_last_buffers():
 
 
 def twins_after_other_groups() -> bool:
-    """Rank 0 has made groups that the others know nothing of."""
+    """Rank 0 has made process groups by itself."""
     axis = Axis.of(mesh(ring=4)["ring"])
     for _ in range(2 if axis.rank == 0 else 0):
         dist.new_group([0], use_local_synchronization=True)
@@ -140,12 +140,12 @@ def twins_after_other_groups() -> bool:
     return summed.item() == 4
 
 
-def test_a_twin_needs_no_equal_numbers_of_groups_on_all_ranks(worlds):
+def test_duplicates_work_with_unequal_numbers_of_groups(worlds):
     assert all(worlds(4).run(twins_after_other_groups, timeout=60))
 
 
 def threads_of_duplicates() -> tuple[int, int, int]:
-    """Threads of this process: with a mesh, with duplicates too, and after all groups are gone."""
+    """Counts threads of this process: with a mesh, with duplicates too, and after destroying all groups."""
     built = build_mesh("cpu", ring=2)
     counts = [len(os.listdir("/proc/self/task"))]
     Axis.of(built["ring"]).duplicate()
@@ -158,41 +158,41 @@ def threads_of_duplicates() -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_duplicates_go_with_their_mesh():
+def test_duplicates_are_destroyed_with_their_mesh():
     with World(2) as world:
         for before, with_duplicates, after in world.run(threads_of_duplicates):
             assert with_duplicates > before > after
 
 
-def test_a_duplicate_is_apart_from_its_axis_and_made_once(worlds):
+def test_duplicate_is_another_group_and_made_once(worlds):
     assert worlds(4).run(duplicates) == [(True, True, [0, 1])] * 2 + [(True, True, [2, 3])] * 2
 
 
-def go_round() -> tuple[list[float], int]:
-    """Two tensors of unequal sizes go once round the ring."""
+def rotate() -> tuple[list[float], int]:
+    """Rotates two tensors of unequal sizes once around the ring."""
     axis = Axis.of(mesh(ring=4)["ring"])
     current = FlatBuffer.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
     values: list[float] = []
     with CommLedger() as ledger:
         for step in range(4):
             owner = (axis.rank - step - 1) % 4
-            coming = FlatBuffer.like(current.tensors[:1], 3 + owner)
-            coming = FlatBuffer.like([*coming.tensors, current.tensors[1]])
-            start_exchange(axis, {(axis.rank + 1) % 4: current}, {(axis.rank - 1) % 4: coming}).wait()
-            current = coming
+            received = FlatBuffer.like(current.tensors[:1], 3 + owner)
+            received = FlatBuffer.like([*received.tensors, current.tensors[1]])
+            start_exchange(axis, {(axis.rank + 1) % 4: current}, {(axis.rank - 1) % 4: received}).wait()
+            current = received
             assert torch.equal(current.tensors[0], torch.full((2, 3 + owner), float(owner)))
             values.append(current.tensors[1].item())
     return values, ledger.bytes(axis="ring", kind="p2p", phase="forward")
 
 
-def test_exchange_brings_each_shard_round_and_counts_its_bytes(worlds):
-    results = worlds(4).run(go_round)
-    assert [seen for seen, _ in results] == [[10.0 + (r - s) % 4 for s in range(1, 5)] for r in range(4)]
-    # A rank sends all four tensors of the ring once: 2 * (3 + 4 + 5 + 6) elements and 4 single ones, 4 bytes each.
-    assert {sent for _, sent in results} == {(36 + 4) * 4}
+def test_exchanges_rotate_each_shard_and_count_its_bytes(worlds):
+    results = worlds(4).run(rotate)
+    assert [values for values, _ in results] == [[10.0 + (r - s) % 4 for s in range(1, 5)] for r in range(4)]
+    # A rank sends each of the ring's four shards once: 2 * (3 + 4 + 5 + 6) elements and 4 single ones, 4 bytes each.
+    assert {sent_bytes for _, sent_bytes in results} == {(36 + 4) * 4}
 
 
-def test_a_flat_buffer_is_one_message_without_gaps_and_aligned():
+def test_flat_buffer_is_one_aligned_message_without_gaps():
     tensors = [torch.randn(3, 5), torch.randn(2, 4, 8, dtype=torch.bfloat16), torch.randn(4, 8, 2).transpose(0, 1)]
     tensors.append(torch.randn(3, dtype=torch.float64))
     flat = FlatBuffer.of(tensors)
@@ -205,26 +205,26 @@ def test_a_flat_buffer_is_one_message_without_gaps_and_aligned():
 
 
 def test_parts_of_any_strides_are_packed_in_order():
-    full = torch.randn(2, 3, 5, 8).permute(0, 3, 1, 2)  # torch.stack would give the like of these, "channels last"
+    full = torch.randn(2, 3, 5, 8).permute(0, 3, 1, 2)  # torch.stack would return "channels last" for these
     for parts in (full.split(4, 1), full.split((2, 6), 1)):
         assert torch.equal(pack(parts).view(-1), torch.cat([part.flatten() for part in parts]))
 
 
-def never_comes(done: Path) -> str:
+def wait_for_missing_rank(waited: Path) -> str:
     axis = Axis.of(build_mesh("cpu", ring=2, timeout=timedelta(seconds=1))["ring"])
     if axis.rank == 1:
-        while not done.exists():
+        while not waited.exists():
             time.sleep(0.05)
         return ""
     with pytest.raises(TimeoutError) as error:
         start_exchange(axis, {1: FlatBuffer.of([torch.zeros(2)])}, {1: FlatBuffer.like([torch.zeros(2)])}).wait()
-    done.touch()
+    waited.touch()
     return str(error.value)
 
 
-def test_an_exchange_that_waits_in_vain_names_the_missing_rank(tmp_path):
+def test_timed_out_exchange_names_the_missing_rank(tmp_path):
     with World(2) as world:
-        message = world.run(never_comes, tmp_path / "done")[0]
+        message = world.run(wait_for_missing_rank, tmp_path / "done")[0]
     assert re.match(r"rank 0 waited in vain on axis 'ring' to receive from \[1\] and send to \[1\]: ", message)
 
 
@@ -241,7 +241,7 @@ class FailingWork:
 @pytest.fixture
 def axis_of_two(monkeypatch) -> Axis:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5])
-    return Axis("ring", 1, 2, None, None, "cuda")  # type: ignore[arg-type] - nothing is sent
+    return Axis("ring", 1, 2, None, None, "cuda")  # type: ignore[arg-type] - no group is used
 
 
 KERNEL_ERROR = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -257,7 +257,7 @@ LOST = [
 
 
 @pytest.mark.parametrize("error", [KERNEL_ERROR, MISMATCH], ids=["kernel", "mismatch"])
-def test_errors_that_no_other_rank_caused_are_raised_unchanged(axis_of_two, monkeypatch, error):
+def test_errors_of_this_rank_are_raised_unchanged(axis_of_two, monkeypatch, error):
     monkeypatch.setattr(compat, "device_error", lambda: None)
     with pytest.raises(type(error)) as raised:
         finish([FailingWork(error)], axis_of_two, lambda: "to receive")
@@ -272,7 +272,7 @@ def test_a_timeout_or_a_lost_peer_names_the_ranks(axis_of_two, monkeypatch, mess
     assert str(raised.value.__cause__) == message
 
 
-def test_a_failed_kernel_of_this_rank_is_raised_in_place_of_a_communication_error(axis_of_two, monkeypatch):
+def test_failed_kernel_replaces_the_communication_error(axis_of_two, monkeypatch):
     monkeypatch.setattr(compat, "device_error", lambda: KERNEL_ERROR)
     lost = RuntimeError(LOST[0])
     with pytest.raises(torch.AcceleratorError) as raised:
@@ -280,7 +280,7 @@ def test_a_failed_kernel_of_this_rank_is_raised_in_place_of_a_communication_erro
     assert raised.value is KERNEL_ERROR and raised.value.__cause__ is lost
 
 
-def test_errors_of_the_device_are_seen_without_a_synchronize(monkeypatch):
+def test_device_errors_are_read_without_synchronizing(monkeypatch):
     def query() -> bool:
         raise KERNEL_ERROR
 
@@ -290,8 +290,8 @@ def test_errors_of_the_device_are_seen_without_a_synchronize(monkeypatch):
     assert compat.device_error() is None
 
 
-def there_and_back(ranges: list[range], length: int) -> tuple[bool, bool, int]:
-    """seq_to_head gives each rank its heads of all tokens; head_to_seq is its transpose."""
+def all_to_all_and_transpose(ranges: list[range], length: int) -> tuple[bool, bool, int]:
+    """Compares seq_to_head with each rank's heads of all tokens, and head_to_seq with its transpose."""
     axis = Axis.of(mesh(ulysses=4)["ulysses"])
     layout = SequenceLayout.contiguous(length, 4)
     count = max(part.stop for part in ranges)
@@ -313,17 +313,17 @@ RANGES = {
 }
 
 
-def each_there_and_back(todo: list[tuple[str, int]]) -> list[tuple[bool, bool, int]]:
-    return [there_and_back(RANGES[heads], length) for heads, length in todo]
+def all_to_all_cases(todo: list[tuple[str, int]]) -> list[tuple[bool, bool, int]]:
+    return [all_to_all_and_transpose(RANGES[heads], length) for heads, length in todo]
 
 
 def test_all_to_all_and_its_transpose(worlds):
     todo = list(product(RANGES, (8, 11)))
-    for (heads, length), *ranks in zip(todo, *worlds(4).run(each_there_and_back, todo), strict=True):
-        for rank, (there, back, sent) in enumerate(ranks):
-            assert there and back, (heads, length, rank)
+    for (heads, length), *ranks in zip(todo, *worlds(4).run(all_to_all_cases, todo), strict=True):
+        for rank, (heads_equal, transpose_equal, sent_bytes) in enumerate(ranks):
+            assert heads_equal and transpose_equal, (heads, length, rank)
             sent_tokens = sum(len(part) for other, part in enumerate(RANGES[heads]) if other != rank)
-            assert sent == 2 * SequenceLayout.contiguous(length, 4).sizes[rank] * sent_tokens * 3 * 8
+            assert sent_bytes == 2 * SequenceLayout.contiguous(length, 4).sizes[rank] * sent_tokens * 3 * 8
 
 
 def one_rank_alone() -> tuple[bool, int]:

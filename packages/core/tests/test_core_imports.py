@@ -1,4 +1,4 @@
-"""What importing the package takes: torch, and of torch little more than `import torch` takes itself."""
+"""Importing the package imports torch, and few of torch's modules that `import torch` does not."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ print(sorted(name for name in {SLOW} if name in sys.modules and name not in befo
 
 
 def test_importing_core_imports_no_slow_module():
-    """DTensor and FSDP2 take as long as torch; who has them has imported them."""
+    """DTensor and FSDP2 take as long as torch; their users have imported them already."""
     actual = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
     assert actual.stdout.strip() == "[]"
 

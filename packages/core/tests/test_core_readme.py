@@ -1,4 +1,4 @@
-"""The README's examples, on ranks that exist already: their process group outlives them."""
+"""The README's examples, on the test's ranks, whose process group stays."""
 
 import re
 from contextlib import chdir

@@ -1,4 +1,4 @@
-"""What core refuses by value and by type, before anything is sent, and says what would do."""
+"""Arguments that core refuses by value or type before any communication, with the accepted values."""
 
 import math
 from datetime import timedelta
@@ -75,12 +75,12 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("make", "message"), LAYOUTS, ids=[message[:40] for _, message in LAYOUTS])
-def test_invalid_layouts_are_refused(make, message):
+def test_invalid_layouts_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_integers_of_numpy_and_tensors_are_taken_by_value():
+def test_integers_of_numpy_and_tensors_are_accepted():
     assert SequenceLayout.zigzag(np.int64(8), torch.tensor(2)) == SequenceLayout.zigzag(8, 2)
     assert SequenceLayout.striped(8, 2, stripe=np.int32(2)) == SequenceLayout.striped(8, 2, stripe=2)
     assert EIGHT.refine(torch.tensor(2)) == EIGHT.refine(2) and EIGHT.spans(np.int64(1)) == EIGHT.spans(1)
@@ -98,14 +98,14 @@ LEDGER = [
 
 
 @pytest.mark.parametrize(("filters", "message"), LEDGER)
-def test_a_ledger_refuses_unknown_kinds_and_phases(filters, message):
+def test_ledger_refuses_unknown_kinds_and_phases(filters, message):
     ledger = CommLedger()
     for ask in (ledger.bytes, ledger.messages):
         with pytest.raises(ValueError, match=message):
             ask(**filters)
 
 
-# -- meshes, with a group that is there already, and primitives -------------------------------------------------------
+# -- meshes on an existing process group, and primitives --------------------------------------------------------------
 
 MESHES = [
     ({"device_type": "gpu"}, "no backend for device type 'gpu'; known: cpu, cuda"),
@@ -142,7 +142,7 @@ PRIMITIVES = [
 ]
 
 
-def said_of_meshes() -> list[str]:
+def errors_of_invalid_meshes() -> list[str]:
     axis, actual = Axis.of(mesh(ring=2)["ring"]), list[str]()
     calls = [lambda options=options: build_mesh(**{"device_type": "cpu", "ring": 2} | options) for options, _ in MESHES]
     calls += [lambda make=make: make(axis) for make, _ in PRIMITIVES]
@@ -156,10 +156,10 @@ def said_of_meshes() -> list[str]:
     return actual
 
 
-def test_invalid_meshes_and_arguments_of_primitives_are_refused(worlds):
+def test_invalid_meshes_and_arguments_of_primitives_raise(worlds):
     messages = [message for _, message in (*MESHES, *PRIMITIVES)]
-    for said in worlds(2).run(said_of_meshes):
-        for text, message in zip(said, messages, strict=True):
+    for errors in worlds(2).run(errors_of_invalid_meshes):
+        for text, message in zip(errors, messages, strict=True):
             with pytest.raises(ValueError, match=message):
                 raise ValueError(text)
 

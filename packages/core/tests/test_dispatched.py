@@ -1,4 +1,4 @@
-"""No primitive sends anything past the ledger: torch's dispatcher sees what the ledger counted, byte by byte."""
+"""The ledger counts all bytes that primitives send: torch's dispatcher sees the same ones."""
 
 from collections.abc import Callable
 
@@ -84,37 +84,38 @@ def dtensors() -> None:
 
 
 def exchanges() -> None:
-    here = axis()
+    ring = axis()
     flats = [FlatBuffer.of([torch.randn(n + 1, 3), torch.randn(2, dtype=torch.bfloat16)]) for n in range(P)]
-    to, coming = (here.rank + 1) % P, (here.rank - 1) % P
-    start_exchange(here.duplicate(), {to: flats[here.rank]}, {coming: FlatBuffer.like(flats[coming].tensors)}).wait()
-    send, receive = ({peer: flats[1]} if here.rank == me else {} for me, peer in ((0, 2), (2, 0)))
-    start_exchange(here, send, receive).wait()
+    target, source = (ring.rank + 1) % P, (ring.rank - 1) % P
+    receive_buffer = FlatBuffer.like(flats[source].tensors)
+    start_exchange(ring.duplicate(), {target: flats[ring.rank]}, {source: receive_buffer}).wait()
+    send, receive = ({peer: flats[1]} if ring.rank == me else {} for me, peer in ((0, 2), (2, 0)))
+    start_exchange(ring, send, receive).wait()
 
 
 EVERY = [all_to_alls, gathers, all_reduces, merges, compiled_ops, dtensors, exchanges]
 
 
-def each_counted() -> list[tuple[dict, dict]]:
+def counts() -> list[tuple[dict, dict]]:
     return [counted(work) for work in EVERY]
 
 
 def counted(work: Callable[[], None]) -> tuple[dict, dict]:
-    axis().duplicate()  # made once, which connects it
+    axis().duplicate()  # created before the counting, because creating it communicates
     with Dispatched() as dispatched, CommLedger() as ledger:
         work()
     return dispatched.sent, Dispatched.of(ledger)
 
 
 def test_the_dispatcher_and_the_ledger_count_the_same_bytes(worlds):
-    for rank in worlds(P).run(each_counted):
+    for rank in worlds(P).run(counts):
         for work, (dispatched, booked) in zip(EVERY, rank, strict=True):
             assert dispatched == booked != {}, work.__name__
 
 
-def all_reduced() -> None:
+def all_reduce_directly() -> None:
     dist.all_reduce(torch.ones(3))
 
 
 def test_the_dispatcher_sees_traffic_outside_the_ledger(worlds):
-    assert worlds(P).run(counted, all_reduced) == [({"all_reduce": (18, 6)}, {})] * P
+    assert worlds(P).run(counted, all_reduce_directly) == [({"all_reduce": (18, 6)}, {})] * P

@@ -1,4 +1,4 @@
-"""Files that appear whole, or not at all."""
+"""Atomic writes."""
 
 import errno
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from armillary.core.files import is_file_name, write_whole, writing
 
 
-def test_a_file_stays_until_its_replacement_is_complete(tmp_path):
+def test_file_stays_until_its_replacement_is_complete(tmp_path):
     path = tmp_path / "config.json"
     assert write_whole(path, lambda partial: partial.write_text("one")) == path
 
@@ -24,7 +24,7 @@ def test_a_file_stays_until_its_replacement_is_complete(tmp_path):
     assert path.read_text() == "two" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_named_by_the_file_and_other_errors_stay_as_they_are(tmp_path):
+def test_full_disk_names_the_file_and_other_errors_are_unchanged(tmp_path):
     full = tmp_path / "full.json"
     full.symlink_to("/dev/full")
     with pytest.raises(OSError) as error, writing(full):

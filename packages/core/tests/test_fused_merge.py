@@ -1,4 +1,4 @@
-"""The merge of partial attention: which of its two ways is taken, and that both give the same."""
+"""The merge of partial attention: the choice between fused kernel and torch's ops, and their equality."""
 
 import json
 import os
@@ -21,7 +21,7 @@ INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1"}
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(("every", "count"), [(7, 40), pytest.param(1, 250, marks=pytest.mark.long)])
-def test_the_fused_kernel_merges_as_torchs_ops_do(every, count):
+def test_fused_kernel_equals_torch_ops(every, count):
     command = [sys.executable, "-W", "ignore", CASES, str(every)]
     run = subprocess.run(command, env=INTERPRETED, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -54,13 +54,13 @@ def test_triton_compiles_the_kernel_for_three_generations_of_gpus(tmp_path):
 
 
 def results(shape: tuple[int, ...] = (2, 5, 3, 8), dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """Accumulators and a partial result."""
+    """Returns accumulators and a partial result."""
     return [torch.zeros(shape), torch.zeros(shape[:-1]), torch.ones(shape, dtype=dtype), torch.zeros(shape[:-1])]
 
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The shapes that a fused kernel is called with, where there is one for every device."""
+    """Replaces the fused kernel by a recorder of its shapes, available on every device."""
     called = list[tuple[int, ...]]()
     monkeypatch.setattr(merge, "fused_kernel", lambda device: lambda out, *_: called.append(tuple(out.shape)))
     return called
@@ -84,7 +84,7 @@ def test_plain_tensors_are_merged_by_the_fused_kernel(fused):
     ],
     ids=["five dims", "a gradient", "broadcast", "another dtype of lse", "a narrow accumulator", "integers"],
 )
-def test_the_fused_kernel_is_not_for_all_tensors(tensors):
+def test_fused_kernel_is_not_used_for_unsupported_tensors(tensors):
     assert merge.fuses(*results()) and not merge.fuses(*tensors)
     with torch.no_grad():
         assert merge.fuses(*tensors) == tensors[2].requires_grad
@@ -117,7 +117,7 @@ def merges_dtensors() -> bool:
     return not merge.fuses(*tensors)
 
 
-def test_dtensors_are_not_for_the_fused_kernel(worlds):
+def test_dtensors_are_not_merged_by_the_fused_kernel(worlds):
     assert worlds(2).run(merges_dtensors) == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a loss whose shares ranks have: summed, not averaged."""
+"""Gradients of a loss that is a sum over ranks: summed, not averaged."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ def tokens() -> torch.Tensor:
 
 
 def gradients(built: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Of the mean over all ranks' tokens, where this rank has those of x."""
+    """Gradients of the mean over all ranks' tokens, of which this rank has x."""
     (built(x).square().sum() / (RANKS * TOKENS)).backward()
     actual = [p.grad for p in built.parameters()]
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in actual]
 
 
-WAYS = [(how, summed) for how in ("FSDP2", "HSDP", "DDP") for summed in (True, False)]
+WAYS = [(wrapper, summed) for wrapper in ("FSDP2", "HSDP", "DDP") for summed in (True, False)]
 
 
 def each_on_ranks() -> list[list[float]]:
@@ -39,7 +39,7 @@ def each_on_ranks() -> list[list[float]]:
 
 
 def on_ranks(wrapper: str, summed: bool) -> list[float]:
-    """By how much each gradient differs from one rank's, divided by it: its norm, and the whole of it."""
+    """Relative error of each full gradient against one rank's; without `sum_gradients` against its mean over ranks."""
     built, expected = model(), gradients(model(), tokens())
     local_tokens = tokens().chunk(RANKS)[dist.get_rank()]
     if wrapper == "DDP":
@@ -53,10 +53,13 @@ def on_ranks(wrapper: str, summed: bool) -> list[float]:
         sum_gradients(built)
     factor = 1 if summed else 1 / RANKS
     actual = gradients(built, local_tokens)
-    return [relative_error(result, factor * wanted) for result, wanted in zip(actual, expected, strict=True)]
+    return [
+        relative_error(result, factor * expected_gradient)
+        for result, expected_gradient in zip(actual, expected, strict=True)
+    ]
 
 
-def test_gradients_equal_one_rank_and_are_shares_without_the_call(worlds):
+def test_gradients_equal_one_rank_and_are_averaged_without_the_call(worlds):
     for rank in worlds(RANKS).run(each_on_ranks):
         for way, errors in zip(WAYS, rank, strict=True):
             assert max(errors) < 1e-12, (way, errors)
@@ -79,7 +82,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_models_without_summed_gradients_are_refused(worlds):
+def test_unsupported_models_raise(worlds):
     for plain, partly, hooked in worlds(2).run(refusals):
         assert "no module of Sequential is under FSDP2" in plain and "all_reduce" in plain
         assert "2.weight is not under FSDP2" in partly
@@ -96,7 +99,7 @@ PLACED = {
 
 
 def clipped_on_meshes() -> tuple[float, list[torch.Tensor]]:
-    """The norm, and gradients after clipping to 1, placed in as many ways as there are parameters."""
+    """Returns the norm, and gradients after clipping to 1. Each parameter has other placements."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tp"))
     model = nn.ParameterDict()
     for seed, (name, placements) in enumerate(PLACED.items()):
@@ -113,7 +116,7 @@ def gradient_of(seed: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_clipping_takes_gradients_on_several_meshes_and_shares_of_sums(worlds):
+def test_clipping_accepts_several_meshes_and_partial_gradients(worlds):
     expected = [gradient_of(seed) for seed in range(len(PLACED))]
     full = torch.stack(expected).norm().item()
     for norm, actual in worlds(RANKS).run(clipped_on_meshes):
@@ -123,6 +126,6 @@ def test_clipping_takes_gradients_on_several_meshes_and_shares_of_sums(worlds):
 
 
 @pytest.mark.parametrize("value", [None, nn.Linear, {}, [nn.Linear(1, 1)]])
-def test_values_that_are_no_models_are_refused(value):
+def test_other_types_than_models_raise(value):
     with pytest.raises(ValueError, match="is not a model"):
         sum_gradients(value)

@@ -1,4 +1,4 @@
-"""Layouts: every position once, sizes spread evenly, and the way back."""
+"""Layouts: every position has one shard, sizes differ by at most one, `join` inverts `take`."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def layouts(draw: st.DrawFn) -> SequenceLayout:
 
 @st.composite
 def partitions(draw: st.DrawFn) -> SequenceLayout:
-    """Any positions on any shard, in any order."""
+    """Random positions on each shard, in random order."""
     order = draw(st.permutations(range(draw(st.integers(1, 24)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(order) - 1)), max_size=4)) if len(order) > 1 else ())
     ends = [0, *cuts, len(order)]
@@ -57,8 +57,8 @@ def test_join_undoes_take_and_both_carry_gradients(layout, dim):
 
 
 @given(st.sampled_from(sorted(KINDS)), st.integers(1, 8), st.integers(0, 70))
-def test_sizes_differ_by_one_at_most(kind, shards, more):
-    sizes = KINDS[kind](shards + more, shards).sizes
+def test_sizes_differ_by_one_at_most(kind, shards, extra):
+    sizes = KINDS[kind](shards + extra, shards).sizes
     assert max(sizes) - min(sizes) <= 1
     assert kind == "zigzag" or list(sizes) == sorted(sizes, reverse=True)
 
@@ -111,13 +111,13 @@ def test_equal_layouts_compare_and_hash_equal():
         (lambda: SequenceLayout.contiguous(4, 2).join([torch.zeros(1, 3)] * 2), r"\(3, 3\) positions .* have \(2, 2\)"),
     ],
 )
-def test_bad_layouts_are_refused_with_the_numbers(make, message):
+def test_invalid_layouts_raise_with_the_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_shards_at_positions_are_those_that_hold_them(shards):
+def test_shards_at_positions_are_their_owners(shards):
     strided = SequenceLayout([[range(0, 12, 2), range(13, 20)], [range(1, 12, 2), range(12, 13)]])
     kinds = (SequenceLayout.zigzag, SequenceLayout.contiguous, SequenceLayout.striped)
     for layout in (strided, SequenceLayout.striped(20, shards, 3), *(kind(20, shards) for kind in kinds)):

@@ -1,4 +1,4 @@
-"""The ledger: what it counts, and the table that it prints."""
+"""The byte ledger: its counts and its table."""
 
 from inspect import cleandoc
 
@@ -37,7 +37,7 @@ def test_ledgers_nest_and_stop_counting_when_closed():
     assert (inner.bytes(), inner.bytes(phase="backward")) == (7, 0)
 
 
-def test_messages_are_counted_as_bytes_are():
+def test_ledger_counts_messages_by_the_same_keys():
     ledger = booked()
     assert (ledger.messages(), ledger.messages(axis="ring"), ledger.messages(phase="backward")) == (17, 9, 10)
 
@@ -54,7 +54,7 @@ def test_columns_are_wide_enough_for_a_run():
     assert len({len(line) for line in ledger.table().splitlines()}) == 1
 
 
-def test_a_ledger_without_entries_says_so():
+def test_empty_ledger_prints_one_line():
     with CommLedger() as ledger:
         CommLedger.add("ring", "p2p", 0, 0)
     assert ledger.table() == "nothing was sent"

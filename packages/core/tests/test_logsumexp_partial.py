@@ -1,4 +1,4 @@
-"""The placement that merges attention: right where torch redistributes it, refused by name everywhere else."""
+"""The placement that merges attention: torch redistributes it correctly, and every other op raises by name."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ B, N, H, D = 2, 11, 6, 4
 
 
 def partial(rank: int, tokens: int = N, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """What a rank finds: nothing for token 0 on any rank, and for token 1 + rank on this one."""
+    """Partial result of a rank. Token 0 has no visible key on any rank, token 1 + rank none on this one."""
     draw = torch.Generator().manual_seed(rank)
     out = torch.randn(B, tokens, H, D, generator=draw, dtype=torch.float64)
     lse = 3 * torch.randn(B, tokens, H, generator=draw, dtype=torch.float64)
@@ -32,7 +32,7 @@ def partial(rank: int, tokens: int = N, dtype: torch.dtype = torch.float64) -> t
 
 
 def oracle(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Packed, in float64."""
+    """The merged result in float64, packed."""
     outs, lses = (torch.stack([x.double() for x in column]) for column in zip(*parts, strict=True))
     total = lses.logsumexp(0)
     weights = (lses - total).exp().nan_to_num(0)
@@ -40,7 +40,7 @@ def oracle(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """Relative; infinite where other rows have no keys, or a NaN is anywhere."""
+    """Relative error; infinite if other rows lack keys, or for any NaN."""
     if not torch.equal(got == -torch.inf, expected == -torch.inf):
         return torch.inf
     return relative_error(got.nan_to_num(nan=torch.nan, neginf=0), expected.nan_to_num(nan=torch.nan, neginf=0))
@@ -50,7 +50,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_packed_is_unpacked(dtype):
+def test_unpack_inverts_pack(dtype):
     out, lse = partial(0, dtype=dtype)
     packed = pack_partial(out, lse)
     assert packed.shape == (B, N, H, D + 1) and packed.dtype == torch.promote_types(dtype, torch.float32)
@@ -75,15 +75,15 @@ def test_rows_without_visible_keys_weigh_nothing_even_if_nan():
 
 
 def test_the_placement_equals_only_its_own_kind():
-    packed, apart = LogSumExpPartial(), LogSumExpPartial(packed=False)
-    others = [apart, Partial("logsumexp"), Partial("sum"), Partial(packed.reduce_op), Replicate(), Shard(0)]
-    for other in others:
+    packed, single = LogSumExpPartial(), LogSumExpPartial(packed=False)
+    different = [single, Partial("logsumexp"), Partial("sum"), Partial(packed.reduce_op), Replicate(), Shard(0)]
+    for other in different:
         assert packed != other and other != packed and {packed: 1, other: 2}[packed] == 1
     assert packed == LogSumExpPartial() and hash(packed) == hash(LogSumExpPartial())
-    assert (repr(packed), repr(apart)) == ("LogSumExpPartial()", "LogSumExpPartial(packed=False)")
-    for same in (packed, apart):
-        for made in (copy.copy(same), copy.deepcopy(same), pickle.loads(pickle.dumps(same))):
-            assert type(made) is LogSumExpPartial and made == same and made.packed == same.packed
+    assert (repr(packed), repr(single)) == ("LogSumExpPartial()", "LogSumExpPartial(packed=False)")
+    for same in (packed, single):
+        for copied in (copy.copy(same), copy.deepcopy(same), pickle.loads(pickle.dumps(same))):
+            assert type(copied) is LogSumExpPartial and copied == same and copied.packed == same.packed
         source, names = same.__fx_repr__()
         assert eval(source, names) == same
     assert packed.is_partial() and not packed.is_partial("sum") and not packed.is_replicate()
@@ -137,7 +137,7 @@ def of(placements: Sequence[Placement], on, x: Tensor | None = None) -> DTensor:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_every_op_is_refused_by_name(packed, fake_mesh):
-    """After a sum of the same shape and dtype has gone through it: caches of torch's tell them apart."""
+    """Runs each op on a sum of the same shape and dtype first, because torch caches sharding by such keys."""
     ranks = fake_mesh(ring=4)
     x = of([LogSumExpPartial(packed)], ranks["ring"])
     for make in ("sum", "avg"):
@@ -163,14 +163,14 @@ def test_redistributing_to_the_same_placement_is_accepted(fake_mesh):
 def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
     ring, two = ranks["ring"], ranks["ring", "tp"]
     grad = pack_partial(*partial(0)).requires_grad_()
-    apart = of([LogSumExpPartial(packed=False)], ring)
+    single = of([LogSumExpPartial(packed=False)], ring)
     columns = of([LogSumExpPartial(), Shard(3)], two)
     return [
         (lambda: of([LogSumExpPartial()], ring, grad).full_tensor(), r"requires a gradient.*merge_scatter\(out, lse"),
         (lambda: of([LogSumExpPartial()], ring, grad).redistribute(placements=[Shard(1)]), "requires a gradient"),
         (lambda: of([LogSumExpPartial()], ring).requires_grad_().full_tensor(), "requires a gradient"),
-        (lambda: apart.full_tensor(), "out or lse alone; merge_scatter"),
-        (lambda: apart.redistribute(placements=[Shard(1)]), "out or lse alone; merge_scatter"),
+        (lambda: single.full_tensor(), "out or lse alone; merge_scatter"),
+        (lambda: single.redistribute(placements=[Shard(1)]), "out or lse alone; merge_scatter"),
         (lambda: columns.full_tensor(), "the last dim holds out and lse"),
         (lambda: of([LogSumExpPartial()], ring).redistribute(placements=[Shard(-1)]), "the last dim holds out and"),
         (lambda: of([LogSumExpPartial()], ring, grad.detach().bfloat16()).full_tensor(), "is not a packed"),
@@ -184,7 +184,7 @@ def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def test_silently_wrong_redistributions_are_refused(fake_mesh):
+def test_redistributions_that_torch_computes_wrongly_raise(fake_mesh):
     ranks = fake_mesh(ring=4, tp=2)
     for call, message in refusals(ranks):
         with CommLedger() as ledger, pytest.raises(ValueError, match=message):
@@ -214,24 +214,24 @@ ON_ONE_AXIS: list[tuple[Placement, int, torch.dtype]] = [
 
 
 def merged(target: Placement, tokens: int, dtype: torch.dtype) -> tuple[float, bool]:
-    """(error of what this rank has in the end, whether it sent what the docstring says, and nothing beside it)."""
+    """Returns the error of the local result, and whether exactly the documented bytes were sent."""
     on = mesh(ring=4)["ring"]
     parts = [partial(rank, tokens, dtype) for rank in range(4)]
     x = of([L], on, pack_partial(*parts[on.get_local_rank()]))
     with Dispatched() as dispatched, CommLedger() as ledger:
         y = x.redistribute(placements=[target])
     assert y.placements == (target,) and y.shape == x.shape and y.dtype == x.dtype
-    sent = ledger.bytes() == bytes_of(x, y) and dispatched.sent == Dispatched.of(ledger)
-    return error(y.to_local(), local_part(oracle(parts), on, [target])), sent
+    exact_bytes = ledger.bytes() == bytes_of(x, y) and dispatched.sent == Dispatched.of(ledger)
+    return error(y.to_local(), local_part(oracle(parts), on, [target])), exact_bytes
 
 
 def bytes_of(x: DTensor, y: DTensor) -> int:
-    """What a rank sends on an axis of 4."""
+    """Bytes that a rank sends on an axis of 4."""
     if y.placements != (R,):
         return x.to_local().nbytes - y.to_local().nbytes
     rows = chunk_sizes(x.numel() // x.shape[-1], 4)
-    sent = sum(rows) - rows[x.device_mesh.get_local_rank()] + 3 * max(rows)
-    return sent * x.shape[-1] * x.element_size()
+    sent_rows = sum(rows) - rows[x.device_mesh.get_local_rank()] + 3 * max(rows)
+    return sent_rows * x.shape[-1] * x.element_size()
 
 
 def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> list[object]:
@@ -240,37 +240,38 @@ def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> 
 
 def test_redistributing_merges(worlds):
     for rank in worlds(4).run(each, merged, ON_ONE_AXIS):
-        for (actual, sent), case in zip(rank, ON_ONE_AXIS, strict=True):
-            assert actual <= TOLERANCE[case[-1]] and sent, case
+        for (actual, exact_bytes), case in zip(rank, ON_ONE_AXIS, strict=True):
+            assert actual <= TOLERANCE[case[-1]] and exact_bytes, case
 
 
 MESHES = ({"ring": 2, "ulysses": 2, "tp": 2}, {"ring": 4, "tp": 2}, {"shard": 2, "ring": 4}, {"ring": 8})
 
 
 def drawn(number: int) -> tuple[float, str]:
-    """From any placements, pending on one axis or two, to any others, which may leave one so."""
+    """Redistributes random placements, partial on one or two axes, to random others, which may stay partial on one."""
     draw = Random(number)
     axes, tokens = draw.choice(MESHES), draw.randint(3, 14)
     on, names = mesh(**axes)[tuple(axes)], list(axes)
     pending = sorted(draw.sample(range(on.ndim), min(on.ndim, draw.randint(1, 2))))
-    left = pending[:1] if draw.random() < 0.3 else []
+    kept_places = pending[:1] if draw.random() < 0.3 else []
     source = draw_placements(draw, on, (0, 1, 2), {names[place]: L for place in pending})
-    target = draw_placements(draw, on, (0, 1, 2), {names[place]: L for place in left})
+    target = draw_placements(draw, on, (0, 1, 2), {names[place]: L for place in kept_places})
     return merged_over(on, source, target, tokens)
 
 
 def merged_over(
     on: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement], tokens: int
 ) -> tuple[float, str]:
-    """(error of what this rank has in the end, what it was)."""
+    """Returns the error of the local result, and the case."""
     pending = [place for place, placement in enumerate(source) if placement == L]
     ranks = list(product(*(range(on.size(place)) for place in pending)))
-    mine, left = tuple(on.get_local_rank(place) for place in pending), sum(placement == L for placement in target)
+    own_key = tuple(on.get_local_rank(place) for place in pending)
+    remaining = sum(placement == L for placement in target)
     parts = {at: partial(seed, tokens) for seed, at in enumerate(ranks)}
-    full = pack_partial(*parts[mine])
+    full = pack_partial(*parts[own_key])
     x = DTensor.from_local(local_part(full, on, source), on, source, shape=full.shape, stride=full.stride())
     y = x.redistribute(placements=target)
-    expected = oracle([part for at, part in parts.items() if at[:left] == mine[:left]])
+    expected = oracle([part for at, part in parts.items() if at[:remaining] == own_key[:remaining]])
     assert y.placements == tuple(target) and y.shape == full.shape
     return error(y.to_local(), local_part(expected, on, target)), f"{on} {tokens} {source} to {target}"
 
@@ -281,7 +282,7 @@ def test_any_placements_become_any_others(worlds):
 
 
 def over_a_joint_axis() -> list[tuple[float, str]]:
-    """Where the mesh has been flattened, as for FSDP2, torch merges over several axes at once."""
+    """On a flattened mesh, as for FSDP2, torch merges over several axes at once."""
     built = mesh(ring=2, ulysses=2, tp=2)
     compat.flatten(built, ("shard", "ring", "ulysses"), "joint")
     on, results = built["ring", "ulysses", "tp"], ((R, R), (S1, S1), (S2, S2), (S1, R), (R, S1))
@@ -289,6 +290,6 @@ def over_a_joint_axis() -> list[tuple[float, str]]:
     return [merged_over(on, *case) for case in cases]
 
 
-def test_a_mesh_that_has_been_flattened(worlds):
+def test_merge_on_a_flattened_mesh(worlds):
     for rank in worlds(8).run(over_a_joint_axis):
         assert [case for actual, case in rank if not actual <= EXACT] == []

@@ -1,4 +1,4 @@
-"""Relayout, shift, halo and short convolution against the same on a whole sequence, in worlds of gloo ranks."""
+"""Relayout, shift, halo and short convolution against the same on the full sequence, in worlds of gloo ranks."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ N = 37
 
 
 class Tree:
-    """A mask as far as these functions look at one."""
+    """A mask with given segments."""
 
     def __init__(self, *rows: Segments) -> None:
         self.rows = rows
@@ -51,7 +51,7 @@ def layouts(shards: int) -> dict[str, SequenceLayout]:
 
 
 def paths(rows: str) -> list[list[list[int]]]:
-    """For each row and position, the positions on the path from the root to it, itself last."""
+    """Returns, for each row and position, the positions on the path from the root to it."""
     options = ROWS[rows]
     if "mask" in options:
         segments = options["mask"].rows
@@ -70,7 +70,7 @@ def paths(rows: str) -> list[list[list[int]]]:
     return actual
 
 
-def whole_shift(x: torch.Tensor, rows: str, offset: int, fill: float) -> torch.Tensor:
+def full_shift(x: torch.Tensor, rows: str, offset: int, fill: float) -> torch.Tensor:
     filling = torch.full_like(x[:1, :1], fill)
     everything = torch.cat([x, filling.expand(2, -1, *x.shape[2:])], 1)
     table = []
@@ -82,9 +82,9 @@ def whole_shift(x: torch.Tensor, rows: str, offset: int, fill: float) -> torch.T
     return torch.stack([everything[row, torch.tensor(table[row])] for row in range(2)])
 
 
-def whole_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rows: str) -> torch.Tensor:
+def full_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, rows: str) -> torch.Tensor:
     width = weight.shape[1]
-    return bias + sum(weight[:, width - 1 - back] * whole_shift(x, rows, back, 0) for back in range(width))
+    return bias + sum(weight[:, width - 1 - back] * full_shift(x, rows, back, 0) for back in range(width))
 
 
 def sums(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -99,29 +99,29 @@ def compare_everything(rows: str, kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x, dout = (torch.randn(2, N, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     weight, bias = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((3, 4), (3,)))
-    own = layout.take(x, axis.rank).requires_grad_()
+    local_x = layout.take(x, axis.rank).requires_grad_()
     x.requires_grad_()
     backwards = (-1, -3) if "tree" not in rows else ()
     for offset in (0, 1, 4, N, *backwards):
-        expected = whole_shift(x, rows, offset, 7.0)
-        actual = shift(own, layout, ring, offset, fill=7.0, **ROWS[rows])
+        expected = full_shift(x, rows, offset, 7.0)
+        actual = shift(local_x, layout, ring, offset, fill=7.0, **ROWS[rows])
         assert torch.equal(actual, layout.take(expected, axis.rank))
-        grads = torch.autograd.grad(actual, own, layout.take(dout, axis.rank))
+        grads = torch.autograd.grad(actual, local_x, layout.take(dout, axis.rank))
         torch.testing.assert_close(grads[0], layout.take(torch.autograd.grad(expected, x, dout)[0], axis.rank))
     labels = shift(layout.take(torch.arange(N).expand(2, N), axis.rank), layout, ring, 1, fill=-100, **ROWS[rows])
-    assert torch.equal(labels, layout.take(whole_shift(torch.arange(N).expand(2, N), rows, 1, -100), axis.rank))
+    assert torch.equal(labels, layout.take(full_shift(torch.arange(N).expand(2, N), rows, 1, -100), axis.rank))
 
     parameters = weight.requires_grad_(), bias.requires_grad_()
     expected, actual = (
-        whole_convolution(x, *parameters, rows),
-        short_convolution(own, parameters[0], layout, ring, parameters[1], **ROWS[rows]),
+        full_convolution(x, *parameters, rows),
+        short_convolution(local_x, parameters[0], layout, ring, parameters[1], **ROWS[rows]),
     )
     torch.testing.assert_close(actual, layout.take(expected, axis.rank))
     full = torch.autograd.grad(expected, (x, *parameters), dout)
-    local = torch.autograd.grad(actual, (own, *parameters), layout.take(dout, axis.rank))
+    local = torch.autograd.grad(actual, (local_x, *parameters), layout.take(dout, axis.rank))
     torch.testing.assert_close(local[0], layout.take(full[0], axis.rank))
-    for share, gradient in zip(local[1:], full[1:], strict=True):
-        torch.testing.assert_close(sums(share, axis), gradient)
+    for local_gradient, gradient in zip(local[1:], full[1:], strict=True):
+        torch.testing.assert_close(sums(local_gradient, axis), gradient)
 
 
 def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
@@ -130,7 +130,7 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
     layout = layouts(axis.size)[kind]
     x = torch.arange(1.0, 2 * N + 1).reshape(2, N)
     actual = halo(layout.take(x, axis.rank), layout, ring, left, right, **ROWS[rows])
-    shifted = [whole_shift(x, rows, offset, 0) for offset in (*range(left, 0, -1), *range(0, -right - 1, -1))]
+    shifted = [full_shift(x, rows, offset, 0) for offset in (*range(left, 0, -1), *range(0, -right - 1, -1))]
     mask = ROWS[rows].get("mask")
     if mask is not None:
         segments = mask.rows
@@ -138,8 +138,8 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
         ends = ROWS[rows].get("documents", [0, N])
         segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
     expected = []
-    for row, own in enumerate(segments):
-        for run in own.runs(layout.spans(axis.rank)):
+    for row, row_segments in enumerate(segments):
+        for run in row_segments.runs(layout.spans(axis.rank)):
             tokens = torch.tensor(run)
             before = [y[:, tokens[:1]] for y in shifted[:left]]
             after = [y[:, tokens[-1:]] for y in shifted[left + 1 :]]
@@ -171,11 +171,11 @@ def relayouts() -> None:
     x = torch.randn(2, N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for source in layouts(4).values():
         for target in layouts(4).values():
-            own = source.take(x, axis.rank).requires_grad_()
+            local_x = source.take(x, axis.rank).requires_grad_()
             with CommLedger() as ledger:
-                moved = relayout(own, source, target, ring)
+                moved = relayout(local_x, source, target, ring)
                 dout = torch.randn(moved.shape, dtype=torch.float64)
-                (grad,) = torch.autograd.grad(moved, own, dout)
+                (grad,) = torch.autograd.grad(moved, local_x, dout)
             assert torch.equal(moved, target.take(x, axis.rank))
             assert torch.equal(grad, relayout(dout, target, source, ring))
             stays = len(set(source.positions(axis.rank).tolist()) & set(target.positions(axis.rank).tolist()))
@@ -196,21 +196,22 @@ def test_relayout_sends_the_tokens_that_change_owner(worlds):
 def halo_bytes() -> list[int]:
     ring = mesh(ring=4)["ring"]
     layout = SequenceLayout.contiguous(64, 4)
-    own = layout.take(torch.randn(2, 64, 3), Axis.of(ring).rank).requires_grad_()
+    local_x = layout.take(torch.randn(2, 64, 3), Axis.of(ring).rank).requires_grad_()
     actual = []
     for documents in (None, [0, 16, 32, 48, 64], [0, 30, 64]):
         with CommLedger() as ledger:
-            short_convolution(own, torch.randn(3, 4), layout, ring, documents=documents).sum().backward()
+            short_convolution(local_x, torch.randn(3, 4), layout, ring, documents=documents).sum().backward()
         actual += [ledger.bytes(phase="forward"), ledger.bytes(phase="backward"), ledger.messages()]
     return actual
 
 
-def test_a_convolution_sends_three_tokens_to_the_next_rank(worlds):
+def test_convolution_sends_three_tokens_to_the_next_rank(worlds):
     three = 2 * 3 * 3 * 4  # rows, tokens, channels, bytes
     by_rank = worlds(4).run(halo_bytes)
     assert by_rank[0][:3] == [three, 0, 1] and by_rank[1][:3] == [three, three, 2] and by_rank[3][:3] == [0, three, 1]
-    assert all(actual[3:6] == [0, 0, 0] for actual in by_rank)  # every document on one rank: not even a call
-    assert [actual[6] for actual in by_rank] == [three, three // 3 * 2, three, 0]  # 30 and 31 of the second document
+    assert all(actual[3:6] == [0, 0, 0] for actual in by_rank)  # every document on one rank: no message
+    # rank 1 sends tokens 30 and 31 of the second document
+    assert [actual[6] for actual in by_rank] == [three, three // 3 * 2, three, 0]
 
 
 def dtensors() -> None:
@@ -219,20 +220,20 @@ def dtensors() -> None:
     layout, target = SequenceLayout.zigzag(32, 2), SequenceLayout.contiguous(32, 2)
     x = torch.randn(2, 32, 3, generator=torch.Generator().manual_seed(0))
     rank = Axis.of(ring).rank
-    own = DTensor.from_local(layout.take(x, rank), ring, [Shard(1)])
-    moved = relayout(own, layout, target, ring)
+    local_x = DTensor.from_local(layout.take(x, rank), ring, [Shard(1)])
+    moved = relayout(local_x, layout, target, ring)
     assert moved.placements == (Shard(1),) and moved.shape == (2, 32, 3)
     assert torch.equal(moved.to_local(), target.take(x, rank))
-    assert shift(own, layout, ring, 1).placements == (Shard(1),)
+    assert shift(local_x, layout, ring, 1).placements == (Shard(1),)
     with pytest.raises(ValueError, match="Shard"):
         shift(DTensor.from_local(x, ring, [Shard(2)]), layout, ring, 1)
     with pytest.raises(ValueError, match="to_local"):
-        halo(own, layout, ring, 1)
-    compiled = torch.compile(lambda x: shift(2 * x, layout, ring, 1) + 1, backend="aot_eager")  # with a graph break
-    assert torch.equal(compiled(own).to_local(), (shift(2 * own, layout, ring, 1) + 1).to_local())
+        halo(local_x, layout, ring, 1)
+    compiled = torch.compile(lambda x: shift(2 * x, layout, ring, 1) + 1, backend="aot_eager")  # has a graph break
+    assert torch.equal(compiled(local_x).to_local(), (shift(2 * local_x, layout, ring, 1) + 1).to_local())
     odd = SequenceLayout([[range(20)], [range(20, 32)]])
     with pytest.raises(ValueError, match="20"):
-        relayout(own, layout, odd, ring)
+        relayout(local_x, layout, odd, ring)
 
 
 def test_dtensors_keep_their_placements(worlds):
@@ -242,27 +243,27 @@ def test_dtensors_keep_their_placements(worlds):
 def refusals() -> None:
     ring = mesh(ring=2)["ring"]
     layout = SequenceLayout.contiguous(N, 2)
-    own = layout.take(torch.zeros(2, N, 3), Axis.of(ring).rank)
+    local_x = layout.take(torch.zeros(2, N, 3), Axis.of(ring).rank)
     for match, call in {
-        "3 shards": lambda: shift(own, SequenceLayout.contiguous(N, 3), ring, 1),
-        "offset": lambda: shift(own, layout, ring, -1, mask=Tree(TREE)),
-        "right": lambda: halo(own, layout, ring, 1, 1, mask=Tree(TREE)),
-        "left": lambda: halo(own, layout, ring, -1),
-        "document": lambda: shift(own, layout, ring, 1, [0, 40]),
-        "rows": lambda: shift(own[:1], layout, ring, 1, [[0, N], [0, 3, N]]),
-        "weight": lambda: short_convolution(own, torch.zeros(4, 4), layout, ring),
-        "bias": lambda: short_convolution(own, torch.zeros(3, 4), layout, ring, torch.zeros(4)),
-        "target": lambda: relayout(own, layout, SequenceLayout.contiguous(N + 1, 2), ring),
-        "tokens": lambda: shift(own[:, 1:], layout, ring, 1),
-        "dim": lambda: shift(own, layout, ring, 1, dim=3),
-        "mask": lambda: shift(own, layout, ring, 1, mask=object()),
+        "3 shards": lambda: shift(local_x, SequenceLayout.contiguous(N, 3), ring, 1),
+        "offset": lambda: shift(local_x, layout, ring, -1, mask=Tree(TREE)),
+        "right": lambda: halo(local_x, layout, ring, 1, 1, mask=Tree(TREE)),
+        "left": lambda: halo(local_x, layout, ring, -1),
+        "document": lambda: shift(local_x, layout, ring, 1, [0, 40]),
+        "rows": lambda: shift(local_x[:1], layout, ring, 1, [[0, N], [0, 3, N]]),
+        "weight": lambda: short_convolution(local_x, torch.zeros(4, 4), layout, ring),
+        "bias": lambda: short_convolution(local_x, torch.zeros(3, 4), layout, ring, torch.zeros(4)),
+        "target": lambda: relayout(local_x, layout, SequenceLayout.contiguous(N + 1, 2), ring),
+        "tokens": lambda: shift(local_x[:, 1:], layout, ring, 1),
+        "dim": lambda: shift(local_x, layout, ring, 1, dim=3),
+        "mask": lambda: shift(local_x, layout, ring, 1, mask=object()),
     }.items():
         with CommLedger() as ledger, pytest.raises(ValueError, match=match):
             call()
         assert not ledger.messages()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
+def test_wrong_arguments_raise_before_communication(worlds):
     worlds(2).run(refusals)
 
 

@@ -1,4 +1,4 @@
-"""Relayout, shift, halo and short convolution inside compiled graphs: results, gradients and bytes of eager calls."""
+"""Relayout, shift, halo and short convolution in compiled graphs: results, gradients and bytes as in eager mode."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ DOCUMENTS = {"none": None, "documents": [0, 1, 3, 17, 37], "rows": [[0, 4, 37], 
 
 def functions(kind: str, ring, documents) -> dict[str, Callable]:
     source, target = layouts(2)[kind], layouts(2)["zigzag" if kind == "contiguous" else "contiguous"]
-    where = {"layout": source, "axis": ring, "documents": documents}
+    options = {"layout": source, "axis": ring, "documents": documents}
     return {
         "relayout": lambda x, weight, bias: relayout(2 * x, source, target, ring).sin(),
         "turned": lambda x, weight, bias: relayout((2 * x).transpose(1, 2), source, target, ring, dim=2).sin(),
-        "shift": lambda x, weight, bias: shift(2 * x, offset=2, fill=3.0, **where).sin(),
-        "ahead": lambda x, weight, bias: shift(2 * x, offset=-1, **where).sin(),
-        "halo": lambda x, weight, bias: torch.cat([y.sin() for y in halo(2 * x, left=3, right=1, **where)], 1),
-        "convolution": lambda x, weight, bias: short_convolution(2 * x, weight, bias=bias, **where).sin(),
-        "without bias": lambda x, weight, bias: short_convolution(2 * x, weight, **where).sin(),
+        "shift": lambda x, weight, bias: shift(2 * x, offset=2, fill=3.0, **options).sin(),
+        "ahead": lambda x, weight, bias: shift(2 * x, offset=-1, **options).sin(),
+        "halo": lambda x, weight, bias: torch.cat([y.sin() for y in halo(2 * x, left=3, right=1, **options)], 1),
+        "convolution": lambda x, weight, bias: short_convolution(2 * x, weight, bias=bias, **options).sin(),
+        "without bias": lambda x, weight, bias: short_convolution(2 * x, weight, **options).sin(),
     }
 
 
 def compiled_and_eager(kind: str, backend: str, every_pair: bool) -> dict[str, bool]:
-    """Whether each function agrees, with each documents, or with one of them: another one for the next function."""
+    """Compares each function compiled and eager, with all rows of documents or with one of them in turn."""
     ring = mesh(ring=2)["ring"]
     rank, generator = Axis.of(ring).rank, torch.Generator().manual_seed(1)
     x = layouts(2)[kind].take(torch.randn(2, N, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
@@ -47,9 +47,9 @@ def compiled_and_eager(kind: str, backend: str, every_pair: bool) -> dict[str, b
                     out = call(x, *parameters)
                     grads = torch.autograd.grad(out.square().sum(), [x, *parameters], allow_unused=True)
                 results.append(([out, *(y for y in grads if y is not None)], dict(ledger.entries)))
-            (eager, sent), (compiled, compiled_sent) = results
+            (eager, eager_bytes), (compiled, compiled_bytes) = results
             close = all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(eager, compiled, strict=True))
-            same[f"{name} {rows}"] = close and sent == compiled_sent
+            same[f"{name} {rows}"] = close and eager_bytes == compiled_bytes
     return same
 
 
@@ -97,5 +97,5 @@ def refusals() -> None:
         assert not ledger.messages()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
+def test_wrong_arguments_raise_before_communication(worlds):
     worlds(2).run(refusals)

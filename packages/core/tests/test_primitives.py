@@ -1,4 +1,4 @@
-"""The differentiable primitives, against one process that has everything, in float64; then DTensors against both."""
+"""The differentiable primitives against one process with all data, in float64; then DTensors against both."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ HEADS = {
 
 @contextmanager
 def poisoned() -> Generator[None]:
-    """NaN in what `torch.empty` returns."""
+    """Makes `torch.empty` return NaN."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -53,7 +53,7 @@ def poisoned() -> Generator[None]:
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The same on every rank."""
+    """Random numbers that are equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
@@ -73,7 +73,7 @@ def each(function: Callable, todo: list[tuple]) -> list:
 
 
 def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int, int]:
-    """seq_to_head, then head_to_seq, forward and backward: errors, and bytes of the first forward and backward."""
+    """Runs seq_to_head, then head_to_seq; returns errors, and bytes of seq_to_head's forward and backward."""
     axis = mesh(ulysses=4)["ulysses"]
     rank, own_heads = axis.get_local_rank(), heads[axis.get_local_rank()]
     full = random(0, B, sum(sizes), H, D).requires_grad_()
@@ -132,13 +132,13 @@ def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float],
 
 
 def test_gather_and_its_transpose(worlds):
-    todo = [(tokens, *how) for tokens in SIZES.values() for how in ((1, 2), (1, 1), (0, 7), (2, 2))]
+    todo = [(tokens, *dim_and_batch) for tokens in SIZES.values() for dim_and_batch in ((1, 2), (1, 1), (0, 7), (2, 2))]
     for (tokens, dim, batch), *ranks in zip(todo, *worlds(4).run(each, gathered, todo), strict=True):
         row = batch * 5 * 3 // [batch, 5, 3][dim] * 8  # bytes of one token
-        for rank, (actual, *sent) in enumerate(ranks):
+        for rank, (actual, *sent_bytes) in enumerate(ranks):
             assert max(actual) <= EXACT, (tokens, dim, batch, actual)
             gather, scatter = 3 * max(tokens) * row, (sum(tokens) - tokens[rank]) * row
-            assert sent == [gather, scatter, scatter, gather]
+            assert sent_bytes == [gather, scatter, scatter, gather]
 
 
 def reduced(shape: tuple[int, ...]) -> tuple[list[float], Tensor, int, int]:
@@ -148,9 +148,9 @@ def reduced(shape: tuple[int, ...]) -> tuple[list[float], Tensor, int, int]:
     with CommLedger() as ledger:
         total = all_reduce(x, axis)
         (gradient,) = torch.autograd.grad(total, x, douts[axis.rank])
-    sent = [ledger.bytes("ring", "all_reduce", phase) for phase in ("forward", "backward")]
-    assert sum(sent) == ledger.bytes()
-    return errors((total, gradient), (sum(addends), sum(douts))), total.detach(), *sent
+    sent_bytes = [ledger.bytes("ring", "all_reduce", phase) for phase in ("forward", "backward")]
+    assert sum(sent_bytes) == ledger.bytes()
+    return errors((total, gradient), (sum(addends), sum(douts))), total.detach(), *sent_bytes
 
 
 def test_all_reduce_and_its_gradient(worlds):
@@ -163,7 +163,7 @@ def test_all_reduce_and_its_gradient(worlds):
 
 
 def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
-    """Partial attention of four ranks. Row 0 has seen nothing anywhere; each rank has rows that it saw nothing for."""
+    """Partial attention of four ranks. Row 0 has no visible key on any rank; each rank has more such rows."""
     results: list[tuple[Tensor, Tensor]] = []
     for rank in range(4):
         out, lse = random(rank, batch, sum(sizes), H, D), random(50 + rank, batch, sum(sizes), H) * 3 + shift
@@ -174,8 +174,8 @@ def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: floa
     return results
 
 
-def merged_here(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The merge by softmax over the ranks: no log-sum-exp of two, no pivot of ours."""
+def merged_by_softmax(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merges by a softmax over the ranks, without pairwise log-sum-exp and without a pivot."""
     outs, lses = torch.stack([out for out, _ in parts]).double(), torch.stack([lse for _, lse in parts]).double()
     visible = (lses > -torch.inf).any(0)
     safe = torch.where(visible, lses, 0)
@@ -195,7 +195,7 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
     assert (out.dtype, lse.dtype) == tuple(x.dtype for x in parts[rank]) == tuple(g.dtype for g in grads)
 
     leaves = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in parts]
-    whole_out, whole_lse = merged_here(leaves)
+    whole_out, whole_lse = merged_by_softmax(leaves)
     visible = whole_lse > -torch.inf
     expected = torch.autograd.grad(
         (whole_out, torch.where(visible, whole_lse, 0)), leaves[rank], [up.double() for up in ups]
@@ -209,7 +209,7 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
 
 
 def test_merge_and_its_gradients(worlds):
-    shifts = (0.0, 2000.0, -2000.0)  # exp of it overflows, and exp of its opposite vanishes
+    shifts = (0.0, 2000.0, -2000.0)  # exp(2000) overflows and exp(-2000) underflows
     todo = list(product(SIZES.values(), (1, 2), (torch.float64,), shifts))
     for (tokens, batch, _, shift), *ranks in zip(todo, *worlds(4).run(each, merged, todo), strict=True):
         for rank, (actual, forward, backward) in enumerate(ranks):
@@ -226,7 +226,7 @@ def test_merge_in_bfloat16_rounds_once_and_sends_lse_wide(worlds):
 
 
 def sums_in_order() -> bool:
-    """1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1."""
+    """Sums 1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1."""
     axis = mesh(ring=4)["ring"]
     x = torch.full((1, 4, 2), 1.0 if axis.get_local_rank() == 0 else 2.0**-8, dtype=torch.bfloat16)
     result = start_reduce_scatter(x, Axis.of(axis), (1, 1, 1, 1)).wait()
@@ -238,7 +238,7 @@ def test_sums_are_taken_in_float32(worlds):
 
 
 def sums_of_a_few_columns() -> list[bool]:
-    """Whether columns have the bits that they have in a wider tensor, by `reduce_scatter` and by torch's `sum`."""
+    """Compares the bits of columns with those in a wider tensor, by `reduce_scatter` and by torch's `sum`."""
     axis = Axis.of(mesh(ring=8)["ring"])
     wholes = torch.stack([random(rank, 2, 24, 125).float() for rank in range(8)])
     wide = start_reduce_scatter(wholes[axis.rank], axis, (3,) * 8).wait()
@@ -250,7 +250,7 @@ def test_sums_have_the_same_bits_in_tensors_of_other_shapes(worlds):
     assert worlds(8).run(sums_of_a_few_columns) == [[True, False]] * 8
 
 
-def parts_apart(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
+def scatter_parts(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
     axis = Axis.of(mesh(ring=4)["ring"])
     wholes = [random(rank, *(3, sum(sizes), 2)[1 - dim :]) for rank in range(4)]
     with CommLedger() as ledger:
@@ -259,12 +259,12 @@ def parts_apart(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
     return all(torch.equal(g, e) for g, e in zip(result, expected, strict=True)), ledger.bytes("ring", "reduce_scatter")
 
 
-def test_parts_to_sum_up_arrive_in_rank_order(worlds):
+def test_parts_of_a_sum_arrive_in_rank_order(worlds):
     todo = list(product(SIZES.values(), (0, 1)))
-    for (tokens, dim), *ranks in zip(todo, *worlds(4).run(each, parts_apart, todo), strict=True):
-        for rank, (equal, sent) in enumerate(ranks):
+    for (tokens, dim), *ranks in zip(todo, *worlds(4).run(each, scatter_parts, todo), strict=True):
+        for rank, (equal, sent_bytes) in enumerate(ranks):
             assert equal, (tokens, dim)
-            assert sent == (sum(tokens) - tokens[rank]) * (3 if dim else 1) * 2 * 8
+            assert sent_bytes == (sum(tokens) - tokens[rank]) * (3 if dim else 1) * 2 * 8
 
 
 def starts_wait_twice() -> bool:
@@ -279,12 +279,12 @@ def starts_wait_twice() -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_waiting_twice_gives_the_same(worlds):
+def test_second_wait_returns_the_same_tensor(worlds):
     assert worlds(4).run(starts_wait_twice) == [True] * 4
 
 
 def defaults() -> bool:
-    """Without sizes and heads: equal sizes, heads as torch.tensor_split cuts them."""
+    """The defaults are equal sizes, and heads as torch.tensor_split cuts them."""
     axis = mesh(ulysses=4)["ulysses"]
     rank = axis.get_local_rank()
     full = random(0, B, 8, 7, D)
@@ -316,8 +316,8 @@ def test_one_rank_communicates_nothing(worlds):
     assert worlds(1).run(alone) == [(True, 0)]
 
 
-def on_a_part_of_the_world() -> list[float]:
-    """The ulysses axis of a 2 x 2 x 2 mesh; each of its four groups has data of its own."""
+def on_inner_axis() -> list[float]:
+    """Runs on the ulysses axis of a 2 x 2 x 2 mesh; each of its four groups has other data."""
     whole_mesh = mesh(ring=2, ulysses=2, tp=2)
     axis = whole_mesh["ulysses"]
     rank, group = axis.get_local_rank(), 2 * whole_mesh.get_local_rank("ring") + whole_mesh.get_local_rank("tp")
@@ -333,11 +333,11 @@ def on_a_part_of_the_world() -> list[float]:
 
 
 def test_on_one_axis_of_a_larger_mesh(worlds):
-    assert all(max(actual) <= EXACT for actual in worlds(8).run(on_a_part_of_the_world))
+    assert all(max(actual) <= EXACT for actual in worlds(8).run(on_inner_axis))
 
 
 def twice() -> tuple[bool, ...]:
-    """Second derivatives of the linear ones, by torch's own check; those of the merge are refused."""
+    """Checks second derivatives of the linear primitives by torch's gradgradcheck; the merge refuses them."""
     axis = mesh(ring=2)["ring"]
     x, y = random(0, 1, 2, 2, 2).requires_grad_(), random(1, 1, 4, 2, 2)
     cubes = all_gather(x, axis).pow(3).sum()
@@ -381,7 +381,7 @@ def refused() -> list[str]:
     )
 
 
-def test_mismatched_arguments_are_refused_with_the_numbers(worlds):
+def test_mismatched_arguments_raise_with_the_numbers(worlds):
     expected = [
         "one mesh axis is needed, got 2 (ring, ulysses)",
         "x (4, 6, 4) needs 4 dims",
@@ -414,7 +414,7 @@ def test_chunks_match_torch():
 
 
 def turns_dtensors(length: int, heads: int) -> list[float]:
-    """On one axis a turn is DTensor's own redistribution, and back; so are the gradients."""
+    """On one axis, all-to-all equals DTensor's redistribution, and so do its gradients."""
     built = mesh(ulysses=4)["ulysses"]
     full = distribute_tensor(random(0, B, length, heads, D), built, [Shard(1)]).requires_grad_()
     up = distribute_tensor(random(1, B, length, heads, D), built, [Shard(2)])
@@ -435,7 +435,7 @@ def turns_dtensors(length: int, heads: int) -> list[float]:
     )
 
 
-def test_turning_a_dtensor_is_to_redistribute_it(worlds):
+def test_all_to_all_of_dtensors_equals_redistribute(worlds):
     for rank in worlds(4).run(each, turns_dtensors, [(8, 8), (11, 6), (9, 5)]):
         assert [max(actual) for actual in rank] == [0.0] * 3
 
@@ -444,7 +444,7 @@ PLACED = [Shard(1), Shard(1), Shard(2)]
 
 
 def dtensors_like_local() -> list[float]:
-    """tp 2 x ring 2 x ulysses 2: the same values and gradients as from local tensors, with explicit placements."""
+    """On tp 2 x ring 2 x ulysses 2, DTensors with explicit placements equal local tensors, gradients too."""
     whole_mesh = mesh(ring=2, ulysses=2, tp=2)
     three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
     x = distribute_tensor(random(0, B, 12, 8, D), three, PLACED).requires_grad_()
@@ -468,7 +468,7 @@ def test_dtensors_on_three_axes(worlds):
 
 
 def gathers_dtensors(length: int) -> list[float]:
-    """The gradient of a gathered tensor may be replicated, or shares to be summed: both are right."""
+    """The gradient of a gathered tensor may be replicated or partial: both are right."""
     whole_mesh = mesh(ring=2, ulysses=2, tp=2)
     three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
     x = distribute_tensor(random(0, B, length, 8, D), three, PLACED).requires_grad_()
@@ -481,23 +481,23 @@ def gathers_dtensors(length: int) -> list[float]:
     with CommLedger() as ledger:
         (grad,) = torch.autograd.grad(y, x, distribute_tensor(up, three, placed), retain_graph=True)
     assert ledger.bytes() == 0
-    share = random(2 + axis.get_local_rank(), *y.to_local().shape)
-    both = sum(random(2 + r, *share.shape) for r in range(2))
+    partial_grad = random(2 + axis.get_local_rank(), *y.to_local().shape)
+    total_grad = sum(random(2 + r, *partial_grad.shape) for r in range(2))
     partial = [Shard(1), Partial(), Shard(2)]
     with CommLedger() as ledger:
-        (summed,) = torch.autograd.grad(y.to_local(grad_placements=partial), x, share)
+        (summed,) = torch.autograd.grad(y.to_local(grad_placements=partial), x, partial_grad)
     assert ledger.bytes(kind="reduce_scatter", phase="backward") == ledger.bytes() > 0
     assert list(grad.placements) == list(summed.placements) == PLACED
     rank = axis.get_local_rank()
-    sizes = chunk_sizes(share.shape[1], 2)
+    sizes = chunk_sizes(partial_grad.shape[1], 2)
 
-    parts = DTensor.from_local(share, three, partial, shape=x.shape, stride=x.stride()).requires_grad_()
+    parts = DTensor.from_local(partial_grad, three, partial, shape=x.shape, stride=x.stride()).requires_grad_()
     scattered = reduce_scatter(parts, axis)
     (spread,) = torch.autograd.grad(scattered, parts, distribute_tensor(up, three, PLACED))
     assert list(scattered.placements) == PLACED
     assert spread.placements == placed
     result = y.to_local(), grad.full_tensor(), summed.to_local(), scattered.to_local(), spread.full_tensor()
-    return errors(result, (expected.to_local(), up, split(both, sizes, rank), split(both, sizes, rank), up))
+    return errors(result, (expected.to_local(), up, split(total_grad, sizes, rank), split(total_grad, sizes, rank), up))
 
 
 def test_gathering_dtensors(worlds):
@@ -556,7 +556,7 @@ def refused_dtensors() -> list[str]:
     )
 
 
-def test_wrong_placements_are_refused_by_name(worlds):
+def test_wrong_placements_raise_by_name(worlds):
     expected = [
         "x is Replicate() on axis 'ulysses' of DTensor [2, 8, 8, 4] over (ring Shard(dim=1), ulysses Replicate(), "
         "tp Shard(dim=2)); it must be Shard(dim=1) there",

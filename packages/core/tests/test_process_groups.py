@@ -1,4 +1,4 @@
-"""Which device a rank has, and how groups are started and connected, with stand-ins for CUDA and NCCL."""
+"""The device of a rank, and the creation and connection of process groups, with stubs of CUDA and NCCL."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from armillary.core.testing.world import fork_context
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A machine with some GPUs, on which this rank has chosen one or none."""
+    """Stubs a machine with GPUs, one of which this rank may have chosen."""
 
     def make(count: int, local_rank: int | None, chosen: int | None = None) -> None:
         state = {"current": chosen}
@@ -42,14 +42,14 @@ def gpus(monkeypatch):
     [(8, 3, None, 3), (1, 3, None, 0), (8, None, None, 0), (8, 3, 5, 5)],
     ids=["the launcher's", "the only one that is seen", "without a launcher", "the caller's"],
 )
-def test_a_rank_has_the_device_that_was_chosen_for_it(gpus, count, local_rank, chosen, device):
+def test_rank_uses_its_chosen_device(gpus, count, local_rank, chosen, device):
     gpus(count, local_rank, chosen)
     assert own_device("cuda") == torch.device("cuda", device)
     assert torch.cuda.current_device() == device
     assert own_device("cpu") is None
 
 
-def test_no_device_is_refused_before_anything_is_started(gpus):
+def test_missing_device_raises_before_a_group_starts(gpus):
     gpus(0, 1)
     with pytest.raises(ValueError, match="device type 'cuda', but no such device is on this machine"):
         start_process_group("cuda")
@@ -99,7 +99,7 @@ def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
     monkeypatch.setattr(compat, "new_group", lambda ranks, name, timeout, like: Group(ranks))
     monkeypatch.setattr(dist, "barrier", None)
-    axis = Axis("ring", 1, 3, Group([4, 5, 6]), None, "meta")  # type: ignore[arg-type] - nothing is sent
+    axis = Axis("ring", 1, 3, Group([4, 5, 6]), None, "meta")  # type: ignore[arg-type] - no group is used
     copy, part = axis.duplicate(), axis.part([0, 1])
     assert copy.group.ranks == [4, 5, 6] and part.group.ranks == [4, 5] and copy.device == part.device == "meta"
     assert reduced == [("meta", axis.group), ("meta", copy.group), ("meta", part.group)]
@@ -107,7 +107,7 @@ def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
 
 
 class Options:
-    """Of NCCL's groups."""
+    """Stub of NCCL's group options."""
 
     def __init__(self, is_high_priority_stream: bool = False, max_ctas: int | None = None) -> None:
         self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=max_ctas)
@@ -115,20 +115,20 @@ class Options:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """A torch that has NCCL, if only its options."""
+    """Stubs torch's NCCL options."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {"Options": Options}), raising=False)
 
 
 @pytest.fixture
 def mesh_options(nccl, monkeypatch):
-    """What `init_device_mesh` is asked for besides sizes, on 8 ranks, where no mesh is made."""
+    """Stubs `init_device_mesh` on 8 ranks; returns the options of its calls."""
     requests = []
 
-    def made(device, sizes, mesh_dim_names, **options):
+    def record_options(device, sizes, mesh_dim_names, **options):
         requests.append(options)
         return {name: SimpleNamespace(get_group=lambda: None) for name in mesh_dim_names}
 
-    monkeypatch.setattr(core_mesh, "init_device_mesh", made)
+    monkeypatch.setattr(core_mesh, "init_device_mesh", record_options)
     monkeypatch.setattr(core_mesh, "world_size", lambda: 8)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: None)
@@ -136,7 +136,7 @@ def mesh_options(nccl, monkeypatch):
     return requests
 
 
-def test_axes_of_high_priority_have_groups_of_their_own_that_are(mesh_options):
+def test_axes_of_high_priority_have_separate_groups(mesh_options):
     minute = timedelta(minutes=1)
     build_mesh("cuda", ring=4, ulysses=2, timeout=minute, high_priority=["ring", "tp"])
     build_mesh("cuda", ulysses=8, high_priority=["ring"])
@@ -149,10 +149,10 @@ def test_axes_of_high_priority_have_groups_of_their_own_that_are(mesh_options):
         build_mesh("cuda", ring=8, high_priority=["sequence"])
 
 
-def test_an_axis_of_all_ranks_can_have_its_own_communicator_of_few_thread_blocks(mesh_options):
+def test_axis_of_all_ranks_can_have_a_communicator_with_few_thread_blocks(mesh_options):
     build_mesh("cuda", ulysses=8, high_priority=["ring", "ulysses"], max_ctas=16)
-    (asked,) = mesh_options
-    assert {name: options.config.max_ctas for name, options in asked["backend_override"].items()} == {"ulysses": 16}
+    (options,) = mesh_options
+    assert {name: override.config.max_ctas for name, override in options["backend_override"].items()} == {"ulysses": 16}
     with pytest.raises(ValueError, match="max_ctas=0"):
         build_mesh("cuda", ulysses=8, max_ctas=0)
 
@@ -168,11 +168,11 @@ def kinds_of_default_group() -> bool:
     return compat.has_several_backends()
 
 
-def test_a_world_of_one_backend_has_not_several(worlds):
+def test_one_backend_is_not_several_kinds(worlds):
     assert worlds(2).run(kinds_of_default_group) == [False] * 2
 
 
-def test_a_limit_of_thread_blocks_is_one_of_torchs_own_options():
+def test_thread_block_limit_is_an_option_of_torch():
     if not dist.is_nccl_available():
         pytest.skip("a torch without NCCL")
     assert compat.high_priority(timedelta(minutes=1), 16).config.max_ctas == 16
@@ -187,13 +187,13 @@ def test_copies_of_an_axis_have_its_priority(nccl, monkeypatch, above):
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(compat, "new_group", lambda *asked: new_groups.append(asked) or group)
-    Axis("ring", 0, 2, Weakable(group), None, "cuda").duplicate()  # type: ignore[arg-type] - nothing is sent
-    assert [asked[3] for asked in new_groups] == [backend.options if above else None]
+    monkeypatch.setattr(compat, "new_group", lambda *arguments: new_groups.append(arguments) or group)
+    Axis("ring", 0, 2, Weakable(group), None, "cuda").duplicate()  # type: ignore[arg-type] - no group is used
+    assert [arguments[3] for arguments in new_groups] == [backend.options if above else None]
 
 
 def configured_timeouts() -> dict[str, timedelta | None]:
-    """Time-outs of all groups that are made from a mesh of 46 minutes, as their backends have them."""
+    """Returns the time-outs of the backends of all groups made from a mesh with a time-out of 46 minutes."""
     ranks = build_mesh("cpu", ring=2, ulysses=2, timeout=timedelta(minutes=46))
     axis = Axis.of(ranks["ring"])
     groups = {
@@ -207,14 +207,14 @@ def configured_timeouts() -> dict[str, timedelta | None]:
 
 
 def test_groups_made_from_an_axis_have_its_timeout():
-    with World(4) as world:  # the time-outs would stay with the ranks' shared groups
+    with World(4) as world:  # shared ranks would keep the time-outs
         for timeouts in world.run(configured_timeouts):
             assert timeouts == dict.fromkeys(timeouts, timedelta(minutes=46))
 
 
 @pytest.mark.parametrize("method", ["duplicate", "part"])
 def test_groups_on_cuda_have_the_timeout_of_their_axis(nccl, monkeypatch, method):
-    """On CUDA the axis has no time-out of the host's: that of its group's NCCL options is taken."""
+    """On CUDA the host has no time-out for an axis; the group's NCCL options have one."""
     groups, options = [], Options()
     options._timeout = timedelta(minutes=46)
     group = SimpleNamespace(group_name="ring", _get_backend=lambda device: SimpleNamespace(options=options))
@@ -222,7 +222,7 @@ def test_groups_on_cuda_have_the_timeout_of_their_axis(nccl, monkeypatch, method
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(compat, "new_group", lambda *arguments: groups.append(arguments) or group)
-    axis = Axis("ring", 0, 2, Weakable(group), None, "cuda")  # type: ignore[arg-type] - nothing is sent
+    axis = Axis("ring", 0, 2, Weakable(group), None, "cuda")  # type: ignore[arg-type] - no group is used
     axis.duplicate() if method == "duplicate" else axis.part([0, 1])
     assert [timeout for _, _, timeout, _ in groups] == [timedelta(minutes=46)]
 
@@ -270,18 +270,20 @@ def test_a_rank_may_leave_a_group_as_soon_as_it_has_started(tmp_path):
 
 
 def with_priority() -> list[Any]:
-    """What is asked of torch for a group of high priority and of none, on two ranks of gloo, which has no options."""
-    c10d, asked = dist.distributed_c10d, []
+    """Returns the options with which torch creates a group of high priority and one of no priority."""
+    c10d, calls = dist.distributed_c10d, []
     helper = c10d._new_process_group_helper
-    c10d._new_process_group_helper = lambda *given, **options: asked.append(options) or helper(*given, **options)
+    c10d._new_process_group_helper = lambda *arguments, **options: (
+        calls.append(options) or helper(*arguments, **options)
+    )
     kind = type("ProcessGroupNCCL", (), {"Options": Options})
-    was, dist.ProcessGroupNCCL = getattr(dist, "ProcessGroupNCCL", None), kind
+    previous, dist.ProcessGroupNCCL = getattr(dist, "ProcessGroupNCCL", None), kind
     try:
         for like in (Options(True, max_ctas=8), None):
             compat.new_group([0, 1], f"priority {like is not None}", timedelta(seconds=30), like)
     finally:
-        c10d._new_process_group_helper, dist.ProcessGroupNCCL = helper, was
-    actual = [options["backend_options"] for options in asked]
+        c10d._new_process_group_helper, dist.ProcessGroupNCCL = helper, previous
+    actual = [options["backend_options"] for options in calls]
     return [None if one is None else vars(one) | {"config": one.config.max_ctas} for one in actual]
 
 
@@ -316,14 +318,14 @@ def test_python_ends_once_the_threads_of_gloo_are_idle(thread, printed):
     assert ran.stdout == printed
 
 
-def test_threads_of_gloo_are_known_by_their_name(worlds):
+def test_gloo_threads_are_recognized_by_name(worlds):
     """An idle world of two ranks: torch starts two threads for each group."""
     states = worlds(2).run(gloo_thread_states)
     assert all(len(of_rank) >= 2 and set(of_rank) <= {"S", "R"} for of_rank in states)
 
 
 class Weakable:
-    """Attributes of another object; groups are held weakly."""
+    """An object with another's attributes that can be weakly referenced, as groups must be."""
 
     def __init__(self, like: Any) -> None:
         vars(self).update(vars(like))
@@ -340,45 +342,45 @@ class Group:
 
 
 class Batched:
-    """A group whose backend has batches, or not; it writes down what it is asked to do."""
+    """A group whose backend may support batches, and records its calls."""
 
-    def __init__(self, together: bool) -> None:
-        self.supports_coalescing, self.asked = together, list[tuple]()
+    def __init__(self, has_batches: bool) -> None:
+        self.supports_coalescing, self.calls = has_batches, list[tuple]()
 
     def _get_backend(self, device: torch.device):
-        self.asked.append((device.type,))
+        self.calls.append((device.type,))
         return self
 
     def __getattr__(self, name: str):
-        return lambda *given: self.asked.append((name, *given)) or name
+        return lambda *arguments: self.calls.append((name, *arguments)) or name
 
 
-def test_a_batch_is_one_where_the_backend_has_batches():
+def test_exchanges_are_one_batch_if_the_backend_has_batches():
     first, second = torch.empty(2, device="meta"), torch.empty(3, device="meta")
     moved = [("recv", [first], 3, 0), ("send", [second], 1, 0), ("send", [first], 2, 0)]
-    together, alone = Batched(True), Batched(False)
-    assert compat.start_batch(together, {3: first}, {1: second, 2: first}) == ["_end_coalescing"]
-    start, *asked, end = together.asked[1:]
+    batched, single = Batched(True), Batched(False)
+    assert compat.start_batch(batched, {3: first}, {1: second, 2: first}) == ["_end_coalescing"]
+    start, *calls, end = batched.calls[1:]
     assert (start, end) == tuple((name, first.device) for name in ("_start_coalescing", "_end_coalescing"))
-    assert [each[:1] for each in asked] == [each[:1] for each in moved] and asked[0][1][0] is first
-    assert compat.start_batch(alone, {3: first}, {1: second, 2: first}) == ["recv", "send", "send"]
-    assert [each[2:] for each in alone.asked[1:]] == [each[2:] for each in moved] == [each[2:] for each in asked]
-    assert compat.start_batch(alone, {}, {}) == []
+    assert [each[:1] for each in calls] == [each[:1] for each in moved] and calls[0][1][0] is first
+    assert compat.start_batch(single, {3: first}, {1: second, 2: first}) == ["recv", "send", "send"]
+    assert [each[2:] for each in single.calls[1:]] == [each[2:] for each in moved] == [each[2:] for each in calls]
+    assert compat.start_batch(single, {}, {}) == []
 
 
 def bound_duplicates() -> tuple[bool, float]:
-    """Duplicates of two axes of two ranks each, made under a bound device: whether it is bound again, and a sum."""
+    """Duplicates an axis of two ranks under a bound device; returns whether only the world stays bound, and a sum."""
     world, axis = dist.group.WORLD, Axis.of(mesh(ring=2, ulysses=2)["ulysses"])
     world.bound_device_id = torch.device("cuda", 7)
     try:
         copy = axis.duplicate()
-        apart = copy.group.bound_device_id is None and world.bound_device_id == torch.device("cuda", 7)
+        only_world_bound = copy.group.bound_device_id is None and world.bound_device_id == torch.device("cuda", 7)
     finally:
         world.bound_device_id = None
     total = torch.tensor(1.0 + dist.get_rank())
     dist.all_reduce(total, group=copy.group)
-    return apart, total.item()
+    return only_world_bound, total.item()
 
 
-def test_groups_of_some_ranks_are_not_split_off_the_bound_one(worlds):
+def test_groups_of_some_ranks_are_not_split_from_the_bound_group(worlds):
     assert worlds(4).run(bound_duplicates) == [(True, 3.0)] * 2 + [(True, 7.0)] * 2

@@ -1,4 +1,4 @@
-"""The primitives on DTensors are redistributions: each against torch's own, placements, values and gradients."""
+"""The primitives on DTensors are redistributions: placements, values and gradients equal torch's."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -30,12 +30,12 @@ REDISTRIBUTIONS: dict[str, Callable[[int], tuple[Placement, Placement]]] = {
 
 
 def random(seed: int, *shape: int) -> Tensor:
-    """The same on every rank."""
+    """Random numbers that are equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """A call, with the placements of its argument and its result; `dim` is that of the tokens that it moves."""
+    """A call, with the placements of its argument and its result; `dim` is the dimension of tokens."""
 
     name: str
     over: DeviceMesh
@@ -50,14 +50,14 @@ class Case(NamedTuple):
         return CALLS[self.name](x, self.over[self.axis], **options)
 
     def fits(self) -> bool:
-        """Whether axes within this one leave the dims whole that it cuts or joins."""
+        """True if no inner axis shards a dimension that the call splits or joins."""
         place = self.over.mesh_dim_names.index(self.axis)
         cut = {p.dim for p in (self.before[place], self.after[place]) if isinstance(p, Shard)}
         return not any(isinstance(p, Shard) and p.dim in cut for p in self.before[place + 1 :])
 
 
 def drawn(ranks: int, number: int) -> Case:
-    """The case of this number: a pure function of both."""
+    """Returns the case of this number, a pure function of both."""
     draw = Random(f"{ranks} {number}")
     while True:
         axes = draw.choice(MESHES[ranks])
@@ -73,25 +73,25 @@ def drawn(ranks: int, number: int) -> Case:
 
 
 def differences(case: Case) -> list[str]:
-    """In what a call differs from torch's redistribution of the same; the gradient for gradients placed in any way."""
+    """Differences of a call from torch's redistribution, and of gradients for upstream gradients of all placements."""
     full, up = random(0, *case.shape), random(1, *case.shape)
     x, same = (place(full, case.over, case.before).requires_grad_() for _ in range(2))
     y = case.call(x)
     expected = same.redistribute(placements=case.after)
     ups = [place(up, case.over, case.after)]
-    if case.name == "all_gather":  # a gradient that is still to be summed
+    if case.name == "all_gather":  # also a partial upstream gradient
         placements = [
             Partial() if n == case.axis else p for n, p in zip(case.over.mesh_dim_names, case.after, strict=True)
         ]
         ups.append(place(up, case.over, placements))
-    made = ((x, y), (same, expected))
+    calls = ((x, y), (same, expected))
     pairs = [(y, expected)]
-    pairs += [tuple(torch.autograd.grad(b, a, grad, retain_graph=True)[0] for a, b in made) for grad in ups]
-    wrong = [f"{result} is not {wanted}" for result, wanted in pairs if not alike(result, wanted)]
+    pairs += [tuple(torch.autograd.grad(b, a, grad, retain_graph=True)[0] for a, b in calls) for grad in ups]
+    wrong = [f"{result} is not {expected}" for result, expected in pairs if not equal(result, expected)]
     return wrong + ["value"] * (not close(y.to_local(), local_part(full, case.over, case.after)))
 
 
-def alike(got: DTensor, expected: DTensor) -> bool:
+def equal(got: DTensor, expected: DTensor) -> bool:
     placed = got.placements == expected.placements and got.shape == expected.shape
     return placed and close(got.to_local(), expected.to_local())
 
@@ -112,15 +112,15 @@ def test_collectives_equal_torchs_redistribute(worlds, ranks, count):
 
 
 def merged() -> list[bool]:
-    """`merge_scatter` is torch's redistribution of `LogSumExpPartial`, for one that can be uneven or empty."""
+    """Compares `merge_scatter` with torch's redistribution of `LogSumExpPartial`, also for uneven and empty shards."""
     actual = list[bool]()
     for axes, tokens, target in (({"ring": 4}, 12, Shard(1)), ({"ring": 4}, 9, Shard(1)), ({"ring": 4}, 2, Shard(1))):
         axis = mesh(**axes)["ring"]
         out, lse = random(axis.get_local_rank(), 2, tokens, 3, 4), random(9 + axis.get_local_rank(), 2, tokens, 3)
-        apart = [DTensor.from_local(x, axis, [LogSumExpPartial(packed=False)]) for x in (out, lse)]
+        partials = [DTensor.from_local(x, axis, [LogSumExpPartial(packed=False)]) for x in (out, lse)]
         packed = DTensor.from_local(pack_partial(out, lse), axis, [LogSumExpPartial()])
-        result, expected = merge_scatter(*apart, axis), unpack_partial(packed.redistribute(placements=[target]))
-        actual += [alike(a, b) for a, b in zip(result, expected, strict=True)]
+        result, expected = merge_scatter(*partials, axis), unpack_partial(packed.redistribute(placements=[target]))
+        actual += [equal(a, b) for a, b in zip(result, expected, strict=True)]
     return actual
 
 
@@ -128,8 +128,8 @@ def test_redistributing_packed_partials_merges_them(worlds):
     assert all(all(rank) for rank in worlds(4).run(merged))
 
 
-def sizes_of_their_own() -> list[bool]:
-    """Shards that DTensor would cut otherwise: refused as DTensors before anything is sent, taken as local tensors."""
+def unusual_sizes() -> list[bool]:
+    """Shards of other sizes than DTensor's: DTensors raise before any communication, local tensors are accepted."""
     axis, sizes = mesh(ring=4)["ring"], (3, 3, 2, 2)
     full, actual = random(0, 2, 10, 4, 3), list[bool]()
     local = full.split(list(sizes), 1)[axis.get_local_rank()]
@@ -148,7 +148,7 @@ def sizes_of_their_own() -> list[bool]:
 
 
 def test_shards_that_dtensor_cannot_express_are_local_tensors(worlds):
-    assert all(all(rank) for rank in worlds(4).run(sizes_of_their_own))
+    assert all(all(rank) for rank in worlds(4).run(unusual_sizes))
 
 
 def placed_as_by_torch(count: int) -> list[str]:

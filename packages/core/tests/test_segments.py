@@ -1,4 +1,4 @@
-"""Trees of segments as masks, and their order, by following the path of every token."""
+"""Trees of segments as masks, and their order, compared with the path of every token."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TREES = {
 
 
 def paths(ends: tuple[int, ...], parents: tuple[int, ...]) -> list[list[int]]:
-    """The positions on the path of each position, up to itself."""
+    """Returns the positions on the path from the root to each position."""
     paths_of_positions = list[list[int]]()
     for segment, parent in enumerate(parents):
         before = paths_of_positions[ends[parent + 1] - 1] if parent >= 0 else []
@@ -30,11 +30,11 @@ def test_slices_are_the_paths_of_all_tokens(tree):
     ends, parents = tree
     (slices,) = Segments(ends, parents).slices(ends[-1])
     i, j = np.ogrid[: ends[-1], : ends[-1]]
-    seen = np.zeros((ends[-1], ends[-1]), int)
+    counts = np.zeros((ends[-1], ends[-1]), int)
     for q0, q1, k0, k1, low, high in slices.tolist():
-        seen += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
-    assert seen.max() == 1
-    assert [np.flatnonzero(row).tolist() for row in seen] == paths(ends, parents)
+        counts += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
+    assert counts.max() == 1
+    assert [np.flatnonzero(row).tolist() for row in counts] == paths(ends, parents)
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
@@ -45,7 +45,7 @@ def test_depths_are_the_tokens_before_a_segment_on_its_path(tree):
     assert path_depths(parents, np.diff(ends).tolist()) == expected
 
 
-def test_segments_out_of_depth_first_order_are_found():
+def test_segments_out_of_depth_first_order_are_reported():
     assert all(misplaced_segment(parents) is None for _, parents in TREES.values())
-    assert misplaced_segment((-1, 0, 0, 1)) == 3  # 1 has been left for its sibling 2
+    assert misplaced_segment((-1, 0, 0, 1)) == 3  # segment 1 ended when its sibling 2 began
     assert misplaced_segment((-1, 1)) == 1 and misplaced_segment((5,)) == 0

@@ -1,4 +1,4 @@
-"""Distributing a sequence as a layout says and gathering it, against the layout's own take and join, in float64."""
+"""Distributing and gathering a sequence by a layout, against the layout's take and join, in float64."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,14 +28,14 @@ KINDS = {
 
 
 def random(seed: int, *shape: int) -> Tensor:
-    """The same on every rank."""
+    """Random numbers that are equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # -- without ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_sizes_over_several_axes_are_cut_one_after_the_other():
+def test_sizes_over_several_axes_are_split_axis_by_axis():
     for length in range(40):
         for ranks in ((4,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 4), ()):
             parts = [torch.arange(length)]
@@ -83,7 +83,7 @@ def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
     ]  # fmt: skip
 
 
-def test_mismatched_arguments_are_refused_with_accepted_values(fake_mesh):
+def test_mismatched_arguments_raise_with_accepted_values(fake_mesh):
     ranks = fake_mesh(ring=4, ulysses=2)
     for call, message in refusals(ranks):
         with CommLedger() as ledger, pytest.raises(ValueError, match=message):
@@ -91,14 +91,14 @@ def test_mismatched_arguments_are_refused_with_accepted_values(fake_mesh):
         assert ledger.bytes() == 0
 
 
-def test_which_axes_shard_the_sequence(fake_mesh):
+def test_sequence_is_sharded_over_the_expected_axes(fake_mesh):
     sixteen, two = torch.zeros(1, 16), SequenceLayout.zigzag(16, 2)
     four, eight = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(16, 8)
     ranks = fake_mesh(shard=2, ring=2, ulysses=2, tp=2)
     axis_names = ("shard", "ring", "ulysses", "tp")
     for names, layout, axes, expected in (
         (axis_names, four, None, [R, S1, S1, R]),
-        (axis_names, two, None, [R, S1, S1, R]),  # one shard for each rank of the ring, cut again over ulysses
+        (axis_names, two, None, [R, S1, S1, R]),  # a shard per rank of the ring, split again over ulysses
         (axis_names, two, ["shard"], [S1, R, R, R]),
         (("ring", "tp"), two, None, [S1, R]),
         (("ulysses",), SequenceLayout.contiguous(16, 1), None, [S1]),
@@ -120,7 +120,7 @@ def test_rows_of_several_ranks_are_one_tensor(fake_mesh):
     assert torch.equal(placed.to_local(), x)
 
 
-def test_layouts_that_no_dtensor_has(fake_mesh):
+def test_layouts_that_dtensor_cannot_express_raise(fake_mesh):
     unequal = SequenceLayout([[range(3)], *([range(i, i + 4)] for i in (3, 7, 11))])
     ranks = fake_mesh(ring=4)
     layouts = SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(10, 4), unequal
@@ -171,29 +171,31 @@ ON_EIGHT: list[Case] = [
 ]
 
 
-def whole_of(length: int, sizes: tuple[int, ...], dim: int, seed: int = 0) -> Tensor:
-    """Not contiguous."""
+def full_tensor(length: int, sizes: tuple[int, ...], dim: int, seed: int = 0) -> Tensor:
+    """Random numbers with permuted strides."""
     shape = list(sizes)
     shape.insert(dim, length)
     return random(seed, *reversed(shape)).permute(*reversed(range(len(shape))))
 
 
-def faults(axes: dict[str, int], placed: dict[str, Placement], kind: str, length: int, others, dim: int) -> list[str]:
+def faults(
+    axes: dict[str, int], placed: dict[str, Placement], kind: str, length: int, other_sizes, dim: int
+) -> list[str]:
     on = mesh(**axes)[tuple(placed)]
     places = [place for place, placement in enumerate(placed.values()) if placement != R]
     layout = KINDS[kind](length, on.size() // (1 if len(places) == on.ndim else 2))
     shard = 0
     for axis in places:
         shard = shard * on.size(axis) + on.get_local_rank(axis)
-    full = whole_of(length, others, dim)
+    full = full_tensor(length, other_sizes, dim)
     x = full.clone(memory_format=torch.preserve_format).requires_grad_()
     with CommLedger() as ledger:
         y = distribute_sequence(x, layout, on, dim)
     z = gather_sequence(y, layout)
-    up, order = whole_of(length, others, dim, seed=1), shard_order(layout)
+    up, order = full_tensor(length, other_sizes, dim, seed=1), shard_order(layout)
     (to_y,) = torch.autograd.grad(z, y, up, retain_graph=True)
     (to_x,) = torch.autograd.grad(z, x, up, retain_graph=True)
-    (through,) = torch.autograd.grad((y * y).full_tensor(), x, up)  # as torch alone reads it
+    (through,) = torch.autograd.grad((y * y).full_tensor(), x, up)  # by torch alone
     unordered = up.index_select(dim, order.argsort())
     checks = {
         "sent nothing": ledger.bytes() == 0,
@@ -233,7 +235,7 @@ def test_distribute_and_gather_match_the_layouts_take_and_join(worlds, ranks, ca
 
 
 def joined(length: int, kind: str) -> list[bool]:
-    """In a mesh that has been flattened, as for FSDP2, where torch (2.11 to 2.15) gathers uneven shards wrongly."""
+    """Gathers on a flattened mesh, as for FSDP2, where torch (2.11 to 2.15) gathers uneven shards wrongly."""
     whole_mesh = mesh(ring=2, ulysses=2)
     compat.flatten(whole_mesh, ("shard", "ring", "ulysses"), "joint")
     on, layout = whole_mesh["ring", "ulysses"], KINDS[kind](length, 4)
@@ -246,7 +248,7 @@ def joined(length: int, kind: str) -> list[bool]:
     return [torch.equal(z, x), torch.equal(grad, up), bool((summed.abs() <= 1e-14).all())]
 
 
-def test_a_mesh_that_has_been_flattened(worlds):
+def test_gather_on_a_flattened_mesh(worlds):
     for rank in worlds(4).run(each, joined, [(length, kind) for length in (9, 16) for kind in ("zigzag", "striped")]):
         assert rank == [[True] * 3] * 4
 
@@ -256,7 +258,7 @@ def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> 
 
 
 def trained() -> list[float]:
-    """A weight that tp shards, on ring x ulysses x tp; then the gradient as shares of the ranks on tp."""
+    """A weight sharded over tp, on ring x ulysses x tp; then a gradient that is partial over tp."""
     on = mesh(ring=2, ulysses=2, tp=2)["ring", "ulysses", "tp"]
     layout = SequenceLayout.zigzag(12, 2)
     x, weight, up = random(0, 2, 12).requires_grad_(), random(1, 6).requires_grad_(), random(2, 2, 12, 6)

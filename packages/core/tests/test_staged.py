@@ -1,4 +1,4 @@
-"""The backend for ranks that share a GPU, on CPU tensors: gloo's results, and gloo sees copies alone."""
+"""The backend for ranks that share a GPU, on CPU tensors: it equals gloo, and gloo only sees copies."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,8 +24,8 @@ def staged():
         yield world
 
 
-def mine(*shape: int) -> Tensor:
-    """This rank's numbers, the same whenever they are asked for."""
+def rank_numbers(*shape: int) -> Tensor:
+    """Returns random numbers seeded by the rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
@@ -35,16 +35,16 @@ def empty(*shape: int) -> Tensor:
 
 def exchanged() -> Tensor:
     axis = Axis.of(mesh(ring=RANKS)["ring"]).duplicate()
-    sent, received = FlatBuffer.of([mine(2, 3, 1, 2)]), FlatBuffer.like([mine(2, 3, 1, 2)])
-    start_exchange(axis, {(axis.rank + 1) % RANKS: sent}, {(axis.rank - 1) % RANKS: received}).wait()
-    return received.tensors[0]
+    send_buffer, receive_buffer = FlatBuffer.of([rank_numbers(2, 3, 1, 2)]), FlatBuffer.like([rank_numbers(2, 3, 1, 2)])
+    start_exchange(axis, {(axis.rank + 1) % RANKS: send_buffer}, {(axis.rank - 1) % RANKS: receive_buffer}).wait()
+    return receive_buffer.tensors[0]
 
 
-def collected(kind: str) -> Tensor:
-    x, into = mine(4, 6), empty(16, 6)
+def run_operation(kind: str) -> Tensor:
+    x, into = rank_numbers(4, 6), empty(16, 6)
     match kind:
         case "all_reduce":
-            dist.all_reduce(view := x.mT)  # of which gloo would have nothing
+            dist.all_reduce(view := x.mT)  # a view, which gloo refuses
             return view
         case "broadcast":
             dist.broadcast(x, 2)
@@ -56,8 +56,8 @@ def collected(kind: str) -> Tensor:
             dist.all_gather_into_tensor(into, x)
             return into
         case "reduce_scatter_tensor":
-            dist.reduce_scatter_tensor(own := empty(1, 6), x)
-            return own
+            dist.reduce_scatter_tensor(scattered := empty(1, 6), x)
+            return scattered
         case "all_to_all_single":
             sizes = [1, 0, 2, 1]
             out = empty(RANKS * sizes[dist.get_rank()], 6)
@@ -76,7 +76,7 @@ def collected(kind: str) -> Tensor:
 
 
 def objects() -> list[int]:
-    """Objects of all ranks, on all and on one; and all ranks meet."""
+    """Gathers objects on all ranks and on one, then runs a barrier."""
     every, one = [None] * RANKS, [None] * RANKS
     dist.all_gather_object(every, dist.get_rank())
     dist.gather_object(dist.get_rank() + 1, one if dist.get_rank() == 0 else None)
@@ -84,51 +84,53 @@ def objects() -> list[int]:
     return [each or 0 for each in (*every, *one)]
 
 
-HOWS = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
-HOWS += ("all_to_all_single", "exchange", "functional", "objects")
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+OPERATIONS += ("all_to_all_single", "exchange", "functional", "objects")
 
 
 def everything() -> dict[str, Tensor]:
-    return {how: collected(how) for how in HOWS}
+    return {name: run_operation(name) for name in OPERATIONS}
 
 
 def test_results_match_gloo(staged, worlds):
     for result, expected in zip(staged.run(everything), worlds(RANKS).run(everything), strict=True):
-        assert list(result) == list(HOWS)
-        assert all(torch.equal(result[how], expected[how]) for how in HOWS[1:])
-        torch.testing.assert_close(result["all_reduce"], expected["all_reduce"])  # gloo adds rows, here columns
+        assert list(result) == list(OPERATIONS)
+        assert all(torch.equal(result[name], expected[name]) for name in OPERATIONS[1:])
+        torch.testing.assert_close(
+            result["all_reduce"], expected["all_reduce"]
+        )  # gloo adds rows, the staged backend columns
 
 
 class Recording:
-    """In place of gloo: where the tensors lie that it is given."""
+    """A wrapper of gloo that records the addresses of tensors."""
 
-    def __init__(self, host: Any, sizes: list[int]) -> None:
-        self.host, self.seen = host, sizes
+    def __init__(self, host: Any, addresses: list[int]) -> None:
+        self.host, self.addresses = host, addresses
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            self.seen.extend(x.data_ptr() for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor))
+            self.addresses.extend(x.data_ptr() for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor))
             return getattr(self.host, name)(*args, **options)
 
         return call
 
 
 def sends() -> tuple[bool, bool, bool, bool]:
-    """Whether copies travel; what was sent is read before isend returns; what comes is there after `wait`; and how
-    long the host may wait is known."""
-    group, seen = dist.group.WORLD, list[int]()
-    group.host = Recording(group.host, seen)
-    rank, x, y = dist.get_rank(), mine(8), empty(8)
+    """Returns whether gloo sends copies, whether a message arrives only by `wait`, whether it has the values at isend,
+    and whether the host's time-out is the group's."""
+    group, addresses = dist.group.WORLD, list[int]()
+    group.host = Recording(group.host, addresses)
+    rank, x, y = dist.get_rank(), rank_numbers(8), empty(8)
     expected = torch.randn(8, generator=torch.Generator().manual_seed((rank - 1) % RANKS))
-    coming = dist.irecv(y, (rank - 1) % RANKS)
-    going = dist.isend(x, (rank + 1) % RANKS)
+    receive = dist.irecv(y, (rank - 1) % RANKS)
+    send = dist.isend(x, (rank + 1) % RANKS)
     x.zero_()
     dist.barrier()
-    early = bool(y.isnan().all()) and not coming.is_completed()
-    coming.wait(timedelta(seconds=30))
-    going.wait()
+    early = bool(y.isnan().all()) and not receive.is_completed()
+    receive.wait(timedelta(seconds=30))
+    send.wait()
     group.host = group.host.host
-    copies = len(seen) == 2 and not {x.data_ptr(), y.data_ptr()} & set(seen)
+    copies = len(addresses) == 2 and not {x.data_ptr(), y.data_ptr()} & set(addresses)
     return copies, early, torch.equal(y, expected), host_timeout(group, "cpu") == group.longest
 
 
@@ -145,33 +147,33 @@ def sharded_gradients() -> float:
     return relative_error(model.weight.grad.full_tensor(), expected)
 
 
-def test_fsdp2_and_dtensors_run_on_it(staged):
+def test_fsdp2_and_dtensors_run_on_the_staged_backend(staged):
     assert max(staged.run(sharded_gradients)) < 1e-6
 
 
 def on_cuda() -> tuple[bool, Tensor]:
-    """Whether an axis of a mesh of GPUs leaves waiting to the device, and is no other priority; and what it sends."""
+    """Returns whether an axis of a mesh of GPUs has no host time-out and no priority, and gathered ranks."""
     axis = Axis.of(mesh(ring=RANKS, device="cuda")["ring"])
     dist.all_gather_into_tensor(into := empty(RANKS), torch.ones(1) * axis.rank, group=axis.group)
     return axis.timeout is None and axis.device == "cuda" and priority_options(axis.group, "cuda") is None, into
 
 
-def test_meshes_of_gpus_are_made_on_it(staged):
+def test_meshes_of_gpus_use_the_staged_backend(staged):
     for plain, result in staged.run(on_cuda):
         assert plain and result.tolist() == [0, 1, 2, 3]
 
 
-def waits_for_nobody() -> str:
+def receive_without_sender() -> str:
     if dist.get_rank():
         return ""
     try:
         dist.irecv(empty(2), 1).wait(timedelta(milliseconds=50))
     except RuntimeError as error:
         return str(error)
-    return "came"
+    return "received"
 
 
-def test_nobody_waits_for_ever():
+def test_receive_without_sender_times_out():
     with World(2, timeout=60, backend="staged") as world:
-        messages = world.run(waits_for_nobody)
+        messages = world.run(receive_without_sender)
     assert "imed out" in messages[0], messages

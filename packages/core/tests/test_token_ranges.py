@@ -1,4 +1,4 @@
-"""Ranges of tokens are sets of tokens, and take from tensors and add to them what those hold."""
+"""Ranges of tokens: set operations, and taking from and adding to tensors."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ def tokens(ranges: TokenRanges) -> list[int]:
 
 
 def some_of(ranges: TokenRanges, chosen: int) -> TokenRanges:
-    """Those of the tokens whose bits are set."""
+    """Returns the tokens whose bits in `chosen` are set."""
     return TokenRanges.union(range(token, token + 1) for token in tokens(ranges) if chosen >> token & 1)
 
 
@@ -37,7 +37,7 @@ def test_sets_of_tokens(a):
 
 @settings(derandomize=True, max_examples=200)
 @given(RANGES, st.integers(0, 2**TOKENS - 1))
-def test_in_tensors(ranges, chosen):
+def test_take_and_add_select_the_tokens(ranges, chosen):
     union = TokenRanges.union(ranges)
     expected = some_of(union, chosen)
     if not expected.runs:
@@ -53,7 +53,7 @@ def test_in_tensors(ranges, chosen):
     assert local[0, :, 1].tolist() == [token * (token not in tokens(expected)) for token in tokens(union)]
 
 
-def test_taken_tokens_are_a_view_where_possible():
+def test_take_returns_a_view_if_possible():
     x = torch.randn(2, 6, 3)
     assert TokenRanges((range(6),)).take(x) is x
     one, two = TokenRanges((range(1, 4),)), TokenRanges((range(2), range(3, 5)))
@@ -63,7 +63,7 @@ def test_taken_tokens_are_a_view_where_possible():
 
 
 @pytest.mark.parametrize("shapes", [[(2, 6, 3)], [(2, 6, 3)] * 2, [(2, 6, 3, 2), (2, 6, 3)]])
-def test_a_message_with_some_tokens(shapes):
+def test_message_with_some_tokens(shapes):
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
     for runs in ((range(6),), (range(1, 4),), (range(2), range(3, 5))):
         expected = TokenRanges(runs)

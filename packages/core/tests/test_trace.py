@@ -1,4 +1,4 @@
-"""Traces without ranks, and how spans come to lie in lanes. What methods show is tested with attention."""
+"""Traces without ranks, and the lanes of spans. The attention package tests the traces of methods."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def shown(trace: Trace) -> list[tuple[str, str]]:
 
 def test_labels_and_spans_are_shown_while_a_trace_is_open(tmp_path: Path):
     with span("before"), Trace() as trace, label("attention"), span("cell", query=1):
-        assert not [event for event in trace.events() if event["ph"] == "X"]  # nothing has ended
+        assert not [event for event in trace.events() if event["ph"] == "X"]  # no span has ended
     with span("between"):
         assert Trace.current is None
     with trace, span("again"):
@@ -52,7 +52,7 @@ def test_concurrent_exchanges_have_separate_lanes():
         works.append(end_span_on_wait([LateWork()], record("ring", "p2p", 3, 1)))
         for work in works:
             work[0].wait()
-        record("tp", "p2p", 9, 1)  # never waited for, and so not shown
+        record("tp", "p2p", 9, 1)  # without a wait, so not in the trace
     assert lanes(trace) == ["compute", "exchange ring", "exchange ring (2)"]
     placed = {event["args"]["bytes"]: event["tid"] for event in trace.events() if event["ph"] == "X"}
     assert placed == {1: 1, 2: 2, 3: 1}

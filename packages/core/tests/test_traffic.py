@@ -1,4 +1,4 @@
-"""Balanced layouts that send few bytes: exact token-hops, even ranks, and never more than simpler layouts send."""
+"""Balanced layouts that send few bytes: exact token-hops, even ranks, and no more bytes than simpler layouts."""
 
 import random
 
@@ -23,7 +23,7 @@ class Mask:
 
 
 def dense(length: int, rows) -> torch.Tensor:
-    """Visible (query, key) pairs of any row."""
+    """Returns the (query, key) pairs that are visible in at least one row."""
     i, j = torch.arange(length)[:, None], torch.arange(length)
     visible = torch.zeros(length, length, dtype=torch.bool)
     for q0, q1, k0, k1, low, high in np.concatenate(rows).tolist():
@@ -32,7 +32,7 @@ def dense(length: int, rows) -> torch.Tensor:
 
 
 def brute_hops(layout: SequenceLayout, visible: torch.Tensor) -> int:
-    """Hops of each key to the last rank that sees it, in the cheaper direction."""
+    """Counts the hops of each key to the last rank that sees it, in the cheaper direction."""
     shards, totals = layout.shards, [0, 0]
     visible_keys = [visible[layout.positions(rank)].any(0) for rank in range(shards)]
     for owner in range(shards):
@@ -60,7 +60,7 @@ def test_token_hops_are_exact(length, shards, kind, data):
 
 
 def drawn(kind: str, rng: random.Random, shards: int) -> list[int]:
-    """Boundaries of packed documents."""
+    """Draws boundaries of packed documents."""
     mean = N / rng.randint(8, 16 * shards)
     longest = max(1, N // (16 * shards))
     sizes = [int(N * rng.uniform(0.2, 0.9))] if kind == "giant" else []
@@ -80,8 +80,8 @@ def unevenness(layout: SequenceLayout, ends: list[int]) -> float:
     return max(attention_balance(layout, documents=ends), max(layout.sizes) * layout.shards / N)
 
 
-def dealt_whole(ends: list[int], shards: int) -> SequenceLayout | None:
-    """Documents dealt whole, greedily by pairs: it sends nothing."""
+def without_splits(ends: list[int], shards: int) -> SequenceLayout | None:
+    """Deals unsplit documents, greedily by pairs: this layout sends nothing."""
     loads, spans = [0] * shards, [list[range]() for _ in range(shards)]
     for document in sorted(map(range, ends[:-1], ends[1:]), key=len, reverse=True):
         rank = loads.index(min(loads))
@@ -92,7 +92,7 @@ def dealt_whole(ends: list[int], shards: int) -> SequenceLayout | None:
 
 @pytest.mark.parametrize("kind", ["uniform", "lognormal", "giant", "short"])
 @pytest.mark.parametrize("draws", [10, pytest.param(250, marks=pytest.mark.long)])
-def test_no_simpler_layout_that_is_even_sends_less(kind, draws):
+def test_no_simpler_even_layout_sends_fewer_bytes(kind, draws):
     rng, of_zigzag = random.Random(f"{kind} {draws}"), list[float]()
     for _ in range(draws):
         shards = rng.choice([2, 3, 4, 6, 8, 16, 32, 64])
@@ -101,7 +101,7 @@ def test_no_simpler_layout_that_is_even_sends_less(kind, draws):
         hops = attention_traffic(layout, documents=ends)
         assert unevenness(layout, ends) <= EVEN
         zigzag = SequenceLayout.zigzag(N, shards)
-        for simpler in (zigzag, SequenceLayout.contiguous(N, shards), dealt_whole(ends, shards)):
+        for simpler in (zigzag, SequenceLayout.contiguous(N, shards), without_splits(ends, shards)):
             if simpler and unevenness(simpler, ends) <= EVEN:
                 assert hops <= attention_traffic(simpler, documents=ends)
         of_zigzag.append(hops / max(1, attention_traffic(zigzag, documents=ends)))
@@ -109,7 +109,7 @@ def test_no_simpler_layout_that_is_even_sends_less(kind, draws):
         assert np.median(of_zigzag) <= 0.05
 
 
-def test_no_simpler_layout_that_is_even_sends_less_if_traffic_is_cheap():
+def test_no_simpler_even_layout_sends_fewer_bytes_if_traffic_is_cheap():
     draws = [(random.Random(f"lognormal{seed}"), shards) for seed in range(6) for shards in (2, 3)]
     for rng, shards in draws:
         ends = drawn("lognormal", rng, shards)
@@ -120,7 +120,7 @@ def test_no_simpler_layout_that_is_even_sends_less_if_traffic_is_cheap():
 
 
 def test_fewer_documents_than_shards_leave_no_shard_empty():
-    # A document on each of 15 shards would be as even as required.
+    # One document on each of 15 shards would meet the limit too.
     assert min(SequenceLayout.balanced(15 * 64, 16, documents=range(0, 15 * 64 + 1, 64)).sizes) > 0
 
 
@@ -137,7 +137,7 @@ def test_long_documents_among_short_ones_send_a_third_at_most():
 
 @pytest.mark.parametrize("kind", ["uniform", "lognormal"])
 @pytest.mark.parametrize("by", ["keys", "both"])
-def test_ranks_are_even_by_the_side_that_stays(kind, by):
+def test_ranks_are_even_by_the_side_that_does_not_move(kind, by):
     rng = random.Random(kind)
     for shards in (2, 4, 8):
         ends = drawn(kind, rng, shards)
@@ -152,7 +152,7 @@ def test_ranks_are_even_by_the_side_that_stays(kind, by):
         SequenceLayout.balanced(8, 2, balanced_by="values")
 
 
-def test_queries_travel_to_the_last_rank_with_a_key_that_they_see():
+def test_queries_travel_to_the_last_rank_with_a_visible_key():
     layout, rows = SequenceLayout.zigzag(24, 4), mask_slices(24, True, (5, 0), [0, 7, 20, 24])
     visible = dense(24, rows)
     assert attention_traffic(layout, mask=Mask(*rows), of_queries=True) == brute_hops(layout, visible.T)
@@ -188,6 +188,6 @@ def test_any_mask_is_even_and_deterministic(rows):
 
 
 @pytest.mark.parametrize("traffic", [-1, float("nan"), float("inf"), "much"])
-def test_traffic_that_is_no_cost_is_refused(traffic):
+def test_invalid_traffic_cost_raises(traffic):
     with pytest.raises(ValueError, match=r"traffic"):
         SequenceLayout.balanced(8, 2, traffic=traffic)

@@ -1,4 +1,4 @@
-"""The test worlds themselves: results by rank, and failures that name the rank."""
+"""The test worlds: results by rank, and failures that name the rank."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def process() -> int:
     return os.getpid()
 
 
-def test_a_world_lasts_some_calls_and_is_then_replaced(worlds):
+def test_world_is_replaced_after_some_calls(worlds):
     pids = [worlds(2).run(process)[0] for _ in range(3 * MAX_CALLS - 4)]
     assert 2 <= len(set(pids)) <= 4
 
@@ -39,12 +39,12 @@ def all_make_a_group() -> int:
     return os.getpid()
 
 
-def test_ranks_whose_next_groups_would_not_meet_are_replaced():
+def test_ranks_with_different_group_counts_are_replaced():
     with World(2, timeout=20) as world:
         first = world.run(rank_one_makes_a_group_by_itself)
         second, third = world.run(all_make_a_group), world.run(all_make_a_group)
-    apart = len({made for _, made in first}) > 1  # torch 2.11 does not count groups that are made so
-    assert {pid for pid, _ in first}.isdisjoint(second) == apart and second == third
+    torch_counts_them = len({groups for _, groups in first}) > 1  # torch 2.11 does not count these groups
+    assert {pid for pid, _ in first}.isdisjoint(second) == torch_counts_them and second == third
 
 
 def rank_two_sleeps() -> None:
@@ -70,7 +70,7 @@ def test_results_come_in_rank_order_and_worlds_are_reused(worlds):
     assert worlds(4).run(dist.get_rank) == [0, 1, 2, 3]
 
 
-def test_a_hung_rank_is_named_with_its_stack():
+def test_hung_rank_is_named_with_its_stack():
     with World(3) as world, pytest.raises(RankFailed) as failure:
         world.run(rank_two_sleeps, timeout=2)
     assert re.search(
@@ -78,13 +78,13 @@ def test_a_hung_rank_is_named_with_its_stack():
     )
 
 
-def test_a_rank_that_raises_is_shown_with_its_traceback_and_the_world_recovers():
+def test_failing_rank_shows_its_traceback_and_the_world_recovers():
     with World(2) as world:
         with pytest.raises(RankFailed, match=r"(?s)rank 1 raised:.*rank_one_raises.*seven is not a head count"):
             world.run(rank_one_raises)
         assert world.run(add_ranks, 0) == [1, 1]
 
 
-def test_a_rank_that_dies_is_named_with_its_exit_code():
+def test_dead_rank_is_named_with_its_exit_code():
     with World(2) as world, pytest.raises(RankFailed, match=r"rank 0 died \(exit code 3\)"):
         world.run(rank_zero_dies)

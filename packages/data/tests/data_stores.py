@@ -1,4 +1,4 @@
-"""Stores of which a test knows every token, on disk and in memory, and the layouts that rows of them are cut into."""
+"""Stores with known tokens, on disk and in memory, and layouts for rows packed from them."""
 
 import json
 from bisect import bisect_right
@@ -14,14 +14,14 @@ from armillary.data import IGNORE, PackedSequences, TokenStore, Vocabulary
 from armillary.data.formats.folder import BLOCK
 
 PADDING = 10**9
-"""What numbered stores call their end of document, so that padding is told from every token."""
+"""The end of document of numbered stores, which differs from every token, so that tests recognize padding."""
 
 shapes = st.lists(st.integers(0, 25), min_size=1, max_size=12).filter(any)
 """Lengths of documents, some of them empty."""
 
 
 class Recording(TokenStore):
-    """Writes down which tokens of which document are read."""
+    """A store that records the ranges of tokens read from each document."""
 
     def read(self, document, start, stop, step=1):
         self.__dict__.setdefault("ranges", []).append((document, range(start, stop, step)))
@@ -29,14 +29,14 @@ class Recording(TokenStore):
 
 
 def numbered(lengths, dtype="int64", kind=TokenStore, name="numbered"):
-    """Documents of these lengths, in which token t is number t of all: each tells where it is from."""
+    """A store of documents of these lengths, whose token t has the value t."""
     ends = np.array([0, *accumulate(lengths)])
     tokens = np.arange(ends[-1]).astype(dtype)
     return kind(name, [tokens], ends[:-1], ends[1:], Vocabulary("numbers", None, PADDING), f"{name} {lengths}")
 
 
-def told(tokens, lengths):
-    """Labels, boundaries and distances from the nearest boundary that a row of these numbered tokens must have."""
+def expected_row(tokens, lengths):
+    """Expected labels, document boundaries and positions within documents of a row of numbered tokens."""
     ends = list(accumulate(lengths, initial=0))
     labels = [IGNORE if token == PADDING or token + 1 in ends else token + 1 for token in tokens]
     documents = [bisect_right(ends, token) for token in tokens]
@@ -45,14 +45,14 @@ def told(tokens, lengths):
     return labels, tuple(bounds), [i - bounds[bisect_right(bounds, i) - 1] for i in range(len(tokens))]
 
 
-def alone(stores, length, **settings):
-    """Rows that one rank holds alone, one to a batch."""
+def single_rank_rows(stores, length, **settings):
+    """Rows on one rank, one per batch."""
     layout = SequenceLayout.contiguous(length, 1)
     return PackedSequences(stores, **{"layout": layout, "shard": 0, "rows_per_batch": 1, "ahead": 0} | settings)
 
 
 def read_rows(rows, first, stop):
-    """The tokens of some rows, as lists, whatever the number of rows to a batch would be."""
+    """The tokens of rows `first` to `stop`, as lists."""
     return [rows.batch(number).tokens[0].tolist() for number in range(first, stop)]
 
 
@@ -68,13 +68,13 @@ def every_shard(stores, layout, **settings):
 
 
 def global_batch(ranks):
-    """The next batch of ranks `ranks[replica][shard]`: tokens [B, N]."""
+    """Tokens [B, N] of the next batch of ranks `ranks[replica][shard]`."""
     return torch.cat([joined([next(rank) for rank in shards])[0] for shards in ranks])
 
 
 @st.composite
 def layouts(draw, length):
-    """Any way of cutting that many tokens, the most irregular ones included."""
+    """Random layouts of `length` tokens, also irregular ones."""
     shards = draw(st.integers(1, min(length, 6)))
     kind = draw(st.sampled_from(["contiguous", "zigzag", "striped", "wide", "refined", "balanced", "scattered"]))
     if kind == "wide":
@@ -92,7 +92,7 @@ def layouts(draw, length):
 
 
 def write_folder(path, documents, dtype="uint16", vocabulary=None, hashes=None):
-    """A folder as `armillary-data prepare` leaves it, written by hand from the published layout."""
+    """Writes a folder in the published format of `armillary-data prepare`, without its code."""
     path.mkdir(parents=True)
     tokens = np.concatenate([np.asarray(document, np.dtype(dtype).newbyteorder("<")) for document in documents])
     ends = np.array([0, *accumulate(map(len, documents))], "<i8")

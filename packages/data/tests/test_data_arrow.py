@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from data_stores import alone, numbered, read_rows
+from data_stores import numbered, read_rows, single_rank_rows
 
 from armillary.data import Vocabulary, is_store, open_store
 
@@ -47,7 +47,7 @@ def test_each_row_is_a_document_of_any_type(tmp_path, kind):
     assert is_store(tmp_path / "saved")
 
 
-def test_large_lists_are_read_too(tmp_path):
+def test_large_lists_are_read(tmp_path):
     features = datasets.Features({"input_ids": datasets.LargeList(datasets.Value("int32"))})
     datasets.Dataset.from_dict({"input_ids": ROWS}, features=features).save_to_disk(tmp_path / "saved")
     assert documents(open_store(tmp_path / "saved")) == ROWS
@@ -55,14 +55,14 @@ def test_large_lists_are_read_too(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_several_files_and_chunks_are_one_store(tmp_path, shards):
-    lengths = LENGTHS * 400  # more than the 1000 rows of a chunk
+    lengths = LENGTHS * 400  # a chunk has 1000 rows
     memory = numbered(lengths)
     memory.vocabulary = Vocabulary()
     rows = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
     store = open_store(save(tmp_path / "saved", rows, num_shards=shards))
     assert len(store.segments) == 3
     assert documents(store) == rows
-    assert read_rows(alone(store, 99), 0, 40) == read_rows(alone(memory, 99), 0, 40)
+    assert read_rows(single_rank_rows(store, 99), 0, 40) == read_rows(single_rank_rows(memory, 99), 0, 40)
 
 
 def test_shuffles_and_selections_of_a_saved_dataset_are_kept(tmp_path):
@@ -97,10 +97,10 @@ def test_splitting_needs_no_hashes(tmp_path):
     assert 15 < len(validation) < 65
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_column_is_refused_with_those_there_are(tmp_path):
+def test_wrong_column_is_refused_with_the_existing_ones(tmp_path):
     table = {"text": ["a", "b"], "ids": [[1], [2]], "scores": [[1.0], [2.0]], "label": [1, 2], "nested": [[[1]], [[2]]]}
     datasets.Dataset.from_dict(table).save_to_disk(tmp_path / "saved")
     path = tmp_path / "saved"
@@ -115,7 +115,7 @@ def test_missing_values_are_refused(tmp_path, rows):
 
 
 @pytest.mark.parametrize("kind", ["int32", None])
-def test_no_rows_are_refused(tmp_path, kind):
+def test_datasets_without_rows_are_refused(tmp_path, kind):
     assert refused(save(tmp_path / "saved", [], kind=kind), r"cannot be read as a saved dataset \(.*; save it again")
 
 

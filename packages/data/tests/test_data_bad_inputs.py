@@ -1,4 +1,4 @@
-"""A table of arguments, values and files that will not do: each is refused by one readable line that names it."""
+"""A table of invalid arguments, values and files: each gives one line of error that names it."""
 
 import json
 import os
@@ -73,7 +73,7 @@ HEADERS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """All files, and a store in `store`."""
+    """A folder with all files, and a store in `store`."""
     root = tmp_path_factory.mktemp("bad")
     for name, content in FILES.items():
         (root / name).write_bytes(content)
@@ -92,13 +92,13 @@ def folder(tmp_path_factory):
         tokens.write_bytes((tokens.read_bytes() + b"\0" * 8)[: 2 * 54 + size])
     shutil.copytree(root / "store", root / "store-flipped")
     flipped = np.memmap(root / "store-flipped" / "tokens.bin", "<u2", "r+")
-    flipped[2 * 6 + 3] += 2**14  # of the third document
+    flipped[2 * 6 + 3] += 2**14  # a token of the third document
     flipped.flush()
     (root / "unfinished.partial").mkdir()
     return root
 
 
-# -- command lines: arguments, and words of the line that they end with ------------------------------------------------
+# -- command lines: arguments, and words of the error -----------------------------------------------------------------
 
 COMMANDS = [
     ("", "{prepare, info, pack, inspect}"),
@@ -212,7 +212,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("line", "message"), COMMANDS, ids=[f"{i} {line}"[:60] for i, (line, _) in enumerate(COMMANDS)]
 )
-def test_a_command_refuses_it_in_one_line(folder, monkeypatch, line, message):
+def test_commands_print_one_line_of_error(folder, monkeypatch, line, message):
     monkeypatch.chdir(folder)
     assert message in refusal(main, line.split())
 
@@ -238,12 +238,12 @@ def test_a_command_refuses_it_in_one_line(folder, monkeypatch, line, message):
     ],
     ids=range(15),
 )
-def test_odd_words_are_refused_in_one_line(folder, monkeypatch, argv, message):
+def test_odd_arguments_print_one_line_of_error(folder, monkeypatch, argv, message):
     monkeypatch.chdir(folder)
     assert message in refusal(main, argv)
 
 
-# -- from Python -------------------------------------------------------------------------------------------------------
+# -- from Python ------------------------------------------------------------------------------------------------------
 
 
 def store_of(*lengths, **vocabulary):
@@ -332,7 +332,7 @@ def train(root: Path) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_raises_a_value_error_with_the_argument(folder, name):
+def test_calls_raise_value_error_with_the_argument(folder, name):
     call, messages = CALLS[name]
     with pytest.raises(ValueError) as error:
         call(folder)

@@ -1,4 +1,4 @@
-"""Conversations as trees: by the tokenizer's chat template, branches behind what they share."""
+"""Conversations as trees of the tokenizer's chat template: branches follow the segments that they share."""
 
 import json
 
@@ -26,7 +26,7 @@ ASK = [message("system", "be brief"), message("user", "who are you?")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer with special tokens and a template, as a Hugging Face folder has them."""
+    """A tokenizer with special tokens and a chat template, in a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     settings = json.loads(train_bpe(iter(["who are you? be brief, system user assistant"] * 3), 300).definition)
     first = max(settings["model"]["vocab"].values()) + 1
@@ -43,7 +43,7 @@ def write_template(folder, template):
 
 
 def texts_of(store, folder):
-    """By segment of the first tree: its text, its parent, whether it is trained on, its weight."""
+    """(text, parent, is trained on, weight) of each segment of the first tree."""
     tokenizer, tree = TextTokenizer.read(folder), store.tree(0)
     import torch
 
@@ -78,7 +78,7 @@ def test_prompts_and_completions_follow_the_template(tmp_path, folder):
     names = {
         token.content: number for number, token in TextTokenizer.read(folder)._inner.get_added_tokens_decoder().items()
     }
-    assert store.read(0, 0, 1)[0] == names["<|im_start|>"]  # one token, not its letters
+    assert store.read(0, 0, 1)[0] == names["<|im_start|>"]  # one token, not one per letter
     assert ChatTemplate.read(tmp_path / "store") == ChatTemplate(CHATML, {"eos_token": "<|endoftext|>"})
 
 
@@ -104,13 +104,13 @@ def test_conversations_that_branch(tmp_path, folder):
     ],
 )
 def test_templates_that_cannot_branch_are_refused(tmp_path, folder, template, message):
-    made = tmp_path / "tokenizer"
-    made.mkdir()
-    (made / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    write_template(made, template)
+    tokenizer_folder = tmp_path / "tokenizer"
+    tokenizer_folder.mkdir()
+    (tokenizer_folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    write_template(tokenizer_folder, template)
     line = {"prompt": ASK, "completions": [{"role": "assistant", "content": "x"}]}
     with pytest.raises(ValueError, match=f"trees.jsonl:byte 0: .*{message}"):
-        stored(tmp_path, [line], tokenizer=str(made))
+        stored(tmp_path, [line], tokenizer=str(tokenizer_folder))
 
 
 def test_messages_that_spell_special_tokens_are_refused(tmp_path, folder):
@@ -120,7 +120,7 @@ def test_messages_that_spell_special_tokens_are_refused(tmp_path, folder):
 
 
 def test_segments_are_tokenized_separately(tmp_path, folder):
-    """One token in front of each sequence, none within; text that spells a special token gives its letters."""
+    """A begin token precedes each sequence, not each segment; the text of special tokens is encoded as letters."""
     line = {"prompt": "who are you?", "completions": [" <|im_end|>", " brief"]}
     store = stored(tmp_path, [line], tokenizer=str(folder), begin_of_document="<|im_start|>")
     tokenizer = TextTokenizer.read(folder, begin_of_document="<|im_start|>")

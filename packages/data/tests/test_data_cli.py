@@ -1,4 +1,4 @@
-"""The command line: what it prints, writes and answers, and the figures behind it."""
+"""The command line: output, files, exit codes and figures."""
 
 import errno
 import json
@@ -36,14 +36,14 @@ def lines(tmp_path):
 
 @pytest.fixture
 def store(lines, tmp_path, capsys):
-    """A store, made by the command line; what it printed is gone."""
+    """A store made by the command line, whose output is discarded."""
     main(["prepare", str(lines), "-o", str(tmp_path / "store"), "--workers", "1"])
     capsys.readouterr()
     return tmp_path / "store"
 
 
 def refused(capsys, *arguments):
-    """Exit code and the one line that a command ends with."""
+    """Returns the exit code and the one line of error of a command."""
     with pytest.raises(SystemExit) as stop:
         main(list(map(str, arguments)))
     out, err = capsys.readouterr()
@@ -52,7 +52,7 @@ def refused(capsys, *arguments):
 
 
 def columns_of(text):
-    """The cells of each line of the table that a text ends with, without its ruled line."""
+    """The cells of the table at the end of a text, without its ruled line."""
     head, _, *rows = text.rpartition("\n\n")[2].splitlines()
     return [re.split("  +", line.strip()) for line in (head, *rows)]
 
@@ -78,11 +78,11 @@ def test_prepare_prints_counts_of_made_and_omitted_documents(tmp_path, capsys):
     assert "\x1b" not in out + err
 
 
-def test_prepare_takes_every_setting(tmp_path, capsys):
+def test_prepare_accepts_every_setting(tmp_path, capsys):
     (tmp_path / "a.data").write_text(json.dumps({"body": "abc abc abc"}) + "\n")
     source, output = str(tmp_path / "a.data"), str(tmp_path / "store")
-    more = ["--begin-of-document", "<|endoftext|>", "--end-of-document", "<|endoftext|>", "--vocab-size", "260"]
-    main(["prepare", source, "-o", output, "--format", "jsonl", "--text-field", "body", "--tokenizer", "bpe", *more])
+    flags = ["--begin-of-document", "<|endoftext|>", "--end-of-document", "<|endoftext|>", "--vocab-size", "260"]
+    main(["prepare", source, "-o", output, "--format", "jsonl", "--text-field", "body", "--tokenizer", "bpe", *flags])
     actual = open_store(output)
     tokens = actual.read(0, 0, actual.tokens).tolist()
     assert tokens[0] == tokens[-1] == actual.vocabulary.end_of_document
@@ -242,10 +242,10 @@ def test_the_console_script_is_this_command():
 
 @given(st.lists(st.integers(0, 5000), max_size=40))
 @settings(deadline=None, max_examples=25)
-def test_a_histogram_counts_every_document_and_token_once(lengths):
+def test_histogram_counts_every_document_and_token_once(lengths):
     bins = histogram(np.array(lengths, np.int64))
     edges = [(0, 0), *((2**b, 2 ** (b + 1) - 1) for b in range(13))]
-    counted = [[n for n in lengths if least <= n <= most] for least, most in edges]
+    counted = [[n for n in lengths if low <= n <= high] for low, high in edges]
     every = [Bin(*edge, len(inside), sum(inside)) for edge, inside in zip(edges, counted, strict=True)]
     used = [i for i, actual in enumerate(every) if actual.documents]
     assert bins == (every[used[0] : used[-1] + 1] if used else [])
@@ -315,7 +315,7 @@ def test_inspection_has_the_bytes_and_the_balance_of_each_layout(store, capsys, 
     assert all(name in shown for name in by_name)
 
 
-def test_uncut_documents_send_nothing_and_need_as_many_documents_as_shards():
+def test_unsplit_documents_send_nothing_and_need_as_many_documents_as_shards():
     sample = packed_rows(store_of([15] * 8), 64, best_fit, 2)
     every = {each.layout: each for each in measure_layouts(sample, 4, 1)}
     assert every["uncut documents"].hops == every["balanced"].hops == 0
@@ -323,8 +323,8 @@ def test_uncut_documents_send_nothing_and_need_as_many_documents_as_shards():
     assert "uncut documents" not in {each.layout for each in measure_layouts(sample, 8, 1)}
 
 
-def test_no_rows_cannot_be_measured():
+def test_packings_without_rows_are_refused():
     documents = store_of(LENGTHS)
     with pytest.raises(ValueError, match=r"rows .*1; got 0"):
         measure_packings(documents, 64, 2, 0)
-    assert len(measure_packings(documents, 64, 2, 10**6)) == 3  # more than there are is all of them
+    assert len(measure_packings(documents, 64, 2, 10**6)) == 3  # all rows, if more are requested

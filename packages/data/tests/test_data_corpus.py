@@ -19,7 +19,7 @@ def write(root, **files):
 # -- the default corpus -----------------------------------------------------------------------------------------------
 
 
-def test_the_python_corpus_is_large_sorted_and_has_long_documents():
+def test_python_corpus_is_large_sorted_and_has_long_documents():
     corpus = python_corpus()
     actual = [document.name for document in corpus]
     assert sum(len(document.text) for document in corpus) > 1_000_000
@@ -29,14 +29,14 @@ def test_the_python_corpus_is_large_sorted_and_has_long_documents():
     assert max(len(document.text) for document in manual) > 32_000
 
 
-def test_the_python_corpus_has_only_the_library_as_it_was_written():
+def test_python_corpus_has_only_the_standard_library():
     parts = {part for document in python_corpus() for part in document.name.split("/")}
     left_out = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "topics.py"}
     assert not parts & left_out
     assert not [part for part in parts if part.startswith(("test_", "_sysconfigdata"))]
 
 
-def test_the_python_corpus_is_the_same_every_time():
+def test_python_corpus_is_reproducible():
     assert python_corpus() == python_corpus()
 
 
@@ -60,7 +60,7 @@ def test_invalid_utf8_is_kept(tmp_path):
 
 def test_hidden_empty_and_binary_files_of_a_folder_are_left_out(tmp_path):
     hidden = {".git__config": b"hidden folder", ".notes": b"hidden file"}
-    write(tmp_path, kept=b"text", empty=b"", picture=b"\x89PNG\0\0", **hidden)
+    write(tmp_path, text=b"text", empty=b"", picture=b"\x89PNG\0\0", **hidden)
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     assert read_documents(tmp_path) == [Document("kept", b"text")]
 

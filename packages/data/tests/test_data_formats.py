@@ -1,4 +1,4 @@
-"""Folders of tokens: what was written comes back, and whatever is wrong with one is named."""
+"""Folders of tokens: reading returns the written tokens, and errors name the damage."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from data_stores import alone, numbered, read_rows, write_folder
+from data_stores import numbered, read_rows, single_rank_rows, write_folder
 
 from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store, verify_folder
 from armillary.data.formats import folder as format_of_folders
@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """A checksum for every 64 bytes, here and in the folders that are written."""
+    """Sets the block size of checksums to 64 bytes, for reading and writing."""
     monkeypatch.setattr(format_of_folders, "BLOCK", 64)
     monkeypatch.setattr("data_stores.BLOCK", 64)
 
@@ -36,7 +36,7 @@ def rewrite(path, at, data):
 
 
 def edit(folder, **changes):
-    """Puts other values into the header; None takes one out."""
+    """Changes values of the header; None removes one."""
     header = json.loads((folder / "store.json").read_text()) | changes
     header = {name: value for name, value in header.items() if value is not None}
     (folder / "store.json").write_text(json.dumps(header))
@@ -54,7 +54,7 @@ def refused(folder, message, read=open_store):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_a_folder_comes_back_as_it_was_written(tmp_path, dtype):
+def test_reading_a_folder_returns_the_written_tokens(tmp_path, dtype):
     path = write_folder(tmp_path / "store", DOCUMENTS, dtype, hashes=HASHES)
     store = open_store(str(path))
     assert [store.read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)] == DOCUMENTS
@@ -66,10 +66,10 @@ def test_a_folder_comes_back_as_it_was_written(tmp_path, dtype):
 
 
 def test_rows_of_a_folder_equal_rows_of_documents_in_memory(folder):
-    actual = read_rows(alone(open_store(folder), 16), 0, 20)
+    actual = read_rows(single_rank_rows(open_store(folder), 16), 0, 20)
     memory = numbered(LENGTHS)
     memory.vocabulary = Vocabulary(end_of_document=0)
-    assert actual == read_rows(alone(memory, 16), 0, 20)
+    assert actual == read_rows(single_rank_rows(memory, 16), 0, 20)
 
 
 def test_content_depends_on_tokens_and_boundaries_not_on_the_path(folder, tmp_path):
@@ -93,10 +93,10 @@ def test_a_folder_without_documents_opens_and_cannot_be_packed(tmp_path):
     store = open_store(write_folder(tmp_path / "store", [[]], hashes=[0]))
     assert (len(store), store.tokens) == (1, 0)
     with pytest.raises(ValueError, match=r"store .*no tokens"):
-        alone(store, 4)
+        single_rank_rows(store, 4)
 
 
-# -- files that are not what was written ------------------------------------------------------------------------------
+# -- damaged files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("read", [open_store, verify_folder])
@@ -212,12 +212,12 @@ def test_headers_with_foreign_values_are_refused(folder, changes):
         ({"format": "another store"}, "'another store' version 1"),
     ],
 )
-def test_other_versions_are_refused_as_such(folder, changes, says):
+def test_other_versions_are_refused_by_name(folder, changes, says):
     edit(folder, **changes)
     assert refused(folder, rf"store.json is {says}")
 
 
-# -- what is not there ------------------------------------------------------------------------------------------------
+# -- missing paths ----------------------------------------------------------------------------------------------------
 
 
 def test_paths_without_tokens_are_refused(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_stores import alone, numbered, read_rows
+from data_stores import numbered, read_rows, single_rank_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ SEQUENCES = [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10], []]
 
 
 def index(lengths, boundaries, code=8, pointers=None, magic=b"MMIDIDX\x00\x00", version=1):
-    """The bytes of an index: magic, version, dtype, counts, then lengths, pointers and documents."""
+    """Returns the bytes of an index: magic, version, dtype, counts, then lengths, pointers and documents."""
     size = np.dtype(CODES.get(code, "int64")).itemsize
     pointers = [size * end for end in accumulate(lengths, initial=0)][:-1] if pointers is None else pointers
     head = magic + struct.pack("<QBQQ", version, code, len(lengths), len(boundaries))
@@ -26,7 +26,7 @@ def index(lengths, boundaries, code=8, pointers=None, magic=b"MMIDIDX\x00\x00", 
 
 
 def write(prefix, sequences=SEQUENCES, boundaries=None, code=8, **settings):
-    """Both files; by default each sequence is a document."""
+    """Writes both files; by default each sequence is a document."""
     boundaries = range(len(sequences) + 1) if boundaries is None else boundaries
     tokens = np.array([token for sequence in sequences for token in sequence], CODES[code])
     tokens.astype(tokens.dtype.newbyteorder("<")).tofile(f"{prefix}.bin")
@@ -73,23 +73,23 @@ def test_rows_have_the_documents_segments(tmp_path):
     sequences = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
     store = open_store(write(tmp_path / "data", sequences), ByteTokenizer())
     memory.vocabulary = Vocabulary()
-    assert read_rows(alone(store, 12), 0, 30) == read_rows(alone(memory, 12), 0, 30)
+    assert read_rows(single_rank_rows(store, 12), 0, 30) == read_rows(single_rank_rows(memory, 12), 0, 30)
 
 
-def test_modes_after_the_index_are_passed_over(tmp_path):
+def test_modes_after_the_index_are_ignored(tmp_path):
     path = write(tmp_path / "data")
     with open(f"{path}.idx", "ab") as file:
         file.write(bytes(len(SEQUENCES)))
     assert documents(open_store(path)) == SEQUENCES
 
 
-@pytest.mark.parametrize("more", [1, 100])
-def test_extra_bytes_after_the_index_are_refused(tmp_path, more):
+@pytest.mark.parametrize("extra", [1, 100])
+def test_extra_bytes_after_the_index_are_refused(tmp_path, extra):
     path = write(tmp_path / "data")
     size = Path(f"{path}.idx").stat().st_size
     with open(f"{path}.idx", "ab") as file:
-        file.write(bytes(more))
-    with pytest.raises(ValueError, match=rf"idx has {size + more} bytes; .* {size} bytes") as failure:
+        file.write(bytes(extra))
+    with pytest.raises(ValueError, match=rf"idx has {size + extra} bytes; .* {size} bytes") as failure:
         open_store(path)
     assert "\n" not in str(failure.value)
 
@@ -99,7 +99,7 @@ def test_other_tokens_of_the_same_lengths_are_other_content(tmp_path):
     assert open_store(one).content != open_store(other).content
 
 
-def test_content_tells_other_files_apart(tmp_path):
+def test_content_differs_for_other_files(tmp_path):
     one, same = write(tmp_path / "one"), write(tmp_path / "same")
     bounds = write(tmp_path / "bounds", boundaries=[0, 2, 2, 5, 6, 6, 6])
     lengths = write(tmp_path / "lengths", [[1, 2], [3], *SEQUENCES[2:]])
@@ -108,15 +108,15 @@ def test_content_tells_other_files_apart(tmp_path):
     assert len(set(actual)) == 3
 
 
-def test_no_tokens_open_and_cannot_be_packed(tmp_path):
+def test_empty_dataset_opens_and_cannot_be_packed(tmp_path):
     for sequences in ([], [[]], [[], []]):
         store = open_store(write(tmp_path / "data", sequences))
         assert (len(store), store.tokens) == (len(sequences), 0)
         with pytest.raises(ValueError, match=r"data .*no tokens"):
-            alone(store, 4)
+            single_rank_rows(store, 4)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [0, 1, 19])
@@ -180,7 +180,7 @@ def test_an_inconsistent_index_is_refused(tmp_path, lengths, boundaries, pointer
 
 @settings(deadline=None, max_examples=50)
 @given(st.data())
-def test_no_damaged_index_gives_tokens_outside_of_the_file(tmp_path_factory, data):
+def test_damaged_index_never_reads_outside_of_the_file(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("broken")
     full = bytearray(index([3, 0, 4], [0, 1, 3]))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from data_stores import PADDING, alone, every_shard, joined, numbered, read_rows
+from data_stores import PADDING, every_shard, joined, numbered, read_rows, single_rank_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ SIZES = [[30, 5, 20], [9, 9], [100, 3]]
 
 
 def shifted(lengths, by):
-    """Numbered documents of which no token is in another store."""
+    """Numbered documents whose tokens are in no other store."""
     store = numbered(lengths)
     return replace(store, segments=[store.segments[0] + by], content=f"{store.content} from {by}")
 
@@ -26,7 +26,7 @@ STORES = [shifted(lengths, 1000 * i) for i, lengths in enumerate(SIZES)]
 
 
 def sources(rows, places):
-    """The store that each row is of."""
+    """Returns the index of each row's store."""
     actual = [{token // 1000 for token in row if token != PADDING} for row in read_rows(rows, 0, places)]
     assert all(len(stores) == 1 for stores in actual)
     return [stores.pop() for stores in actual]
@@ -34,7 +34,7 @@ def sources(rows, places):
 
 @pytest.mark.parametrize("packing", [greedy, best_fit])
 def test_by_default_every_store_is_read_once_an_epoch(packing):
-    rows = alone(STORES, N, packing=packing)
+    rows = single_rank_rows(STORES, N, packing=packing)
     size = rows.rows_per_epoch
     for epoch in range(3):
         actual = read_rows(rows, epoch * size, (epoch + 1) * size)
@@ -44,33 +44,34 @@ def test_by_default_every_store_is_read_once_an_epoch(packing):
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [5, 3, 1], [0.7, 0.1, 0.2], [1, 100, 10]])
 def test_rows_are_mixed_by_weight(weights):
-    rows, places = alone(STORES, N, weights=weights), 222
+    rows, places = single_rank_rows(STORES, N, weights=weights), 222
     counts = Counter(sources(rows, places))
     assert all(abs(counts[i] - places * weight / sum(weights)) <= 1 for i, weight in enumerate(weights))
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 20), min_size=3, max_size=3))
-def test_an_epoch_of_any_weights_reads_every_document_and_none_shorter_does(weights):
-    rows = alone(STORES, N, weights=weights)
+def test_epoch_of_any_weights_is_the_shortest_that_reads_every_document(weights):
+    rows = single_rank_rows(STORES, N, weights=weights)
     counts = Counter(sources(rows, rows.rows_per_epoch))
-    needed = [-(-sum(lengths) // N) for lengths in SIZES]
-    assert all(counts[i] >= rows_of_store for i, rows_of_store in enumerate(needed))
+    rows_needed = [-(-sum(lengths) // N) for lengths in SIZES]
+    assert all(counts[i] >= rows_of_store for i, rows_of_store in enumerate(rows_needed))
     before = Counter(sources(rows, rows.rows_per_epoch - len(STORES)))
-    assert any(before[i] < rows_of_store for i, rows_of_store in enumerate(needed))
+    assert any(before[i] < rows_of_store for i, rows_of_store in enumerate(rows_needed))
 
 
 def test_rows_of_a_store_do_not_depend_on_the_weights():
     first = [
-        [row for row in read_rows(alone(STORES, N, weights=w), 0, 120) if row[0] < 1000] for w in ([3, 1, 1], [9, 2, 5])
+        [row for row in read_rows(single_rank_rows(STORES, N, weights=w), 0, 120) if row[0] < 1000]
+        for w in ([3, 1, 1], [9, 2, 5])
     ]
     shorter = min(map(len, first))
     assert shorter > 40
     assert first[0][:shorter] == first[1][:shorter]
 
 
-def test_copies_of_a_store_are_shuffled_each_in_its_own_way():
-    rows = alone([STORES[0], STORES[0]], N)
+def test_copies_of_a_store_are_shuffled_differently():
+    rows = single_rank_rows([STORES[0], STORES[0]], N)
     actual = read_rows(rows, 0, rows.rows_per_epoch)
     assert actual[0::2] != actual[1::2]
     assert len(actual) == 14
@@ -80,17 +81,17 @@ def test_mixtures_are_the_same_on_every_mesh():
     layout = SequenceLayout.zigzag(N, 3)
     ranks = every_shard(STORES, layout, weights=[1, 2, 3], rows_per_batch=4, replica=1, replicas=2)
     actual = [joined([rank.batch(step) for rank in ranks])[0].tolist() for step in range(5)]
-    alike = alone(STORES, N, weights=[1, 2, 3])
-    assert actual == [read_rows(alike, 8 * step + 4, 8 * step + 8) for step in range(5)]
+    reference = single_rank_rows(STORES, N, weights=[1, 2, 3])
+    assert actual == [read_rows(reference, 8 * step + 4, 8 * step + 8) for step in range(5)]
 
 
 def test_a_list_of_one_store_equals_the_store():
-    assert read_rows(alone([STORES[0]], N), 0, 9) == read_rows(alone(STORES[0], N), 0, 9)
+    assert read_rows(single_rank_rows([STORES[0]], N), 0, 9) == read_rows(single_rank_rows(STORES[0], N), 0, 9)
 
 
 def test_equal_fractions_and_integers_mix_equally():
     mixed = [
-        sources(alone(STORES, N, weights=w), 60)
+        sources(single_rank_rows(STORES, N, weights=w), 60)
         for w in ([1, 2, 1], [0.25, 0.5, 0.25], [Fraction(1, 3), Fraction(2, 3), Fraction(1, 3)])
     ]
     assert mixed[0] == mixed[1] == mixed[2]
@@ -99,7 +100,7 @@ def test_equal_fractions_and_integers_mix_equally():
 @pytest.mark.parametrize("weights", [[1, 2], [], [1, 2, 0], [1, 2, -1], [1, float("nan"), 1], [1, 1, float("inf")]])
 def test_invalid_weights_are_refused(weights):
     with pytest.raises(ValueError, match=r"weights .* 3 stores") as failure:
-        alone(STORES, N, weights=weights)
+        single_rank_rows(STORES, N, weights=weights)
     assert str(weights) in str(failure.value)
 
 
@@ -109,11 +110,11 @@ def test_stores_of_different_tokenizers_are_refused(place):
     stores[0].vocabulary = Vocabulary("bytes", 257, 256) if place == 1 else Vocabulary()
     stores[2].vocabulary = stores[0].vocabulary if place == 1 else Vocabulary("bytes", 257, 256)
     with pytest.raises(ValueError, match="stores") as failure:
-        alone(stores, N)
+        single_rank_rows(stores, N)
     assert {"bytes", "numbers"} <= set(str(failure.value).replace(",", "").replace(";", "").split())
 
 
 def test_a_store_without_tokenizer_mixes_with_any():
     unknown = numbered([N])
     unknown.vocabulary = Vocabulary()
-    assert alone([numbered([N]), unknown], N).rows_per_epoch == 2
+    assert single_rank_rows([numbered([N]), unknown], N).rows_per_epoch == 2

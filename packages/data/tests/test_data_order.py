@@ -1,4 +1,4 @@
-"""Orders: the same in every process and release, and mixtures in which each source has its share all along."""
+"""Orders: equal in every process and release; mixtures give each source its proportion at every place."""
 
 import hashlib
 import os
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from armillary.data.shuffle import items_until, permutation, random_bits, source_at, stable_hash
 
-shares = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
+weight_lists = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
 
 
 # -- hashes -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hash_is_the_same_in_every_process_and_release():
+def test_hash_is_the_same_in_every_process_and_release():
     assert stable_hash("armillary") == stable_hash(b"armillary") == 13729582951640400556
     assert stable_hash(b"") == 16406829232824261652
     assert stable_hash(os.fsdecode(b"caf\xe9")) == stable_hash(b"caf\xe9") != stable_hash("caf")
@@ -30,7 +30,7 @@ def test_a_hash_is_eight_bytes_of_sha256(data):
 
 
 def splitmix(key, place):
-    """What the generator that starts at `key` gives after `place` others, in Python's integers."""
+    """Output number `place` of the generator that starts at `key`, in Python's integers."""
     z = (stable_hash(key) + place * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -59,7 +59,7 @@ def test_a_permutation_sorts_by_hash(n, key):
     assert order == sorted(range(n), key=lambda i: splitmix(key, i))
 
 
-def test_permutations_depend_on_their_key_and_leave_nothing_in_place():
+def test_permutations_depend_on_their_key_and_move_items():
     orders = [permutation(1000, key) for key in ("a", "b", "seed 1", "seed 2")]
     assert all((orders[i] == orders[j]).sum() < 10 for i in range(4) for j in range(i))
     assert all((order == np.arange(1000)).sum() < 10 for order in orders)
@@ -69,20 +69,20 @@ def test_permutations_depend_on_their_key_and_leave_nothing_in_place():
 
 
 def by_time(weights, places):
-    """The first turns of all, each (source, number of its turn), sorted."""
+    """The first (source, number of its turn), sorted by time."""
     turns = [((k + Fraction(1, 2)) / w, s, k) for s, w in enumerate(weights) for k in range(places)]
     return [(s, k) for _, s, k in sorted(turns)[:places]]
 
 
 @settings(deadline=None, max_examples=20)
-@given(shares, st.integers(1, 60))
+@given(weight_lists, st.integers(1, 60))
 def test_places_are_turns_sorted_by_time(weights, places):
     assert [source_at(place, weights) for place in range(places)] == by_time(weights, places)
 
 
 @settings(deadline=None, max_examples=20)
-@given(shares, st.integers(0, 10**12))
-def test_places_far_away_follow_one_another(weights, far):
+@given(weight_lists, st.integers(0, 10**12))
+def test_distant_places_are_consecutive_turns(weights, far):
     actual = [source_at(far + i, weights) for i in range(20)]
     times = [((turn + Fraction(1, 2)) / weights[source], source) for source, turn in actual]
     assert times == sorted(times)
@@ -93,12 +93,12 @@ def test_places_far_away_follow_one_another(weights, far):
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=9), st.integers(1, 200))
-def test_of_the_first_places_each_source_has_its_share(weights, places):
+def test_first_places_have_each_source_in_proportion(weights, places):
     turns = [source for source, _ in by_time(weights, places)]
     for source, weight in enumerate(weights):
-        share = weight / sum(weights)
-        off = abs(turns.count(source) - places * share)
-        assert off <= (1 - share) / 2 + share * (len(weights) - 1) / 2
+        proportion = weight / sum(weights)
+        off = abs(turns.count(source) - places * proportion)
+        assert off <= (1 - proportion) / 2 + proportion * (len(weights) - 1) / 2
         assert off <= 1 or len(weights) > 3
 
 

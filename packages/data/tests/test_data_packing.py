@@ -1,4 +1,4 @@
-"""Packings, each against the slowest way to say what it does."""
+"""Packings, each against a slow and simple implementation."""
 
 from collections import Counter
 from itertools import accumulate, pairwise
@@ -20,13 +20,13 @@ thorough = settings(deadline=None, max_examples=25)
 
 
 def packed(packing, lengths, room, key="key"):
-    """The rows, each a list of pieces."""
+    """Returns the rows as lists of pieces."""
     rows = packing(np.array(lengths), room, key)
     return [rows.row(number) for number in range(len(rows))]
 
 
-def taken(rows, lengths):
-    """How often each token of each document is in a row."""
+def token_counts(rows, lengths):
+    """Counts each token of each document in the rows."""
     actual = [[0] * length for length in lengths]
     for piece in (piece for row in rows for piece in row):
         for i in range(piece.start, piece.start + piece.length):
@@ -35,15 +35,15 @@ def taken(rows, lengths):
 
 
 def decreasing_best_fit(sizes, room):
-    """The room left in each row after placing sizes, the largest first, each where least room is left."""
-    left = []
+    """Returns the free tokens of each row after placing each size, largest first, where the fewest tokens remain."""
+    free = []
     for size in sorted(sizes, reverse=True):
-        fitting = [i for i, space in enumerate(left) if space >= size]
+        fitting = [i for i, space in enumerate(free) if space >= size]
         if fitting:
-            left[min(fitting, key=lambda i: left[i])] -= size
+            free[min(fitting, key=lambda i: free[i])] -= size
         else:
-            left.append(room - size)
-    return left
+            free.append(room - size)
+    return free
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_a_cut_slice_ends_a_full_row(packing, lengths, room):
 
 @thorough
 @given(st.sampled_from(PACKINGS), corpora, rooms)
-def test_every_key_gives_as_many_rows(packing, lengths, room):
+def test_every_key_gives_equally_many_rows(packing, lengths, room):
     assert len({len(packed(packing, lengths, room, f"epoch {i}")) for i in range(5)}) == 1
 
 
@@ -104,17 +104,17 @@ def test_rows_of_one_token_cover_each_token(packing):
 
 @thorough
 @given(corpora, rooms)
-def test_greedy_takes_every_token_once_and_only_its_last_row_is_short(lengths, room):
+def test_greedy_packs_every_token_once_and_only_its_last_row_is_short(lengths, room):
     rows = packed(greedy, lengths, room)
     fills = [sum(piece.length for piece in row) for row in rows]
-    assert taken(rows, lengths) == [[1] * length for length in lengths]
+    assert token_counts(rows, lengths) == [[1] * length for length in lengths]
     assert set(fills[:-1]) <= {room}
     assert len(rows) == -(-sum(lengths) // room)
 
 
 @thorough
 @given(corpora, rooms)
-def test_greedy_is_one_stream_of_whole_documents(lengths, room):
+def test_greedy_is_one_stream_of_documents(lengths, room):
     stream = [piece for row in packed(greedy, lengths, room) for piece in row]
     tokens = [(piece.document, i) for piece in stream for i in range(piece.start, piece.start + piece.length)]
     order = list(dict.fromkeys(document for document, _ in tokens))
@@ -123,19 +123,19 @@ def test_greedy_is_one_stream_of_whole_documents(lengths, room):
 
 @thorough
 @given(corpora, rooms)
-def test_best_fit_takes_every_token_once_and_cuts_no_document_that_fits(lengths, room):
+def test_best_fit_packs_every_token_once_and_splits_no_document_that_fits(lengths, room):
     rows = packed(best_fit, lengths, room)
     pieces = Counter(piece.document for row in rows for piece in row)
-    assert taken(rows, lengths) == [[1] * length for length in lengths]
+    assert token_counts(rows, lengths) == [[1] * length for length in lengths]
     assert [pieces[i] for i in range(len(lengths))] == [-(-length // room) for length in lengths]
 
 
 @thorough
 @given(corpora, rooms)
-def test_best_fit_fills_rows_as_placing_piece_by_piece_does(lengths, room):
+def test_best_fit_fills_rows_like_piece_by_piece_placement(lengths, room):
     sizes = [min(room, length - start) for length in lengths for start in range(0, length, room)]
-    left = [room - sum(piece.length for piece in row) for row in packed(best_fit, lengths, room)]
-    assert sorted(left) == sorted(decreasing_best_fit(sizes, room))
+    free = [room - sum(piece.length for piece in row) for row in packed(best_fit, lengths, room)]
+    assert sorted(free) == sorted(decreasing_best_fit(sizes, room))
 
 
 @settings(deadline=None, max_examples=4)
@@ -143,28 +143,28 @@ def test_best_fit_fills_rows_as_placing_piece_by_piece_does(lengths, room):
 def test_best_fit_of_many_documents_of_few_sizes(seed):
     lengths = np.random.default_rng(seed).choice([1, 2, 3, 5, 30, 64, 65, 200], 300).tolist()
     sizes = [min(64, length - start) for length in lengths for start in range(0, length, 64)]
-    left = [64 - sum(piece.length for piece in row) for row in packed(best_fit, lengths, 64)]
-    assert sorted(left) == sorted(decreasing_best_fit(sizes, 64))
+    free = [64 - sum(piece.length for piece in row) for row in packed(best_fit, lengths, 64)]
+    assert sorted(free) == sorted(decreasing_best_fit(sizes, 64))
 
 
 @thorough
 @given(corpora, rooms)
-def test_one_per_row_takes_the_start_of_each_document_once(lengths, room):
+def test_one_per_row_packs_the_start_of_each_document_once(lengths, room):
     rows = packed(one_per_row, lengths, room)
     assert sorted((row[0].document, row[0].start, row[0].length, len(row)) for row in rows) == [
         (i, 0, min(length, room), 1) for i, length in enumerate(lengths)
     ]
 
 
-# -- what a packing costs ---------------------------------------------------------------------------------------------
+# -- waste ------------------------------------------------------------------------------------------------------------
 
 
 @thorough
 @given(st.sampled_from(PACKINGS), st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(any), rooms)
-def test_waste_agrees_with_counting(packing, lengths, room):
+def test_waste_equals_counted_tokens(packing, lengths, room):
     epochs = Epochs(numbered(lengths), room, packing, "key")
     rows, waste = [epochs.row(number) for number in range(epochs.rows)], epochs.waste()
-    counts = taken([row.slices for row in rows], lengths)
+    counts = token_counts([row.slices for row in rows], lengths)
     full = {piece.document for row in rows for piece in row.slices if piece.length == lengths[piece.document]}
     assert waste.rows == len(rows)
     assert waste.padding == pytest.approx(sum(row.padding for row in rows) / (room * len(rows)))
@@ -193,15 +193,15 @@ def test_rows_have_their_boundaries_and_skip_empty_documents():
 
 
 def rows_of(*rows):
-    """A packing whose rows are these lists of (document, start, length), other ones in each epoch."""
+    """A packing that returns the given rows, lists of (document, start, length), one list of rows per epoch."""
     calls = iter(rows)
 
-    def made(lengths, length, key):
+    def pack(lengths, length, key):
         chosen = next(calls)
         columns = np.array([piece for row in chosen for piece in row]).T
         return Packed(*columns, np.array([0, *accumulate(map(len, chosen))]))
 
-    return made
+    return pack
 
 
 @pytest.mark.parametrize(

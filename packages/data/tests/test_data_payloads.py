@@ -1,4 +1,4 @@
-"""Stores are data: a pickle in any file of one is not run when the store is opened, verified and read."""
+"""Opening, verifying and reading a store runs no pickle in any of its files."""
 
 import json
 import pickle
@@ -14,7 +14,7 @@ DOCUMENTS = [[1, 2, 3, 4], [5, 6, 7]]
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -23,7 +23,7 @@ class Payload:
         return open, (str(self.marker), "w")
 
 
-def ours(path):
+def token_folder(path):
     folder = write_folder(path, DOCUMENTS)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")
@@ -32,7 +32,7 @@ def ours(path):
 def megatron(path):
     path.mkdir()
     (path / "text.bin").write_bytes(bytes(8))
-    # Version 1 of uint16, one sequence of 4 tokens from byte 0 on, which is the only document.
+    # Version 1, uint16, one document of one sequence with 4 tokens at byte 0.
     (path / "text.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 4, 0, 0, 1))
 
 
@@ -49,7 +49,7 @@ def read_all(path):
     return [store.read(i, 0, int(length)).tolist() for i, length in enumerate(store.lengths)]
 
 
-@pytest.mark.parametrize("make", [ours, megatron, arrow])
+@pytest.mark.parametrize("make", [token_folder, megatron, arrow])
 def test_a_payload_in_a_file_of_a_store_is_not_run(tmp_path, make):
     make(tmp_path / "whole")
     assert sum(map(len, read_all(tmp_path / "whole"))) in (4, 7)

@@ -1,4 +1,4 @@
-"""Batches made ahead: the same ones, and what fails on the way reaches the caller."""
+"""Prefetched batches equal unprefetched ones, and the caller gets errors of the thread."""
 
 import gc
 import multiprocessing
@@ -7,7 +7,7 @@ import traceback
 from itertools import islice
 
 import pytest
-from data_stores import alone, numbered
+from data_stores import numbered, single_rank_rows
 
 from armillary.data import TokenStore
 from armillary.data.loader.prefetch import Prefetch
@@ -17,18 +17,18 @@ LENGTHS = [30, 5, 80, 1, 17, 60]
 
 
 class Flaky(TokenStore):
-    """A disk that fails once, at the read of that number."""
+    """A store that fails once, at read number `fails_at`."""
 
-    fails_at, reads, gone = -1, 0, threading.Event()
+    fails_at, reads, recovered = -1, 0, threading.Event()
 
     def read(self, document, start, stop, step=1):
         self.reads += 1
         if self.reads == self.fails_at:
-            self.the_disk_is_gone()
+            self.fail()
         return super().read(document, start, stop, step)
 
-    def the_disk_is_gone(self):
-        self.gone.set()
+    def fail(self):
+        self.recovered.set()
         raise OSError(5, "Input/output error")
 
 
@@ -37,22 +37,26 @@ def tokens(rows, batches):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 20])
-def test_batches_do_not_depend_on_how_many_are_made_ahead(ahead):
-    expected = [alone(numbered(LENGTHS), N, rows_per_batch=2).batch(step).tokens.tolist() for step in range(60)]
-    assert tokens(alone(numbered(LENGTHS), N, rows_per_batch=2, ahead=ahead), 60) == expected
+def test_batches_do_not_depend_on_the_number_of_prefetched_ones(ahead):
+    expected = [
+        single_rank_rows(numbered(LENGTHS), N, rows_per_batch=2).batch(step).tokens.tolist() for step in range(60)
+    ]
+    assert tokens(single_rank_rows(numbered(LENGTHS), N, rows_per_batch=2, ahead=ahead), 60) == expected
 
 
 def test_batches_are_planned_in_the_thread_that_reads_them():
     planned = list[tuple[str, range]]()
-    rows = alone(numbered(LENGTHS), N, plan=lambda batch: planned.append((threading.current_thread().name, batch.rows)))
+    rows = single_rank_rows(
+        numbered(LENGTHS), N, plan=lambda batch: planned.append((threading.current_thread().name, batch.rows))
+    )
     read = [batch.rows for batch in islice(rows, 5)]
     assert [batch_rows for _, batch_rows in planned][:5] == read
     assert all("prefetch" in name for name, _ in planned)
 
 
 def test_batches_by_number_are_right_during_prefetching():
-    rows = alone(numbered(LENGTHS), N, ahead=3)
-    expected = tokens(alone(numbered(LENGTHS), N), 40)
+    rows = single_rank_rows(numbered(LENGTHS), N, ahead=3)
+    expected = tokens(single_rank_rows(numbered(LENGTHS), N), 40)
     for step in range(20):
         assert rows.batch(39 - step).tokens.tolist() == expected[39 - step]
         assert next(rows).tokens.tolist() == expected[step]
@@ -60,10 +64,10 @@ def test_batches_by_number_are_right_during_prefetching():
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("fails_at", [1, 2, 7, 20])
-def test_after_an_error_the_same_batch_comes_again(fails_at, ahead):
+def test_failed_batch_is_read_again(fails_at, ahead):
     store = numbered(LENGTHS, kind=Flaky)
     store.fails_at = fails_at
-    rows, actual, errors = alone(store, N, ahead=ahead), [], []
+    rows, actual, errors = single_rank_rows(store, N, ahead=ahead), [], []
     for _ in range(31):
         before = rows.state_dict()
         try:
@@ -71,7 +75,7 @@ def test_after_an_error_the_same_batch_comes_again(fails_at, ahead):
         except OSError as error:
             errors.append(error)
             assert rows.state_dict() == before
-    assert actual == tokens(alone(numbered(LENGTHS), N), 30)
+    assert actual == tokens(single_rank_rows(numbered(LENGTHS), N), 30)
     assert [error.errno for error in errors] == [5]
 
 
@@ -80,24 +84,24 @@ def test_an_error_keeps_its_type_and_traceback(ahead):
     store = numbered(LENGTHS, kind=Flaky)
     store.fails_at = 1
     with pytest.raises(OSError, match="Input/output error") as failure:
-        next(alone(store, N, ahead=ahead))
+        next(single_rank_rows(store, N, ahead=ahead))
     names = [frame.name for frame in traceback.extract_tb(failure.value.__traceback__)]
     assert "the_disk_is_gone" in names and "read_shard" in names
 
 
 def test_errors_of_unused_batches_are_not_raised():
     store = numbered([N] * 4, kind=Flaky)
-    rows = alone(store, N, ahead=1)
-    store.fails_at, store.gone = 2, threading.Event()
+    rows = single_rank_rows(store, N, ahead=1)
+    store.fails_at, store.recovered = 2, threading.Event()
     next(rows)
-    assert store.gone.wait(10)
+    assert store.recovered.wait(10)
     rows.load_state_dict(rows.state_dict() | {"rows": 10})
-    assert tokens(rows, 2) == tokens(alone(numbered([N] * 4), N), 12)[10:]
+    assert tokens(rows, 2) == tokens(single_rank_rows(numbered([N] * 4), N), 12)[10:]
     assert store.reads > 2
 
 
-def test_a_forked_process_continues_alone():
-    rows, expected = alone(numbered(LENGTHS), N, ahead=3), tokens(alone(numbered(LENGTHS), N), 6)
+def test_forked_process_continues_without_the_thread():
+    rows, expected = single_rank_rows(numbered(LENGTHS), N, ahead=3), tokens(single_rank_rows(numbered(LENGTHS), N), 6)
     assert tokens(rows, 2) == expected[:2]
     receiving, sending = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: sending.send(tokens(rows, 4)))
@@ -108,10 +112,10 @@ def test_a_forked_process_continues_alone():
     assert tokens(rows, 4) == expected[2:]
 
 
-# -- the thread alone -------------------------------------------------------------------------------------------------
+# -- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_things_are_made_ahead_by_one_thread_in_order():
+def test_one_thread_prefetches_in_order():
     numbers, started = [], threading.Event()
 
     def make(number):
@@ -148,11 +152,11 @@ def test_prefetched_batches_are_made_once_unless_canceled():
 
 def test_prefetching_ends_with_its_rows():
     before = set(threading.enumerate())
-    rows = alone(numbered(LENGTHS), N, ahead=2)
+    rows = single_rank_rows(numbered(LENGTHS), N, ahead=2)
     next(rows)
     (thread,) = set(threading.enumerate()) - before
     del rows
-    for _ in range(1000):  # the batch in hand is finished first
+    for _ in range(1000):  # the thread finishes its current batch first
         gc.collect()
         thread.join(0.01)
         if not thread.is_alive():

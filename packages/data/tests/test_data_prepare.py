@@ -1,4 +1,4 @@
-"""What `prepare` makes: every document of the input, in order, whatever the files and the number of workers."""
+"""`prepare` stores every document of the input in order, for all kinds of files and numbers of workers."""
 
 import gzip
 import json
@@ -36,13 +36,13 @@ def jsonl(path, texts=TEXTS, field="text"):
     return path
 
 
-def made(*inputs, output, workers=1, **options):
-    """The header of a store at `output`, from chunks of few bytes."""
+def prepare_header(*inputs, output, workers=1, **options):
+    """Prepares a store from chunks of few bytes and returns its header."""
     return prepare(Preparation(inputs, output, **{"chunk_bytes": 50} | options), workers)
 
 
 def tokens_of(path):
-    """Tokens of each document in a store, and the one token that all of them end with."""
+    """Returns the tokens of each document in a store, and the token at the end of all documents."""
     store = open_store(path)
     documents = [store.read(i, 0, int(length)).tolist() for i, length in enumerate(store.lengths)]
     (end,) = {tokens.pop() for tokens in documents}
@@ -50,7 +50,7 @@ def tokens_of(path):
 
 
 def texts_of(path):
-    """Documents in a store of bytes, each of which ends with token 256."""
+    """Returns the documents in a store of bytes, which end with token 256."""
     documents, end = tokens_of(path)
     return [bytes(tokens) if end == 256 else None for tokens in documents]
 
@@ -61,7 +61,7 @@ def files_of(folder):
 
 @pytest.fixture(scope="session")
 def definition():
-    """The text of a tokenizer.json."""
+    """The contents of a tokenizer.json."""
     return train_bpe(iter(TEXTS), 300).definition
 
 
@@ -72,7 +72,7 @@ def test_a_folder_of_code_gives_its_text_files_byte_for_byte(tmp_path):
     files = {"b.py": b"print(2)\n" * 20, "a.txt": b"caf\xe9 \xff\xfe", "c__d.py": b"3", "e.md": "漢".encode()}
     left_out = {"picture.png": b"\x89PNG\0", "empty.py": b"", ".hidden": b"h", ".git__config": b"g"}
     write(tmp_path / "code", **files, **left_out)
-    header = made(tmp_path / "code", output=tmp_path / "store")
+    header = prepare_header(tmp_path / "code", output=tmp_path / "store")
     assert texts_of(tmp_path / "store") == [files["a.txt"], files["b.py"], files["c__d.py"], files["e.md"]]
     assert (header.summary["binary"], header.summary["replaced"], header.summary["skipped"]) == (1, 0, 0)
 
@@ -111,38 +111,38 @@ def as_a_mixture(folder):
 @pytest.mark.parametrize("make", [as_text, as_jsonl, as_packed_jsonl, as_parquet, as_dataset, as_a_mixture])
 def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
     (tmp_path / "input").mkdir()
-    named = {"format": "text"} if make is as_text else {}  # a file with a zero byte is text where that is said
-    header = made(*make(tmp_path / "input"), output=tmp_path / "store", **named)
+    options = {"format": "text"} if make is as_text else {}  # a file with a zero byte is text only by this option
+    header = prepare_header(*make(tmp_path / "input"), output=tmp_path / "store", **options)
     assert texts_of(tmp_path / "store") == [text.encode() for text in TEXTS]
     assert header.documents == len(TEXTS) and header.summary["documents"] == len(TEXTS)
 
 
 @given(texts=st.lists(st.text(max_size=30) | st.just("long " * 40), min_size=1, max_size=10), size=st.integers(1, 300))
 @settings(max_examples=8, deadline=None)
-def test_documents_survive_any_cut_of_the_input(tmp_path_factory, texts, size):
+def test_documents_do_not_depend_on_chunk_size(tmp_path_factory, texts, size):
     folder = tmp_path_factory.mktemp("any")
     texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]
-    header = made(jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
+    header = prepare_header(jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
     assert texts_of(folder / "store") == [text.encode() for text in texts if text]
     assert header.summary["empty"] == texts.count("")
 
 
-def test_a_document_longer_than_many_chunks_stays_one(tmp_path):
+def test_document_longer_than_many_chunks_stays_one(tmp_path):
     text = "0123456789" * 2000
-    made(jsonl(tmp_path / "a.jsonl", [text, "b"]), output=tmp_path / "lines", chunk_bytes=100)
-    made(write(tmp_path, **{"b.txt": text.encode()}) / "b.txt", output=tmp_path / "text", chunk_bytes=100)
+    prepare_header(jsonl(tmp_path / "a.jsonl", [text, "b"]), output=tmp_path / "lines", chunk_bytes=100)
+    prepare_header(write(tmp_path, **{"b.txt": text.encode()}) / "b.txt", output=tmp_path / "text", chunk_bytes=100)
     assert texts_of(tmp_path / "lines") == [text.encode(), b"b"]
     assert texts_of(tmp_path / "text") == [text.encode()]
 
 
 def test_a_document_of_one_byte_is_a_store_of_two_tokens(tmp_path):
-    header = made(write(tmp_path, a=b"\xff") / "a", output=tmp_path / "store")
+    header = prepare_header(write(tmp_path, a=b"\xff") / "a", output=tmp_path / "store")
     assert (header.documents, header.tokens, texts_of(tmp_path / "store")) == (1, 2, [b"\xff"])
 
 
-def test_the_field_and_the_format_can_be_named(tmp_path):
+def test_field_and_format_are_options(tmp_path):
     lines = jsonl(tmp_path / "lines.data", ["a", "b"], field="body")
-    made(lines, output=tmp_path / "deep" / "er" / "store", format="jsonl", text_field="body")
+    prepare_header(lines, output=tmp_path / "deep" / "er" / "store", format="jsonl", text_field="body")
     assert texts_of(tmp_path / "deep" / "er" / "store") == [b"a", b"b"]
 
 
@@ -151,7 +151,7 @@ def test_the_field_and_the_format_can_be_named(tmp_path):
 
 def test_header_index_and_hashes_are_of_the_documents(tmp_path):
     texts = [text.encode() for text in TEXTS]
-    header = made(jsonl(tmp_path / "a.jsonl", ["", *TEXTS]), output=tmp_path / "store")
+    header = prepare_header(jsonl(tmp_path / "a.jsonl", ["", *TEXTS]), output=tmp_path / "store")
     store = open_store(tmp_path / "store")
     assert store.lengths.tolist() == [len(text) + 1 for text in texts]
     assert store.hashes.tolist() == [stable_hash(text) for text in texts]
@@ -167,7 +167,7 @@ def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
     words = {f"w{number}": number for number in range(size - 1)} | {"<eos>": size - 1}
     (tmp_path / "tokenizer.json").write_text(Tokenizer(WordLevel(words, unk_token="w0")).to_str())
     path = write(tmp_path, a=f"w{size - 2}".encode()) / "a"
-    header = made(path, output=tmp_path / "store", tokenizer=str(tmp_path))
+    header = prepare_header(path, output=tmp_path / "store", tokenizer=str(tmp_path))
     assert tokens_of(tmp_path / "store") == ([[size - 2]], size - 1)
     assert (header.dtype, header.vocabulary.size) == (dtype, size)
 
@@ -176,7 +176,7 @@ def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
 def test_a_tokenizer_file_gives_the_tokens_of_its_library(tmp_path, definition, begin):
     (tmp_path / "given.json").write_bytes(definition)
     options = {"tokenizer": str(tmp_path / "given.json"), "begin_of_document": begin}
-    header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", **options)
+    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", **options)
     library = Tokenizer.from_str(definition.decode())
     begins = [library.token_to_id(begin)] if begin else []
     expected = [begins + library.encode(text, add_special_tokens=False).ids for text in TEXTS]
@@ -193,13 +193,13 @@ def test_a_chosen_end_of_document_is_stored(tmp_path, definition):
     lines = jsonl(tmp_path / "a.jsonl")
     library = Tokenizer.from_str(definition.decode())
     for end, options in (("b", {}), ("z", {"end_of_document": "z"})):
-        header = made(lines, output=tmp_path / end, tokenizer=str(tmp_path), **options)
+        header = prepare_header(lines, output=tmp_path / end, tokenizer=str(tmp_path), **options)
         assert tokens_of(tmp_path / end)[1] == library.token_to_id(end) == header.vocabulary.end_of_document
         assert TextTokenizer.read(tmp_path / end).identity == header.vocabulary.tokenizer
 
 
-def test_bpe_is_trained_on_the_input_and_gives_its_text_back(tmp_path):
-    header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", tokenizer="bpe", vocab_size=280)
+def test_bpe_is_trained_on_the_input_and_decodes_its_text(tmp_path):
+    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", tokenizer="bpe", vocab_size=280)
     tokenizer = tokenizer_in(tmp_path / "store")
     library = Tokenizer.from_file(str(tmp_path / "store" / "tokenizer.json"))
     documents, end = tokens_of(tmp_path / "store")
@@ -207,11 +207,11 @@ def test_bpe_is_trained_on_the_input_and_gives_its_text_back(tmp_path):
     assert end == library.token_to_id("<|endoftext|>")
     assert header.vocabulary.size == library.get_vocab_size() == 280
     assert tokenizer.identity == header.vocabulary.tokenizer
-    assert len(documents[4]) < len(TEXTS[4])  # pairs were merged
+    assert len(documents[4]) < len(TEXTS[4])  # because pairs were merged
 
 
 def test_a_store_of_bytes_has_the_tokenizer_of_bytes(tmp_path):
-    header = made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
     assert tokenizer_in(tmp_path / "store").identity == header.vocabulary.tokenizer == "bytes"
     assert open_store(tmp_path / "store", tokenizer_in(tmp_path / "store")).vocabulary == header.vocabulary
 
@@ -219,17 +219,17 @@ def test_a_store_of_bytes_has_the_tokenizer_of_bytes(tmp_path):
 def test_a_store_that_replaces_another_has_its_own_tokenizer(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
-    made(lines, output=output, tokenizer="bpe", vocab_size=270)
-    header = made(lines, output=output, tokenizer=str(tmp_path / "given.json"), overwrite=True)
+    prepare_header(lines, output=output, tokenizer="bpe", vocab_size=270)
+    header = prepare_header(lines, output=output, tokenizer=str(tmp_path / "given.json"), overwrite=True)
     assert header.vocabulary.size > 270 and header.vocabulary.tokenizer == tokenizer_in(output).identity
     assert (output / "tokenizer.json").read_bytes() == definition
-    made(lines, output=output, overwrite=True)
+    prepare_header(lines, output=output, overwrite=True)
     assert texts_of(output) == [text.encode() for text in TEXTS]
     assert not (output / "tokenizer.json").exists()
 
 
 def test_rows_packed_from_a_store_have_the_tokens_of_its_documents(tmp_path):
-    made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
     layout = SequenceLayout.contiguous(4000, 1)
     store = open_store(tmp_path / "store")
     rows = PackedSequences(store, layout=layout, shard=0, rows_per_batch=len(TEXTS), packing=one_per_row)
@@ -243,7 +243,7 @@ def test_two_workers_write_the_same_files_as_one(tmp_path, definition):
     inputs = [tmp_path / "text", jsonl(tmp_path / "a.jsonl", TEXTS * 5)]
     for workers in (1, 2):
         options = {"tokenizer": str(tmp_path / "given.json"), "workers": workers, "chunk_bytes": 200}
-        made(*inputs, output=tmp_path / f"by {workers}", **options)
+        prepare_header(*inputs, output=tmp_path / f"by {workers}", **options)
     one, two = files_of(tmp_path / "by 1"), files_of(tmp_path / "by 2")
     names = {"store.json", "tokens.bin", "documents.bin", "hashes.bin", "tokenizer.json", "tokenizer_config.json"}
     assert one.keys() == names and one == two
@@ -259,18 +259,18 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
     options = {"tokenizer": str(tmp_path / "given.json"), "chunk_bytes": 5}
     decode = Tokenizer.from_str(definition.decode()).decode
 
-    replaced = made(source, output=tmp_path / "replaced", **options).summary
+    replaced = prepare_header(source, output=tmp_path / "replaced", **options).summary
     assert [decode(tokens) for tokens in tokens_of(tmp_path / "replaced")[0]] == ["fine", "caf\ufffd", "\ufffd", "漢"]
     assert (replaced["replaced"], replaced["first_replaced"], replaced["skipped"]) == (2, "b", 0)
     hashes = open_store(tmp_path / "replaced").hashes.tolist()
     assert hashes == [stable_hash(text) for text in (b"fine", b"caf\xe9", b"\xff", "漢".encode())]
 
-    skipped = made(source, output=tmp_path / "skipped", invalid="skip", **options).summary
+    skipped = prepare_header(source, output=tmp_path / "skipped", invalid="skip", **options).summary
     assert [decode(tokens) for tokens in tokens_of(tmp_path / "skipped")[0]] == ["fine", "漢"]
     assert (skipped["documents"], skipped["skipped"], skipped["first_skipped"]) == (2, 2, "b")
 
     with pytest.raises(ValueError, match=r"^b: .*--invalid skip"):
-        made(source, output=tmp_path / "refused", invalid="refuse", **options)
+        prepare_header(source, output=tmp_path / "refused", invalid="refuse", **options)
 
 
 @pytest.mark.parametrize("invalid", ["refuse", "replace"])
@@ -280,26 +280,26 @@ def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invali
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
     place = len(lines[0]) + len(lines[1])
     message = rf"^a\.jsonl:byte {place}: .*--invalid skip"
-    for _ in range(2):  # what is done is kept, so the second time it is refused at once
+    for _ in range(2):  # finished parts stay, so the second run fails at once
         with pytest.raises(ValueError, match=message):
-            made(path, **options)
+            prepare_header(path, **options)
     path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
     with pytest.raises(ValueError, match=r"changed .*--overwrite"):
-        made(path, **options)
-    made(path, **options, overwrite=True)
+        prepare_header(path, **options)
+    prepare_header(path, **options, overwrite=True)
     assert texts_of(tmp_path / "store") == [b"first document", b"second", b"mended", b"last"]
 
 
 def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
     lines = b'{"text": "a"}\n{"text": null}\n\n{"other": 1}\n[]\n{"text": ""}\n{"text": "b"}\n{"text": "cut'
     path = write(tmp_path, **{"a.jsonl": lines}) / "a.jsonl"
-    actual = made(path, output=tmp_path / "store", invalid="skip", chunk_bytes=7).summary
+    actual = prepare_header(path, output=tmp_path / "store", invalid="skip", chunk_bytes=7).summary
     assert texts_of(tmp_path / "store") == [b"a", b"b"]
     assert (actual["documents"], actual["skipped"], actual["empty"]) == (2, 4, 1)
     assert actual["first_skipped"] == "a.jsonl:byte 14"
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
 def test_invalid_settings_are_refused_before_any_file_is_written(tmp_path, options, message):
     lines = jsonl(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
-        made(lines, output=tmp_path / "store", **options)
+        prepare_header(lines, output=tmp_path / "store", **options)
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -325,66 +325,66 @@ def test_a_tokenizer_broken_or_without_the_token_is_refused(tmp_path, definition
     lines = jsonl(tmp_path / "a.jsonl")
     path = write(tmp_path / "tokenizer", **{"tokenizer.json": definition[:100]}) / "tokenizer.json"
     with pytest.raises(ValueError, match=r"tokenizer\.json: "):
-        made(lines, output=tmp_path / "store", tokenizer=str(path))
+        prepare_header(lines, output=tmp_path / "store", tokenizer=str(path))
     path.write_bytes(definition)
     with pytest.raises(ValueError, match="begin_of_document='<s>' "):
-        made(lines, output=tmp_path / "store", tokenizer=str(path), begin_of_document="<s>")
+        prepare_header(lines, output=tmp_path / "store", tokenizer=str(path), begin_of_document="<s>")
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "tokenizer"]
 
 
-def test_input_without_a_document_is_refused_and_leaves_nothing_in_the_way(tmp_path):
+def test_input_without_a_document_is_refused_and_does_not_block_the_output(tmp_path):
     empty = write(tmp_path, **{"empty.txt": b""}) / "empty.txt"
     with pytest.raises(ValueError, match=r"empty\.txt "):
-        made(empty, output=tmp_path / "store")
+        prepare_header(empty, output=tmp_path / "store")
     lines = jsonl(tmp_path / "a.jsonl", ["", ""])
     with pytest.raises(ValueError, match=re.escape(f"{lines}: ")):
-        made(lines, output=tmp_path / "store")
+        prepare_header(lines, output=tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
 def test_a_missing_field_lists_the_fields(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jsonl:byte 0: .*'body'.*'text'"):
-        made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", text_field="body")
-    made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")  # nothing was done, so nothing is in the way
+        prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", text_field="body")
+    prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")  # the failed run left no partial store
     assert texts_of(tmp_path / "store")[0] == b"one"
 
 
-def test_a_store_is_no_input(tmp_path):
-    made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+def test_stores_are_refused_as_input(tmp_path):
+    prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
     with pytest.raises(ValueError, match="store is a token store"):
-        made(tmp_path / "store", output=tmp_path / "other")
+        prepare_header(tmp_path / "store", output=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("input, output", [("in", "in/store"), ("in", "in"), ("in/a", "in"), ("in/a", "in/a")])
-def test_input_and_output_must_not_lie_in_each_other(tmp_path, input, output, overwrite):
+def test_nested_input_and_output_are_refused(tmp_path, input, output, overwrite):
     write(tmp_path, in__a=b"text")
     with pytest.raises(ValueError, match=r"the (input|output) \S+ lies in the (input|output) "):
-        made(tmp_path / input, output=tmp_path / output, overwrite=overwrite)
+        prepare_header(tmp_path / input, output=tmp_path / output, overwrite=overwrite)
     assert (tmp_path / "in" / "a").read_bytes() == b"text"
 
 
-# -- a store that is there --------------------------------------------------------------------------------------------
+# -- existing stores --------------------------------------------------------------------------------------------------
 
 
 def test_a_complete_store_of_the_same_input_is_untouched(tmp_path):
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
-    first = made(lines, output=output)
+    first = prepare_header(lines, output=output)
     stamps = {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]}
-    assert made(lines, output=output) == first
+    assert prepare_header(lines, output=output) == first
     assert {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]} == stamps
 
 
 def test_a_store_of_other_input_is_replaced_only_with_overwrite(tmp_path):
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
-    made(lines, output=output)
+    prepare_header(lines, output=output)
     other = jsonl(tmp_path / "b.jsonl", ["other"])
     for inputs, options in (([other], {}), ([lines], {"invalid": "skip"}), ([lines], {"tokenizer": "bpe"})):
         with pytest.raises(ValueError, match=r"store .*--overwrite"):
-            made(*inputs, output=output, **options)
+            prepare_header(*inputs, output=output, **options)
     assert texts_of(output) == [text.encode() for text in TEXTS]
-    made(other, output=output, overwrite=True)
+    prepare_header(other, output=output, overwrite=True)
     assert texts_of(output) == [b"other"]
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "b.jsonl", "store"]
 
@@ -398,7 +398,7 @@ def test_an_output_without_a_store_is_never_touched(tmp_path, kind):
     before = set(os.listdir(tmp_path))
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"(out|there) .*not a token store"):
-            made(lines, output=output, overwrite=overwrite)
+            prepare_header(lines, output=output, overwrite=overwrite)
     assert set(os.listdir(tmp_path)) == before
     file = {"folder": "out/file", "file": "out", "link": "out/file"}[kind]
     assert (tmp_path / file).read_bytes() == b"precious"
@@ -407,5 +407,5 @@ def test_an_output_without_a_store_is_never_touched(tmp_path, kind):
 def test_foreign_files_in_the_partial_folder_are_not_touched(tmp_path):
     write(tmp_path, **{"store.partial__notes": b"precious"})
     with pytest.raises(ValueError, match=r"store\.partial was not made by"):
-        made(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", overwrite=True)
+        prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", overwrite=True)
     assert files_of(tmp_path / "store.partial") == {"notes": b"precious"}

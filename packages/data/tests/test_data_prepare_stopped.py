@@ -1,4 +1,4 @@
-"""A preparation that is stopped: by a kill, a full disk, an error, another process. The next run finishes it."""
+"""Preparations stopped by a kill, a full disk, an error or another process. The next run finishes them."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ from armillary.data.prepare.workers import map_in_order
 
 TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
 BROKEN = '{"text": broken}\n'
-fork = multiprocessing.get_context("fork")  # a process of its own, without the seconds that importing torch takes
+fork = multiprocessing.get_context("fork")  # a new process that need not import torch
 
 
 class Stop(Exception):
@@ -49,29 +49,29 @@ def planned(source, output, **options):
 
 
 def counted(plan, workers=1):
-    """How many chunks were still to do."""
+    """Finishes a plan and returns the number of chunks that remained."""
     steps = []
     prepare(plan, workers, lambda now: steps.append(now.done_bytes))
-    return len(steps) - 1  # the first report is of the tokenizer
+    return len(steps) - 1  # the first report is the tokenizer's
 
 
 def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def stopping(after, what=Stop):
-    """A report that raises when so many chunks are done."""
+def stopping(after, error=Stop):
+    """Returns a progress callback that raises after a number of chunks."""
     calls = count()
 
     def report(now):
         if next(calls) == after:
-            raise what
+            raise error
 
     return report
 
 
 def run(work):
-    """Does the work in a process of its own, and returns its exit code."""
+    """Runs `work` in another process and returns the exit code."""
     process = fork.Process(target=work)
     process.start()
     process.join()
@@ -80,31 +80,31 @@ def run(work):
 
 @pytest.fixture
 def reference(lines, tmp_path):
-    """The files of the store that is never stopped, made from as many chunks as `chunks`."""
+    """The files of a store prepared without a stop, and its number of chunks."""
     plan = planned(lines, tmp_path / "reference")
     chunks = counted(plan)
     assert chunks > 10
     return files_of(plan.output), chunks
 
 
-# -- stops that Python sees -------------------------------------------------------------------------------------------
+# -- exceptions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", [KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("after", [0, 1, 7])
-def test_finished_parts_survive_interrupts_and_errors(lines, reference, tmp_path, what, after):
+def test_finished_parts_survive_interrupts_and_errors(lines, reference, tmp_path, error, after):
     plan = planned(lines, tmp_path / "store")
-    with pytest.raises(what):
-        prepare(plan, 1, stopping(after, what))
+    with pytest.raises(error):
+        prepare(plan, 1, stopping(after, error))
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.partial"]
     with pytest.raises(ValueError, match=r"store .*store\.partial"):
         open_store(plan.output)
-    assert is_store(plan.output)  # as far as choosing goes: opening it says what to do
+    assert is_store(plan.output)  # so that it is chosen, and opening it says how to finish it
     assert counted(plan) == reference[1] - after
     assert files_of(plan.output) == reference[0]
 
 
-def test_many_stops_change_nothing(lines, reference, tmp_path):
+def test_store_does_not_depend_on_the_number_of_stops(lines, reference, tmp_path):
     plan = planned(lines, tmp_path / "store")
     stops = 0
     while not plan.output.exists():
@@ -128,7 +128,7 @@ def test_a_trained_tokenizer_is_kept_with_the_parts(lines, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("change", ["input", "settings", "tokenizer"])
-def test_going_on_with_something_else_is_refused_and_overwrite_starts_over(lines, tmp_path, change):
+def test_other_settings_refuse_to_resume_and_overwrite_restarts(lines, tmp_path, change):
     output = tmp_path / "store"
     with pytest.raises(Stop):
         prepare(planned(lines, output, tokenizer="bpe", vocab_size=280), 1, stopping(3))
@@ -146,7 +146,7 @@ def test_going_on_with_something_else_is_refused_and_overwrite_starts_over(lines
     assert files_of(output) == files_of(tmp_path / "whole")
 
 
-def test_starting_over_stopped_while_files_are_removed_leaves_none_of_them(lines, tmp_path):
+def test_restart_stopped_during_removal_leaves_no_old_files(lines, tmp_path):
     with pytest.raises(Stop):
         prepare(planned(lines, tmp_path / "store", tokenizer="bpe", vocab_size=280), 1, stopping(3))
     plan = planned(lines, tmp_path / "store", overwrite=True)
@@ -171,10 +171,10 @@ def test_a_truncated_partial_file_is_refused(lines, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_killed_before_any_change_on_disk_the_next_run_finishes(tmp_path, overwrite, monkeypatch):
-    """Each call that puts something on disk is the last one once."""
+def test_next_run_finishes_after_a_kill_before_any_disk_change(tmp_path, overwrite, monkeypatch):
+    """Kills the process before each call that changes the disk, one call per run."""
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill of a process loses nothing that waits for the disk
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process loses no written data
     new, old = jsonl(tmp_path / "a.jsonl", TEXTS[:3]), jsonl(tmp_path / "b.jsonl", ["old"])
     plan = planned(new, tmp_path / "there" / "store", overwrite=overwrite, chunk_bytes=50)
     expected = prepare(planned(new, tmp_path / "reference", chunk_bytes=50), 1)
@@ -190,16 +190,16 @@ def test_killed_before_any_change_on_disk_the_next_run_finishes(tmp_path, overwr
         assert os.listdir(plan.output.parent) == ["store"]
         plan.output.rename(tmp_path / f"done {calls}")
     assert calls > 10
-    # "none": between two renames, when one store has left and the other not yet come.
+    # "none": between the renames of the old store and of the new one
     assert kinds == ({"old", "none", "new"} if overwrite else {"none", "new"})
 
 
 def dies_after(calls, plan):
-    """Prepares, until there were so many calls that change what is on disk."""
-    done = count()
+    """Prepares, and kills itself before call number `calls` that changes the disk."""
+    number = count()
 
     def change(call, *args, **kwargs):
-        return call(*args, **kwargs) if next(done) < calls else os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs) if next(number) < calls else os.kill(os.getpid(), signal.SIGKILL)
 
     for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
         setattr(os, name, partial(change, getattr(os, name)))
@@ -207,7 +207,7 @@ def dies_after(calls, plan):
 
 
 def state(path):
-    """Which store is at a path, by its first document; every byte of it is checked."""
+    """Verifies the store at a path and returns "old" or "new" by its first document, or "none"."""
     if not path.exists():
         return "none"
     sum(verify_folder(path))
@@ -216,7 +216,7 @@ def state(path):
 
 
 def test_finished_parts_survive_a_kill_at_any_moment(lines, reference, tmp_path, monkeypatch):
-    """Parts are put on disk one by one here; the parent kills when it has heard of some of them."""
+    """Parts are synced one by one, and the parent kills the process after reports of some of them."""
     monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     plan, random, before = planned(lines, tmp_path / "store"), Random(0), 0
     for _ in range(4):
@@ -224,12 +224,12 @@ def test_finished_parts_survive_a_kill_at_any_moment(lines, reference, tmp_path,
         process = fork.Process(target=prepare, args=(plan, 1, lambda now, tell=tell: tell.send(now.done_bytes)))
         process.start()
         reports = [heard.recv() for _ in range(random.randint(2, 4))]
-        time.sleep(random.random() / 500)  # wherever that is
+        time.sleep(random.random() / 500)  # at a random point
         process.kill()
         process.join()
         if plan.output.exists():
             break
-        assert reports[1] > before  # goes on from there
+        assert reports[1] > before  # resumes from the finished parts
         before = reports[-1]
     steps = []
     prepare(plan, 1, lambda now: steps.append(now.done_bytes))
@@ -246,7 +246,7 @@ def test_workers_exit_with_a_killed_parent_and_another_run_resumes(lines, refere
         tell.send([child.pid for child in multiprocessing.active_children()])
 
     def work():
-        forkserver._forkserver.__init__()  # one of its own, as any other process has
+        forkserver._forkserver.__init__()  # a new fork server, as in a new process
         prepare(plan, 2, report)
 
     process = fork.Process(target=work)
@@ -274,25 +274,25 @@ def is_running(pid):
 
 
 def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(lines, reference, tmp_path):
-    plan, done = planned(lines, tmp_path / "store"), []
-    earlier_workers = set(multiprocessing.active_children())  # of tests that ran before
+    plan, reports = planned(lines, tmp_path / "store"), []
+    earlier_workers = set(multiprocessing.active_children())  # workers of earlier tests
 
     def report(now):
-        done.append(now.done_bytes)
-        if len(done) == 6:
+        reports.append(now.done_bytes)
+        if len(reports) == 6:
             workers = [child for child in multiprocessing.active_children() if child not in earlier_workers]
             os.kill(workers[0].pid, signal.SIGKILL)
-            assert all(wait([worker.sentinel]) for worker in workers)  # the pool ends the other one
+            assert all(wait([worker.sentinel]) for worker in workers)  # the pool ends the other worker
 
     message = rf"{plan.output}: .* 2 worker"
     with pytest.raises(ChildProcessError, match=message):
         prepare(plan, 2, report)
     assert set(multiprocessing.active_children()) <= earlier_workers
-    assert counted(plan) == reference[1] - (len(done) - 1)
+    assert counted(plan) == reference[1] - (len(reports) - 1)
     assert files_of(plan.output) == reference[0]
 
 
-def test_an_error_in_a_worker_comes_with_the_workers_traceback(lines, tmp_path):
+def test_worker_error_has_the_workers_traceback(lines, tmp_path):
     with lines.open("a") as file:
         file.write(BROKEN)
     with pytest.raises(ValueError, match=r"a\.jsonl:byte \d+: ") as caught:
@@ -302,7 +302,7 @@ def test_an_error_in_a_worker_comes_with_the_workers_traceback(lines, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_results_come_in_the_order_of_the_work(workers):
+def test_results_are_in_the_order_of_the_items(workers):
     assert list(map_in_order(neg, range(50), workers)) == [-number for number in range(50)]
     assert list(map_in_order(neg, [], workers)) == []
     results = map_in_order(math.sqrt, [4, 9, -1, 16], workers)
@@ -311,20 +311,20 @@ def test_results_come_in_the_order_of_the_work(workers):
         next(results)
 
 
-def test_no_more_than_two_items_for_each_worker_are_under_way():
+def test_at_most_two_items_per_worker_are_in_progress():
     class Items(list):
-        taken = 0
+        started = 0
 
         def __iter__(self):
             for item in super().__iter__():
-                self.taken += 1
+                self.started += 1
                 yield item
 
     items = Items(range(20))
-    taken = [items.taken for _ in map_in_order(neg, items, 2)]
-    assert taken == [*range(4, 20), *[20] * 4]
+    started = [items.started for _ in map_in_order(neg, items, 2)]
+    assert started == [*range(4, 20), *[20] * 4]
     one = Items(range(3))
-    assert [one.taken for _ in map_in_order(neg, one, 1)] == [1, 2, 3]
+    assert [one.started for _ in map_in_order(neg, one, 1)] == [1, 2, 3]
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_a_full_disk_keeps_finished_parts(lines, reference, tmp_path, monkeypatc
 
 
 def fill(disk, plan):
-    """Prepares, and takes all room when some parts are done."""
+    """Prepares, and fills the disk after some parts."""
     calls = count()
 
     def report(now):
@@ -373,18 +373,18 @@ def test_a_file_size_limit_keeps_finished_parts(lines, reference, tmp_path, limi
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         prepare(plan, 1)
 
-    def told():
+    def check_error():
         try:
             work()
         except OSError as error:
             is_named = str(error.strerror).startswith(f"{plan.output}: File too large")
             os._exit(3 if error.errno == errno.EFBIG and is_named else 4)
 
-    assert run(told) == 3
-    assert run(told) == 3
+    assert run(check_error) == 3
+    assert run(check_error) == 3
     assert not plan.output.exists()
-    left = counted(plan)
-    assert (0 < left < reference[1]) if limit > 40 else (left == reference[1])
+    remaining = counted(plan)
+    assert (0 < remaining < reference[1]) if limit > 40 else (remaining == reference[1])
     assert files_of(plan.output) == reference[0]
 
 
@@ -405,10 +405,10 @@ def test_an_unwritable_folder_is_named(lines, tmp_path):
     assert os.listdir(output.parent) == []
 
 
-# -- two at once ------------------------------------------------------------------------------------------------------
+# -- two processes ----------------------------------------------------------------------------------------------------
 
 
-def test_of_two_processes_the_second_is_refused_and_the_first_completes(lines, reference, tmp_path):
+def test_second_process_is_refused_and_the_first_completes(lines, reference, tmp_path):
     plan = planned(lines, tmp_path / "store")
     (begun, begin), (go, on), calls = fork.Pipe(duplex=False), fork.Pipe(duplex=False), count()
 
@@ -433,10 +433,10 @@ def test_of_two_processes_the_second_is_refused_and_the_first_completes(lines, r
 def test_a_lock_file_of_a_killed_process_does_not_block(lines, reference, tmp_path):
     plan = planned(lines, tmp_path / "store")
 
-    def killed():
+    def lock_and_die():
         prepare(plan, 1, lambda now: os.kill(os.getpid(), signal.SIGKILL))
 
-    assert run(killed) == -signal.SIGKILL
+    assert run(lock_and_die) == -signal.SIGKILL
     assert (tmp_path / "store.lock").exists()
     prepare(plan, 1)
     assert files_of(plan.output) == reference[0]
@@ -451,7 +451,7 @@ def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
     assert [name for name in os.listdir(tmp_path) if re.search("lock", name)] == []
 
 
-# -- what is not ours, and what changes -------------------------------------------------------------------------------
+# -- foreign files and changing input ---------------------------------------------------------------------------------
 
 
 def test_files_with_similar_names_beside_the_output_stay(lines, tmp_path):
@@ -484,7 +484,7 @@ def test_an_output_link_is_followed(lines, tmp_path):
     assert (tmp_path / "store").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["store"]
 
 
-def test_a_tokenizer_is_trained_on_a_bounded_share_of_the_input(tmp_path, monkeypatch):
+def test_tokenizer_is_trained_on_a_bounded_part_of_the_input(tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "TRAINING_BYTES", 1000)
     for name in "abc":
         (tmp_path / name).write_text("word " * 4000)

@@ -1,4 +1,4 @@
-"""The bar of long work: on a terminal alone, and on stderr."""
+"""The progress bar: on stderr, and only on a terminal."""
 
 import io
 import sys
@@ -15,8 +15,8 @@ class Terminal(io.StringIO):
 
 def work(**options: bool) -> None:
     with Bar("counting", **options) as bar:
-        for done in range(1, 21):
-            bar.show("counting sheep", done, 20)
+        for step in range(1, 21):
+            bar.show("counting sheep", step, 20)
             bar.refresh()
         print("[not markup]")
 
@@ -27,7 +27,7 @@ def test_without_a_terminal_nothing_is_shown(options, capsys):
     assert capsys.readouterr() == ("[not markup]\n", "")
 
 
-def test_a_log_gets_a_line_now_and_then(capsys):
+def test_log_gets_few_lines(capsys):
     work(lines=True)
     messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 10 and messages[-1] == "counting sheep: 100% of 20 bytes"

@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Numbers with underscores, exponents and units."""
 
 import argparse
 
@@ -23,7 +23,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize(("text", "number"), NUMBERS.items())
-def test_numbers_are_read_as_people_write_them(text, number):
+def test_numbers_are_parsed(text, number):
     assert quantity(text) == quantity(number) == count_argument()(text) == number
 
 

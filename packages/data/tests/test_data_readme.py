@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The README's example runs unmodified."""
 
 from pathlib import Path
 from runpy import run_path

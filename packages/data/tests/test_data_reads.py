@@ -1,4 +1,4 @@
-"""What a rank reads: the tokens of its own shard, one more for the label of each run's last, and nothing else."""
+"""A rank reads only the tokens of its shard, and one more per run for the last label."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from armillary.data import IGNORE, PackedSequences, best_fit, greedy, one_per_ro
 
 
 def runs(layout, shard):
-    """How many stretches of neighbouring positions a shard holds."""
+    """Counts the runs of consecutive positions of a shard."""
     positions = layout.positions(shard).tolist()
     return sum(i == 0 or positions[i] != positions[i - 1] + 1 for i in range(len(positions)))
 
@@ -44,8 +44,8 @@ def test_a_rank_reads_the_bytes_of_its_shard(shards, kind, dtype):
         documents = len(rank.batch(5).documents[0]) - 1
         assert store.bytes_read <= (layout.sizes[shard] + runs(layout, shard) + documents) * item
         total += store.bytes_read
-    more = sum(runs(layout, shard) for shard in range(shards))
-    assert (length - 1) * item <= total <= (length + more) * item
+    label_tokens = sum(runs(layout, shard) for shard in range(shards))
+    assert (length - 1) * item <= total <= (length + label_tokens) * item
 
 
 def test_no_bytes_are_read_before_the_first_batch():
@@ -66,7 +66,7 @@ def test_making_parts_of_a_store_reads_no_tokens():
 
 
 def resident(path):
-    """Bytes of a file's mappings that this process has touched."""
+    """Resident bytes of a file's mappings in this process."""
     with open("/proc/self/smaps") as file:
         mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", file.read(), flags=re.MULTILINE)
     actual = [mapping for mapping in mappings if mapping.split("\n")[0].endswith(str(path))]
@@ -75,7 +75,7 @@ def resident(path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="no /proc/self/smaps to see mapped pages by")
-def test_one_of_eight_shards_touches_an_eighth_of_the_file(tmp_path):
+def test_one_of_eight_shards_reads_an_eighth_of_the_file(tmp_path):
     length = 2**24  # 64 MiB of uint32
     vocabulary = {"tokenizer": "numbers", "size": length, "end_of_document": 0}
     folder = write_folder(tmp_path / "store", [np.arange(length, dtype="uint32")], "uint32", vocabulary)

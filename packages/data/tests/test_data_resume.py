@@ -1,4 +1,4 @@
-"""Going on where a run stopped, on any mesh, whatever stopped it."""
+"""Resuming a stopped or killed run on any mesh."""
 
 import json
 import multiprocessing
@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 import pytest
-from data_stores import alone, every_shard, global_batch, layouts, numbered, read_rows, shapes, write_folder
+from data_stores import every_shard, global_batch, layouts, numbered, read_rows, shapes, single_rank_rows, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,14 +21,14 @@ STORES = [numbered([30, 5, 0, 80, 1, 17, 24, 60]), numbered([9, 9, 40], name="ot
 
 
 def mesh(stores, layout, replicas, rows_per_batch, **settings):
-    """All ranks of a mesh: [replica][shard]."""
+    """Returns the loaders of all ranks of a mesh, as [replica][shard]."""
     settings |= {"replicas": replicas, "rows_per_batch": rows_per_batch}
     return [every_shard(stores, layout, replica=replica, **settings) for replica in range(replicas)]
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.data(), shapes, st.integers(1, 30), st.sampled_from([greedy, best_fit, one_per_row]))
-def test_the_rows_go_on_on_any_mesh(data, lengths, length, packing):
+def test_rows_resume_on_any_mesh(data, lengths, length, packing):
     stores, state, read = [numbered(lengths), numbered([7, 40], name="other")], None, []
     for _ in range(3):
         replicas, rows_per_batch = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
@@ -41,11 +41,11 @@ def test_the_rows_go_on_on_any_mesh(data, lengths, length, packing):
         states = [rank.state_dict() for shards in ranks for rank in shards]
         assert all(other == states[0] for other in states)
         state = states[0]
-    assert read == read_rows(alone(stores, length, packing=packing, seed=5), 0, len(read))
+    assert read == read_rows(single_rank_rows(stores, length, packing=packing, seed=5), 0, len(read))
 
 
 def test_a_state_is_json_with_the_number_of_rows():
-    rows = alone(STORES, N, rows_per_batch=3, replicas=2, ahead=3)
+    rows = single_rank_rows(STORES, N, rows_per_batch=3, replicas=2, ahead=3)
     for step in range(5):
         state = rows.state_dict()
         assert json.loads(json.dumps(state)) == state
@@ -54,23 +54,23 @@ def test_a_state_is_json_with_the_number_of_rows():
 
 
 def test_a_state_does_not_change_with_the_rows_that_follow():
-    rows = alone(STORES, N)
+    rows = single_rank_rows(STORES, N)
     state = rows.state_dict()
     before = json.dumps(state)
     next(rows)
     assert json.dumps(state) == before
 
 
-def test_looking_at_any_batch_does_not_move_iteration():
-    rows = alone(STORES, N, rows_per_batch=2)
+def test_random_access_does_not_move_iteration():
+    rows = single_rank_rows(STORES, N, rows_per_batch=2)
     rows.batch(7)
     assert rows.state_dict()["rows"] == 0
     assert next(rows).tokens.tolist() == rows.batch(0).tokens.tolist()
     assert next(rows).tokens.tolist() == rows.batch(1).tokens.tolist()
 
 
-def test_a_state_may_be_loaded_to_go_back():
-    rows = alone(STORES, N, ahead=2)
+def test_earlier_state_can_be_loaded():
+    rows = single_rank_rows(STORES, N, ahead=2)
     start = rows.state_dict()
     first = [next(rows).tokens.tolist() for _ in range(4)]
     rows.load_state_dict(start)
@@ -78,9 +78,9 @@ def test_a_state_may_be_loaded_to_go_back():
 
 
 def test_reset_positions_layouts_and_prefetching_may_change():
-    state = alone(STORES, N).state_dict()
+    state = single_rank_rows(STORES, N).state_dict()
     choices = {"reset_positions": True, "ahead": 5, "layout_for": lambda documents: None}
-    assert alone(STORES, N, **choices).load_state_dict(state).state_dict() == state
+    assert single_rank_rows(STORES, N, **choices).load_state_dict(state).state_dict() == state
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_reset_positions_layouts_and_prefetching_may_change():
 def test_the_state_of_other_rows_is_refused_with_the_setting(name, other):
     settings = {"stores": STORES, "length": N, "weights": [1, 2]} | other
     weights = settings.pop("weights")[: len(settings["stores"])]
-    state = alone(settings.pop("stores"), settings.pop("length"), weights=weights, **settings).state_dict()
-    rows = alone(STORES, N, weights=[1, 2])
+    state = single_rank_rows(settings.pop("stores"), settings.pop("length"), weights=weights, **settings).state_dict()
+    rows = single_rank_rows(STORES, N, weights=[1, 2])
     next(rows)
     with pytest.raises(ValueError, match=re.escape(f"{name} {state[name]}, not {rows.state_dict()[name]}")):
         rows.load_state_dict(state)
@@ -109,25 +109,25 @@ def test_the_state_of_other_rows_is_refused_with_the_setting(name, other):
 @pytest.mark.parametrize("state", [{}, {"rows": 3}, {"model": 1}])
 def test_invalid_states_are_refused(state):
     with pytest.raises(ValueError, match="version None, not 1") as failure:
-        alone(STORES, N).load_state_dict(state)
+        single_rank_rows(STORES, N).load_state_dict(state)
     assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("rows", [None, -1, "many", 1.5])
 def test_a_state_without_a_number_of_rows_is_refused(rows):
-    state = alone(STORES, N).state_dict() | {"rows": rows}
+    state = single_rank_rows(STORES, N).state_dict() | {"rows": rows}
     with pytest.raises(ValueError, match=re.escape(f"rows={rows!r}")) as failure:
-        alone(STORES, N).load_state_dict(state)
+        single_rank_rows(STORES, N).load_state_dict(state)
     assert "\n" not in str(failure.value)
 
 
-# -- a run that is killed ---------------------------------------------------------------------------------------------
+# -- killed runs ------------------------------------------------------------------------------------------------------
 
 LENGTHS = [40, 3, 77, 0, 15, 9, 120]
 
 
 def train(folder, log, state):
-    """Writes down each batch, and after it a state, until it is killed."""
+    """Logs each batch and then saves the state, until it is killed."""
     layout, store = SequenceLayout.contiguous(16, 1), open_store(folder)
     rows = PackedSequences(store, layout=layout, shard=0, rows_per_batch=2, packing=best_fit, seed=9, ahead=3)
     with open(log, "w", buffering=1) as out:
@@ -155,7 +155,7 @@ def test_a_killed_run_resumes_bitwise_equal(tmp_path):
     assert run.exitcode == -signal.SIGKILL
     state = json.loads(state_file.read_text())
     read = [row for line in log.read_text().split("\n")[:-1] for row in json.loads(line)]
-    expected = alone(open_store(folder), 16, packing=best_fit, seed=9)
+    expected = single_rank_rows(open_store(folder), 16, packing=best_fit, seed=9)
     assert 98 <= state["rows"] <= len(read)
     assert read == read_rows(expected, 0, len(read))
     ranks = every_shard(open_store(folder), SequenceLayout.zigzag(16, 4), rows_per_batch=3, packing=best_fit, seed=9)
@@ -166,12 +166,12 @@ def test_a_killed_run_resumes_bitwise_equal(tmp_path):
 
 
 def test_proportional_weights_have_equal_states():
-    state = alone(STORES, N, weights=[1, 2][: len(STORES)]).state_dict()
-    assert alone(STORES, N, weights=[2, 4][: len(STORES)]).load_state_dict(state).state_dict() == state
+    state = single_rank_rows(STORES, N, weights=[1, 2][: len(STORES)]).state_dict()
+    assert single_rank_rows(STORES, N, weights=[2, 4][: len(STORES)]).load_state_dict(state).state_dict() == state
 
 
 @pytest.mark.parametrize("packing", [partial(greedy), lambda *arguments: greedy(*arguments)], ids=["partial", "lambda"])
 def test_a_packing_without_a_name_is_refused(packing):
     with pytest.raises(ValueError, match=r"packing .* name") as failure:
-        alone(STORES, N, packing=packing)
+        single_rank_rows(STORES, N, packing=packing)
     assert "\n" not in str(failure.value)

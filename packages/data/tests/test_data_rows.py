@@ -1,11 +1,21 @@
-"""Rows: what each holds, and that every mesh reads the same ones."""
+"""Rows: their tokens, labels and documents, which are equal on every mesh."""
 
 import re
 from itertools import pairwise
 
 import pytest
 import torch
-from data_stores import PADDING, alone, every_shard, joined, layouts, numbered, read_rows, shapes, told
+from data_stores import (
+    PADDING,
+    every_shard,
+    expected_row,
+    joined,
+    layouts,
+    numbered,
+    read_rows,
+    shapes,
+    single_rank_rows,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +29,7 @@ PACKINGS = [greedy, best_fit, one_per_row]
 quick = settings(deadline=None, max_examples=25)
 
 
-# -- what a row holds -------------------------------------------------------------------------------------------------
+# -- contents of a row ------------------------------------------------------------------------------------------------
 
 
 @quick
@@ -29,11 +39,11 @@ def test_joined_shards_are_the_row_with_its_labels_documents_and_positions(data,
     choices = {"packing": packing, "seed": seed, "reset_positions": data.draw(st.booleans())}
     ranks = every_shard(numbered(lengths), layout, rows_per_batch=3, **choices)
     batches = [rank.batch(2) for rank in ranks]
-    expected = read_rows(alone(numbered(lengths), length, packing=packing, seed=seed), 6, 9)
+    expected = read_rows(single_rank_rows(numbered(lengths), length, packing=packing, seed=seed), 6, 9)
     tokens, labels, positions = joined(batches)
     assert tokens.tolist() == expected
     for row, tokens in enumerate(expected):
-        next_ones, documents, distances = told(tokens, lengths)
+        next_ones, documents, distances = expected_row(tokens, lengths)
         assert labels[row].tolist() == next_ones
         assert [batch.documents[row] for batch in batches] == [documents] * layout.shards
         assert positions[row].tolist() == (distances if choices["reset_positions"] else list(range(length)))
@@ -42,7 +52,7 @@ def test_joined_shards_are_the_row_with_its_labels_documents_and_positions(data,
 @quick
 @given(shapes, st.integers(1, 40), st.sampled_from([greedy, best_fit]), st.integers(0, 3))
 def test_every_token_of_every_document_is_read_once_an_epoch(lengths, length, packing, epoch):
-    rows = alone(numbered(lengths), length, packing=packing)
+    rows = single_rank_rows(numbered(lengths), length, packing=packing)
     actual = read_rows(rows, epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
     assert {len(row) for row in actual} == {length}
     assert sorted(token for row in actual for token in row if token != PADDING) == list(range(sum(lengths)))
@@ -51,7 +61,7 @@ def test_every_token_of_every_document_is_read_once_an_epoch(lengths, length, pa
 @quick
 @given(shapes, st.integers(1, 40))
 def test_one_per_row_reads_the_first_tokens_of_each_document(lengths, length):
-    rows = alone(numbered(lengths), length, packing=one_per_row)
+    rows = single_rank_rows(numbered(lengths), length, packing=one_per_row)
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     expected = [list(range(at, at + size))[:length] for at, size in zip(begins, lengths, strict=True) if size]
     expected = [row + [PADDING] * (length - len(row)) for row in expected]
@@ -61,25 +71,25 @@ def test_one_per_row_reads_the_first_tokens_of_each_document(lengths, length):
 @quick
 @given(shapes, st.integers(1, 40), st.sampled_from(PACKINGS))
 def test_documents_are_contiguous_in_a_row_and_padding_is_at_its_end(lengths, length, packing):
-    rows = alone(numbered(lengths), length, packing=packing)
+    rows = single_rank_rows(numbered(lengths), length, packing=packing)
     for tokens in read_rows(rows, 0, rows.rows_per_epoch):
-        kept = [token for token in tokens if token != PADDING]
-        _, bounds, _ = told(kept, lengths)
-        assert tokens == kept + [PADDING] * (length - len(kept))
-        assert kept == [kept[a] + i for a, b in pairwise(bounds) for i in range(b - a)] != []
+        unpadded = [token for token in tokens if token != PADDING]
+        _, bounds, _ = expected_row(unpadded, lengths)
+        assert tokens == unpadded + [PADDING] * (length - len(unpadded))
+        assert unpadded == [unpadded[a] + i for a, b in pairwise(bounds) for i in range(b - a)] != []
 
 
-def test_text_comes_back_with_its_ends_of_documents():
+def test_rows_decode_to_text_with_ends_of_documents():
     texts = [b"one", b"", b"two\xff", b"a third one", b"one"]
     store = TokenStore.of([Document(str(i), text) for i, text in enumerate(texts)], ByteTokenizer())
-    row = alone(store, 40).batch(0).tokens[0].tolist()
+    row = single_rank_rows(store, 40).batch(0).tokens[0].tolist()
     actual = bytes(0 if token == ByteTokenizer().end_of_document else token for token in row).split(b"\0")
     assert sorted(actual[:4]) == sorted(filter(None, texts))
     assert set(actual[4:]) == {b""}
 
 
-def test_labels_go_on_where_a_row_cuts_a_document_and_stop_where_it_ends():
-    batch = alone(numbered([7]), 3, rows_per_batch=3).batch(0)
+def test_labels_continue_where_a_row_splits_a_document_and_stop_at_its_end():
+    batch = single_rank_rows(numbered([7]), 3, rows_per_batch=3).batch(0)
     labels = {tuple(row): label for row, label in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)}
     assert labels == {
         (0, 1, 2): [1, 2, 3],
@@ -90,17 +100,17 @@ def test_labels_go_on_where_a_row_cuts_a_document_and_stop_where_it_ends():
 
 @pytest.mark.parametrize("stripe", [1, 3])
 def test_labels_of_striped_shards_are_the_next_tokens_of_the_row(stripe):
-    """Not those that follow on the shard; and none at the end of a document, nor of the row's last piece."""
+    """Labels are not the next tokens of the shard. The end of a document and of the row's last piece has no label."""
     layout = SequenceLayout.striped(N, 4, stripe)
     tokens, labels, _ = joined([rank.batch(0) for rank in every_shard(STORE, layout, rows_per_batch=8)])
     for row, actual in zip(tokens.tolist(), labels.tolist(), strict=True):
-        assert actual == told(row, LENGTHS)[0]
+        assert actual == expected_row(row, LENGTHS)[0]
 
 
-def test_padding_is_zero_where_a_store_does_not_know_its_end_of_document():
+def test_padding_is_zero_without_a_known_end_of_document():
     store = numbered([4])
     store.vocabulary = type(store.vocabulary)()
-    assert alone(store, 6).batch(0).tokens.tolist() == [[0, 1, 2, 3, 0, 0]]
+    assert single_rank_rows(store, 6).batch(0).tokens.tolist() == [[0, 1, 2, 3, 0, 0]]
 
 
 def test_a_batch_is_int64_and_has_the_shapes_of_its_shard():
@@ -114,15 +124,15 @@ def test_a_batch_is_int64_and_has_the_shapes_of_its_shard():
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64"])
 def test_tokens_of_any_integer_type_are_read_exactly(dtype):
-    tokens = read_rows(alone(numbered(LENGTHS[:5], dtype), N), 0, 3)
-    assert tokens == read_rows(alone(numbered(LENGTHS[:5]), N), 0, 3)
+    tokens = read_rows(single_rank_rows(numbered(LENGTHS[:5], dtype), N), 0, 3)
+    assert tokens == read_rows(single_rank_rows(numbered(LENGTHS[:5]), N), 0, 3)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
 def test_the_largest_token_of_a_dtype_is_preserved(dtype):
     store, largest = numbered([3], dtype), torch.iinfo(getattr(torch, dtype)).max
     store.segments[0][:] = largest
-    batch = alone(store, 3).batch(0)
+    batch = single_rank_rows(store, 3).batch(0)
     assert batch.tokens.tolist() == [[largest] * 3]
     assert batch.labels.tolist() == [[largest, largest, IGNORE]]
 
@@ -134,55 +144,57 @@ def test_the_largest_token_of_a_dtype_is_preserved(dtype):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_global_batches_do_not_depend_on_the_mesh(packing, replicas):
     layout = SequenceLayout.zigzag(N, 3).refine(2)
-    share = {"packing": packing, "rows_per_batch": 8 // replicas, "replicas": replicas}
-    meshes = [every_shard(STORE, layout, replica=replica, **share) for replica in range(replicas)]
+    options = {"packing": packing, "rows_per_batch": 8 // replicas, "replicas": replicas}
+    meshes = [every_shard(STORE, layout, replica=replica, **options) for replica in range(replicas)]
     for step in (0, 5):
         parts = [joined([rank.batch(step) for rank in ranks])[0] for ranks in meshes]
-        assert torch.cat(parts).tolist() == read_rows(alone(STORE, N, packing=packing), 8 * step, 8 * step + 8)
+        assert torch.cat(parts).tolist() == read_rows(
+            single_rank_rows(STORE, N, packing=packing), 8 * step, 8 * step + 8
+        )
 
 
 def test_batches_of_any_size_read_the_same_rows_in_the_same_order():
-    singles, fours = alone(STORE, N), alone(STORE, N, rows_per_batch=4)
-    steps = singles.rows_per_epoch  # four epochs of rows, so batches lie across the seams
+    singles, fours = single_rank_rows(STORE, N), single_rank_rows(STORE, N, rows_per_batch=4)
+    steps = singles.rows_per_epoch  # four epochs, so some batches span two of them
     assert steps % 4
     rows = [row for step in range(steps) for row in fours.batch(step).tokens.tolist()]
     assert rows == read_rows(singles, 0, 4 * steps)
 
 
-def test_epochs_are_packed_anew():
-    rows = alone(STORE, N)
+def test_each_epoch_is_packed_differently():
+    rows = single_rank_rows(STORE, N)
     epochs = [read_rows(rows, n * rows.rows_per_epoch, (n + 1) * rows.rows_per_epoch) for n in (0, 1, 40)]
     assert len({str(sorted(epoch)) for epoch in epochs}) == 3
 
 
-def test_each_epoch_is_packed_once_though_batches_look_into_the_next():
+def test_each_epoch_is_packed_once_although_batches_span_two():
     packed = []
 
     def counted(lengths, length, key):
         packed.append(key)
         return greedy(lengths, length, key)
 
-    rows = alone(STORE, N, packing=counted, ahead=3)
+    rows = single_rank_rows(STORE, N, packing=counted, ahead=3)
     for _ in range(3 * rows.rows_per_epoch):
         next(rows)
     assert len(packed) == len(set(packed)) <= 4
 
 
-def test_the_seed_decides_the_order_and_no_global_generator_is_moved():
+def test_seed_decides_the_order_without_global_random_state():
     state = torch.get_rng_state()
-    orders = [read_rows(alone(STORE, N, seed=seed), 0, 9) for seed in (0, 0, 1)]
+    orders = [read_rows(single_rank_rows(STORE, N, seed=seed), 0, 9) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_changing_a_batch_in_place_changes_no_later_batch():
-    rows = alone(STORE, N)
+    rows = single_rank_rows(STORE, N)
     batch = rows.batch(0)
     before = [tensor.clone() for tensor in (batch.tokens, batch.labels, batch.positions)]
     for tensor in (batch.tokens, batch.labels, batch.positions):
         tensor.add_(1)
-    again = rows.batch(0)
-    assert all(map(torch.equal, before, (again.tokens, again.labels, again.positions)))
+    repeated = rows.batch(0)
+    assert all(map(torch.equal, before, (repeated.tokens, repeated.labels, repeated.positions)))
 
 
 def test_rows_and_tokens_are_counted_over_all_ranks():
@@ -193,11 +205,11 @@ def test_rows_and_tokens_are_counted_over_all_ranks():
     assert rows.tokens_per_batch == 12 * N
 
 
-def test_a_batch_knows_its_rows_and_a_row_where_its_tokens_stand():
+def test_batches_describe_their_rows_and_token_positions():
     rows = PackedSequences(STORE, layout=SequenceLayout.zigzag(N, 3), shard=2, rows_per_batch=3, replica=1, replicas=4)
     assert [rows.batch(step).rows for step in (0, 2)] == [range(3, 6), range(27, 30)]
     training, _ = STORE.split(0.3)
-    full = alone(training, N)
+    full = single_rank_rows(training, N)
     for number in range(full.rows_per_epoch):
         name, places = full.describe(number).split(", tokens ")
         spans = [tuple(map(int, part.split(".."))) for part in places.split(", ")]
@@ -207,7 +219,7 @@ def test_a_batch_knows_its_rows_and_a_row_where_its_tokens_stand():
 
 
 def test_a_row_of_many_documents_is_described_briefly():
-    assert alone(numbered([1] * 30), 20, packing=best_fit).describe(0).endswith(" and 12 more parts")
+    assert single_rank_rows(numbered([1] * 30), 20, packing=best_fit).describe(0).endswith(" and 12 more parts")
 
 
 # -- layouts by documents ---------------------------------------------------------------------------------------------
@@ -221,18 +233,18 @@ def test_a_layout_may_be_chosen_for_the_documents_of_each_batch():
     for step in range(4):
         batches = [rank.batch(step) for rank in ranks]
         assert {batch.layout for batch in batches} == {balanced(batches[0].documents)}
-        assert joined(batches)[0].tolist() == read_rows(alone(STORE, N), 2 * step, 2 * step + 2)
+        assert joined(batches)[0].tolist() == read_rows(single_rank_rows(STORE, N), 2 * step, 2 * step + 2)
 
 
 @pytest.mark.parametrize("wrong", [SequenceLayout.zigzag(N, 2), SequenceLayout.zigzag(N + 1, 3)])
 def test_a_chosen_layout_of_another_size_is_refused(wrong):
-    rows = alone(STORE, N, layout=SequenceLayout.zigzag(N, 3), layout_for=lambda documents: wrong)
+    rows = single_rank_rows(STORE, N, layout=SequenceLayout.zigzag(N, 3), layout_for=lambda documents: wrong)
     with pytest.raises(ValueError, match=rf"layout_for .*{re.escape(str(wrong))}.* 3 shards of {N} ") as failure:
         rows.batch(0)
     assert "\n" not in str(failure.value)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,11 +262,11 @@ def test_a_chosen_layout_of_another_size_is_refused(wrong):
 )
 def test_invalid_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message) as failure:
-        alone(wrong.pop("stores", STORE), N, **wrong)
+        single_rank_rows(wrong.pop("stores", STORE), N, **wrong)
     assert "\n" not in str(failure.value)
 
 
-def test_steps_before_the_first_are_refused():
+def test_negative_steps_are_refused():
     with pytest.raises(ValueError, match=r"step .* got -1") as failure:
-        alone(STORE, N).batch(-1)
+        single_rank_rows(STORE, N).batch(-1)
     assert failure.type is ValueError

@@ -1,4 +1,4 @@
-"""Documents from files: every record in exactly one chunk, in an order that the input alone decides."""
+"""Documents from files: every record is in one chunk, in an order that depends only on the input."""
 
 import gzip
 import json
@@ -45,8 +45,8 @@ def read(*inputs, **options):
     return [document for chunk in chunks(inputs, **options) for document in documents(chunk)]
 
 
-def texts_of(found):
-    return [document.text.decode() for document in found]
+def texts_of(documents):
+    return [document.text.decode() for document in documents]
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_consecutive_files_share_a_chunk_and_a_large_file_has_its_own(tmp_path):
     assert (actual[1].name, actual[1].path) == ("c", tmp_path / "c")
 
 
-def test_binary_files_of_a_folder_are_reported_and_one_named_by_itself_must_be_called_text(tmp_path):
+def test_binary_files_of_folders_are_reported_and_single_ones_need_a_format(tmp_path):
     noise = bytes(128 + i % 64 for i in range(100))
     write(
         tmp_path,
@@ -88,7 +88,7 @@ def test_binary_files_of_a_folder_are_reported_and_one_named_by_itself_must_be_c
     assert len(read(tmp_path / "latin")) == 1
 
 
-def test_inputs_come_in_the_order_given_and_kinds_in_the_order_of_names(tmp_path):
+def test_inputs_keep_their_order_and_kinds_are_sorted_by_name(tmp_path):
     write(tmp_path, x__a=b"1", x__c=b"3", y=b"0")
     jsonl(tmp_path / "x" / "b.ndjson", ["2"])
     parquet(tmp_path / "x" / "d.parquet", ["4"])
@@ -120,13 +120,13 @@ ends = st.sampled_from(["\n", "\r\n"])
 @given(lines=st.lists(st.tuples(lines, ends), min_size=1, max_size=12), last=lines, size=st.integers(1, 200))
 @example(lines=[('{"text": "a"}', "\n")] * 3, last="", size=14)
 @settings(max_examples=80, deadline=None)
-def test_wherever_jsonl_is_cut_every_line_is_read_once(tmp_path_factory, lines, last, size):
+def test_jsonl_chunks_read_every_line_once(tmp_path_factory, lines, last, size):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(("".join(line + end for line, end in lines) + last + " ").encode())
     full = read(path, size=1 << 20)
     assert read(path, size=size) == full
-    kept = [line for line in [*(line for line, _ in lines), last] if line.strip()]
-    expected = [json.loads(line)["text"] if "text" in line else None for line in kept]
+    records = [line for line in [*(line for line, _ in lines), last] if line.strip()]
+    expected = [json.loads(line)["text"] if "text" in line else None for line in records]
     assert [d.text.decode() if isinstance(d, Document) else None for d in full] == expected
 
 
@@ -146,7 +146,7 @@ def test_packed_jsonl_is_one_piece(tmp_path):
     assert read(path)[1].name == "a.jsonl.gz:byte 16"
 
 
-def test_a_mark_of_utf8_at_the_start_is_passed_over(tmp_path):
+def test_utf8_byte_order_mark_is_ignored(tmp_path):
     write(tmp_path, **{"a.jsonl": '\ufeff{"text": "a"}\n'.encode()})
     assert texts_of(read(tmp_path)) == ["a"]
 
@@ -174,7 +174,7 @@ def test_a_broken_record_is_reported_and_the_next_one_is_read(tmp_path, line, re
     assert following == Document(f"a.jsonl:byte {len(line) + 1}", b"next")
 
 
-def test_the_field_of_the_text_can_be_named(tmp_path):
+def test_text_field_is_an_option(tmp_path):
     write(tmp_path, **{"a.jsonl": b'{"content": "a"}'})
     assert texts_of(read(tmp_path, text_field="content")) == ["a"]
 
@@ -211,7 +211,7 @@ def test_a_saved_dataset_is_cut_by_rows(tmp_path, size):
     assert (len(cut) == 1) == (size == 1 << 20)
 
 
-def test_rows_are_read_in_order_where_there_are_many(tmp_path):
+def test_many_rows_are_read_in_order(tmp_path):
     texts = [str(number) for number in range(1000)]
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved", num_shards=3)
     assert texts_of(read(tmp_path / "saved", size=1000)) == texts
@@ -228,7 +228,7 @@ def test_a_column_missing_or_without_strings_is_refused(tmp_path):
         chunks([path], text_field="id")
 
 
-def test_splits_and_datasets_further_down_are_to_be_chosen(tmp_path):
+def test_folders_of_splits_or_datasets_ask_for_one(tmp_path):
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
     write(tmp_path, note=b"text")
@@ -274,7 +274,7 @@ def test_the_fingerprint_of_a_saved_dataset_sees_its_files(tmp_path):
     assert fingerprint(cut) != first
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", ["empty folder", "empty files", "empty file", "no rows"])

@@ -1,4 +1,4 @@
-"""Stores of documents: what they read, and how they are split."""
+"""Stores of documents: reading and splitting."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from data_stores import Recording, alone, numbered, read_rows
+from data_stores import Recording, numbered, read_rows, single_rank_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ def stored(texts):
 
 
 def texts(store):
-    """The documents' text, without their ends of documents."""
+    """Returns the documents' text, without the ends of documents."""
     return [bytes(store.read(i, 0, int(size) - 1).tolist()) for i, size in enumerate(store.lengths)]
 
 
@@ -33,10 +33,12 @@ def texts(store):
 @given(st.lists(st.binary(max_size=9), min_size=1).filter(any))
 def test_a_store_holds_each_document_with_its_end(given_texts):
     store = stored(given_texts)
-    kept = [text for text in given_texts if text]
-    assert texts(store) == kept
-    assert [store.read(i, len(text), len(text) + 1).tolist() for i, text in enumerate(kept)] == [[END]] * len(kept)
-    assert (len(store), store.tokens) == (len(kept), sum(map(len, kept)) + len(kept))
+    nonempty = [text for text in given_texts if text]
+    assert texts(store) == nonempty
+    assert [store.read(i, len(text), len(text) + 1).tolist() for i, text in enumerate(nonempty)] == [[END]] * len(
+        nonempty
+    )
+    assert (len(store), store.tokens) == (len(nonempty), sum(map(len, nonempty)) + len(nonempty))
     assert store.vocabulary == Vocabulary("bytes", 257, END)
 
 
@@ -70,7 +72,7 @@ def test_read_returns_a_copy():
     assert store.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_documents_without_text_make_no_store():
+def test_stores_of_empty_documents_are_refused():
     for nothing in ([], [b""], [b"", b""]):
         with pytest.raises(ValueError, match="documents: "):
             stored(nothing)
@@ -103,13 +105,13 @@ def test_tokens_are_kept_in_the_smallest_type(vocabulary, dtype):
 # -- content ----------------------------------------------------------------------------------------------------------
 
 
-def test_content_tells_stores_with_other_tokens_or_boundaries_apart():
+def test_content_depends_on_tokens_and_boundaries():
     stores = [stored(t) for t in ([b"ab", b"c"], [b"ab", b"d"], [b"c", b"ab"], [b"abc"], [b"ab", b"c", b"c"])]
     assert len({store.content for store in stores}) == len(stores)
     assert stored([b"ab", b"c"]).content == stores[0].content
 
 
-def test_parts_have_contents_of_their_own():
+def test_parts_have_different_contents():
     store = stored([b"a", b"b", b"c"])
     keeps = [[True, False, True], [True, True, False], [False, True, True]]
     parts = [store.select(np.array(keep)) for keep in keeps]
@@ -141,8 +143,8 @@ def test_each_document_is_on_one_side_and_no_side_is_empty(given_texts, fraction
 @given(corpora, st.floats(0.01, 0.99))
 def test_copies_of_one_text_are_on_the_same_side(given_texts, fraction):
     train, validation = stored([*given_texts, *given_texts]).split(fraction)
-    together = set(texts(train)) & set(texts(validation))
-    assert not together or len(set(given_texts)) == 1
+    on_both_sides = set(texts(train)) & set(texts(validation))
+    assert not on_both_sides or len(set(given_texts)) == 1
 
 
 @quick
@@ -154,7 +156,7 @@ def test_the_split_does_not_depend_on_the_order_of_documents(given_texts, random
     assert sorted(map(len, sides[0])) == sorted(map(len, sides[1]))
 
 
-def test_the_split_stays_put_when_documents_are_added():
+def test_split_is_stable_when_documents_are_added():
     names = [b"text %d" % i for i in range(1000)]
     few, many = stored(names[300:800]), stored(names)
     for before, after in zip(few.split(), many.split(), strict=True):
@@ -168,9 +170,9 @@ def test_the_split_has_about_the_chosen_fraction(hashed):
     assert 320 < len(validation) < 480
 
 
-def test_a_larger_share_keeps_the_documents_of_a_smaller_one():
+def test_larger_fraction_includes_the_documents_of_a_smaller_one():
     store = stored([b"text %d" % i for i in range(500)])
-    sides = [set(texts(store.split(share)[1])) for share in (0.01, 0.05, 0.3, 0.9)]
+    sides = [set(texts(store.split(fraction)[1])) for fraction in (0.01, 0.05, 0.3, 0.9)]
     assert sides[0] < sides[1] < sides[2] < sides[3]
 
 
@@ -205,7 +207,7 @@ def test_both_parts_of_a_short_document_are_nonempty(fraction):
 @pytest.mark.parametrize("lengths", [[0, 6], [6, 0, 0], [0, 9, 4, 0]])
 def test_both_sides_have_tokens_despite_empty_documents(lengths):
     sides = numbered(lengths).split()
-    actual = [token for side in sides for row in read_rows(alone(side, 1), 0, side.tokens) for token in row]
+    actual = [token for side in sides for row in read_rows(single_rank_rows(side, 1), 0, side.tokens) for token in row]
     assert sorted(actual) == list(range(sum(lengths)))
     assert min(side.tokens for side in sides) > 0
 

@@ -1,4 +1,4 @@
-"""Synthetic tasks: shards agree with the whole row, and every question has its answer in the row."""
+"""Synthetic tasks: joined shards equal the full row, and the row has the answer to every query."""
 
 import hashlib
 import math
@@ -29,13 +29,13 @@ TASKS = {
 
 
 def row(task, number=0):
-    """Tokens and labels of a whole row, as lists."""
+    """Tokens and labels of a full row, as lists."""
     every = torch.arange(task.length)
     return task.tokens(number, every).tolist(), task.labels(number, every).tolist()
 
 
 def layouts(length):
-    """Any layout of few shards: positions dealt out one by one, or a named kind."""
+    """Random layouts of few shards: single positions, or a named kind."""
     kinds = [SequenceLayout.contiguous, SequenceLayout.zigzag, SequenceLayout.striped]
     named = st.builds(lambda kind, shards: kind(length, shards), st.sampled_from(kinds), st.integers(1, 7))
     dealt = st.lists(st.integers(0, 3), min_size=length - 4, max_size=length - 4).map(
@@ -48,11 +48,11 @@ def layouts(length):
 
 
 def answer(tokens, query):
-    """The token behind the latest earlier occurrence of the token at position `query`, or None."""
+    """The token after the last earlier occurrence of the token at position `query`, or None."""
     return next((tokens[i + 1] for i in reversed(range(query)) if tokens[i] == tokens[query]), None)
 
 
-# -- parts and the whole ----------------------------------------------------------------------------------------------
+# -- shards and full rows ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -90,7 +90,7 @@ def test_rows_and_seeds_differ_and_move_no_global_generator(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -- what a row holds -------------------------------------------------------------------------------------------------
+# -- contents of a row ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -143,12 +143,12 @@ def test_copy_follows_a_separator(length):
 
 
 def uneven(counts):
-    """Standard deviations by which a chi-square of such counts exceeds that of even chances."""
+    """Standard deviations by which the chi-square of these counts exceeds that of a uniform distribution."""
     mean, free = sum(counts) / len(counts), len(counts) - 1
     return (sum((count - mean) ** 2 for count in counts) / mean - free) / math.sqrt(2 * free)
 
 
-def test_keys_values_places_and_depths_are_spread_evenly():
+def test_keys_values_places_and_depths_are_uniform():
     recall, needle = TASKS["recall"], Needle(N, needle_tokens=2)
     rows = [row(recall, number) for number in range(2000)]
     last = [(tokens[-2], tokens[-1], tokens.index(tokens[-2])) for tokens, _ in rows]
@@ -159,7 +159,7 @@ def test_keys_values_places_and_depths_are_spread_evenly():
         assert abs(uneven(counts)) < 4
 
 
-def test_fillers_are_spread_evenly():
+def test_fillers_are_uniform():
     tokens, _ = row(Needle(100_000, fillers=50, keys=1, values=1))
     assert abs(uneven([tokens.count(2 + kind) for kind in range(50)])) < 4
 

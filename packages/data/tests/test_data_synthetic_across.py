@@ -1,4 +1,4 @@
-"""Recall across shards: a query cannot be answered from its own shard, on any layout."""
+"""Recall across shards: no shard has the answers of its queries, on any layout."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def solve_alone(task, layout, number):
-    """For each query of a row: the answer that its own shard gives, or None, and whether it holds part of the pair."""
+    """For each query of a row: the answer from its own shard or None, and whether that shard has part of the pair."""
     tokens, labels = row(task, number)
     owner = layout.join([torch.full((size,), shard) for shard, size in enumerate(layout.sizes)], 0).tolist()
     for query in (i for i, label in enumerate(labels) if label != IGNORE):
@@ -54,7 +54,7 @@ def test_without_across_some_pairs_lie_on_the_shards_of_their_queries(name):
 
 @settings(deadline=None, max_examples=25)
 @given(layout=layouts(24), pairs=st.integers(1, 6))
-def test_a_layout_serves_every_row_or_is_refused_at_once(layout, pairs):
+def test_layouts_fit_every_row_or_are_refused_at_once(layout, pairs):
     try:
         task = AssociativeRecall(24, pairs, 12, 4, across=layout)
     except ValueError as error:
@@ -65,7 +65,7 @@ def test_a_layout_serves_every_row_or_is_refused_at_once(layout, pairs):
 
 
 def most_matches(queries, pairs):
-    """The largest number of queries that can have a pair, by trying all ways."""
+    """The largest number of queries that can have a pair, by brute force."""
     if not queries:
         return 0
     matched = [

@@ -1,4 +1,4 @@
-"""A small model learns to recall across shards, and fails if its attention ends with its own shard."""
+"""A small model learns to recall across shards, and fails if attention is limited to the shard."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers of attention and nothing between them."""
+    """Two layers of attention."""
 
     def __init__(self, visible, width=32):
         super().__init__()

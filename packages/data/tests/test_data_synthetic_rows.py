@@ -22,8 +22,8 @@ def global_batch(layout, step, replicas, rows=4):
     """Tokens and labels [rows, N] of a step, joined from all ranks of a mesh."""
 
     def batch_of(replica, shard):
-        share = {"rows_per_batch": rows // replicas, "replica": replica, "replicas": replicas}
-        return reader(layout=layout, shard=shard, **share).batch(step)
+        options = {"rows_per_batch": rows // replicas, "replica": replica, "replicas": replicas}
+        return reader(layout=layout, shard=shard, **options).batch(step)
 
     batches = [[batch_of(replica, shard) for shard in range(layout.shards)] for replica in range(replicas)]
     tokens = torch.cat([layout.join([batch.tokens for batch in shards]) for shards in batches])
@@ -91,7 +91,7 @@ def test_a_state_resumes_with_other_batches_on_another_mesh():
     next(saved)
     state = saved.state_dict()
     assert state == {"rows": 6, "first_row": 0, "task": repr(TASK)}
-    resumed = reader(layout=SequenceLayout.zigzag(N, 2), shard=1)  # 4 rows to a step: 6 is none of its steps
+    resumed = reader(layout=SequenceLayout.zigzag(N, 2), shard=1)  # 4 rows per step, so row 6 is within a step
     assert resumed.load_state_dict(state) is resumed
     assert resumed.state_dict() == state
     every = SequenceLayout.zigzag(N, 2).positions(1)
@@ -145,7 +145,7 @@ def test_a_refusal_names_the_argument_and_its_value(pattern):
         REFUSALS[pattern]()
 
 
-# -- accuracy -------------------------------------------------------------------------------------------------
+# -- accuracy ---------------------------------------------------------------------------------------------------------
 
 
 def test_right_answers_are_counted_where_there_are_labels():

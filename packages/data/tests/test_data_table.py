@@ -1,4 +1,4 @@
-"""Tables of plain text: nothing in them is ever cut."""
+"""Tables of plain text, which never truncate a cell."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_on_a_narrow_terminal_it_breaks_between_words():
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 200, None])
-def test_words_and_numbers_are_whole_at_any_width(width):
+def test_words_and_numbers_are_complete_at_any_width(width):
     words = table(COLUMNS, ROWS, width).replace("why:", "why").split()
     assert {"ulysses+token_ring,", "1,234.50", "exchange", "attention", "(GiB)"} <= set(words)
 

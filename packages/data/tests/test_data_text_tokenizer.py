@@ -1,4 +1,4 @@
-"""Tokens of text: what the library gives for the text alone, whole or in parts."""
+"""Tokens of text equal the library's without special tokens, for full texts and for parts."""
 
 import json
 import pickle
@@ -69,7 +69,7 @@ def sentence_piece():
 
 
 def llama_2():
-    """BPE over the whole text, whose blanks are marks and which has one in front: nothing splits it before."""
+    """BPE over the full text without a pre-tokenizer; blanks become marks, and the text begins with one."""
     names = ["<unk>", "<s>", "</s>"]
     marks = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=names, show_progress=False)
@@ -127,21 +127,21 @@ def test_tokens_equal_those_of_transformers_without_special_tokens(name, tmp_pat
 @every_tokenizer
 @given(texts=st.lists(texts, max_size=40))
 @settings(max_examples=8, deadline=None)
-def test_many_texts_give_the_same_tokens_as_one_after_the_other(name, texts):
+def test_batched_texts_give_the_tokens_of_single_ones(name, texts):
     tokenizer = text_tokenizer(name)
-    together = tokenizer.encode_all(texts)
-    assert [tokens.tolist() for tokens in together] == [tokenizer.encode(text).tolist() for text in texts]
+    batch = tokenizer.encode_all(texts)
+    assert [tokens.tolist() for tokens in batch] == [tokenizer.encode(text).tolist() for text in texts]
 
 
 @pytest.mark.parametrize("name", ["gpt_2", "llama_3"])
 @given(text=texts)
 @settings(max_examples=25, deadline=None)
-def test_byte_level_text_comes_back_as_it_went_in(name, text):
+def test_byte_level_text_is_decoded_exactly(name, text):
     tokenizer = text_tokenizer(name)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_it_is_a_tokenizer_for_rows():
+def test_rows_decode_with_the_tokenizer():
     tokenizer: Protocol = text_tokenizer("gpt_2")
     layout = SequenceLayout.contiguous(length=8, shards=1)
     store = TokenStore.of([Document("a", b"The end.")] * 9, tokenizer)
@@ -176,7 +176,7 @@ def test_the_vocabulary_counts_added_tokens():
     assert tokenizer.encode("walkabout").tolist() == [tokenizer.vocab_size - 1]
 
 
-# -- only text, and all of it -----------------------------------------------------------------------------------------
+# -- special tokens in text -------------------------------------------------------------------------------------------
 
 
 @every_tokenizer
@@ -256,7 +256,7 @@ def test_cuts_tested_locally_are_valid_for_the_full_text(name, text, part_size):
 
 
 @every_tokenizer
-def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
+def test_long_texts_are_split_unless_every_text_gets_a_mark_in_front(name):
     tokenizer, text = text_tokenizer(name), PROSE[0] * 500
     cut = split_text(text, 5000, tokenizer.encode)
     assert "".join(cut) == text
@@ -265,11 +265,11 @@ def test_long_texts_are_cut_unless_every_text_gets_a_mark_in_front(name):
 
 
 @pytest.mark.parametrize("text", ["a" * 500, "\n" * 500, " 1\n b" * 100, "a \nb" * 100, "1\n" * 200])
-def test_texts_with_no_place_for_a_cut_stay_whole(text):
+def test_texts_without_a_place_to_split_stay_whole(text):
     assert split_text(text, 10, lambda part: np.zeros(len(part))) == [text]
 
 
-def test_texts_of_windows_are_cut_too():
+def test_texts_with_windows_line_ends_are_split():
     assert split_text("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
 
 
@@ -298,14 +298,14 @@ def test_the_end_of_document_is_requested_or_configured_or_known(tmp_path, confi
 
 def test_the_identity_depends_only_on_the_definition_and_both_names(tmp_path):
     first = TextTokenizer.read(write(tmp_path))
-    others = [
+    different = [
         text_tokenizer("llama_3"),
         TextTokenizer.read(tmp_path, "<|pad|>"),
         TextTokenizer.read(tmp_path, begin_of_document="<|pad|>"),
     ]
     assert re.fullmatch("sha256:[0-9a-f]{64}", first.identity)
     assert first.identity == text_tokenizer("gpt_2", part_size=3).identity
-    assert len({first.identity, *(other.identity for other in others)}) == 4
+    assert len({first.identity, *(other.identity for other in different)}) == 4
 
 
 def test_a_copy_in_another_process_is_the_same():

@@ -1,4 +1,4 @@
-"""Byte-level tokens: exact both ways, whatever the bytes."""
+"""Byte-level tokens: encoding and decoding are exact for all bytes."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ def test_each_byte_is_its_own_token(data):
 
 
 @given(st.text())
-def test_text_comes_back_as_it_went_in(text):
+def test_text_is_decoded_exactly(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_an_end_of_document_is_a_token_of_the_vocabulary_and_is_shown_as_a_line_break():
+def test_end_of_document_is_a_token_decoded_as_a_line_break():
     tokens = torch.tensor([104, 105, tokenizer.end_of_document, 33])
     assert tokenizer.vocab_size == tokenizer.end_of_document + 1 == 257
     assert tokenizer.decode(tokens) == "hi\n!"
@@ -39,7 +39,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
         tokenizer.decode(torch.tensor([65, token]))
 
 
-def test_text_comes_as_soon_as_its_characters_are_whole():
+def test_streamed_text_has_only_complete_characters():
     shown: list[str] = []
     streamer = TextStreamer(ByteTokenizer(), shown.append)
     for token in (*"aé".encode(), 0xC3):

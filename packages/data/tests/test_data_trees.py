@@ -1,4 +1,4 @@
-"""Prompts with several completions: from JSONL to rows in which each prompt stands once."""
+"""Prompts with several completions: from JSONL to rows that contain each prompt once."""
 
 import json
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from data_stores import alone, every_shard
+from data_stores import every_shard, single_rank_rows
 
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, LabelTriples, PackedSequences, best_fit, greedy, one_per_row, open_store
@@ -35,7 +35,7 @@ def stored(folder, lines=LINES, **options):
 
 
 def sequences(node, before=(), trained=()):
-    """(tokens, which are labels, weight) of each sequence of a line, as it is unshared."""
+    """(tokens, whether each is a label, weight) of each root-to-leaf sequence of a line."""
     kind = next(name for name in ("prompt", "text") if name in node)
     text = list(node[kind].encode())
     children = node.get("completions", node.get("children", []))
@@ -48,7 +48,7 @@ def sequences(node, before=(), trained=()):
 
 
 def expected(lines):
-    """By the tokens up to a label, and the label: the sum of weights, of all sequences of some lines."""
+    """Sums of weights over all sequences of `lines`, by (tokens before a label, label)."""
     actual = {}
     for line in lines:
         for tokens, trained, weight in sequences(line):
@@ -60,17 +60,17 @@ def expected(lines):
 
 
 def path_of(row, place):
-    """The places of a row that a place sees, in order, from its documents and parents alone."""
+    """Returns the places of a row that a place sees, in order, from the documents and parents."""
     ends, parents = row
     piece = next(i for i, (a, b) in enumerate(pairwise(ends)) if a <= place < b)
-    seen = list(range(ends[piece], place + 1))
+    visible = list(range(ends[piece], place + 1))
     while (piece := parents[piece]) >= 0:
-        seen = [*range(ends[piece], ends[piece + 1]), *seen]
-    return seen
+        visible = [*range(ends[piece], ends[piece + 1]), *visible]
+    return visible
 
 
-def found_in(batches, layout):
-    """As `expected`, of the batches of all shards; checks positions on the way."""
+def actual_weights(batches, layout):
+    """Returns the same sums as `expected` from the batches of all shards, and checks their positions."""
     actual, tokens = {}, layout.join([batch.tokens for batch in batches])
     positions = layout.join([batch.positions for batch in batches])
     rows = list(zip(batches[0].documents, batches[0].parents, strict=True))
@@ -93,11 +93,11 @@ def found_in(batches, layout):
 def test_rows_contain_every_sequence_with_its_weights(tmp_path):
     store = stored(tmp_path)
     assert len(store) == len(LINES) and store.trees is not None
-    rows = alone(store, 60, packing=best_fit, rows_per_batch=2)
+    rows = single_rank_rows(store, 60, packing=best_fit, rows_per_batch=2)
     assert rows.rows_per_epoch == 2
     batch = next(rows)
     assert isinstance(batch.labels, LabelTriples)
-    assert found_in([batch], SequenceLayout.contiguous(60, 1)) == pytest.approx(expected(LINES))
+    assert actual_weights([batch], SequenceLayout.contiguous(60, 1)) == pytest.approx(expected(LINES))
     assert batch.labelled == pytest.approx(sum(expected(LINES).values()))
     parts = [batch.of_row(i) for i in range(2)]
     assert sum(part.labelled for part in parts) == pytest.approx(batch.labelled)
@@ -114,21 +114,21 @@ def test_shards_have_the_triples_of_their_own_tokens(tmp_path, kind):
         else getattr(SequenceLayout, kind)(60, 4)
     )
     batches = [next(rows) for rows in every_shard(store, layout, packing=best_fit, rows_per_batch=2)]
-    assert found_in(batches, layout) == pytest.approx(expected(LINES))
+    assert actual_weights(batches, layout) == pytest.approx(expected(LINES))
 
 
 @pytest.mark.parametrize("length", [14, 11])
 def test_trees_longer_than_a_row_are_split_and_repeat_shared_segments(tmp_path, length):
     lines = [LINES[4], LINES[0]]
     store = stored(tmp_path, lines)
-    rows = alone(store, length, packing=best_fit)
+    rows = single_rank_rows(store, length, packing=best_fit)
     actual = {}
     for number in range(rows.rows_per_epoch):
         batch = rows.batch(number)
-        for key, weight in found_in([batch], SequenceLayout.contiguous(length, 1)).items():
+        for key, weight in actual_weights([batch], SequenceLayout.contiguous(length, 1)).items():
             actual[key] = actual.get(key, 0) + weight
     cut = {key: weight for key, weight in expected(lines).items() if len(key) <= length}
-    # What several parts of a tree predict is trained in each, as often as sequences there share it: sums are the same.
+    # A token in several parts of a tree is trained in each, by the number of its sequences there: the sums are equal.
     assert actual == pytest.approx(cut)
     waste = rows.waste()[0]
     assert waste.rows == rows.rows_per_epoch and waste.cut == 1
@@ -136,9 +136,9 @@ def test_trees_longer_than_a_row_are_split_and_repeat_shared_segments(tmp_path, 
     assert (waste.dropped > 0) == (longest > length)
 
 
-def test_a_prompt_that_fills_the_row_is_left_out_and_counted(tmp_path):
+def test_prompt_that_fills_the_row_is_omitted_and_counted(tmp_path):
     store = stored(tmp_path, [{"prompt": "p" * 20, "completions": ["a", "b"]}, {"text": "kept"}])
-    rows = alone(store, 20, packing=one_per_row)
+    rows = single_rank_rows(store, 20, packing=one_per_row)
     assert rows.rows_per_epoch == 1
     assert rows.waste()[0].dropped == pytest.approx(24 / 29)
 
@@ -146,31 +146,31 @@ def test_a_prompt_that_fills_the_row_is_left_out_and_counted(tmp_path):
 def test_packings_that_cut_are_refused(tmp_path):
     store = stored(tmp_path)
     with pytest.raises(ValueError, match=r"trees.* greedy .*best_fit or one_per_row"):
-        alone(store, 60, packing=greedy)
+        single_rank_rows(store, 60, packing=greedy)
 
     def cutting(lengths, length, key):
         return greedy(lengths, length, key)
 
     with pytest.raises(ValueError, match="cuts documents"):
-        alone(store, 40, packing=cutting)
+        single_rank_rows(store, 40, packing=cutting)
 
 
-def test_going_on_from_a_state_gives_the_same_batches(tmp_path):
+def test_resuming_from_a_state_gives_the_same_batches(tmp_path):
     store = stored(tmp_path)
     settings = {"packing": best_fit, "seed": 3}
-    first = alone(store, 40, **settings)
+    first = single_rank_rows(store, 40, **settings)
     batches = [next(first) for _ in range(7)]
-    middle = alone(store, 40, **settings)
+    middle = single_rank_rows(store, 40, **settings)
     for _ in range(3):
         next(middle)
     state = json.loads(json.dumps(middle.state_dict()))
     layout = SequenceLayout.zigzag(40, 2)
-    rest = [rows.load_state_dict(state) for rows in every_shard(store, layout, **settings)]
+    resumed = [rows.load_state_dict(state) for rows in every_shard(store, layout, **settings)]
     for batch in batches[3:]:
-        parts = [next(rows) for rows in rest]
+        parts = [next(rows) for rows in resumed]
         assert torch.equal(layout.join([part.tokens for part in parts]), batch.tokens)
         assert parts[0].parents == batch.parents and parts[1].documents == batch.documents
-        assert found_in(parts, layout) == pytest.approx(found_in([batch], SequenceLayout.contiguous(40, 1)))
+        assert actual_weights(parts, layout) == pytest.approx(actual_weights([batch], SequenceLayout.contiguous(40, 1)))
 
 
 def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
@@ -178,13 +178,13 @@ def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
     trees = stored(tmp_path / "a")
     lines = [{"text": "some document"}, {"text": "another one, longer"}]
     documents = stored(tmp_path, lines, format="jsonl")
-    seen = []
+    calls = []
 
     def layout_for(documents, parents):
-        seen.append((documents, parents))
+        calls.append((documents, parents))
         return SequenceLayout.contiguous(60, 1)
 
-    rows = alone(
+    rows = single_rank_rows(
         [trees, documents],
         60,
         packing=best_fit,
@@ -194,8 +194,8 @@ def test_mixtures_with_documents_and_layouts_by_parents(tmp_path):
         reset_positions=True,
     )
     batch = next(rows)
-    assert seen[0] == (batch.documents, batch.parents)
-    actual = found_in([batch], SequenceLayout.contiguous(60, 1))
+    assert calls[0] == (batch.documents, batch.parents)
+    actual = actual_weights([batch], SequenceLayout.contiguous(60, 1))
     assert set(actual) == {*expected(LINES)} | {*expected(lines)}
 
 
@@ -214,7 +214,7 @@ def stored_one(folder):
     return stored(folder, LINES[:1])
 
 
-def test_a_store_of_documents_is_the_same_as_ever(tmp_path):
+def test_stores_of_documents_are_unchanged(tmp_path):
     stored(tmp_path, [{"text": "abc"}], format="jsonl")
     header = json.loads((tmp_path / "store/store.json").read_text())
     assert header["version"] == 1 and "segments" not in header
@@ -301,15 +301,15 @@ def test_statistics_count_shared_tokens(tmp_path, capsys):
 def test_packings_of_trees_are_measured_by_their_mask(tmp_path):
     lines = [{"prompt": "p" * 200, "completions": ["c" * n for n in range(10, 60, 5)]} for _ in range(3)]
     store = stored(tmp_path, lines)
-    row = alone(store, 600, packing=best_fit).row(0)
+    row = single_rank_rows(store, 600, packing=best_fit).row(0)
     (slices,) = row.mask.slices(600)
-    seen = np.zeros((600, 600), int)
+    counts = np.zeros((600, 600), int)
     for q0, q1, k0, k1, _, high in slices.tolist():
         i, j = np.ogrid[:600, :600]
-        seen += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (j - i <= high)
+        counts += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (j - i <= high)
     for at in (0, 199, 200, 215, 400, 599):
-        assert np.flatnonzero(seen[at]).tolist() == path_of((row.ends, row.parents), at)
-    assert seen.max() == 1
+        assert np.flatnonzero(counts[at]).tolist() == path_of((row.ends, row.parents), at)
+    assert counts.max() == 1
     measured = measure_packings(store, 600, shards=4, rows=2)
     assert [actual.packing for actual in measured] == ["best_fit", "one_per_row"]
     assert all(actual.balanced < 1.05 < actual.zigzag for actual in measured)

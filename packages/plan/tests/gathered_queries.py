@@ -1,4 +1,4 @@
-"""A new method, as its author would write it: a class, a plan, which is optional, and a line of the registry.
+"""A new method as its author would write it: a class, an optional plan, and a line of the registry.
 
 Every rank gathers all queries and attends with its own keys; partial results are merged on the ranks that own the
 queries. All-gather of keys and values with the sides exchanged.
@@ -83,16 +83,16 @@ class GatheredQueriesPlan(SequencePlan):
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """All queries, their out and lse summed in float32, and those of the other ranks' queries with a copy."""
+        """All queries, their out and lse merged in float32, and a copy of the other ranks' results."""
         if ranks == 1:
             return kernel_forward(x)
         merged, part = x.w * x.q + x.lse, kernel_forward(x) + x.w * x.q + 3 * x.lse
         return ranks * (x.q + merged) + (ranks - 1) * part
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """All q, out, dout and lse, dq in float32; and the kernel on the other ranks' queries, or float32 dk and dv."""
+        """All q, out, dout and lse, dq in float32; and the kernel on other ranks' queries, or dk and dv in float32."""
         if ranks == 1:
             return kernel_backward(x)
-        others = kernel_backward(x, queries=ranks - 1, keys=0.5) + 2 * x.k
+        kernel = kernel_backward(x, queries=ranks - 1, keys=0.5) + 2 * x.k
         widening = (ranks - 1) * x.q + (2 + 2 * x.w) * x.k
-        return ranks * (x.rotating + x.w * x.q) + max(others, widening)
+        return ranks * (x.rotating + x.w * x.q) + max(kernel, widening)

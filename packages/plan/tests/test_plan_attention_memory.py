@@ -25,7 +25,7 @@ def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> flo
     [(64, 64, 8, 0.875), (64, 8, 8, 0.778), (64, 8, 16, 0.667), (32, 8, 8, 0.6), (64, 64, 64, 0)],
 )
 def test_stages_have_a_fraction_of_ulysses_heads_in_memory(heads, key_heads, stage, saved):
-    """(2 S + 2 min(K, S)) / (2 H + 2 K), to the half percent that a kernel's lse and rows of weights take."""
+    """(2 S + 2 min(K, S)) / (2 H + 2 K), within the half percent of a kernel's lse and rows of weights."""
     closed, ulysses = 2 * stage + 2 * min(key_heads, stage), 2 * heads + 2 * key_heads
     assert closed <= upipe(heads, key_heads, stage) < closed * 1.01
     assert 1 - closed / ulysses == pytest.approx(saved, abs=1e-3)
@@ -34,7 +34,7 @@ def test_stages_have_a_fraction_of_ulysses_heads_in_memory(heads, key_heads, sta
 
 def test_memory_of_prefetched_stages():
     assert 48 <= upipe(64, 8, 8, prefetch=True) < 48.5  # 4 S + 2 min(K, S): all keys are in one round
-    assert 80 <= upipe(64, 64, 8, prefetch=True) < 80.5  # 4 S + 6 min(K, S): there are new keys each time
+    assert 80 <= upipe(64, 64, 8, prefetch=True) < 80.5  # 4 S + 6 min(K, S): every stage has new keys
 
 
 def ring(mesh):
@@ -49,7 +49,7 @@ def teams_of_four(mesh):
     ("build", "team", "paper"), [pytest.param(ring, 1, 68, marks=pytest.mark.long), (teams_of_four, 4, 77)]
 )
 def test_checkpoints_and_gathered_qkv_match_the_wallfacer_paper(build, team, paper):
-    """Model M of arXiv 2407.00611: 64 checkpoints, the gradient from above, and 3 C for q, k and v. Here 3 blocks."""
+    """Model M of arXiv 2407.00611: 64 checkpoints, the incoming gradient, 3 C for q, k and v; tested with 3 blocks."""
     layers = 3
     model = LlamaConfig(vocab_size=256, dim=6656, layers=layers, heads=52, kv_heads=52, hidden_dim=256)
     memory = memory_before_attention(model, {"ring": 64}, build, 65_536)
@@ -58,7 +58,7 @@ def test_checkpoints_and_gathered_qkv_match_the_wallfacer_paper(build, team, pap
 
 
 def test_stages_accumulate_weight_gradients_in_one_buffer():
-    """Of 32 heads, 4 at a time and 64 tokens: beside the sum in float32 there is nothing as large as the weight."""
+    """32 heads, 4 per stage, 64 tokens: only the float32 sum is as large as the weight."""
     with FakeTensorMode():
         query, key, value = (nn.Linear(2048, heads * 64, bias=False, dtype=torch.bfloat16) for heads in (32, 8, 8))
         projections = HeadProjections(query, key, value, 32, 8, 64)

@@ -49,8 +49,8 @@ def unexpected(*_):
 
 
 @pytest.fixture
-def here(folder, monkeypatch):
-    """Working directory with all files; the tuner must not start."""
+def working_directory(folder, monkeypatch):
+    """Changes to a directory with all files, and makes the tuner fail if it starts."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(tuner, "tune", unexpected)
     return folder
@@ -177,7 +177,7 @@ ROWS = [
     [(main, name, line, words) for main, name, line, *words in ROWS],
     ids=[f"{row[1]} {row[2]}"[:60] for row in ROWS],
 )
-def test_invalid_arguments_are_refused_in_one_line(here, main, name, line, words):
+def test_invalid_arguments_are_refused_in_one_line(working_directory, main, name, line, words):
     error = refusal(main, line.split())
     assert error.startswith(f"armillary-{name}: ")
     assert [word for word in words if word not in error] == [], error
@@ -194,7 +194,7 @@ def test_invalid_arguments_are_refused_in_one_line(here, main, name, line, words
     ],
     ids=range(5),
 )
-def test_empty_and_long_words_are_refused_in_one_line(here, argv, word):
+def test_empty_and_long_words_are_refused_in_one_line(working_directory, argv, word):
     assert word in refusal(plan, argv)
 
 

@@ -1,4 +1,4 @@
-"""`armillary-plan bytes`: communication volume at any number of ranks, for WallFacer's model M to the byte."""
+"""`armillary-plan bytes`: communication volume for any number of ranks, for WallFacer's model M to the byte."""
 
 import json
 from dataclasses import replace
@@ -27,17 +27,18 @@ def model_m() -> list[Row]:
 
 
 def test_bytes_of_model_m(model_m):
-    sent = figures(model_m)
-    assert sent["ring", (0, 1), "forward"] == PhaseBytes(63 * 2 * UNIT, 0)
-    assert sent["ring", (0, 1), "backward"] == PhaseBytes(63 * (3 * UNIT + LSE + 2 * UNIT), 0)  # queries, and dq wide
+    volumes = figures(model_m)
+    assert volumes["ring", (0, 1), "forward"] == PhaseBytes(63 * 2 * UNIT, 0)
+    # queries, and dq in float32
+    assert volumes["ring", (0, 1), "backward"] == PhaseBytes(63 * (3 * UNIT + LSE + 2 * UNIT), 0)
     collective = 3 * (3 * UNIT + UNIT + LSE)
-    assert sent["wallfacer C=4", (0,), "forward"] == PhaseBytes(3 * 4 * 2 * UNIT, collective)
-    assert sent["wallfacer C=4", (1,), "forward"] == PhaseBytes(4 * 4 * 2 * UNIT, collective)
-    assert sent["usp", (0, 1), "forward"] == PhaseBytes(15 * 2 * UNIT, 3 * UNIT)
+    assert volumes["wallfacer C=4", (0,), "forward"] == PhaseBytes(3 * 4 * 2 * UNIT, collective)
+    assert volumes["wallfacer C=4", (1,), "forward"] == PhaseBytes(4 * 4 * 2 * UNIT, collective)
+    assert volumes["usp", (0, 1), "forward"] == PhaseBytes(15 * 2 * UNIT, 3 * UNIT)
 
 
 def test_model_m_against_the_paper(model_m):
-    gib = {key: (sent.p2p / 2**30, sent.collective / 2**30) for key, sent in figures(model_m).items()}
+    gib = {key: (volume.p2p / 2**30, volume.collective / 2**30) for key, volume in figures(model_m).items()}
     assert gib["ring", (0, 1), "forward"] == (pytest.approx(1.5996, abs=5e-5), 0)
     assert gib["wallfacer C=4", (0,), "forward"] == (pytest.approx(0.3047, abs=5e-5), pytest.approx(0.1529, abs=5e-5))
     assert gib["wallfacer C=4", (1,), "forward"] == (0.40625, pytest.approx(0.1523 + 0.0006, abs=5e-5))

@@ -48,10 +48,10 @@ def test_the_busiest_port_sets_the_time():
     nothing = (3, 3, GB), (0, 1, 0)
     assert seconds(NODES, *nothing) == 0 and NODES.transit([]) == 0
     assert seconds(NODES, (0, 1, GB), *nothing) == pytest.approx(1e-2 + 1e-6)  # a rank sends nothing to itself
-    assert seconds(NODES, (0, 1, GB), (1, 2, GB), (2, 0, GB)) == pytest.approx(1e-2 + 1e-6)  # each way at once
-    assert seconds(NODES, (0, 1, GB), (0, 2, GB)) == pytest.approx(2e-2 + 1e-6)  # out of one port
-    assert seconds(NODES, (1, 0, GB), (2, 0, GB)) == pytest.approx(2e-2 + 1e-6)  # into one
-    assert seconds(NODES, (0, 8, GB), (1, 9, GB), (0, 1, GB)) == pytest.approx(0.1 + 1e-3)  # a card for each rank
+    assert seconds(NODES, (0, 1, GB), (1, 2, GB), (2, 0, GB)) == pytest.approx(1e-2 + 1e-6)  # ports are full duplex
+    assert seconds(NODES, (0, 1, GB), (0, 2, GB)) == pytest.approx(2e-2 + 1e-6)  # two sends from one port
+    assert seconds(NODES, (1, 0, GB), (2, 0, GB)) == pytest.approx(2e-2 + 1e-6)  # two sends to one port
+    assert seconds(NODES, (0, 8, GB), (1, 9, GB), (0, 1, GB)) == pytest.approx(0.1 + 1e-3)  # each rank has a card
 
 
 def test_network_cards_buses_and_full_meshes():
@@ -98,7 +98,7 @@ def test_software_overhead_per_message():
     cluster = replace(NODES, within=Link(bandwidth=GB, message=0.25))
     assert seconds(cluster, (0, 1, GB), (0, 2, GB)) == pytest.approx(2.5)
     assert seconds(cluster, (0, 1, GB), (1, 2, GB)) == pytest.approx(1.25)
-    pairs = replace(NODES, within=Link(bandwidth=GB, message=0.25, per="pair"))  # wires of their own, but one sender
+    pairs = replace(NODES, within=Link(bandwidth=GB, message=0.25, per="pair"))  # separate wires, one sender
     assert seconds(pairs, (0, 1, GB), (0, 2, GB), (0, 3, GB)) == pytest.approx(1.75)
     assert seconds(pairs, (1, 0, GB), (2, 0, GB)) == pytest.approx(1.5)
 

@@ -1,4 +1,4 @@
-"""`armillary-plan run`: memory and time of a run of the trainer; and every recipe on its machines, by formulas."""
+"""`armillary-plan run`: memory and time of a training run; and all recipes on their machines, by formulas."""
 
 import json
 import math
@@ -49,13 +49,13 @@ def test_formulas_and_simulation_agree_on_two_blocks_of_a_recipe(name):
     run = dry_run(config, 8)
     job = job_of(config, run.axes, replace(run.model, layers=2), torch.bfloat16)
     simulated, closed = simulate(job), estimate(job)
-    # Under policy "none", CPU kernels save other tensors than CUDA's, which the formulas describe.
+    # The formulas describe CUDA's kernels. Under policy "none", CPU kernels save other tensors.
     assert 0.97 < simulated.device / closed.device < (1.4 if config.checkpointing.policy == "none" else 1.03)
     assert closed.host == pytest.approx(simulated.host, rel=0.03)
 
 
 def write_empty_weights(path, shapes):
-    """A safetensors file of bfloat16 zeros, which takes no room on the disk."""
+    """Writes a sparse safetensors file of bfloat16 zeros."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * math.prod(shape)
@@ -152,7 +152,7 @@ def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule"
     return replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
 
 
-def test_a_hybrid_is_predicted_by_simulation_and_by_its_plan(capsys):
+def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
     output = json.loads(printed(capsys, "--recipe", "hybrid", "--cluster", "8xh100", "--json"))
     assert output["fits"] and output["memory"]["device"] > 0
     config = hybrid(1024)
@@ -172,17 +172,17 @@ def hybrid_time(config: Config):
     return time_of(config, job, cluster_of("8xh100"))
 
 
-def test_states_are_exchanged_in_the_same_time_whatever_the_length():
+def test_state_exchange_time_does_not_depend_on_length():
     short, long, deep = (
         hybrid_time(hybrid(length, layers, mixers=("mamba2", "delta_rule")))
         for length, layers in ((1024, 2), (8192, 2), (1024, 4))
     )
     assert short.exchange == pytest.approx(long.exchange) and short.exchange > 0
     assert deep.exchange == pytest.approx(2 * short.exchange)
-    assert long.attention == pytest.approx(8 * short.attention)  # operations of the recurrence, by tokens
+    assert long.attention == pytest.approx(8 * short.attention)  # the recurrence is linear in tokens
 
 
-def test_a_checkpointed_hybrid_exchanges_its_states_once_more():
+def test_checkpointed_hybrid_exchanges_states_once_more():
     config = hybrid(1024, 2, mixers=("delta_rule",))
     exchanges = [
         hybrid_time(replace(config, checkpointing=replace(config.checkpointing, policy=policy))).exchange

@@ -1,4 +1,4 @@
-"""Closed formulas of a step's memory, against the simulation and for plausibility."""
+"""Closed formulas of a step's memory: agreement with the simulation, and plausibility."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -79,15 +79,15 @@ def test_the_estimate_agrees_with_the_simulation(job):
 @pytest.mark.parametrize(
     "checkpointing",
     [
-        replace(LAYER, inputs=1),  # of 5 blocks, so that what is made again is most
+        replace(LAYER, inputs=1),  # of 5 blocks, so that recomputed inputs dominate
         replace(LAYER, inputs=1, offload=True, prefetch=False),
         replace(OUTPUT, inputs=3, outputs=4, offload=True, on_device=1),
-        replace(OUTPUT, offload=True),  # block 1 brings back what block 0 has kept
+        replace(OUTPUT, offload=True),  # block 1 fetches the outputs of block 0
     ],
     ids=lambda each: f"{each.policy}-{each.inputs}-{each.outputs}-{each.on_device}",
 )
 def test_the_estimate_agrees_when_blocks_store_different_checkpoints(checkpointing):
-    narrow = replace(LLAMA, layers=5, vocab_size=512, hidden_dim=4096)  # so that checkpoints are most
+    narrow = replace(LLAMA, layers=5, vocab_size=512, hidden_dim=4096)  # so that checkpoints dominate
     one = job(narrow, {"ulysses": 2}, "ulysses", 2**17, checkpointing, on_host=False)
     simulated, estimated = simulate(one), estimate(one)
     assert estimated.device == pytest.approx(simulated.device, rel=0.01)
@@ -98,7 +98,7 @@ DELTA, MAMBA, MIXED = ("delta_rule",), ("mamba2",), ("delta_rule", "mamba2", "at
 
 
 def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
-    """A step of `tokens` tokens a rank, whose states have half of LLaMA-3-8B's attention's width."""
+    """A step of `tokens` tokens per rank, with states of half the width of LLaMA-3-8B's attention."""
     states = StateConfig(heads=16, key_heads=8, key_dim=128, value_dim=128)
     model = replace(LLAMA, layers=layers, vocab_size=16_000, mixers=mixers, states=states)
     ranks = axes.get("ring", 1) * axes.get("ulysses", 1)
@@ -125,7 +125,7 @@ def test_the_estimate_of_a_hybrid_agrees_with_the_simulation(job):
     assert estimated.host == pytest.approx(simulated.host, rel=0.04)
 
 
-def test_a_hybrid_is_simulated_on_a_rank_that_states_enter_from_others():
+def test_hybrids_are_simulated_on_a_rank_with_incoming_states():
     one = hybrid(DELTA, {"ring": 4}, "ring", 4096, LAYER, layers=1)
     with fake_world(**one.axes) as mesh:
         step = SimulatedStep.of(one, mesh)
@@ -156,13 +156,13 @@ def test_formula_of_each_method(name, ranks, team, heads):
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 4), (16, 4)])
 @pytest.mark.parametrize("name", ["ring+ring", "ring+token_ring"])
 def test_formula_of_a_ring_between_nodes(name, ranks, nodes, heads):
-    """TokenRing's is that for keys of its own node, which are more than those of others that the mask leaves."""
+    """TokenRing's formula is for keys of its own node, of which the mask leaves more than of other nodes."""
     choice, x = AttentionChoice(name, nodes=nodes), sizes(*heads)
     plan = choice.method.sequence_plan(ranks)
     messages = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
     actual = measured(choice, ranks, *heads)
-    most = 1.08 if name == "ring+ring" else 1.31
-    assert all(0.95 * least < formula < most * least for formula, least in zip(messages, actual, strict=True))
+    limit = 1.08 if name == "ring+ring" else 1.31
+    assert all(0.95 * peak < formula < limit * peak for formula, peak in zip(messages, actual, strict=True))
 
 
 TOKENS, DIM = 8192, 128
@@ -179,11 +179,11 @@ def test_packed_documents_need_no_more_than_the_formula():
     actual = measured(choice, 8, 32, 8, ends)
     x, plan = sizes(32, 8), choice.method.sequence_plan(8)
     messages = plan.forward_memory(x, 8), plan.backward_memory(x, 8)
-    assert all(0.7 * most < held < 1.03 * most for held, most in zip(actual, messages, strict=True))
+    assert all(0.7 * formula < peak < 1.03 * formula for peak, formula in zip(actual, messages, strict=True))
 
 
 def measured(attention, ranks, heads, key_heads, documents=None):
-    """Peaks of forward and backward of a method alone."""
+    """Peak memory of a method's forward and backward."""
     with fake_world(**attention.mesh_axes({"ring": ranks})) as mesh:
         method = attention(mesh)
         layout = method.layout(TOKENS * ranks)
@@ -200,7 +200,7 @@ def measured(attention, ranks, heads, key_heads, documents=None):
     return forward.device.peak, backward.device.peak
 
 
-# -- without it -------------------------------------------------------------------------------------------------------
+# -- plausibility -----------------------------------------------------------------------------------------------------
 
 CHOICES = [
     ("upipe", U8),
@@ -236,19 +236,21 @@ def test_fewer_heads_per_stage_need_less(model):
 def test_offloading_moves_checkpoints_to_the_host():
     model = LlamaConfig.llama3_8b()
     checkpoint_bytes = 32 * 2**20 // 8 * 4096 * 2
-    here, there = (estimate(job(model, length=2**20, checkpointing=replace(LAYER, offload=x))) for x in (False, True))
-    assert there.host_breakdown["checkpoints"] == checkpoint_bytes
-    assert here.device - there.device == pytest.approx(
+    on_device, on_host = (
+        estimate(job(model, length=2**20, checkpointing=replace(LAYER, offload=x))) for x in (False, True)
+    )
+    assert on_host.host_breakdown["checkpoints"] == checkpoint_bytes
+    assert on_device.device - on_host.device == pytest.approx(
         checkpoint_bytes * 30 / 32
-    )  # this block's and, ahead, the next one's
+    )  # the checkpoints of this block and, prefetched, of the next one
 
 
 def test_the_host_has_four_numbers_per_parameter():
     model = LlamaConfig.llama3_8b()
-    here, there = estimate(job(on_host=False, model=model)), estimate(job(model=model))
-    assert there.host == pytest.approx(16 * model.parameters() / 8)
-    assert here.host == 0
-    assert here.device > there.device + 12 * model.parameters() / 8
+    on_device, on_host = estimate(job(on_host=False, model=model)), estimate(job(model=model))
+    assert on_host.host == pytest.approx(16 * model.parameters() / 8)
+    assert on_device.host == 0
+    assert on_device.device > on_host.device + 12 * model.parameters() / 8
 
 
 def test_only_upipe_fits_eight_million_tokens_on_eight_ranks():
@@ -258,13 +260,13 @@ def test_only_upipe_fits_eight_million_tokens_on_eight_ranks():
 
 
 def usage_gib(checkpointing: Checkpointing, length: int) -> tuple[float, float]:
-    """GiB on the device and on the host: LLaMA-3-8B on 8 ranks."""
+    """Returns GiB on the device and on the host for LLaMA-3-8B on 8 ranks."""
     actual = estimate(job(LlamaConfig.llama3_8b(), length=length, checkpointing=checkpointing))
     return actual.device / 2**30, actual.host / 2**30
 
 
 def test_eight_million_tokens_fit_with_fewer_stored_inputs():
-    """A node's 2 TB less 100 GB for eight ranks, and 80 GB less 5 GiB: 221.2 and 74.1 GiB."""
+    """Limits per rank: (2 TB - 100 GB) / 8 = 221.2 GiB on the host, and 74.1 GiB on the device, 5 GiB below its memory."""
     every = replace(LAYER, offload=True, prefetch=False)
     fewer = replace(every, inputs=27, on_device=2)
     mixed = replace(OUTPUT, offload=True, prefetch=False, inputs=5, outputs=24, on_device=1)

@@ -1,4 +1,4 @@
-"""The memory simulation against hand counts, real tensors and the allocator."""
+"""The memory simulation, compared with counts by hand, real tensors and the allocator."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_live_bytes_of_views_copies_and_resizes(tensors):
         b = view.contiguous()  # 2 MiB
         assert live.device.total == 6 * MiB
         del a
-        assert live.device.total == 6 * MiB  # a view holds it
+        assert live.device.total == 6 * MiB  # the view keeps it alive
         del view
         assert live.device.total == 2 * MiB
         b.untyped_storage().resize_(0)
@@ -126,10 +126,10 @@ def test_labels_appear_in_a_profile():
     assert "mlp" in {event.key for event in profiler.key_averages()}
 
 
-class Hold(torch.autograd.Function):
-    """Stores the gradient that it returns."""
+class KeepGradient(torch.autograd.Function):
+    """The identity, with a doubled gradient that stays alive."""
 
-    held: list[torch.Tensor]
+    kept_gradients: list[torch.Tensor]
 
     @staticmethod
     def forward(ctx, x):
@@ -137,14 +137,14 @@ class Hold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        Hold.held = [grad * 2]
-        return Hold.held[0]
+        KeepGradient.kept_gradients = [grad * 2]
+        return KeepGradient.kept_gradients[0]
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_gradients_accumulate_in_place_as_in_autograd(hold):
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_accumulate_in_place_as_in_autograd(keep):
     h = torch.ones(1000, 1000, requires_grad=True) * 2
-    y = (Hold.apply(h) if hold else h * 3) + h * 4
+    y = (KeepGradient.apply(h) if keep else h * 3) + h * 4
 
     def work():
         y.backward(torch.ones_like(y), retain_graph=True)
@@ -152,14 +152,14 @@ def test_gradients_accumulate_in_place_as_in_autograd(hold):
     work()
     with LiveBytes(block=1) as live:
         work()
-    assert live.device.peak == pytest.approx(measured_peak(work), abs=100)  # numbers that C++ makes tensors of
+    assert live.device.peak == pytest.approx(measured_peak(work), abs=100)  # scalars that become tensors in C++
 
 
 def test_composite_ops_are_counted_by_their_parts():
     x = torch.ones(100, 1000, dtype=torch.bfloat16)
 
     def work():
-        with torch.inference_mode():  # else autograd takes it apart before a dispatch mode sees it
+        with torch.inference_mode():  # or autograd would decompose it before the dispatch mode
             torch.nn.functional.rms_norm(x, (1000,))
 
     with LiveBytes(block=1) as live:
@@ -190,19 +190,19 @@ def test_measured_peak_ignores_earlier_garbage():
 
 
 def test_allocations_inside_an_attention_op_are_counted():
-    mask = AttentionMask(causal=True, documents=(0, 100, 180, 256))  # lies on the host, boundaries and all
+    mask = AttentionMask(causal=True, documents=(0, 100, 180, 256))  # boundaries stay on the host
 
     def work():
         q, k, v = (torch.zeros(2, 256, h, 16, dtype=torch.bfloat16, requires_grad=True) for h in (8, 4, 4))
         Local()(q, k, v, mask=mask, kernel=SimulatedFlash()).sum().backward()
 
-    work()  # from the first call on lengths of packed documents are kept
+    work()  # caches the lengths of packed documents
     with LiveBytes(block=1) as live:
         work()
     assert live.device.peak == measured_peak(work)
 
 
-# -- a world without other ranks --------------------------------------------------------------------------------------
+# -- fake worlds ------------------------------------------------------------------------------------------------------
 
 
 def test_a_fake_world_of_any_size_leaves_no_process_group():
@@ -221,7 +221,7 @@ def test_a_fake_world_leaves_no_process_group_after_an_error():
     assert not dist.is_initialized()
 
 
-# -- a kernel without arithmetic --------------------------------------------------------------------------------------
+# -- the simulated kernel ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -242,8 +242,8 @@ def test_allocations_of_simulated_flash(version):
 def test_simulated_flash_refuses_the_same_inputs_as_cuda_flash():
     for dtype in (torch.bfloat16, torch.float32):
         for dims in ((64, 64), (64, 128), (512, 512), (20, 20)):
-            here, there = (Inputs(device, dtype, *dims) for device in ("cpu", "cuda"))
-            assert SimulatedFlash().refuses(here) == CudaFlash().refuses(there)
+            on_cpu, on_cuda = (Inputs(device, dtype, *dims) for device in ("cpu", "cuda"))
+            assert SimulatedFlash().refuses(on_cpu) == CudaFlash().refuses(on_cuda)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def real(job: Job):
 
 
 def measured(job: Job) -> int:
-    """Peak of the allocator, device and host together."""
+    """Returns the allocator's peak, device and host together."""
     with fake_world(job.rank, **job.axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         return measured_peak(lambda: step.train_step(step.allocate_state()))
@@ -277,7 +277,7 @@ def test_simulated_and_real_step_agree_to_the_byte(policy, attention):
     simulated, true = simulate(job), real(job)
     assert replace(simulated, seconds=0, ops=0) == replace(true, seconds=0, ops=0)
     assert sum(simulated.device_breakdown.values()) == simulated.device
-    if not policy.offload:  # else device and host may be fullest at different moments
+    if not policy.offload:  # offloading peaks at different times on device and host
         assert simulated.device == pytest.approx(measured(job), rel=0.05)
 
 
@@ -298,8 +298,8 @@ def test_simulated_and_real_step_of_a_hybrid_agree_to_the_byte(policy):
     assert simulated.device == pytest.approx(measured(job), rel=0.05)
 
 
-def held_in_forward(job: Job, stream) -> list[int]:
-    """Bytes on the device when each block begins, and when the loss is done."""
+def forward_bytes(job: Job, stream) -> list[int]:
+    """Bytes on the device at the start of each block and after the loss."""
     actual: list[int] = []
     with fake_world() as mesh, LiveBytes(block=1) as live, stream:
         step = SimulatedStep.of(job, mesh)
@@ -314,13 +314,13 @@ def held_in_forward(job: Job, stream) -> list[int]:
 
 @pytest.mark.parametrize("on_device", [0, 1])
 def test_offloaded_checkpoints_stay_on_the_device_until_the_next_block_ends(on_device):
-    """On a GPU: by hand, beside a block those of the block below, and at the loss those of the last."""
+    """On a GPU, a block runs beside the checkpoints of the block below, and the loss beside those of the last block."""
     model, options = replace(SMALL, layers=3), Checkpointing("attention_output", offload=True, on_device=on_device)
     job = replace(JOB, model=model, checkpointing=options)
     x, out, lse = 300 * 64 * 2, 300 * 8 * 8 * 2, 300 * 8 * 4
-    longer, shorter = held_in_forward(job, simulated_stream()), held_in_forward(job, nullcontext())
-    more = [a - b for a, b in zip(longer, shorter, strict=True)]
-    assert more == [0, x + out + lse, x + out + lse, 0 if on_device else x + out + lse]
+    longer, shorter = forward_bytes(job, simulated_stream()), forward_bytes(job, nullcontext())
+    growth = [a - b for a, b in zip(longer, shorter, strict=True)]
+    assert growth == [0, x + out + lse, x + out + lse, 0 if on_device else x + out + lse]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_places_of_parameters_gradients_and_optimizer():
     shards = [-(-p.shape[0] // 4) * 4 * p.numel() // p.shape[0] for p in parameters(SMALL)]
     rounded = sum(-(-shard // 512) * 512 for shard in shards)
     on_device = simulate(job)
-    assert on_device.device_breakdown["optimizer"] == 2 * rounded + 512 * len(shards)  # each counts its steps
+    assert on_device.device_breakdown["optimizer"] == 2 * rounded + 512 * len(shards)  # each has a step counter
     assert on_device.device_breakdown["parameters"] > rounded
     assert on_device.host_breakdown == {}
     on_host = simulate(replace(job, on_host=True))
@@ -362,8 +362,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("name", "policy"), list(zip(MODELS, ("none", "layer", "layer"), strict=True)))
-def test_small_models_with_the_kernel_of_the_cpu(name, policy):
-    """To the byte in tensors. What the kernel takes for itself on the CPU is no tensor, and 13% of so small a step."""
+def test_small_models_with_the_cpu_kernel(name, policy):
+    """Tensors agree to the byte. The CPU kernel's workspace is not a tensor, and is 13% of such a small step."""
     job = replace(JOB, model=MODELS[name], kernel=CpuFlash(), checkpointing=Checkpointing(policy, chunk=100))
     simulated, true = simulate(job), real(job)
     assert replace(simulated, seconds=0, ops=0) == replace(true, seconds=0, ops=0)

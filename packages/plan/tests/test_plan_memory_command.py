@@ -1,4 +1,4 @@
-"""`armillary-plan memory`: presets, the search for the longest sequence, and the command."""
+"""`armillary-plan memory`: presets, the search for the longest sequence, and the command's output."""
 
 import contextlib
 import json
@@ -21,9 +21,9 @@ def test_short_numbers():
     assert [short(n) for n in (999, 128_000, 6_144_000)] == ["999", "128k", "6.144M"]
 
 
-def linear(length: int, device: float = 8000, host: float = 30_000, at_least: int = 4 << 30) -> StepMemory:
-    """Bytes per token, and a constant."""
-    sizes = int(at_least + device * length), int(host * length)
+def linear(length: int, device: float = 8000, host: float = 30_000, minimum: int = 4 << 30) -> StepMemory:
+    """Memory of a constant and a number of bytes per token."""
+    sizes = int(minimum + device * length), int(host * length)
     return StepMemory(sizes[0], {}, sizes[1], {}, None, 0.0, 0)
 
 
@@ -35,7 +35,7 @@ def test_the_longest_fit_fills_device_or_host(device, host, limit, start):
 
     def measure(length: int) -> StepMemory:
         lengths.append(length)
-        return linear(length, device * 1.02, host * 1.02)  # a little more than predicted
+        return linear(length, device * 1.02, host * 1.02)  # 2% more than predicted
 
     fit = longest_fit(measure, lambda n: linear(n, device, host), room, step=1024, start=start)
     exact = ((74 << 30) - (4 << 30)) / device if limit == "device" else (232 << 30) / host
@@ -74,7 +74,7 @@ def test_defaults_of_mesh_axes():
 
 
 def by_formulas(job: Job, _progress: object) -> StepMemory:
-    """Instead of the simulation, which other tests compare with the formulas and which takes minutes."""
+    """Replaces the simulation, which takes minutes and which other tests compare with the formulas."""
     usage = estimate(job)
     return StepMemory(usage.device, usage.device_breakdown, usage.host, usage.host_breakdown, "mlp", 0.0, 0)
 
@@ -83,7 +83,7 @@ def by_formulas(job: Job, _progress: object) -> StepMemory:
     "argv",
     ["search --tokens 1000G --attention ring usp", "bytes --tokens 1000G --attention ring", "steps --tokens 1000G"],
 )
-def test_no_figure_of_a_sequence_that_fits_nowhere_overflows(capsys, argv):
+def test_figures_of_a_sequence_that_fits_nowhere_do_not_overflow(capsys, argv):
     with contextlib.suppress(SystemExit):
         main([*argv.split(), "--json"])
     numbers = re.findall(r"(?<=[:\[ ])-?\d[\d.e+]*(?=[,\n\]])", capsys.readouterr().out)
@@ -102,7 +102,7 @@ def test_no_figure_of_a_sequence_that_fits_nowhere_overflows(capsys, argv):
         "search --tokens 64M --attention ulysses",
     ],
 )
-def test_commands_without_a_fit_name_enough_accelerators_and_exit_with_1(capsys, monkeypatch, argv):
+def test_commands_without_a_fit_exit_with_1_and_name_enough_accelerators(capsys, monkeypatch, argv):
     monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)
     with pytest.raises(SystemExit) as stop:
         main([*argv.split(), "--cluster", "8xh100"])
@@ -113,7 +113,7 @@ def test_commands_without_a_fit_name_enough_accelerators_and_exit_with_1(capsys,
 
 
 def test_more_devices_is_the_smallest_power_of_two_that_fits():
-    """By the formulas themselves, on twice and on half as many."""
+    """Checks the formulas on the number of devices and on half of it."""
     cluster, length = cluster_of("8xh100"), 64_000_000
     room, attention = Room.of(cluster), AttentionChoice("upipe")
     job = Job(

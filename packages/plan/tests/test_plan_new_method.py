@@ -1,6 +1,6 @@
 """A new method takes one file (`gathered_queries.py`) and one line in the registry, and works in every command.
 
-Commands that need a plan leave out a method without one, and refuse it where it is asked for.
+Commands that need a plan skip a method without one, and refuse it if the user names it.
 """
 
 import io
@@ -52,7 +52,7 @@ class CountedPlan(SequencePlan):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """With one more line in the registry."""
+    """Context manager that adds the method to the registry."""
     with patch.dict(SEQUENCE_METHODS, PLANNED_LINE):
         yield
 
@@ -72,7 +72,7 @@ def printed(capsys, *argv: str) -> str:
 
 
 def conform() -> None:
-    """Through the suite as all names of the registry go through it, on the meshes that it finds for them."""
+    """Runs the conformance suite on the meshes that it chooses for the registered name."""
     with registered():
         for i, name in enumerate((NEW, f"ulysses+{NEW}", f"upipe+{NEW}")):
             assert name in names()
@@ -182,7 +182,7 @@ def test_memory_of_its_step(command, capsys):
 
 @pytest.fixture
 def unplanned():
-    """Two more lines in the registry: a method without a plan, and one without memory formulas."""
+    """Registers a method without a plan, and one without memory formulas."""
     with patch.dict(SEQUENCE_METHODS, UNPLANNED_LINE | {COUNTED: SequenceEntry(GatheredQueries, CountedPlan)}):
         yield
 
@@ -260,7 +260,7 @@ SMALL = Config(
 
 
 def tuned(out: Path) -> TunerState:
-    """By the command's own flags, on every rank."""
+    """Runs the tuner's command on every rank."""
     with registered(), redirect_stdout(io.StringIO()):
         order = read_plan(["--attention", NEW, "--iterations", "1", "--out", str(out)])
         return tuner.tune(replace(order, run=SMALL))

@@ -41,13 +41,13 @@ from armillary.plan.tune.command import TunePlan
 from armillary.plan.tune.command import read_plan as read_tune_plan
 from armillary.train.command import read_command
 
-# -- against measurements of papers ----------------------------------------------------------------------------------
+# -- against measurements of papers -----------------------------------------------------------------------------------
 
 
 def usp_forward(cluster: Cluster, length: int, split: int) -> float:
-    """Seconds of USP's forward on 8 ranks, as its authors ran it: 32 heads, 8 of keys, D 128, a balanced ring.
+    """Seconds of USP's forward on 8 ranks in its paper's setting: 32 heads, 8 key heads, D 128, a balanced ring.
 
-    Their ring passes every shard all the way round, whoever sees it.
+    Their ring sends every shard to all ranks, also to those that see none of it.
     """
 
     def steps(causal: bool) -> tuple[Step, ...]:
@@ -72,7 +72,7 @@ def test_usp_on_8_l20_is_fastest_with_ulysses_2_and_slowest_with_8(length):
     actual = [1 / usp_forward(Cluster.named("8xl20"), length, split) for split in (8, 4, 2, 1)]
     order = sorted(range(4), key=actual.__getitem__)
     assert order[-1] == 2 and order[0] == 0
-    for i in (0, 2, 3):  # of ulysses 4 we expect more than they got: 343 against 152 at 8k
+    for i in (0, 2, 3):  # ulysses 4 is left out: we predict 343, they measured 152 at 8k
         assert actual[i] == pytest.approx(L20[length][i], rel=0.25)
 
 
@@ -94,7 +94,7 @@ def wallfacer_step(cluster: Cluster, team: int) -> float:
 
 @pytest.mark.parametrize(("machine", "best"), [("32xa100-40x16-ethernet", 2), ("32xa100-40-ethernet", 4)])
 def test_the_best_team_depends_on_the_size_of_a_node(machine, best):
-    """WallFacer (arXiv 2407.00611), figure 7: C = 2 on nodes of 16 A100s, C = 4 on nodes of 8; Ring is behind both."""
+    """WallFacer (arXiv 2407.00611), figure 7: C = 2 on nodes of 16 A100s, C = 4 on nodes of 8; Ring is slower."""
     seconds = {team: wallfacer_step(Cluster.named(machine), team) for team in (1, 2, 4)}
     assert min(seconds, key=seconds.__getitem__) == best
 
@@ -114,7 +114,7 @@ def test_layouts_are_weighed_on_packed_documents():
     data = trainer_config(result, best).data
     assert (data.documents, data.layout, data.packing) == (True, "balanced", "best_fit")
     assert {each["layout"] for each in as_dict(result)["choices"]} == {"zigzag", "contiguous", "balanced"}
-    # Fewer pairs are visible within documents than in the whole sequence.
+    # Documents have fewer visible pairs than a full sequence.
     causal = search(replace(plan, document_tokens=None))
     assert all(each.candidate.layout == "zigzag" for each in causal.choices)
     assert best.time.attention < min(each.time.attention for each in causal.choices)
@@ -134,7 +134,7 @@ def test_documents_come_from_a_store(tmp_path):
         search(replace(plan, document_tokens="1Ki"))
 
 
-# -- time, part by part -----------------------------------------------------------------------------------------------
+# -- parts of the time ------------------------------------------------------------------------------------------------
 
 NODES = Cluster.named("16xh100")
 
@@ -155,9 +155,9 @@ def test_a_step_takes_the_longer_of_computation_and_transfer():
     gigabyte = moved("p2p", (0, 1))
     steps = [Step((gigabyte,), (3, 1)), Step((gigabyte,), (0, 0)), Step((), (1, 2))]
     actual = plan_seconds(steps, PLAIN, seconds_per_pair=0.5, copies=8)
-    assert actual.compute == pytest.approx(2.0) and actual.exchange == pytest.approx(2.0)  # of the busiest rank
+    assert actual.compute == pytest.approx(2.0) and actual.exchange == pytest.approx(2.0)  # on the busiest rank
     assert actual.exposed == pytest.approx(1.5, rel=1e-2) and actual.overhead == pytest.approx(3e-3)
-    assert actual.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, and has more to do then
+    assert actual.seconds == pytest.approx(3.502)  # rank 1 waits for rank 0, then computes longer
     assert PassTime(1, 2, 3, 4) + PassTime(1, 1, 1, 1) == PassTime(2, 3, 4, 5)
 
 
@@ -166,7 +166,7 @@ def test_moves_of_a_kernel_on_all_multiprocessors_start_after_it():
     steps = [Step((gigabyte,), (3, 1)), Step((gigabyte,)), Step((), (1, 2), (gigabyte,)), Step((), (1, 1))]
     cluster = replace(PLAIN, accelerator=replace(PLAIN.accelerator, step=0.0))
     span = plan_seconds(steps, cluster, seconds_per_pair=0.5, copies=8, overlap=False)
-    # Leaving transfers still overlap with the next step.
+    # Sends of results still overlap with the next step.
     assert span.seconds == pytest.approx(1.5 + 1 + 1 + 1 + 1, rel=1e-2)
     assert plan_seconds(steps, cluster, 0.5, 8).seconds == pytest.approx(1.5 + 1 + 1 + 1, rel=1e-2)
 
@@ -183,7 +183,7 @@ def test_the_overlap_of_flash_attention_3_follows_its_margin():
     assert none.forward.exposed == pytest.approx(none.forward.exchange)
     assert some.forward.exposed < 0.2 * some.forward.exchange
     assert some.forward.compute == pytest.approx(none.forward.compute / (1 - 16 / 132))
-    assert some.backward == none.backward  # its blocks end one by one, and NCCL's get in between
+    assert some.backward == none.backward  # its thread blocks end one by one, and NCCL's start in between
     assert flash_3(None, ring=1) == flash_3(0, ring=1)
     assert flash_3(0, kernel="cudnn").overlap
 
@@ -201,26 +201,26 @@ def test_attention_without_overlap_hides_no_parameters():
         assert bare > hidden
 
 
-def test_leaving_transfers_overlap_with_the_next_step():
+def test_sends_of_results_overlap_with_the_next_step():
     cluster = replace(PLAIN, accelerator=replace(PLAIN.accelerator, step=0.0))
 
     def seconds(*steps: Step) -> float:
         return plan_seconds(steps, cluster, seconds_per_pair=1.0, copies=8).seconds
 
-    gone = Step((), (2, 1), (moved("p2p", (0, 1), gigabytes=3),))  # from second 2 to second 5
-    assert seconds(gone) == pytest.approx(5)
-    assert seconds(gone, Step((), (2, 2))) == pytest.approx(5)  # from 2 to 4 beside it
-    assert seconds(gone, Step((), (4, 4))) == pytest.approx(6)
-    assert seconds(gone, Step((moved("p2p", (0, 1)),))) == pytest.approx(6)  # nothing to compute: waits for it
+    sending = Step((), (2, 1), (moved("p2p", (0, 1), gigabytes=3),))  # from second 2 to second 5
+    assert seconds(sending) == pytest.approx(5)
+    assert seconds(sending, Step((), (2, 2))) == pytest.approx(5)  # computes from second 2 to 4 at the same time
+    assert seconds(sending, Step((), (4, 4))) == pytest.approx(6)
+    assert seconds(sending, Step((moved("p2p", (0, 1)),))) == pytest.approx(6)  # without computation it waits
     sharing = Step((moved("p2p", (0, 1)),), (2, 1), (moved("p2p", (0, 1)),))
-    assert seconds(sharing) == pytest.approx(4), "what a step sends before and after it shares the wire with its like"
+    assert seconds(sharing) == pytest.approx(4), "sends of a step and of its results share the wire"
 
 
 def test_a_sender_continues_once_its_buffer_is_full():
     cluster = replace(PLAIN, within=replace(PLAIN.within, buffer=10**9))
     relay = [Step((moved("p2p", (0, 1)),)), Step((moved("p2p", (0, 2)),)), Step((moved("p2p", (1, 2)),))]
     assert plan_seconds(relay, PLAIN, 0.0).seconds == pytest.approx(3)
-    assert plan_seconds(relay, cluster, 0.0).seconds == pytest.approx(2)  # 0 sends to 2 while 1 is receiving
+    assert plan_seconds(relay, cluster, 0.0).seconds == pytest.approx(2)  # rank 0 sends to 2 while 1 receives
     leaving = [Step((), (1,) * 16, step.moves) for step in relay]
     assert plan_seconds(leaving, PLAIN, 0.0).seconds == pytest.approx(3, rel=1e-2)
     assert plan_seconds(leaving, cluster, 0.0).seconds == pytest.approx(2, rel=1e-2)
@@ -230,7 +230,7 @@ def test_a_sender_continues_once_its_buffer_is_full():
     ("move", "seconds"),
     [
         (moved("all_gather", (0, 1), (1, 0)), 1.5),
-        (moved("all_gather", (0, 1), (1, 2), (2, 0)), 1.0),  # a ring: nobody sends to whom it receives from
+        (moved("all_gather", (0, 1), (1, 2), (2, 0)), 1.0),  # a ring: no rank sends to its source
         (moved("reduce_scatter", (0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)), 3.0),  # 2 and half of 2
         (moved("all_to_all", (0, 1), (1, 0)), 1.0),
         (moved("p2p", (0, 1), (1, 0)), 1.0),
@@ -282,22 +282,24 @@ def test_recomputation_by_policy():
         assert len({getattr(time, part) for time in (none, layer, attention)}) == 1
     assert 0 < times(Checkpointing("none", tiled=True)).recomputed < attention.recomputed
     assert times(Checkpointing("none"), on_host=True).optimizer > none.optimizer
-    assert times(Checkpointing("none"), name="upipe").recomputed > 0  # projects again
+    assert times(Checkpointing("none"), name="upipe").recomputed > 0  # projections
     assert sum(none.parts().values()) == none.seconds
 
 
 def test_cost_of_blocks_without_stored_input():
     every = Checkpointing("layer", offload=True)
-    kept, fewer = times(every), times(replace(every, inputs=22))
+    all_stored, some_stored = times(every), times(replace(every, inputs=22))
     model, device = model_of("llama3-8b", 131_072), Cluster.named("8xh100").accelerator
     x = 131_072 // 8 * model.dim * 2
-    rest = 1 - (model.heads + 2 * model.kv_heads) * model.head_dim * model.dim / block_parameters(model)
-    assert fewer.recomputed - kept.recomputed == pytest.approx(10 * rest * kept.dense / 3 / 32, rel=1e-3)
-    assert fewer.attention == kept.attention and fewer.parameters >= kept.parameters
+    recomputed_share = 1 - (model.heads + 2 * model.kv_heads) * model.head_dim * model.dim / block_parameters(model)
+    assert some_stored.recomputed - all_stored.recomputed == pytest.approx(
+        10 * recomputed_share * all_stored.dense / 3 / 32, rel=1e-3
+    )
+    assert some_stored.attention == all_stored.attention and some_stored.parameters >= all_stored.parameters
     recomputed_segments = len(
         [size for size in segment_sizes(32, 22, 0) if size > 1]
-    )  # x fetched once more; out and lse come and go
-    assert fewer.offload - kept.offload > recomputed_segments * x / device.host_bandwidth
+    )  # x is fetched once more; out and lse are copied both ways
+    assert some_stored.offload - all_stored.offload > recomputed_segments * x / device.host_bandwidth
 
 
 def block_parameters(model) -> int:
@@ -314,12 +316,12 @@ def test_stored_attention_outputs_save_recomputation():
 def test_copies_without_prefetch_are_exposed():
     ahead, after = (times(Checkpointing("layer", offload=True, prefetch=x), length=2**20) for x in (True, False))
     x = 2**20 // 8 * 4096 * 2 / Cluster.named("8xh100").accelerator.host_bandwidth
-    assert ahead.offload == pytest.approx(x)  # the last block's: there is none above
+    assert ahead.offload == pytest.approx(x)  # the last block has no later block to hide it
     assert after.offload == pytest.approx(32 * x)
 
 
 def test_one_node_trains_8m_tokens_and_two_16m():
-    """The host's 2 TB are full with an input of every block: at 8M tokens these alone are 2.1 TB."""
+    """The inputs of all blocks do not fit the host's 2 TB: at 8M tokens they take 2.1 TB."""
     for cluster, tokens in (("8xh100", "8M"), ("16xh100", "16M")):
         best = search(SearchPlan(cluster=cluster, tokens=tokens, attention=("upipe+ring",), best=1)).fitting[0]
         checkpointing = best.job.checkpointing
@@ -329,7 +331,7 @@ def test_one_node_trains_8m_tokens_and_two_16m():
             and checkpointing.inputs < 32
             and checkpointing.outputs >= 20
         )
-        assert best.mfu > 0.38  # of 0.41, were nothing attended twice
+        assert best.mfu > 0.38  # 0.41 without recomputed attention
 
 
 def test_fitted_policies_store_as_many_checkpoints_as_fit():
@@ -340,18 +342,20 @@ def test_fitted_policies_store_as_many_checkpoints_as_fit():
 
     room = Room(device=13, host=9)
     policy = Checkpointing("attention_output", offload=True)
-    plain, here, *counts = fit_policy(policy, 8, memory, room)
-    assert (plain, here) == (policy, replace(policy, on_device=1))
+    offloaded, on_device, *counts = fit_policy(policy, 8, memory, room)
+    assert (offloaded, on_device) == (policy, replace(policy, on_device=1))
     assert all(room.share(memory(each)) <= 1 for each in counts)
     assert [(each.outputs, each.inputs) for each in counts] == [(3, None), (None, 3)]
     assert list(fit_policy(policy, 8, memory, Room(100, 100))) == [policy]
     assert list(fit_policy(Checkpointing(), 8, memory, room)) == [Checkpointing()]
-    assert [largest(2, 9, lambda n, most=most: n <= most) for most in (1, 2, 5, 9, 12)] == [None, 2, 5, 9, 9]
+    assert [largest(2, 9, lambda n, limit=limit: n <= limit) for limit in (1, 2, 5, 9, 12)] == [None, 2, 5, 9, 9]
 
 
-def test_mfu_of_long_sequences_approaches_attentions():
-    """At a million tokens the rest is little: model FLOPs by the time of kernels at their shares of the peak, which in
-    backward compute five products for four that the model counts."""
+def test_mfu_of_long_sequences_approaches_that_of_attention():
+    """At a million tokens attention dominates: model FLOPs by the time of kernels at their efficiencies.
+
+    In backward kernels compute five products, of which model FLOPs count four.
+    """
     actual = search(SearchPlan(tokens="1Mi", attention=("ulysses",)))
     best, (forward, backward) = actual.fitting[0], actual.cluster.accelerator.attention_shares(2**20)
     assert best.job.checkpointing.policy == "attention_output"
@@ -406,11 +410,11 @@ def test_candidates_over_tensor_parallelism_and_replicas():
         assert each.mesh.ulysses * each.mesh.tp <= 8
 
 
-def test_groups_of_ranks_gather_side_by_side():
+def test_groups_of_ranks_gather_concurrently():
     two, size = Cluster.named("16xh100"), 16e9
     tp = all_gather_seconds(two, size, 8)
     assert tp == pytest.approx(size * 7 / 8 / two.within.bandwidth + two.within.latency, rel=1e-3)
-    strided = all_gather_seconds(two, size, 8, 2)  # 4 ranks on each node, whose rings cross at 4 cards
+    strided = all_gather_seconds(two, size, 8, 2)  # 4 ranks on each node, whose rings use 4 cards
     assert strided == pytest.approx(size * 7 / 8 / min(two.within.bandwidth, 4 * two.between.bandwidth), rel=1e-2)
     replicas = all_gather_seconds(two, size, 2, 8)
     assert replicas == pytest.approx(size / 2 / two.between.bandwidth, rel=1e-2)
@@ -418,14 +422,14 @@ def test_groups_of_ranks_gather_side_by_side():
 
 
 def test_tensor_parallel_ranks_interleave():
-    """The ring of every other rank takes as long as on half of the ranks, with twice the load of each card."""
+    """A ring of every other rank takes as long as one of half the ranks, with twice the load per card."""
     work = AttentionShape.of(
         SequenceLayout.zigzag(2**16, 8), AttentionMask(), heads=8, kv_heads=8, head_dim=128, dtype=torch.bfloat16
     )
     steps = RingPlan().comm_plan(work).forward
     strided = plan_seconds(steps, Cluster.named("16xh100"), 1e-18, copies=2, stride=2)
     blocks = plan_seconds(steps, Cluster.named("16xh100"), 1e-18, copies=2)
-    assert strided.exchange > 4 * blocks.exchange  # it crosses nodes; in blocks it does not
+    assert strided.exchange > 4 * blocks.exchange  # strided rings cross nodes, blocks do not
 
 
 def test_a_larger_batch_prefers_data_parallelism_and_says_why():
@@ -439,7 +443,7 @@ def test_a_larger_batch_prefers_data_parallelism_and_says_why():
     assert one.fitting[0].candidate.mesh.shard == 1
 
 
-def test_every_other_choice_has_a_reason():
+def test_every_rejected_choice_has_a_reason():
     actual = search(SearchPlan(tokens="4Mi", cluster="8xh100"))
     assert actual.fitting and not all(choice.fits for choice in actual.choices)
     seconds = [choice.time.seconds for choice in actual.fitting]
@@ -464,7 +468,7 @@ def test_command_line_and_file_reproduce_the_choice(tmp_path):
         write_choice(actual, out)
         assert read_command(["--config", str(out)])[0].run == config
         assert command_line(actual, actual.choices[0], out).endswith(f" --config {out} --data.path DATA")
-        # A model of billions does not train for the 80 steps of the debug recipe, or at its rate.
+        # A model of billions has other steps and another rate than the debug recipe.
         assert config.optimizer.lr <= 1e-4 and config.train.steps == 1000 and config.optimizer.warmup_steps >= 20
 
 
@@ -482,7 +486,7 @@ def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
 
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    actual = SimpleNamespace(plan=SimpleNamespace(best=1), fitting=[None])  # a search takes seconds
+    actual = SimpleNamespace(plan=SimpleNamespace(best=1), fitting=[None])  # a stub, because a search takes seconds
     with pytest.raises(ImportError, match=r"pip install 'armillary-plan\[plot\]'"):
         draw(actual, tmp_path / "a.png")
 

@@ -1,4 +1,4 @@
-"""Time and bytes of hybrids: the planner's closed form against the ledger, and the choice of a layout."""
+"""Time and bytes of hybrids: the planner's closed form, compared with the ledger, and the choice of a layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODEL = LlamaConfig(
 
 
 def sent_in_step(job: Job, layout_kind: Layout) -> int:
-    """Bytes that this rank sends in forward and backward."""
+    """Returns the bytes that this rank sends in forward and backward."""
     assert isinstance(job.attention, AttentionChoice)
     world = mesh(**job.axes)
     method = job.attention(world)
@@ -60,7 +60,7 @@ def sent_in_step(job: Job, layout_kind: Layout) -> int:
     ("name", "ring", "ulysses", "policy"),
     [("ring", 4, 1, "none"), ("ring", 4, 1, "layer"), ("ring", 4, 1, "attention_output"), ("usp", 2, 2, "none")],
 )
-def test_the_bytes_of_a_whole_step_are_those_of_the_ledger(worlds, name, ring, ulysses, policy, layout, relaid):
+def test_predicted_bytes_of_a_step_equal_the_ledger(worlds, name, ring, ulysses, policy, layout, relaid):
     candidate = Candidate(Mesh(1, ring, ulysses), AttentionChoice(name), layout, relaid)
     axes = {"ring": ring, "ulysses": ulysses}
     job = Job(
@@ -86,7 +86,7 @@ def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
     result = search(PLAN)
     ring = {x.candidate.layout_name: x for x in result.choices if x.candidate.mesh == Mesh(1, 8, 1)}
     assert result.fitting and set(ring) == {"zigzag", "contiguous", RELAID}
-    # States of contiguous shards, and attention of zigzag ones.
+    # States on contiguous shards, attention on zigzag ones.
     assert ring[RELAID].time.attention == pytest.approx(ring["zigzag"].time.attention)
     assert trainer_config(result, ring[RELAID]).parallel.contiguous_states
     assert not any(x.candidate.contiguous_states for x in result.choices if x.candidate.mesh.tp > 1)
@@ -110,7 +110,7 @@ def test_the_search_shows_the_best_with_each_layout(capsys):
 
 @pytest.mark.parametrize("zigzag", [True, False])
 @pytest.mark.parametrize("mixer", ["delta_rule", "mamba2"])
-def test_gathered_states_grow_alike_with_every_rank(mixer, zigzag):
+def test_gathered_states_grow_linearly_with_ranks(mixer, zigzag):
     layer, layout_of = ("ssd" if mixer == "mamba2" else "gated_delta_rule"), SequenceLayout.contiguous
     layout_of = SequenceLayout.zigzag if zigzag else layout_of
     for ranks in (1, 2, 3, 5, 16):
@@ -118,7 +118,7 @@ def test_gathered_states_grow_alike_with_every_rank(mixer, zigzag):
         assert gathered_bytes(mixer, MODEL.states, ranks, zigzag) == 4 * sum(elements)
 
 
-def test_the_longest_sequence_of_a_hybrid_is_sought_by_estimates(monkeypatch):
+def test_longest_sequence_of_a_hybrid_is_searched_by_estimates(monkeypatch):
     lengths = list[int]()
 
     def simulated(job: Job, progress: object) -> StepMemory:

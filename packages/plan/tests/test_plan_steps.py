@@ -1,4 +1,4 @@
-"""Pages and pictures of methods agree with communication plans and with tiles; they need no network."""
+"""Pages and pictures of methods agree with communication plans and tiles; they load nothing from the network."""
 
 import json
 import re
@@ -40,7 +40,7 @@ MASKS = {
 
 
 def comm_plan(plan: StepsPlan, mesh: dict[str, int]) -> tuple[CommPlan, SequenceLayout]:
-    """Made from the arguments without the command's own code."""
+    """Builds the plan and layout from the arguments without the command's code."""
     layout = getattr(SequenceLayout, plan.layout)(N, mesh["ring"])
     sizes = {"heads": plan.heads, "kv_heads": plan.kv_heads or plan.heads, "head_dim": plan.head_dim}
     work = AttentionShape.of(layout, plan.mask, **sizes, dtype=torch.bfloat16)
@@ -50,18 +50,18 @@ def comm_plan(plan: StepsPlan, mesh: dict[str, int]) -> tuple[CommPlan, Sequence
 @pytest.mark.parametrize("name", [name for name in names() if name not in ("local", "ulysses+ring")])
 @pytest.mark.parametrize("mask", MASKS)
 def test_frames_have_the_bytes_and_pairs_of_the_plan(name, mask):
-    team = {"team": 1} if "wallfacer" in name else {}  # whose layout is the plain zigzag one
+    team = {"team": 1} if "wallfacer" in name else {}  # teams of one, with the zigzag layout
     plan = StepsPlan(attention=(name,), tokens=N, kv_heads=4, **team, **MASKS[mask])
     (steps,) = plan_steps(plan)
     if team:
         plan = StepsPlan(attention=(name.replace("wallfacer", "ring"),), tokens=N, kv_heads=4, **MASKS[mask])
     expected, layout = comm_plan(plan, steps.facts["mesh"])
-    last = {(sent.axis, sent.kind): sent for sent in steps.frames[-1].sent_bytes}
+    last = {(entry.axis, entry.kind): entry for entry in steps.frames[-1].sent_bytes}
     for axis in get_args(Role):
         for kind in KINDS:
             by_rank = [expected.bytes(rank, kind, axis=axis) for rank in range(RANKS)]
-            sent = last.get((axis, kind))
-            assert (sent.total, sent.busiest) == (sum(by_rank), max(by_rank)) if sent else not any(by_rank)
+            entry = last.get((axis, kind))
+            assert (entry.total, entry.busiest) == (sum(by_rank), max(by_rank)) if entry else not any(by_rank)
     for phase in ("forward", "backward"):
         pairs = sum(block.pairs for frame in steps.frames if frame.phase == phase for block in frame.blocks)
         assert pairs == plan.mask.pairs(N) * plan.heads
@@ -111,7 +111,7 @@ def test_a_long_sequence_is_drawn_by_positions_of_all_shards(kind):
 
 
 class Page(HTMLParser):
-    """Elements that are still open, ids, and what would be loaded."""
+    """Parses open elements, ids and URLs of a page."""
 
     VOID = frozenset({"meta", "input", "br", "path", "use", "rect", "circle"})
 

@@ -45,7 +45,7 @@ METHODS = ("ring", "ulysses", "upipe+ring", "wallfacer")
 
 
 class Killed(BaseException):
-    """Ends the process: no handler catches it."""
+    """Stands for a kill: no handler catches it."""
 
 
 def tune_plan(folder: Path, config: Config = SMALL, **options: Any) -> TunePlan:
@@ -60,7 +60,7 @@ def tune_and_print(plan: TunePlan, *args: Any) -> tuple[TunerState, str]:
     return state, output.getvalue()
 
 
-# -- measurements -------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_measurement_is_chosen(worlds, tmp_path):
@@ -119,60 +119,60 @@ def test_replicate_tp_and_kernel_are_kept(tmp_path):
     )
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
 class FakeBench:
-    """Returns seconds by a function of the candidate, and records the candidates."""
+    """Returns seconds from a function of the candidate, and records the candidates."""
 
     def __init__(self, seconds: Callable[[Candidate], float], until: int | None = None) -> None:
-        self.seconds, self.until, self.asked = seconds, until, list[Candidate]()
+        self.seconds, self.until, self.candidates = seconds, until, list[Candidate]()
 
     def __call__(self, config: Config, candidate: Candidate, device: torch.device, iterations: int) -> Measurement:
-        if len(self.asked) == self.until:
+        if len(self.candidates) == self.until:
             raise Killed
-        self.asked.append(candidate)
+        self.candidates.append(candidate)
         return Measurement(candidate, self.seconds(candidate), self.seconds(candidate))
 
 
 def by_ring(candidate: Candidate) -> float:
-    """The smaller the ring, the faster; no two are nearly alike."""
+    """Smaller rings are faster, by more than the noise."""
     return candidate.mesh.ring + candidate.mesh.shard / 4 + len(str(candidate.attention)) / 10
 
 
 def kill_and_resume(plan: TunePlan, kills: list[int]) -> tuple[list[list[Candidate]], TunerState]:
-    """Whom each run was asked for; the last one is not killed."""
+    """Returns the candidates that each run measured, and the last state. All runs but the last are killed."""
     measured = []
     for count in kills:
-        stand = FakeBench(by_ring, until=count)
+        bench = FakeBench(by_ring, until=count)
         with pytest.raises(Killed), redirect_stdout(io.StringIO()):
-            tuner.tune(plan, stand)
-        measured.append(stand.asked)
+            tuner.tune(plan, bench)
+        measured.append(bench.candidates)
     last = FakeBench(by_ring)
     with redirect_stdout(io.StringIO()):
         tuned = tuner.tune(plan, last)
-    return [*measured, last.asked], tuned
+    return [*measured, last.candidates], tuned
 
 
 def test_a_killed_run_resumes_without_repeating_measurements(worlds, tmp_path):
     every = all_candidates(tune_plan(tmp_path), 4)
-    for asked, tuned in worlds(4).run(kill_and_resume, tune_plan(tmp_path), [2, 3]):
-        assert [len(part) for part in asked] == [2, 3, len(every) - 5]
-        assert [candidate for part in asked for candidate in part] == every
+    for measured, tuned in worlds(4).run(kill_and_resume, tune_plan(tmp_path), [2, 3]):
+        assert [len(part) for part in measured] == [2, 3, len(every) - 5]
+        assert [candidate for part in measured for candidate in part] == every
         assert tuned.choice == min(every, key=by_ring) and tuned.complete
-    # Nothing is left: who comes back measures nothing, and is given the same.
+    # All candidates are measured: another run measures none and chooses the same.
     assert worlds(4).run(kill_and_resume, tune_plan(tmp_path), [])[0] == ([[]], tuned)
-    # More methods are more to measure.
-    more = replace(tune_plan(tmp_path), attention=(*METHODS, "token_ring"))
-    ((asked,), again), *_ = worlds(4).run(kill_and_resume, more, [])
-    assert {candidate.attention.name for candidate in asked} == {"token_ring"}
-    assert again.choice == tuned.choice and len(again.measurements) == len(every) + len(asked)
+    # More methods add candidates.
+    plan = replace(tune_plan(tmp_path), attention=(*METHODS, "token_ring"))
+    ((measured,), repeated), *_ = worlds(4).run(kill_and_resume, plan, [])
+    assert {candidate.attention.name for candidate in measured} == {"token_ring"}
+    assert repeated.choice == tuned.choice and len(repeated.measurements) == len(every) + len(measured)
 
 
-def test_a_candidate_that_ends_two_runs_is_not_started_again(worlds, tmp_path):
-    for asked, tuned in worlds(2).run(kill_and_resume, tune_plan(tmp_path), [1, 0]):
-        first, second, *others = all_candidates(tune_plan(tmp_path), 2)
-        assert asked == [[first], [], others]
+def test_candidate_that_killed_two_runs_is_skipped(worlds, tmp_path):
+    for measured, tuned in worlds(2).run(kill_and_resume, tune_plan(tmp_path), [1, 0]):
+        first, second, *remaining = all_candidates(tune_plan(tmp_path), 2)
+        assert measured == [[first], [], remaining]
         assert tuned.measurements[1] == Measurement(
             second, reason="has ended 2 runs; remove it from the file to try again"
         )
@@ -194,7 +194,7 @@ def refusal(plan: TunePlan, *args: Any) -> str:
     return str(error.value)
 
 
-# -- failures -----------------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 def failing(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> Measurement:
@@ -228,34 +228,34 @@ def test_no_choice_if_every_candidate_fails(worlds, tmp_path):
     assert not (tmp_path / "tuned.toml").exists()
 
 
-# -- noise --------------------------------------------------------------------------------------------------------
+# -- noise ------------------------------------------------------------------------------------------------------------
 
 
-def compared(config: Config, wanted: list[Candidate], device: torch.device, rounds: int) -> list[float]:
-    return [3.0, 1.0, 2.0][: len(wanted)]
+def compared(config: Config, candidates: list[Candidate], device: torch.device, rounds: int) -> list[float]:
+    return [3.0, 1.0, 2.0][: len(candidates)]
 
 
 def incomparable(*_: object) -> list[float]:
     raise torch.OutOfMemoryError("not all at once")
 
 
-def alike(candidate: Candidate) -> float:
-    """Ring 4 alone is slow; the others are within a few percent."""
+def slow_ring_4(candidate: Candidate) -> float:
+    """Only ring 4 is slow; the other candidates are within a few percent."""
     return 2.0 if candidate.mesh.ring == 4 else 1.0 + len(candidate.attention.name) / 400
 
 
 def test_the_fastest_are_compared_in_turns(worlds, tmp_path):
-    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path), FakeBench(alike), compared)[0]
+    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path), FakeBench(slow_ring_4), compared)[0]
     near = [each.candidate for each in tuned.fastest_first[:3]]
     assert [each.paired_seconds for each in tuned.fastest_first[:3]] == [3.0, 1.0, 2.0]
     assert all(each.paired_seconds is None for each in tuned.fastest_first[3:])
     assert tuned.choice == near[1]
     assert "the 3 fastest again, in turns\n" in output
-    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path / "b"), FakeBench(alike), incomparable)[0]
+    tuned, output = worlds(4).run(tune_and_print, tune_plan(tmp_path / "b"), FakeBench(slow_ring_4), incomparable)[0]
     assert tuned.choice == near[0] and "not compared: not all at once\n" in output
 
 
-def test_a_hybrid_is_measured_on_the_blocks_that_it_repeats(worlds):
+def test_hybrids_are_measured_on_their_repeated_blocks(worlds):
     model = replace(SMALL.model, layers=4, mixers=("mamba2", "attention"))
     candidate = Candidate(Mesh(1, 2, 1), AttentionChoice("ring"), "contiguous")
     actual = worlds(2).run(built, replace(SMALL, model=model), candidate)
@@ -281,7 +281,7 @@ def documents_measured(config: Config) -> tuple[list[str], list[float]]:
 def test_layouts_of_packed_documents_are_timed(worlds, tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(60):
-        (tmp_path / "text" / f"{i:02}.txt").write_text("x" * 24)  # with its end, half a row
+        (tmp_path / "text" / f"{i:02}.txt").write_text("x" * 24)  # half a row, end of document included
     data = replace(SMALL.data, documents=True, path=(tmp_path / "text",), global_batch_size=2)
     config = replace(SMALL, data=data)
     plan = replace(tune_plan(tmp_path), run=config)
@@ -294,7 +294,7 @@ def test_layouts_of_packed_documents_are_timed(worlds, tmp_path):
     assert (zigzag, balanced) == ("0:13,38:50;13:38", "0:25;25:50") and min(seconds) > 0
 
 
-# -- the planner --------------------------------------------------------------------------------------------------
+# -- the planner ------------------------------------------------------------------------------------------------------
 
 
 def test_partition_by_predicted_time_and_memory():
@@ -338,7 +338,7 @@ def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
     expected, left_out = prune(replace(plan, run=longer, slower=9), 8, torch.bfloat16, every)
     reasons = {str(each.candidate): each.reason or "" for each in left_out}
     assert reasons["token_ring on ring 8"].startswith("predicted not to fit: ")
-    assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, expected))  # stages take little
+    assert "upipe, 8 heads a stage on ulysses 8" in list(map(str, expected))  # stages need little memory
     with pytest.raises(ValueError, match=r"--cluster 8xh100 .*8.*4"):
         prune(plan, 4, torch.bfloat16, all_candidates(plan, 4))
 
@@ -359,17 +359,17 @@ def test_invalid_plans_are_refused(flags, words):
     assert all(word in str(error.value) for word in words)
 
 
-# -- the choice ---------------------------------------------------------------------------------------------------
+# -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def test_a_hybrid_is_predicted_beside_a_process_group_in_every_layout():
+def test_hybrids_are_predicted_in_every_layout_with_a_process_group():
     model = replace(BIG.model, mixers=("delta_rule", "mamba2", "attention"), layers=6)
     run = replace(BIG, model=model, data=DataConfig(sequence_length=16_384, global_batch_size=1))
     plan = TunePlan(run=run, cluster="8xh100")
     rings = [each for each in all_candidates(plan, 8) if each.mesh.ring == 8 and each.attention.name == "ring"]
     assert {each.layout for each in rings} == {"zigzag", "contiguous"}
     predict = predictor(plan, 8, torch.bfloat16)
-    with fake_world(ring=8):  # the tuner's own, in which rank 0 predicts
+    with fake_world(ring=8):  # like the tuner's process group, in which rank 0 predicts
         predictions = {each.layout: predict(each) for each in rings}
     assert predictions["zigzag"].seconds != predictions["contiguous"].seconds
 
@@ -378,7 +378,7 @@ CHOSEN = Candidate(Mesh(1, 2, 2), AttentionChoice("upipe+ring", 2))
 
 
 def chosen(folder: Path, config: Config = SMALL, recipe: str | None = None) -> Path:
-    """The file of a choice."""
+    """Writes the configuration file of a choice; returns its path."""
     plan = replace(tune_plan(folder, config), recipe=recipe)
     tuner.write_files(plan, TunerState(cache_key(config, 4, torch.float32), complete=True, choice=CHOSEN))
     return plan.out
@@ -398,9 +398,9 @@ def test_the_trainer_runs_the_choice_with_all_other_flags(worlds, tmp_path):
     written_out = ParallelConfig(ring=2, ulysses=2, attention="upipe+ring", heads_per_stage=2)
     assert command.run == replace(SMALL, parallel=written_out)
     assert "  parallel.ring             none -> 2" in overrides
-    (losses, axes), *others = worlds(4).run(trained, command.run, tmp_path / "run")
+    (losses, axes), *results = worlds(4).run(trained, command.run, tmp_path / "run")
     assert len(losses) == 3 and axes == {"shard": 1, "ring": 2, "ulysses": 2}
-    assert all(actual == (losses, axes) for actual in others)
+    assert all(actual == (losses, axes) for actual in results)
 
 
 def test_the_file_names_the_recipe_and_flags_override_it(tmp_path):
