@@ -1,4 +1,4 @@
-"""Ranks of a world that sends nothing, one after the other in this process: for tests of bytes, not of values."""
+"""Runs fake ranks one after another in this process, without communication: for tests of bytes, not of values."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def on_fake_ranks(ranks: int, function: Callable[..., R], *args: object) -> list[R]:
-    """Returns what `function(*args)` returns on each rank. Received tensors are left as they were allocated."""
+    """Returns the results of `function(*args)` by rank. Receive buffers keep their uninitialized values."""
     results = list[R]()
     for rank in range(ranks):
         forget_meshes()
@@ -27,6 +27,6 @@ def on_fake_ranks(ranks: int, function: Callable[..., R], *args: object) -> list
 
 
 def forget_meshes() -> None:
-    """Empties the caches of what belongs to a rank of a process group."""
+    """Empties the caches whose entries belong to a rank of a process group."""
     for cached in (mesh, built_method, submesh, group_of):
         cached.cache_clear()

@@ -18,26 +18,26 @@ from armillary.attention.kernels.installed import module_exists
 calls: list[str] = []
 
 
-def rewritten(left: int, right: int, queries: int, keys: int, version: int = 2) -> tuple[int, int]:
-    """(left, right) as FlashAttention's host code hands them on (mha_fwd and set_params_fprop of its flash_api.cpp)."""
+def rewritten(behind: int, ahead: int, queries: int, keys: int, version: int = 2) -> tuple[int, int]:
+    """(left, right) after FlashAttention's host code (mha_fwd and set_params_fprop of its flash_api.cpp)."""
     if version == 3:
-        left, right = -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
-        return (keys - 1 if left < 0 else left), (queries - 1 if right < 0 else right)
-    left, right = -1 if left >= keys else left, -1 if right >= keys else right
-    if left < 0 and right >= 0:
-        return keys, right
-    return (left, keys) if left >= 0 and right < 0 else (left, right)
+        behind, ahead = -1 if behind >= keys - 1 else behind, -1 if ahead >= queries - 1 else ahead
+        return (keys - 1 if behind < 0 else behind), (queries - 1 if ahead < 0 else ahead)
+    behind, ahead = -1 if behind >= keys else behind, -1 if ahead >= keys else ahead
+    if behind < 0 and ahead >= 0:
+        return keys, ahead
+    return (behind, keys) if behind >= 0 and ahead < 0 else (behind, ahead)
 
 
-def band(window, queries: int, keys: int, most_queries: int, most_keys: int, version: int = 2):
-    """The band that the kernel sees of one sequence: row a sees a + S - T - left .. a + S - T + right."""
-    left, right = rewritten(*window, most_queries, most_keys, version)
+def band(window, queries: int, keys: int, max_queries: int, max_keys: int, version: int = 2):
+    """The kernel's band of one sequence: row a sees a + S - T - left .. a + S - T + right."""
+    behind, ahead = rewritten(*window, max_queries, max_keys, version)
     corner = keys - queries
-    return None if left < 0 else corner - left, None if right < 0 else corner + right
+    return None if behind < 0 else corner - behind, None if ahead < 0 else corner + ahead
 
 
 def _sequences(q, k, ends_q, ends_k):
-    """(part of q, part of k) of each sequence, and its batched form."""
+    """Yields (slice of q, slice of k) of each sequence, and its batched form."""
     if ends_q is None:
         return [(slice(None), slice(None))]
     assert ends_q.dtype == ends_k.dtype == torch.int32 and ends_q[-1] == len(q) and ends_k[-1] == len(k)
@@ -46,42 +46,42 @@ def _sequences(q, k, ends_q, ends_k):
 
 
 def readable(*tensors):
-    """What all of the kernels check: the head dim is contiguous."""
+    """Asserts that the head dim is contiguous, as all kernels do."""
     assert all(x.stride(-1) == 1 for x in tensors)
 
 
-def attend(q, k, v, ends_q, ends_k, most_q, most_k, window, scale, softcap, version):
+def attend(q, k, v, ends_q, ends_k, max_q, max_k, window, scale, softcap, version):
     readable(q, k, v)
     full = ends_q is None
-    most_q, most_k = (q.shape[1], k.shape[1]) if full else (most_q, most_k)
+    max_q, max_k = (q.shape[1], k.shape[1]) if full else (max_q, max_k)
     outs, lses = [], []
     for a, b in _sequences(q, k, ends_q, ends_k):
         one = [x[part] if full else x[part][None] for x, part in ((q, a), (k, b), (v, b))]
-        visible_band = band(window, one[0].shape[1], one[1].shape[1], most_q, most_k, version)
+        visible_band = band(window, one[0].shape[1], one[1].shape[1], max_q, max_k, version)
         out, lse = Dense().forward(*one, visible_band, Scores(scale, softcap or None))
         outs.append(out if full else out[0])
         lses.append(lse.mT if full else lse[0].mT)
     return (outs[0], lses[0].contiguous()) if full else (torch.cat(outs), torch.cat(lses, 1))
 
 
-def attend_backward(tensors, into, ends_q, ends_k, most_q, most_k, window, scale, softcap, version):
+def attend_backward(tensors, into, ends_q, ends_k, max_q, max_k, window, scale, softcap, version):
     dout, q, k, v, out, lse = tensors
     readable(dout, q, k, v, out, *into)
     full = ends_q is None
-    most_q, most_k = (q.shape[1], k.shape[1]) if full else (most_q, most_k)
+    max_q, max_k = (q.shape[1], k.shape[1]) if full else (max_q, max_k)
     assert lse.is_contiguous() and [x.shape for x in into] == [x.shape for x in (q, k, v)]
     for x in into:
         x.fill_(torch.nan)
     for a, b in _sequences(q, k, ends_q, ends_k):
         parts = ((dout, a), (q, a), (k, b), (v, b), (out, a), (lse.mT, a))
         one = [x[part] if full else x[part][None] for x, part in parts]
-        visible_band = band(window, one[1].shape[1], one[2].shape[1], most_q, most_k, version)
+        visible_band = band(window, one[1].shape[1], one[2].shape[1], max_q, max_k, version)
         grads = Dense().backward(*one, visible_band, Scores(scale, softcap or None))
         for x, part, grad in zip(into, (a, b, b), grads, strict=True):
             x[part] = grad if full else grad[0]
 
 
-# -- flash-attn 2.8: flash_attn/flash_attn_interface.py ----------------------------------------------------------------
+# -- flash-attn 2.8: flash_attn/flash_attn_interface.py ---------------------------------------------------------------
 
 # fmt: off
 
@@ -121,7 +121,7 @@ def fa2_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_
     attend_backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), *lengths, window, softmax_scale, softcap, 2)
 
 
-# -- flash-attn 3: hopper/flash_attn_interface.py ----------------------------------------------------------------------
+# -- flash-attn 3: hopper/flash_attn_interface.py ---------------------------------------------------------------------
 
 def fa3_forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
                 cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
@@ -144,7 +144,7 @@ def fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_
     attend_backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), *lengths, window, softmax_scale, softcap, 3)
 
 
-# The same until November 2025: a window is one argument, and much of what is not used has no default.
+# The signatures until November 2025: a window is one argument, and many unused arguments have no default.
 
 def old_fa3_forward(q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
                     max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
@@ -166,7 +166,7 @@ def old_fa3_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k
                  max_seqlen_k, dq, dk, dv, softmax_scale, causal, *window_size, softcap, deterministic)
 
 
-# -- torch: aten._flash_attention_forward and _backward ----------------------------------------------------------------
+# -- torch: aten._flash_attention_forward and _backward ---------------------------------------------------------------
 
 def aten_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
                  scale=None, window_size_left=None, window_size_right=None):
@@ -186,7 +186,7 @@ def aten_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_se
     return into
 
 
-# -- flash-attn 4: flash_attn/cute/interface.py ------------------------------------------------------------------------
+# -- flash-attn 4: flash_attn/cute/interface.py -----------------------------------------------------------------------
 
 def fa4_forward(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
                 max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
@@ -214,20 +214,20 @@ def fa4_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, soft
     return into
 
 
-def fa4_window(causal, left, right):
-    """Its `_resolve_causal_local_window`: -1 would be a bound."""
-    assert (left is None or left >= 0) and (right is None or right >= 0) and not (causal and right)
-    right = 0 if causal else right
-    return -1 if left is None else left, -1 if right is None else right
+def fa4_window(causal, behind, ahead):
+    """flash-attn 4's `_resolve_causal_local_window`, in which -1 would be a bound."""
+    assert (behind is None or behind >= 0) and (ahead is None or ahead >= 0) and not (causal and ahead)
+    ahead = 0 if causal else ahead
+    return -1 if behind is None else behind, -1 if ahead is None else ahead
 
 
-# -- cuDNN: aten._scaled_dot_product_cudnn_attention and aten._cudnn_attention_forward, and their backward -------------
+# -- cuDNN: aten._scaled_dot_product_cudnn_attention and aten._cudnn_attention_forward, and their backward ------------
 
 def cudnn_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
                   return_debug_mask=False, *, scale=None):
     calls.append("forward")
     assert attn_bias is None and compute_log_sumexp and not (dropout_p or return_debug_mask)
-    assert 1 not in (query.shape[2], key.shape[2]), "cuDNN does neither one query nor one key"
+    assert 1 not in (query.shape[2], key.shape[2]), "cuDNN supports neither one query nor one key"
     readable(query, key, value)
     out, lse = Dense().forward(*(x.transpose(1, 2) for x in (query, key, value)), top_left(is_causal), Scores(scale))
     state = torch.empty((), dtype=torch.long)
@@ -278,7 +278,7 @@ def cudnn_packed_backward(grad_out, query, key, value, out, logsumexp, philox_se
     return into
 
 
-# -- xFormers' kernels: aten._efficient_attention_forward and _backward ------------------------------------------------
+# -- xFormers' kernels: aten._efficient_attention_forward and _backward -----------------------------------------------
 
 def efficient_forward(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
                       custom_mask_type, compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None):
@@ -329,7 +329,7 @@ FA4 = SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
 
 @dataclass(frozen=True)
 class Op:
-    """A function as `torch.library.custom_op` makes it, which FA3 does now: of its own signature it says nothing."""
+    """A function wrapped like `torch.library.custom_op`'s result, as in new FA3: without its own signature."""
 
     _init_fn: Callable[..., Any]
 
@@ -365,7 +365,7 @@ WHEELS = {
             from flash_stub import fa4_backward as _flash_attn_bwd, fa4_forward as _flash_attn_fwd""",
     },
 }
-"""The files that matter of each release's wheel. That of 4 has no flash_attn/__init__.py."""
+"""The relevant files of each release's wheel. That of 4 has no flash_attn/__init__.py."""
 
 
 def unpack(folder: Path, wheel: str) -> None:
@@ -386,7 +386,7 @@ VERSION = {id(FA2): 2, id(FA3): 3, id(FA4): 4}
 
 
 def none_loaded(patch: pytest.MonkeyPatch) -> None:
-    """Nothing of flash-attn has been imported; what is imported from now on is forgotten again."""
+    """Removes flash-attn from the imported modules, and restores them after the test."""
     for name in MODULES:
         patch.setitem(sys.modules, name, None)
         patch.delitem(sys.modules, name)
@@ -404,11 +404,11 @@ OPS = {
         "_can_pack": lambda: True,
     },
 }
-"""What stands in for torch's own ops, by the module that calls them."""
+"""Emulations of torch's ops, by the module that calls them."""
 
 
 def install(patch: pytest.MonkeyPatch, *versions: int) -> None:
-    """These versions of flash-attn, and no others, are importable; torch's own ops are emulated too."""
+    """Makes exactly these versions of flash-attn importable, and emulates torch's ops."""
     for name, functions in MODULES.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None, is_package=name in ("flash_attn", "flash_attn.cute"))

@@ -1,4 +1,4 @@
-"""A small transformer with a context parallelism of its own, and a switch for each mistake that `check_model` names."""
+"""A small transformer with its own context parallelism, and a switch for each mistake that `check_model` names."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +24,14 @@ class Context:
 
 
 class State:
-    """The context that all layers read, and the window that was used last."""
+    """The context that all layers read, and the window of the last call."""
 
     def __init__(self):
         self.context, self.window = None, None
 
 
 class Gather(torch.autograd.Function):
-    """The shards of all ranks; backward sums the gradients of all ranks."""
+    """Gathers the shards of all ranks; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx, x, dim):
@@ -59,7 +59,7 @@ def visible(context, keys, window):
 
 
 def merged_in_bfloat16(q, k, v, mask):
-    """One rank's keys after the other; partial results are rounded when they are merged."""
+    """Attends to the ranks' keys one after another; rounds partial results when merging them."""
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for part in torch.arange(k.shape[2]).chunk(dist.get_world_size()):
         scores = (q @ k[:, :, part].mT / q.shape[-1] ** 0.5).masked_fill(~mask[:, part], -1e30)
@@ -71,7 +71,7 @@ def merged_in_bfloat16(q, k, v, mask):
 
 
 class LastWindowInBackward(torch.autograd.Function):
-    """Attention whose backward recomputes with the window that was used last, by whichever layer."""
+    """Attention whose backward recomputes with the window of the last call of any layer."""
 
     @staticmethod
     def forward(ctx, q, k, v, context, keys, window, state):
@@ -178,9 +178,9 @@ def step(model, batch: CheckBatch, fault="") -> StepOutput:
     if fault == "labels":
         count = count - (ranks - 1)
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    share = total / (labels != -100).sum() / ranks if fault == "loss averaged" else total / count
-    share.backward()
-    loss = share.detach().clone()
+    local_loss = total / (labels != -100).sum() / ranks if fault == "loss averaged" else total / count
+    local_loss.backward()
+    loss = local_loss.detach().clone()
     dist.all_reduce(loss)
     return StepOutput(loss, positions)
 

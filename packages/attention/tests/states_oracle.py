@@ -18,7 +18,7 @@ from armillary.core.testing import mesh
 
 
 def previous_positions(ends: list[int], parents: list[int]) -> list[int]:
-    """For each position the one before it along the path from the root; -1 for none."""
+    """Returns each position's predecessor on the path from the root; -1 for none."""
     previous = list[int]()
     for segment, (a, b) in enumerate(pairwise(ends)):
         parent = parents[segment]
@@ -60,7 +60,7 @@ def naive_ssd(x, dt, A, Bm, Cm, initial, previous) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Case:
-    """A layer's inputs for all tokens, and how the sequence is cut."""
+    """A layer's inputs for all tokens, with mask, layout and chunk size."""
 
     kind: str  # "delta", "channels" or "ssd"
     layout: SequenceLayout
@@ -86,14 +86,14 @@ class Case:
                 results.append(naive_delta_rule(*values, state, scale, previous))
         return torch.stack([out for out, _ in results]), torch.stack([final for _, final in results])
 
-    def call(self, inputs: dict[str, Tensor], initial: Tensor | None, **where) -> tuple[Tensor, Tensor]:
+    def call(self, inputs: dict[str, Tensor], initial: Tensor | None, **context) -> tuple[Tensor, Tensor]:
         if self.kind == "ssd":
-            return ssd(**inputs, mask=self.mask, initial_state=initial, **where)
-        return gated_delta_rule(**inputs, mask=self.mask, initial_state=initial, scale=self.scale, **where)
+            return ssd(**inputs, mask=self.mask, initial_state=initial, **context)
+        return gated_delta_rule(**inputs, mask=self.mask, initial_state=initial, scale=self.scale, **context)
 
 
 def random_segments(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """Documents, or trees, depth first."""
+    """Draws documents, or trees in depth-first order."""
     count = rng.choice([1, 2, 3, 5, 8])
     ends = [0, *sorted(rng.sample(range(1, length), min(count, length) - 1)), length]
     parents, path = list[int](), list[int]()
@@ -169,7 +169,7 @@ def random_case(seed: int, shards: int) -> Case:
 
 
 def errors(case: Case, kernel: StateKernel | None = None) -> dict[str, float]:
-    """Relative errors of outputs, final state and all gradients on this rank. Ranks' losses use finals differently."""
+    """Relative errors of outputs, final state and gradients on this rank. Ranks weigh final states differently."""
     world = get_world_size()
     ring = mesh(ring=world)["ring"]
     rank = Axis.of(ring).rank
@@ -181,28 +181,28 @@ def errors(case: Case, kernel: StateKernel | None = None) -> dict[str, float]:
     expected = torch.autograd.grad((out, final), leaves, (case.dout, case.dfinal.sum(0)), allow_unused=True)
     expected = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, expected, strict=True)]
 
-    own = {
+    local_inputs = {
         name: (case.layout.take(x, rank) if name in case.tokenwise else x.clone()).requires_grad_()
         for name, x in case.inputs.items()
     }
-    own_initial = None if case.initial is None else case.initial.clone().requires_grad_()
-    own_out, own_final = case.call(own, own_initial, layout=case.layout, axis=ring, kernel=kernel)
-    own_leaves = [*own.values(), *([] if own_initial is None else [own_initial])]
+    local_initial = None if case.initial is None else case.initial.clone().requires_grad_()
+    local_out, local_final = case.call(local_inputs, local_initial, layout=case.layout, axis=ring, kernel=kernel)
+    local_leaves = [*local_inputs.values(), *([] if local_initial is None else [local_initial])]
     grads = torch.autograd.grad(
-        (own_out, own_final), own_leaves, (case.layout.take(case.dout, rank), case.dfinal[rank])
+        (local_out, local_final), local_leaves, (case.layout.take(case.dout, rank), case.dfinal[rank])
     )
-    result = {"out": error(own_out, case.layout.take(out, rank), out), "final": error(own_final, final, final)}
-    for name, grad, whole_grad in zip([*own, "initial_state"], grads, expected, strict=False):
+    result = {"out": error(local_out, case.layout.take(out, rank), out), "final": error(local_final, final, final)}
+    for name, grad, full_grad in zip([*local_inputs, "initial_state"], grads, expected, strict=False):
         if name in case.tokenwise:
-            result[f"d{name}"] = error(grad, case.layout.take(whole_grad, rank), whole_grad)
+            result[f"d{name}"] = error(grad, case.layout.take(full_grad, rank), full_grad)
         else:
             all_reduce(grad, group=ring.get_group())
-            result[f"d{name}"] = error(grad, whole_grad, whole_grad)
+            result[f"d{name}"] = error(grad, full_grad, full_grad)
     return result
 
 
 def error(actual: Tensor, expected: Tensor, scale_of: Tensor) -> float:
-    """Error relative to the whole tensor, of which a rank may have nothing, or only tiny elements."""
+    """Error relative to the norm of the full tensor, because a rank's part may be empty or tiny."""
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
     if not scale_of.any():
@@ -211,7 +211,7 @@ def error(actual: Tensor, expected: Tensor, scale_of: Tensor) -> float:
 
 
 def worst_errors(seeds: list[int]) -> dict[int, tuple[float, str]]:
-    """The largest error of each random case, and of what."""
+    """Returns the largest error of each random case, and the tensor's name."""
     results = {}
     for seed in seeds:
         case = random_case(seed, get_world_size())

@@ -1,4 +1,4 @@
-"""Balanced layouts of methods: whatever the mask, no rank has more than 1.05 times the mean to compute."""
+"""Balanced layouts of methods: for all masks, no rank computes more than 1.05 times the mean."""
 
 import random
 
@@ -42,7 +42,7 @@ def prompt_with_answers(prompt: int) -> AttentionMask:
 
 
 def forest(answers: int, window: tuple[int, int] | None = None) -> AttentionMask:
-    """Prompts with answers, and answers to each of these."""
+    """Prompts with answers, and answers to each answer."""
     rng = random.Random(1)
     ends, parents = boundaries(lambda: rng.lognormvariate(6.5, 0.7)), list[int]()
     for segment in range(len(ends) - 1):
@@ -68,7 +68,7 @@ def images(window: tuple[int | None, int | None] | None) -> AttentionMask:
 
 
 def some_blocks() -> AttentionMask:
-    """A tenth of the blocks below the diagonal, and the first ones, which all see."""
+    """A tenth of the blocks below the diagonal, and the first column, which all rows see."""
     rng = np.random.default_rng(0)
     visible = np.tril(rng.random((128, 128)) < 0.1) | np.eye(128, dtype=bool)
     visible[:, :2] = True
@@ -104,12 +104,12 @@ def test_shards_are_even_by_queries_and_by_keys(name, shards):
     assert attention_balance(layout, mask=mask) < 1.05
     assert attention_balance(layout, mask=mask, of_keys=True) < 1.05
     assert max(len(layout.spans(shard)) for shard in range(shards)) <= 20
-    # A head axis computes with what its members hold together: the shards before they were cut.
+    # Ranks of a head axis compute on their joined shards: the shards before the split.
     assert layout.refine(4).coarsen(4) == layout
 
 
 def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, side: RotatingSide) -> list[int]:
-    """What ranks compute: pairs of every two teams that meet in a ring."""
+    """Counts each rank's pairs, over all pairs of teams that meet in a ring."""
     by_teams = teams.by_teams(layout)
     grid, loads = Grid(by_teams, by_teams, mask), [0] * teams.ranks
     for ring in teams.rings(side):
@@ -131,7 +131,7 @@ def test_ranks_of_teams_are_even_for_either_rotating_side(name, ranks, team):
 
 
 def test_teams_share_documents_shorter_than_a_shard():
-    """Contiguous teams would each have whole ones, whose pairs are then all of one member's."""
+    """Each contiguous team would have entire documents, and all their pairs one member."""
     teams, mask = Teams(8, 2, "collect_intra"), MASKS["chunked"]
     contiguous = teams.in_rank_order(SequenceLayout.contiguous(N, 8))
     assert max(ranks_of(teams, contiguous, mask, "keys")) * 8 == 2 * mask.pairs(N)
@@ -143,25 +143,25 @@ def test_teams_share_documents_shorter_than_a_shard():
 @given(
     st.integers(1, 40).flatmap(lambda p: st.tuples(st.just(p), st.sampled_from(fitting_teams(p)))), st.integers(0, 99)
 )
-def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, more):
+def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, extra):
     teams = Teams(*world, "collect_intra")
     dealt = [[teams.dealt_team(shard, group) for group in range(teams.team)] for shard in range(teams.ring_size)]
     assert sorted(team for shard in dealt for team in shard) == list(range(teams.ranks // teams.team))
     for shard in dealt:
         assert [team // teams.ring_size for team in shard] == list(range(teams.team))
         assert sorted(team % teams.team for team in shard) == list(range(teams.team))
-    layout = teams.layout(teams.ranks + more, "balanced")
-    assert layout.length == teams.ranks + more and max(layout.sizes) - min(layout.sizes) <= 1
+    layout = teams.layout(teams.ranks + extra, "balanced")
+    assert layout.length == teams.ranks + extra and max(layout.sizes) - min(layout.sizes) <= 1
 
 
-def test_fewer_tokens_than_ranks_are_refused():
+def test_fewer_tokens_than_ranks_raise():
     with pytest.raises(ValueError, match=r"7 tokens .* 8 shards"):
         Teams(8, 2, "collect_intra").layout(7, "balanced")
 
 
 @pytest.mark.parametrize("kind", ["balanced", "zigzag", "contiguous"])
 @pytest.mark.parametrize("name", MASKS)
-def test_token_hops_are_those_that_a_ring_sends(name, kind):
+def test_token_hops_equal_those_of_a_ring(name, kind):
     mask, ring = MASKS[name], RingTopology.of_all(8, "keys")
     layout = layout_of(kind, N, 8, mask)
     grid = Grid(layout, layout, mask)
@@ -169,7 +169,7 @@ def test_token_hops_are_those_that_a_ring_sends(name, kind):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_layouts_that_send_least_are_even_by_queries(name):
+def test_layouts_with_least_traffic_are_even_by_queries(name):
     layout = layout_of("balanced", N, 8, MASKS[name])
     assert attention_balance(layout, mask=MASKS[name]) <= 1.10
     assert max(layout.sizes) * 8 <= 1.10 * N
@@ -182,12 +182,12 @@ def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(sh
     layout = plan.layout(N, shards, "balanced", mask)
     assert attention_balance(layout, mask=mask, of_keys=True) <= 1.10
     assert max(layout.sizes) * shards <= 1.10 * N
-    sent = dict[str, int]()
+    sent_bytes = dict[str, int]()
     for name, each in (("balanced", layout), ("even", layout_of("balanced", N, shards, mask, balanced_by=None))):
         options = {"heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
         comm_plan = plan.comm_plan(AttentionShape.of(each, mask, **options))
-        sent[name] = sum(comm_plan.bytes(rank) for rank in range(shards))
-    assert sent["balanced"] < sent["even"]
+        sent_bytes[name] = sum(comm_plan.bytes(rank) for rank in range(shards))
+    assert sent_bytes["balanced"] < sent_bytes["even"]
 
 
 def layouts_of(name: str, options: MethodOptions) -> tuple[str, str]:

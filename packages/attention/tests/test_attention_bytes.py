@@ -1,6 +1,6 @@
-"""What each method sends, counted on every rank, is its communication plan to the byte; the plan is the closed form.
+"""Each method sends the bytes of its communication plan, counted on every rank.
 
-The latter is shown in `test_attention_comm_plan.py`, without processes.
+`test_attention_comm_plan.py` compares plans with closed forms, without processes.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 
 
 class Columns:
-    """Hidden states that are q, k and v side by side already."""
+    """Projections that split hidden states into q, k and v."""
 
     def __init__(self, work: AttentionShape) -> None:
         self.heads, self.key_heads = len(work.key_heads), work.kv_heads
@@ -68,7 +68,7 @@ def work_of(case: Case, layout: SequenceLayout, key_layout: SequenceLayout, proj
 
 
 def attend(method, work: AttentionShape) -> CommLedger:
-    """Forward and backward on this rank, from hidden states or from q, k and v."""
+    """Runs forward and backward on this rank, from hidden states or from q, k and v."""
     within = method.shards // method.sequence_shards
     tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
     with CommLedger() as ledger:
@@ -88,9 +88,9 @@ def attend(method, work: AttentionShape) -> CommLedger:
 
 
 def differences(method, work: AttentionShape, plan: CommPlan) -> list[str]:
-    """Where this rank's ledger and the plan differ."""
+    """Returns the differences between this rank's ledger and the plan."""
     ledger = attend(method, work)
-    actual = Counter({key: sent for key, sent in ledger.entries.items() if sent})
+    actual = Counter({key: count for key, count in ledger.entries.items() if count})
     keys = product(get_args(Role), KINDS, ("forward", "backward"))
     messages = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
     return [
@@ -101,7 +101,7 @@ def differences(method, work: AttentionShape, plan: CommPlan) -> list[str]:
 
 
 def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
-    """What this rank finds of some cases, those that the method can do."""
+    """Returns this rank's differences in the cases that the method supports."""
     method, actual = composition.build(), list[str]()
     sizes = dict(composition.axes)
     for case in chosen:
@@ -117,7 +117,7 @@ def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
     return actual
 
 
-@lru_cache(maxsize=512)  # ranks that follow each other in one process compare with the same plans
+@lru_cache(maxsize=512)  # fake ranks in one process compare with the same plans
 def plan_of(composition: Composition, work: AttentionShape) -> CommPlan:
     return composition.comm_plan(work)
 
@@ -131,19 +131,19 @@ EIGHT = [
     *(Composition.of("wallfacer-2-queries", ring=8), Composition.of("upipe+ring", ring=2, ulysses=4)),
     *(Composition.of("ulysses+token_ring", ring=4, ulysses=2), Composition.of("upipe+wallfacer", ring=4, ulysses=2)),
 ]
-"""What has less to it on four ranks: a ring around teams, a ring of four around heads, more ranks than key heads."""
+"""Compositions that four ranks cannot cover: rings of teams, rings of four around heads, more ranks than key heads."""
 
 
 SMALL = Case(batch=1, length=64, head_dim=8, value_dim=8, dtype=torch.float32)
 EVEN = [replace(SMALL, mask=FULL, kv_heads=k, dtype=dtype) for k, dtype in ((8, torch.bfloat16), (2, torch.float32))]
-"""Under a full mask with even shards and heads, where plans are closed forms."""
+"""A full mask with even shards and heads, for which plans are closed forms."""
 
 
 def sample(seed: int, some: int = 1) -> list[Case]:
-    """An even case; and every mask, layout, dtype, number of heads, length and kind of keys at least once.
+    """Returns an even case, and every mask, layout, dtype, number of heads, length and kind of keys at least once.
 
     Args:
-        some: one of so many of the latter; other ones for the next seed.
+        some: keeps one in `some` of the latter; another seed keeps others.
     """
     varied = cases(brief=seed, sinks=(False,), softcaps=(None,), head_dims=(8, 16), large_head_dims=())
     varied = [replace(case, needs="qkvs", shift=0.0, memory="plain") for case in varied]
@@ -157,7 +157,7 @@ def every_composition(ranks: int) -> list[tuple[Composition, list[Case]]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_composition_sends_the_bytes_of_its_plan(ranks):
-    """Bytes are counted as they are handed over: nobody has to receive them, as conformance shows that they do."""
+    """Bytes are counted when they are sent, so no rank needs to receive them; conformance tests do."""
     assert on_fake_ranks(ranks, all_wrong, every_composition(ranks)) == [[]] * ranks
 
 
@@ -169,7 +169,7 @@ def test_every_composition_sends_the_bytes_of_its_plan_to_real_ranks(worlds, ran
 
 @pytest.mark.long
 def test_sixteen_ranks_in_rings_and_teams(worlds):
-    """Teams of 2 in rings of 4, and of 4 without; a ring around a wide head axis."""
+    """Teams of 2 in rings of 4, teams of 4 without a ring, and a ring around a wide head axis."""
     every = [Composition.of(name, ring=16) for name in ("wallfacer-2-p2p", "wallfacer-4-keys", "wallfacer-4-queries")]
     every.append(Composition.of("usp", ring=2, ulysses=8))
     masked = [
@@ -180,11 +180,11 @@ def test_sixteen_ranks_in_rings_and_teams(worlds):
     assert worlds(16).run(all_wrong, chosen) == [[]] * 16
 
 
-# -- layouts that no name has ------------------------------------------------------------------------------------------
+# -- unnamed layouts --------------------------------------------------------------------------------------------------
 
 
 def uneven(shards: int) -> SequenceLayout:
-    """Runs of 4, 9, 14, ... tokens, by turns and backwards: shards of very unequal size."""
+    """Runs of 4, 9, 14, ... tokens, dealt in turns and backwards: shards of very unequal size."""
     ends = [0]
     for i in range(2 * shards):
         ends.append(ends[-1] + 4 + 5 * (i % shards))
@@ -212,7 +212,7 @@ def test_shards_of_unequal_size(worlds):
     assert worlds(4).run(wrong_when_uneven, names) == [[]] * 4
 
 
-# -- options that no composition has -----------------------------------------------------------------------------------
+# -- options without a composition ------------------------------------------------------------------------------------
 
 
 def wrong_in_stages(heads: int, key_heads: int, heads_per_stage: int | None, prefetch: bool) -> list[str]:
@@ -228,13 +228,13 @@ def wrong_in_any_stages() -> list[list[str]]:
     return [actual for heads, *options in every if (actual := wrong_in_stages(*heads, *options))]
 
 
-def test_upipe_with_any_heads_a_stage(worlds):
+def test_upipe_with_all_heads_per_stage(worlds):
     assert worlds(4).run(wrong_in_any_stages) == [[]] * 4
 
 
 def wrong_in_teams(placement: str, gather_keys: bool) -> list[str]:
     method = WallFacer(mesh(ring=8)["ring"], 2, placement, "queries", gather_keys)
-    layout = SequenceLayout.contiguous(61, 8)  # not its own
+    layout = SequenceLayout.contiguous(61, 8)  # not WallFacer's layout
     work = work_of(replace(SMALL, mask=AttentionMask(window=(9, None))), layout, layout, projected=True)
     return differences(method, work, WallFacerPlan(2, placement, "queries", gather_keys).comm_plan(work))
 
@@ -244,11 +244,11 @@ def wrong_in_any_teams() -> list[list[str]]:
     return [actual for options in every if (actual := wrong_in_teams(*options))]
 
 
-def test_wall_facer_with_a_layout_that_is_not_its_own(worlds):
+def test_wall_facer_with_another_layout(worlds):
     assert worlds(8).run(wrong_in_any_teams) == [[]] * 8
 
 
-# -- masks that leave holes ------------------------------------------------------------------------------------------
+# -- sparse masks -----------------------------------------------------------------------------------------------------
 
 HOLES = {
     "ends of a shard": (AttentionMask(False, documents=(0, 12, 52, 64)), "zigzag"),
@@ -257,11 +257,11 @@ HOLES = {
     "rows": (AttentionMask(False, documents=((0, 12, 52, 64), (0, 11, 53, 64))), "zigzag"),
     "a prompt and its answers": (AttentionMask.tree((0, 9, 22, 30, 47, 64), (-1, 0, 0, 2, 2)), "striped"),
 }
-"""A rank further on sees some tokens of a shard, but none of those between them."""
+"""A later rank sees some tokens of a shard, but none between them."""
 
 
 def moves(mask: AttentionMask, layout: SequenceLayout, of_keys: bool) -> tuple[int, int]:
-    """Looking at each token: (hops to the last rank that sees it, the shorter way round; other ranks that see it)."""
+    """Sums over tokens: hops to the last rank that sees it, in the shorter direction; other ranks that see it."""
     positions = torch.arange(layout.length)
     pairs = torch.stack([mask.visible(positions, positions, row) for row in range(2)]).any(0)
     ranks = range(layout.shards)
@@ -275,11 +275,12 @@ def moves(mask: AttentionMask, layout: SequenceLayout, of_keys: bool) -> tuple[i
 
 
 def tokens_by_hand(method: str, work: AttentionShape) -> tuple[int, int]:
-    """Bytes that all ranks send, forward and backward."""
-    (keys, _), (queries, seen) = (moves(work.mask, work.layout, of_keys) for of_keys in (True, False))
+    """Bytes that all ranks send in forward and backward, from counts of tokens."""
+    (keys, _), (queries, visits) = (moves(work.mask, work.layout, of_keys) for of_keys in (True, False))
     kv, lse, onward = work.k + work.v, work.lse * work.a, (work.q + 2 * work.out) * work.e + work.lse * work.a
     if method == "token_ring":
-        return queries * work.q * work.e + seen * (work.out * work.e + lse), queries * onward + seen * work.q * work.a
+        forward = queries * work.q * work.e + visits * (work.out * work.e + lse)
+        return forward, queries * onward + visits * work.q * work.a
     back = queries * (onward + work.q * work.a) if method == "ring-queries" else keys * kv * (work.e + work.a)
     return keys * kv * work.e, back
 
@@ -288,7 +289,7 @@ RINGS = ("ring-keys", "ring-queries", "token_ring")
 
 
 @pytest.mark.parametrize("name", HOLES)
-def test_every_token_is_sent_as_often_as_it_must_be(name):
+def test_every_token_travels_the_minimum_number_of_hops(name):
     mask, kind = HOLES[name]
     layout = getattr(SequenceLayout, kind)(64, 4)
     shards = RingTopology.of_all(4, "keys").reach(Grid(layout, layout, mask))
@@ -296,8 +297,9 @@ def test_every_token_is_sent_as_often_as_it_must_be(name):
     for method in RINGS:
         work = work_of(replace(SMALL, mask=mask, batch=2, value_dim=16, dtype=torch.bfloat16), layout, layout, False)
         plan = Composition.of(method, ring=4).comm_plan(work)
-        sent = tuple(sum(plan.bytes(rank, "p2p", phase) for rank in range(4)) for phase in ("forward", "backward"))
-        assert sent == tokens_by_hand(method, work)
+        phases = ("forward", "backward")
+        sent_bytes = tuple(sum(plan.bytes(rank, "p2p", phase) for rank in range(4)) for phase in phases)
+        assert sent_bytes == tokens_by_hand(method, work)
 
 
 def wrong_with_holes() -> list[str]:
@@ -310,14 +312,14 @@ def test_every_method_sends_the_bytes_of_its_plan_under_sparse_masks(worlds):
     assert worlds(4).run(wrong_with_holes) == [[]] * 4
 
 
-# -- hops that nobody needs ------------------------------------------------------------------------------------------
+# -- unneeded hops ----------------------------------------------------------------------------------------------------
 
 WHOLE_AND_CUT = AttentionMask(documents=(0, 16, 32, 64))
-"""Two documents that each fit a shard of 16 tokens, and one on two shards."""
+"""Two documents of one shard of 16 tokens each, and one on two shards."""
 
 
 def messages_of_documents() -> dict[str, tuple[int, int]]:
-    """Messages of this rank, forward and backward, of each method."""
+    """Counts the messages of this rank in forward and backward, by method."""
     layout = SequenceLayout.contiguous(64, 4)
     work = work_of(replace(SMALL, mask=WHOLE_AND_CUT, length=64), layout, layout, False)
     counts = dict[str, tuple[int, int]]()
@@ -327,9 +329,9 @@ def messages_of_documents() -> dict[str, tuple[int, int]]:
     return counts
 
 
-def test_ranks_whose_documents_are_whole_take_part_in_no_hop(worlds):
+def test_ranks_with_unsplit_documents_send_no_message(worlds):
     first, second, third, last = worlds(4).run(messages_of_documents)
     for name in first:
         assert first[name] == second[name] == (0, 0), name
-        # One hop of keys or queries to the neighbour, and one message back where results or gradients return.
+        # One hop of keys or queries to the neighbour, and one message back if results or gradients return.
         assert third[name][0] + last[name][0] <= 2 and third[name][1] + last[name][1] <= 2, name

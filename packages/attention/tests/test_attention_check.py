@@ -1,4 +1,4 @@
-"""The check that users run on a method of their own: right methods pass, wrong tensors are named on every rank."""
+"""The check that users run on their own methods: right methods pass, wrong tensors are named on every rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`check_model` finds planted mistakes and names them; what is right passes."""
+"""`check_model` names planted mistakes and passes right models."""
 
 import json
 
@@ -30,7 +30,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_mistake_is_named(worlds, fault):
+def test_check_names_planted_mistakes(worlds, fault):
     variants = [fault] if fault in ("recompute", "two micro-batches") else []
     report = check_model(
         **check_arguments(fault, convolution=fault == "no halo"),
@@ -47,7 +47,7 @@ def test_a_planted_mistake_is_named(worlds, fault):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
-def test_a_right_model_passes(worlds, dtype):
+def test_check_passes_right_models(worlds, dtype):
     report = check_model(
         **check_arguments("", convolution=True),
         documents=DOCUMENTS,

@@ -1,4 +1,4 @@
-"""Attention is an op, so that checkpointing can keep its result: what is kept is not computed, or sent, again."""
+"""Attention is an op, so selective checkpointing can save its result: backward neither computes nor sends it again."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
 
 
 def test_the_ops_pass_torchs_checks():
-    """Schema, shapes as promised, and a gradient, which is traced elsewhere: here lse would be given one."""
+    """Checks the schema and the fake kernels. Other tests trace the gradient: `opcheck` would give lse one."""
     attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
     key = GraphKey.of(attend, DIM, AttentionOptions(AttentionMask())).pack()
     test_names = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -35,9 +35,9 @@ def storages(tensors: list[Tensor]) -> list[int]:
     return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
 
 
-def own_memory(name: str) -> bool:
-    """Whether no result of either op shares memory with what came in or with another result."""
-    attend, seen = build(name), list[bool]()
+def has_separate_memory(name: str) -> bool:
+    """Returns whether no result of either op shares memory with an argument or another result."""
+    attend, checks = build(name), list[bool]()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -47,7 +47,7 @@ def own_memory(name: str) -> bool:
                     x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)
                 ]
                 out = storages(actual)
-                seen.append(len(set(out)) == len(out) and not set(out) & set(storages(tensors)))
+                checks.append(len(set(out)) == len(out) and not set(out) & set(storages(tensors)))
             return actual
 
     q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
@@ -55,14 +55,14 @@ def own_memory(name: str) -> bool:
         for sinks in (None, torch.zeros(HEADS, requires_grad=True)):
             out = attend(q, k, v, mask=AttentionMask(), layout=attend.layout(2 * TOKENS), sinks=sinks)
             out.sum().backward()
-    return all(seen) and len(seen) == 4
+    return all(checks) and len(checks) == 4
 
 
 def every_memory() -> dict[str, bool]:
-    return {name: own_memory(name) for name in NAMES}
+    return {name: has_separate_memory(name) for name in NAMES}
 
 
-def test_results_are_in_memory_of_their_own(worlds):
+def test_results_share_no_memory(worlds):
     for rank in worlds(2).run(every_memory):
         assert rank == dict.fromkeys(NAMES, True)
 
@@ -82,7 +82,7 @@ def block(attend: Method, x: Tensor) -> Tensor:
 
 
 def step(name: str, policy: str) -> tuple[Tensor, int, int]:
-    """dx, and bytes sent in each phase. All of backward is booked as such but what a recomputation sends."""
+    """Returns dx, and the bytes sent in each phase. Bytes of a recomputation count as forward."""
     attend = build(name)
     x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(attend.shard)).requires_grad_()
     contexts = (
@@ -98,12 +98,12 @@ def step(name: str, policy: str) -> tuple[Tensor, int, int]:
 
 
 def every_step() -> list[list[tuple[Tensor, int, int]]]:
-    return [[step(name, how) for how in ("plain", "keep", "recompute")] for name in ("ring", "ulysses")]
+    return [[step(name, policy) for policy in ("plain", "keep", "recompute")] for name in ("ring", "ulysses")]
 
 
 def test_saved_tensors_are_not_sent_again(worlds):
     for rank in worlds(2).run(every_step):
-        for (dx, forward, backward), (kept_dx, *kept_bytes), (again_dx, *again_bytes) in rank:
-            assert kept_bytes == [forward, backward] and forward > 0
-            assert again_bytes == [2 * forward, backward]
-            assert relative_error(kept_dx, dx) == relative_error(again_dx, dx) == 0
+        for (dx, forward, backward), (saved_dx, *saved_bytes), (recomputed_dx, *recomputed_bytes) in rank:
+            assert saved_bytes == [forward, backward] and forward > 0
+            assert recomputed_bytes == [2 * forward, backward]
+            assert relative_error(saved_dx, dx) == relative_error(recomputed_dx, dx) == 0

@@ -1,6 +1,6 @@
-"""Communication plans are closed forms: in the even case under a full mask to the byte; what nobody sees is not sent.
+"""Communication plans equal closed forms for even shards under a full mask, and leave out tokens that no rank sees.
 
-That methods send what their plans say is what `test_attention_bytes.py` shows.
+`test_attention_bytes.py` compares plans with the bytes that methods send.
 """
 
 from dataclasses import replace
@@ -46,8 +46,8 @@ def work_of(
     return AttentionShape.of(layout, mask, **shape, dtype=dtype, batch=B)
 
 
-def sent(plan: CommPlan, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
-    """(forward, backward) of each rank; checks that nothing else is sent."""
+def sent_bytes(plan: CommPlan, ranks: int = P, kind: Kind | None = None) -> list[tuple[int, int]]:
+    """Returns (forward, backward) bytes of each rank; asserts that the plan has no others."""
     both = [(plan.bytes(r, kind, "forward"), plan.bytes(r, kind, "backward")) for r in range(ranks)]
     assert [sum(pair) for pair in both] == [plan.bytes(r, kind) for r in range(ranks)]
     return both
@@ -63,13 +63,14 @@ def test_ring(key_heads, dtype, e, a, kind):
     work, keys, queries = work_of(key_heads, dtype, kind=kind), 2 * B * T * key_heads * D, B * T * H
     forward = (P - 1) * keys * e
     rotating_keys = (P - 1) * keys * e + (P - 1) * keys * a
-    rotating_queries = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a  # lse is a wide
-    assert sent(RingPlan("keys").comm_plan(work)) == [(forward, rotating_keys)] * P
-    assert sent(RingPlan("queries").comm_plan(work)) == [(forward, rotating_queries)] * P
-    assert sent(RingPlan().comm_plan(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
+    # lse has a bytes per element
+    rotating_queries = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a
+    assert sent_bytes(RingPlan("keys").comm_plan(work)) == [(forward, rotating_keys)] * P
+    assert sent_bytes(RingPlan("queries").comm_plan(work)) == [(forward, rotating_queries)] * P
+    assert sent_bytes(RingPlan().comm_plan(work)) == [(forward, min(rotating_keys, rotating_queries))] * P
 
 
-def test_ring_takes_queries_back_for_multi_head_attention_in_16_bits():
+def test_ring_rotates_queries_in_backward_for_multi_head_attention_in_16_bits():
     work = work_of(8, torch.bfloat16)
     assert RingPlan().comm_plan(work) == RingPlan("queries").comm_plan(work) != RingPlan("keys").comm_plan(work)
     work = work_of(4, torch.bfloat16)
@@ -82,17 +83,20 @@ def test_token_ring(key_heads, dtype, e, a):
     queries = B * T * H
     forward = (P - 1) * queries * D * e + (P - 1) * (queries * D * e + queries * a)
     backward = (P - 1) * (3 * queries * D * e + queries * a) + (P - 1) * queries * D * a
-    assert sent(build_comm_plan("token_ring", work_of(key_heads, dtype), P)) == [(forward, backward)] * P
+    assert sent_bytes(build_comm_plan("token_ring", work_of(key_heads, dtype), P)) == [(forward, backward)] * P
 
 
 @pytest.mark.parametrize("key_heads", [1, 8])
-def test_values_of_a_head_dim_of_their_own(key_heads):
+def test_values_with_another_head_dim(key_heads):
     e, a, value_dim = 2, 4, 24
     work = work_of(key_heads, torch.bfloat16, value_dim=value_dim)
     keys, queries = B * T * key_heads * (D + value_dim), B * T * H
-    assert sent(RingPlan("keys").comm_plan(work))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
+    assert sent_bytes(RingPlan("keys").comm_plan(work))[0] == ((P - 1) * keys * e, (P - 1) * keys * (e + a))
     back = (P - 1) * queries * ((D + 2 * value_dim) * e + a + D * a)
-    assert sent(build_comm_plan("token_ring", work, P))[0] == ((P - 1) * queries * ((D + value_dim) * e + a), back)
+    assert sent_bytes(build_comm_plan("token_ring", work, P))[0] == (
+        (P - 1) * queries * ((D + value_dim) * e + a),
+        back,
+    )
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
@@ -100,19 +104,20 @@ def test_values_of_a_head_dim_of_their_own(key_heads):
 def test_all_gather(key_heads, dtype, e, a):
     keys = 2 * B * T * key_heads * D
     plan = build_comm_plan("all_gather", work_of(key_heads, dtype), P)
-    assert sent(plan, kind="all_gather") == [((P - 1) * keys * e, (P - 1) * keys * e)] * P  # and again in backward
-    assert sent(plan, kind="reduce_scatter") == [(0, (P - 1) * keys * a)] * P
-    assert sent(plan) == [((P - 1) * keys * e, (P - 1) * keys * (e + a))] * P
+    # backward gathers keys and values again
+    assert sent_bytes(plan, kind="all_gather") == [((P - 1) * keys * e, (P - 1) * keys * e)] * P
+    assert sent_bytes(plan, kind="reduce_scatter") == [(0, (P - 1) * keys * a)] * P
+    assert sent_bytes(plan) == [((P - 1) * keys * e, (P - 1) * keys * (e + a))] * P
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
 @pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
 def test_ulysses(key_heads, dtype, e, a):
-    """q, k, v there and out back; dout there and dq, dk, dv back, the last two wide where ranks share a key head."""
+    """q, k, v to heads, out to sequence; dout to heads, dq, dk, dv to sequence, dk and dv wide for shared key heads."""
     work, ranks = work_of(key_heads, dtype, shards=1, length=P * T), P
     queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
     backward = queries * e + keys * (e if key_heads >= ranks else a)
-    assert sent(build_comm_plan("ulysses", work, 1, ranks)) == [((queries + keys) * e, backward)] * ranks
+    assert sent_bytes(build_comm_plan("ulysses", work, 1, ranks)) == [((queries + keys) * e, backward)] * ranks
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(8, 2), (9, 3), (6, 3), (12, 4), (7, 7), (5, 1)])
@@ -123,13 +128,13 @@ def test_ulysses_of_any_heads_and_tokens(heads, key_heads, length):
     work = work_of(key_heads, torch.bfloat16, heads=heads, shards=1, length=length)
     tokens = work.layout.refine(ranks).sizes
     query_heads = split_heads(work.key_heads, ranks).queries
-    h, k = [len(mine) for mine in query_heads], [len({work.key_heads[q] for q in mine}) for mine in query_heads]
+    h, k = [len(heads) for heads in query_heads], [len({work.key_heads[q] for q in heads}) for heads in query_heads]
     c = a if sum(k) > key_heads else e
-    for u, actual in enumerate(sent(build_comm_plan("ulysses", work, 1, ranks), ranks)):
-        others = [w for w in range(ranks) if w != u]
-        forward = tokens[u] * sum(h[w] + 2 * k[w] for w in others) * e + h[u] * sum(tokens[w] for w in others) * e
-        dout = tokens[u] * sum(h[w] for w in others) * e
-        home = (h[u] * e + 2 * k[u] * c) * sum(tokens[w] for w in others)
+    for u, actual in enumerate(sent_bytes(build_comm_plan("ulysses", work, 1, ranks), ranks)):
+        peers = [w for w in range(ranks) if w != u]
+        forward = tokens[u] * sum(h[w] + 2 * k[w] for w in peers) * e + h[u] * sum(tokens[w] for w in peers) * e
+        dout = tokens[u] * sum(h[w] for w in peers) * e
+        home = (h[u] * e + 2 * k[u] * c) * sum(tokens[w] for w in peers)
         assert actual == (B * D * forward, B * D * (dout + home))
 
 
@@ -141,37 +146,35 @@ def test_usp_is_the_sum_of_both(key_heads):
     queries, keys = (n * (ranks - 1) * B * T * D // ranks for n in (2 * H, 2 * max(key_heads, ranks)))
     c = e if key_heads >= ranks else a
     inner = 2 * B * (T * ranks) * (max(key_heads, ranks) // ranks) * D
-    assert sent(plan, P * ranks, "all_to_all") == [((queries + keys) * e, queries * e + keys * c)] * P * ranks
-    assert sent(plan, P * ranks, "p2p") == [((P - 1) * inner * e, (P - 1) * inner * (e + a))] * P * ranks
+    assert sent_bytes(plan, P * ranks, "all_to_all") == [((queries + keys) * e, queries * e + keys * c)] * P * ranks
+    assert sent_bytes(plan, P * ranks, "p2p") == [((P - 1) * inner * e, (P - 1) * inner * (e + a))] * P * ranks
 
 
 @pytest.mark.parametrize(("dtype", "e", "a"), DTYPES)
 @pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("heads_per_stage", [P, 2 * P])
-def test_upipe_sends_as_much_as_ulysses_and_in_backward_the_recomputed_tensors_too(
-    key_heads, heads_per_stage, dtype, e, a
-):
+def test_upipe_sends_as_much_as_ulysses_and_recomputed_tensors_in_backward(key_heads, heads_per_stage, dtype, e, a):
     work = work_of(key_heads, dtype, shards=1, length=P * T)
     queries, keys = (n * (P - 1) * B * T * D // P for n in (H, 2 * max(key_heads, P)))
     forward = (2 * queries + keys) * e
     received_bytes = (3 * queries + keys) * e  # q, out and dout, k and v come in
     home = queries * e + keys * (a if key_heads < P else e)
     plan = build_comm_plan("upipe", work, 1, P, heads_per_stage)
-    assert sent(plan) == [(forward, received_bytes + home)] * P
+    assert sent_bytes(plan) == [(forward, received_bytes + home)] * P
     lse = (P - 1) * B * T * H // P * a
     finished = build_comm_plan("upipe", replace(work, projected=False), 1, P, heads_per_stage)
-    assert sent(finished) == [(forward + lse, received_bytes + home + lse)] * P
+    assert sent_bytes(finished) == [(forward + lse, received_bytes + home + lse)] * P
 
 
 @pytest.mark.parametrize("key_heads", [2, 8])
-def test_a_ring_inside_upipe_turns_keys_once_a_stage(key_heads):
+def test_ring_inside_upipe_rotates_keys_once_per_stage(key_heads):
     ranks, e = 2, 2
     work = work_of(key_heads, torch.bfloat16, length=P * T * ranks)
-    plan = build_comm_plan("upipe+ring", work, P, ranks)  # of two heads each
+    plan = build_comm_plan("upipe+ring", work, P, ranks)  # stages of two heads
     keys = 2 * B * (T * ranks) * D  # one key head on each rank
-    assert sent(plan, P * ranks, "p2p")[0][0] == (H // ranks) * (P - 1) * keys * e
+    assert sent_bytes(plan, P * ranks, "p2p")[0][0] == (H // ranks) * (P - 1) * keys * e
     usp = build_comm_plan("usp", work, P, ranks)
-    assert sent(plan, P * ranks, "all_to_all")[0][0] == sent(usp, P * ranks, "all_to_all")[0][0]
+    assert sent_bytes(plan, P * ranks, "all_to_all")[0][0] == sent_bytes(usp, P * ranks, "all_to_all")[0][0]
 
 
 @pytest.mark.parametrize("gather_keys", [True, False])
@@ -179,7 +182,7 @@ def test_a_ring_inside_upipe_turns_keys_once_a_stage(key_heads):
 @pytest.mark.parametrize("key_heads", [2, 8])
 @pytest.mark.parametrize("team", [1, 2, 4])
 def test_wall_facer(team, key_heads, placement, gather_keys):
-    """Teams of 2 in rings of 4, teams of 4 with no ring at all; a team of 1 is Ring."""
+    """Teams of 2 in rings of 4, teams of 4 without a ring; a team of 1 is Ring."""
     ranks, e, a = 16, 2, 4
     work, teams = work_of(key_heads, torch.bfloat16, shards=ranks), Teams(ranks, team, placement)
     steps, queries, keys = ranks // team**2 - 1, B * T * H, 2 * B * T * key_heads * D
@@ -188,9 +191,9 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
         plan = WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
         for rank in range(ranks):
             t, member = teams.seat(rank)
-            if gather_keys:  # the team's keys, once, and their gradients back; none for a rank that keeps its own
+            if gather_keys:  # the team's keys once, and their gradients back; none for a rank that attends to its own
                 out = home = 0 if teams.key_target(t, member) == rank else team
-            else:  # its own, to each keeper of its team; gradients to each of the team that it keeps
+            else:  # its own keys to the members that attend to them; gradients to the owners of its keys
                 out = sum(teams.key_target(t, mate) != rank for mate in range(team))
                 home = sum(teams.rank(teams.key_source(t, member)[0], mate) != rank for mate in range(team))
             k_gather, k_scatter = ((team - 1) * keys * n * gather_keys for n in (e, a))
@@ -222,42 +225,43 @@ def test_model_m_of_the_wall_facer_paper():
         collective = sum(plan.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
         assert (collective - lse) / gib == pytest.approx(0.1523, abs=5e-5)
         assert lse / gib == pytest.approx(0.0006, abs=5e-5)
-        own = teams.key_target(*teams.seat(rank)) == rank
-        assert plan.bytes(rank, "p2p", "forward") / gib == pytest.approx(0.3047 if own else 0.40625, abs=5e-5)
+        keeps_own_keys = teams.key_target(*teams.seat(rank)) == rank
+        expected = 0.3047 if keeps_own_keys else 0.40625
+        assert plan.bytes(rank, "p2p", "forward") / gib == pytest.approx(expected, abs=5e-5)
 
 
 # -- under a mask -----------------------------------------------------------------------------------------------------
 
 
-def test_causal_and_contiguous_only_ranks_that_see_a_shard_get_it():
-    """Keys of shard r are seen by ranks r and up, queries see keys of ranks r and down: half of all cells."""
+def test_causal_contiguous_shards_travel_only_to_ranks_that_see_them():
+    """Ranks >= r see the keys of shard r, and its queries see keys of ranks <= r: half of all cells."""
     shard, work = 2 * B * T * H * D * 4, work_of(H, mask=CAUSAL, kind="contiguous")
-    keys = sent(RingPlan("keys").comm_plan(work))
-    assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r go on
-    queries = sent(RingPlan("queries").comm_plan(work))
+    keys = sent_bytes(RingPlan("keys").comm_plan(work))
+    assert [forward for forward, _ in keys] == [shard * (r + 1) * (r < P - 1) for r in range(P)]  # shards 0..r
+    queries = sent_bytes(RingPlan("queries").comm_plan(work))
     going, returning = (3 * D * 4 + 4) * B * T * H, D * 4 * B * T * H
     assert sum(b for _, b in queries) == (going + returning) * P * (P - 1) // 2
     assert sum(b for _, b in keys) == 2 * sum(f for f, _ in keys)
 
 
 @pytest.mark.parametrize("method", [RingPlan("keys").comm_plan, partial(build_comm_plan, "token_ring", ring=P)])
-def test_causal_and_zigzag_three_quarters_are_sent(method):
-    """Half of the ranks see the first half of a shard's keys only: those come last, and get no more than that."""
+def test_causal_zigzag_sends_three_quarters(method):
+    """Half of the ranks see only the first half of a shard's keys. They come last, and get only that half."""
     for key_heads in (2, 8):
-        full, part = (sent(method(work=work_of(key_heads, mask=mask))) for mask in (FULL, CAUSAL))
+        full, part = (sent_bytes(method(work=work_of(key_heads, mask=mask))) for mask in (FULL, CAUSAL))
         for phase in (0, 1):
             assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in full)
 
 
-def test_with_a_window_neighbours_get_the_tokens_within_it():
-    """A window of 3 back on contiguous shards: the last 3 tokens of a shard go one hop, and their gradients back."""
+def test_neighbours_get_the_tokens_within_a_window():
+    """A window of 3 previous tokens: the last 3 of a contiguous shard travel one hop, and their gradients back."""
     token = 2 * B * H * D * 4
     window = work_of(H, mask=AttentionMask(window=(3, None)), kind="contiguous")
-    assert sent(RingPlan("keys").comm_plan(window)) == [
+    assert sent_bytes(RingPlan("keys").comm_plan(window)) == [
         (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
     ]
     alone = work_of(H, mask=AttentionMask(window=(0, 0)), kind="contiguous")
-    assert sent(build_comm_plan("token_ring", alone, P)) == [(0, 0)] * P
+    assert sent_bytes(build_comm_plan("token_ring", alone, P)) == [(0, 0)] * P
 
 
 # -- step by step -----------------------------------------------------------------------------------------------------
@@ -317,34 +321,34 @@ def test_blocks_have_the_pairs_of_their_step(name, call):
 
 
 def joined_shards(plan: CommPlan, block: Block, shards: int) -> list[tuple[int, int]]:
-    """(query, key) shards of the sequence axis in a block."""
+    """Returns the (query, key) shards of the sequence axis in a block."""
     alone = [(shard,) for shard in range(shards)]
     queries, keys = (joined or alone for joined in (plan.query_shards, plan.key_shards))
     return list(product(queries[block[0]], keys[block[1]]))
 
 
 def visible(call: AttentionShape) -> int:
-    """Pairs that are visible in all rows of the batch, looking at each."""
+    """Counts the visible pairs of all rows of the batch one by one."""
     rows = range(call.batch) if call.mask.per_row else [0] * call.batch
     queries, keys = (torch.arange(layout.length) for layout in (call.layout, call.key_layout))
     return sum(int(call.mask.visible(queries, keys, row).sum()) for row in rows)
 
 
 def test_steps_of_ring():
-    """Each step's exchange is under way beside its computation; gradients go on when they are there."""
+    """Each step's exchange overlaps its computation; gradients are sent when they are complete."""
     plan = RingPlan("keys").comm_plan(work_of(H, mask=CAUSAL))
     assert [(len(step.moves), bool(step.pairs)) for step in plan.forward] == [(1, True)] * (P - 1) + [(0, True)]
     assert kinds(plan.backward) == ["p2p +", "p2p + p2p", "p2p + p2p", "+ p2p"]
     for step in plan.forward[1:]:
         assert len(set(step.pairs)) == 1, "zigzag shards compute equally much at every step"
     shard = 2 * B * T * H * D * 4
-    halves = [1, 2, 2, 2]  # nobody sees the last chunk but rank 0, who has it
-    down = {Send(r, (r - 1) % P, halves[r] * shard // 2) for r in range(P)}  # the way that sends less
+    halves = [1, 2, 2, 2]  # only rank 0, its owner, sees the last chunk
+    down = {Send(r, (r - 1) % P, halves[r] * shard // 2) for r in range(P)}  # the cheaper direction
     assert set(plan.forward[0].moves[0].sends) == down
 
 
 def kinds(steps: tuple[Step, ...]) -> list[str]:
-    """What moves at each step, "+" where something is computed, and what leaves then."""
+    """Kinds of a step's exchanges before computation, "+" for computation, and kinds after it."""
     computed = (["+"] * bool(step.pairs) for step in steps)
     moving = ([[move.kind for move in moves] for moves in (step.moves, step.later_moves)] for step in steps)
     return [" ".join([*before, *plus, *after]) for (before, after), plus in zip(moving, computed, strict=True)]
@@ -352,9 +356,9 @@ def kinds(steps: tuple[Step, ...]) -> list[str]:
 
 def test_steps_of_ulysses_and_all_gather():
     work = work_of(8, shards=1)
-    there, back = "all_to_all all_to_all all_to_all", "all_to_all"
+    to_heads, to_sequence = "all_to_all all_to_all all_to_all", "all_to_all"
     plan = UlyssesPlan().comm_plan(work, 2, partial(build_comm_plan, "local"))
-    assert kinds(plan.forward) == [there, "+", back] and kinds(plan.backward) == [back, "+", there]
+    assert kinds(plan.forward) == [to_heads, "+", to_sequence] and kinds(plan.backward) == [to_sequence, "+", to_heads]
     plan = build_comm_plan("all_gather", work_of(8), P)
     assert kinds(plan.forward) == ["all_gather all_gather", "+"]
     assert kinds(plan.backward) == ["all_gather all_gather", "+", "reduce_scatter reduce_scatter"]
@@ -370,8 +374,8 @@ def test_steps_of_wall_facer():
     assert kinds(plan.backward)[-2:] == ["reduce_scatter p2p", "reduce_scatter reduce_scatter"]
 
 
-def test_upipes_steps_with_and_without_prefetch():
-    """8 query heads, 4 key heads, 2 ranks, 4 heads a stage: keys come in once, and go home after the second stage."""
+def test_steps_of_upipe_with_and_without_prefetch():
+    """8 query heads, 4 key heads, 2 ranks, 4 heads per stage: keys arrive once, dk and dv leave after stage 2."""
     work, local = work_of(4, shards=1), partial(build_comm_plan, "local")
     one = "all_to_all"
     plain = UPipePlan(4).comm_plan(work, 2, local)
@@ -379,11 +383,11 @@ def test_upipes_steps_with_and_without_prefetch():
     assert kinds(plain.backward) == [*[one] * 5, "+", one, *[one] * 3, "+", *[one] * 3]
     early = UPipePlan(4, prefetch=True).comm_plan(work, 2, local)
     assert kinds(early.forward) == [f"{one} {one} {one}", f"{one} +", one, "+", one]
-    assert sent(early, 2) == sent(plain, 2)
+    assert sent_bytes(early, 2) == sent_bytes(plain, 2)
 
 
-def test_inner_plans_of_uneven_heads_stand_side_by_side():
-    """5 heads on 2 ranks of the head axis: each ring turns at the same steps, with the heads of its own."""
+def test_inner_plans_of_uneven_heads_run_concurrently():
+    """5 heads on 2 ranks of the head axis: the rings rotate at the same steps, each with its own heads."""
     work = work_of(5, heads=5)
     plan = build_comm_plan("usp", work, P, 2, backward="keys")
     turning = [step for step in plan.forward if step.pairs]
@@ -393,7 +397,7 @@ def test_inner_plans_of_uneven_heads_stand_side_by_side():
         assert [pairs // 3 for pairs in step.pairs[::2]] == [pairs // 2 for pairs in step.pairs[1::2]]
 
 
-# -- refusals, and how long it takes -----------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,7 +431,7 @@ def test_invalid_plans_are_refused(name, ranks, options, words):
         ("all_gather", {"heads_per_stage": 2}),
     ],
 )
-def test_methods_are_refused_options_that_they_have_not(worlds, name, options):
+def test_unknown_options_of_methods_raise(worlds, name, options):
     worlds(1).run(refused, name, options)
 
 
@@ -438,10 +442,10 @@ def refused(name: str, options: dict) -> None:
 
 
 def test_methods_are_built_with_their_options(worlds):
-    assert worlds(4).run(built) == [("p2p_intra", "queries", 1, "keys")] * 4
+    assert worlds(4).run(build_with_options) == [("p2p_intra", "queries", 1, "keys")] * 4
 
 
-def built() -> tuple:
+def build_with_options() -> tuple:
     axes = mesh(ring=4)
     facer = build_attention("wallfacer", axes, team=1, placement="p2p_intra", backward="queries")
     return (

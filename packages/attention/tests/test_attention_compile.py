@@ -1,4 +1,4 @@
-"""torch.compile: one graph with attention in it, whose results are those without the compiler, bit by bit."""
+"""torch.compile: one graph that contains attention, with the same bits as eager mode."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ METHODS = [
     ("upipe+ring", {"ring": 2, "ulysses": 2}, 2, [MASKS[5]]),
     ("ring+token_ring", {"nodes": 2, "devices": 2}, 2, [MASKS[4]]),
 ]
-"""Who keeps their own tensors, who keeps what an all-to-all brought (a key head that ranks share), and who walks over
-stages; with key heads, and some masks."""
+"""Methods that save local tensors, that save tensors after an all-to-all (with a shared key head), and that run stages;
+with key heads and masks."""
 SINKS = [(H,), (3, H)]
 
 
-def both_ways(
+def equals_eager(
     attend: Method,
     mask: AttentionMask,
     layout: SequenceLayout,
@@ -47,23 +47,23 @@ def both_ways(
     sinks: tuple[int, ...] = (),
     key_heads: int = K,
 ) -> bool:
-    """Whether out and all gradients are the same with the compiler and without.
+    """Returns whether out and all gradients are the same bits compiled and in eager mode.
 
     Args:
-        sinks: their shape; none unless given.
+        sinks: shape of the sinks; () for none.
     """
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(2, N, heads, D, generator=generator) for heads in (H, key_heads, key_heads, H)]
     *inputs, dout = (layout.take(x, attend.shard) for x in full)
     leaves = [x.requires_grad_() for x in (*inputs, torch.randn(sinks, generator=generator))]
     results: list[list[Tensor]] = []
-    for function in (plainly, compiled):
+    for function in (eager, compiled):
         out = function(attend, *leaves[:3], leaves[3] if sinks else None, mask, layout)
         results.append([out, *torch.autograd.grad(out, leaves[: 4 if sinks else 3], dout)])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def plainly(attend, q, k, v, sinks, mask, layout) -> Tensor:
+def eager(attend, q, k, v, sinks, mask, layout) -> Tensor:
     return attend(2 * q, k, v, mask=mask, layout=layout, sinks=sinks).sin()
 
 
@@ -72,14 +72,14 @@ def compile_method(
 ) -> list[bool]:
     torch._dynamo.reset()
     attend = build_attention(name, mesh(**axes))
-    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     layout = attend.layout(N)
-    same = [both_ways(attend, mask, layout, compiled, (), key_heads) for mask in masks]
-    return [*same, *(both_ways(attend, MASKS[0], layout, compiled, shape, key_heads) for shape in sinks)]
+    same = [equals_eager(attend, mask, layout, compiled, (), key_heads) for mask in masks]
+    return [*same, *(equals_eager(attend, MASKS[0], layout, compiled, shape, key_heads) for shape in sinks)]
 
 
 def compile_methods(all_sinks: bool) -> list[list[bool]]:
-    """Each method with both shapes of sinks, or with one: the other one for the next method."""
+    """Compiles each method with both shapes of sinks, or with one of them in turn."""
     return [compile_method(*arguments, SINKS if all_sinks else [SINKS[i % 2]]) for i, arguments in enumerate(METHODS)]
 
 
@@ -90,22 +90,22 @@ def test_methods_are_in_the_graph(worlds, all_sinks):
             assert all(same), (name, same)
 
 
-def test_other_documents_need_no_other_graph():
+def test_new_documents_reuse_the_graph():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     attend, layout = Local(), SequenceLayout.contiguous(N, 1)
-    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     for first in range(1, 4):
-        assert both_ways(attend, AttentionMask(documents=[0, first, N]), layout, compiled)
+        assert equals_eager(attend, AttentionMask(documents=[0, first, N]), layout, compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for cuts in range(3, 12):
         mask = AttentionMask(documents=[*range(cuts), N])
-        assert both_ways(attend, mask, layout, compiled)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second takes any number of documents
+        assert equals_eager(attend, mask, layout, compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second accepts any number of documents
 
 
-def of_kinds(parts: int) -> list[AttentionMask]:
-    """A mask of each kind, with more numbers in it for more parts."""
+def masks_of_all_kinds(parts: int) -> list[AttentionMask]:
+    """Returns a mask of each kind with a number of parts."""
     ends, runs = [*range(parts), N], [range(a, a + 2) for a in range(0, 2 * parts, 2)]
     tree = AttentionMask.tree(ends, [-1, *[0] * (parts - 1)])
     prefix = AttentionMask.prefix(ends, [1] * parts)
@@ -118,27 +118,27 @@ def of_kinds(parts: int) -> list[AttentionMask]:
 
 
 def test_masks_of_all_kinds_share_the_graphs_of_documents():
-    """One for each value of `causal`, and one more where there are other numbers of numbers."""
+    """One graph for each value of `causal`, and one more for other lengths of the mask's tensor."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     attend, layout = Local(), SequenceLayout.contiguous(N, 1)
-    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     for parts in (2, 3, 5):
-        for mask in of_kinds(parts):
-            assert both_ways(attend, mask, layout, compiled), mask
+        for mask in masks_of_all_kinds(parts):
+            assert equals_eager(attend, mask, layout, compiled), mask
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-def test_heads_that_do_not_fit_are_refused():
+def test_incompatible_heads_raise():
     torch._dynamo.reset()
-    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 2, 8)
     with pytest.raises(Exception, match="3 query heads cannot share 2"):
         compiled(Local(), q, k, k, None, AttentionMask(), None)
 
 
 class Columns(nn.Module):
-    """Projections that a graph need not know, and what makes them."""
+    """Projections as a module, and the parts from which a graph rebuilds them."""
 
     heads, key_heads = H, K
 
@@ -188,7 +188,7 @@ def test_sinks_of_projections_in_stages_are_in_the_graph(shape):
         (torch.zeros(2, 1, H), True),
     ],
 )
-def test_sinks_that_do_not_fit_are_refused(sinks, projected):
+def test_sinks_of_wrong_shape_raise(sinks, projected):
     torch._dynamo.reset()
     stages, columns = UPipe(Axis.alone("ulysses"), heads_per_stage=2), Columns()
     x, q, k = torch.zeros(2, 7, 6), torch.zeros(2, 7, H, D), torch.zeros(2, 7, K, D)
@@ -207,13 +207,13 @@ def test_sinks_that_do_not_fit_are_refused(sinks, projected):
 
 def test_mismatched_arguments_are_refused_at_run_time():
     torch._dynamo.reset()
-    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="end at 5; the sequence has 4"):
         compiled(Local(), q, q, q, None, AttentionMask(documents=[0, 5]), None)
 
 
-def test_a_copy_of_a_method_is_another_method():
+def test_copies_of_a_method_are_independent():
     attend = Local()
     for other in (copy.copy(attend), copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))):
         assert other.registered_id != attend.registered_id
@@ -243,18 +243,18 @@ def test_a_compiled_call_uses_its_scale_and_softcap():
 
 
 def other_heads() -> None:
-    """A second model through the same code: torch makes symbols of what differs."""
+    """Runs a second model through the same code, for which torch makes symbolic sizes."""
     torch._dynamo.reset()
-    compiled = torch.compile(plainly, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     for heads, key_heads, dim in ((4, 2, 8), (8, 4, 16), (12, 4, 24)):
         attend = Ulysses(mesh(ulysses=2)["ulysses"], inner=Local())
         q, k = torch.randn(1, 3, heads, dim), torch.randn(1, 3, key_heads, dim)
         layout = attend.layout(6)
         actual = compiled(attend, q, k, k, None, MASKS[0], layout)
-        assert torch.equal(actual, plainly(attend, q, k, k, None, MASKS[0], layout))
+        assert torch.equal(actual, eager(attend, q, k, k, None, MASKS[0], layout))
 
 
-def test_models_with_other_heads_take_their_turn(worlds):
+def test_models_with_other_heads_compile_in_turn(worlds):
     worlds(2).run(other_heads)
 
 
@@ -277,7 +277,7 @@ def test_lse_may_be_returned_and_has_no_gradient(compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_softcaps_and_kernels_that_there_are_none_of(compiled):
+def test_invalid_softcaps_and_kernels_raise(compiled):
     torch._dynamo.reset()
     attend, q = Local(), torch.randn(1, 4, 2, 8)
 
@@ -289,7 +289,7 @@ def test_softcaps_and_kernels_that_there_are_none_of(compiled):
         function(softcap=0.0, kernel="dense")
 
 
-def test_a_kernel_of_ones_own_has_no_name_in_a_graph():
+def test_unregistered_kernel_runs_outside_of_graphs():
     class Other(Dense):
         pass
 
@@ -301,4 +301,4 @@ def test_a_kernel_of_ones_own_has_no_name_in_a_graph():
 
     with pytest.raises(Exception, match=r"takes kernels of|Observed exception"):
         torch.compile(call, backend="aot_eager", fullgraph=True)(q)
-    assert torch.equal(torch.compile(call, backend="aot_eager")(q), call(q))  # outside of graphs
+    assert torch.equal(torch.compile(call, backend="aot_eager")(q), call(q))  # after a graph break

@@ -1,4 +1,4 @@
-"""Every method in every composition through the suite; and the suite itself, on toys that are wrong on purpose."""
+"""The conformance suite on every method in every composition; and tests of the suite on methods with planted errors."""
 
 import json
 import re
@@ -47,7 +47,7 @@ from conformance.tensors import drawn_layout, drawn_sizes
 
 of = Composition.of
 THOROUGH = [of("local"), of("ring-queries", ring=2)]
-"""Through the pairwise-covering sample."""
+"""Compositions that run the pairwise-covering sample."""
 HEADS = [of(f"{a}+{b}", ring=2, ulysses=2) for a in ("ulysses", "upipe") for b in ("token_ring", "all_gather")]
 BRIEF = {
     1: [of("ring", ring=1), of("ulysses", ulysses=1), of("upipe", ulysses=1)],
@@ -57,7 +57,7 @@ BRIEF = {
         *(of("wallfacer-2-queries", ring=4), of("ring+token_ring", nodes=2, devices=2)),
     ],
 }
-"""By ranks: through a brief one that has every mask, layout, (H, K), dtype and so on once; a different one each."""
+"""By ranks: compositions that run a brief sample with each setting once, another sample for each composition."""
 PARTLY = {
     4: [
         *(of("all_gather", ring=4), of("wallfacer-1", ring=4), of("wallfacer-2", ring=4), of("upipe", ulysses=4)),
@@ -77,13 +77,13 @@ PARTLY = {
     ],
     16: [of("wallfacer-4-keys", ring=16), of("wallfacer-4-queries", ring=16)],
 }
-"""By ranks: through a fifth of a brief one, a sixth on more than four. Their parts have been through more, above."""
+"""By ranks: compositions that run a fifth of a brief sample, or a sixth on more than four ranks."""
 Chosen = tuple[Composition, int, int]
-"""What is tried of it: of the brief sample of this number, one case in so many."""
+"""(composition, number of its brief sample, every how many cases one runs)."""
 
 
 def calls(step: int = 5) -> Iterator[list[Chosen]]:
-    """What is tried in a call: about half of those with so many ranks; of `PARTLY` one case in `step`."""
+    """Yields the compositions of one call: about half of those with equal ranks; of `PARTLY` one case in `step`."""
     number = 0
     for ranked, every in ((BRIEF, 1), (PARTLY, step)):
         for ranks, some in ranked.items():
@@ -93,24 +93,24 @@ def calls(step: int = 5) -> Iterator[list[Chosen]]:
 
 
 def part_of_brief(number: int, every: int) -> list[Case]:
-    """Of a brief sample one case in so many; one of them with every kind of mask, each in a row of its own."""
+    """Returns one in `every` cases of a brief sample; one of them has every kind of mask, one per row."""
     chosen = cases(brief=number)[number % every :: every]
     replaced = next((case for case in chosen if case.mask.per_row), chosen[0])
     return [with_every_kind(case) if case is replaced else case for case in chosen]
 
 
 LONG = [of("ring", ring=8), of("wallfacer-4-keys", ring=16)]
-"""The first of groups whose every method others try on fewer ranks, also with two and more in each ring."""
+"""Compositions on many ranks, whose methods other tests run on fewer ranks, also with two or more in each ring."""
 
 
 def marked() -> list[Any]:
-    """`LONG` only runs when asked for, and then a third of the brief samples of `PARTLY` too."""
+    """Marks `LONG` with `long`, and adds a third of the brief samples of `PARTLY` under that mark."""
     usual = [pytest.param(some, marks=[pytest.mark.long] * (some[0][0] in LONG)) for some in calls()]
     return usual + [pytest.param(some, marks=pytest.mark.long) for some in calls(3) if some[0][2] > 1]
 
 
 def through(composition: Composition) -> Any:
-    """What a ring of two has settings for, others have in `BRIEF`, two at once in what is drawn at random."""
+    """Marks compositions of several ranks with `long`: `BRIEF` has their settings, random cases have pairs."""
     return pytest.param(composition, marks=[pytest.mark.long] * (composition.ranks > 1))
 
 
@@ -119,14 +119,14 @@ def named(axes: dict[str, int]) -> str:
 
 
 def build(axes: dict[str, int]):
-    """The method that runs over these axes, as this rank sees it."""
+    """Builds this rank's method over these axes."""
     if "ulysses" in axes:
         return of("usp" if "ring" in axes else "ulysses", **axes).build()
     return of("ring" if axes else "local", **axes).build()
 
 
 def failures_of(attend, chosen, seeds: int = 0) -> list[str]:
-    """What each failing case said. A failed check leaves the ranks in step, so the next case can go on."""
+    """Returns the errors of failing cases. Ranks stay synchronized after a failed check, so the next case can run."""
     failed = []
     for case in chosen:
         try:
@@ -137,7 +137,7 @@ def failures_of(attend, chosen, seeds: int = 0) -> list[str]:
 
 
 def conform(some: list[tuple[Composition, list[Case]]]) -> list[str]:
-    """Ranks that only differ on the outer axes hold different data, as replicas do."""
+    """Runs cases; ranks that differ only on outer axes have different data, like replicas."""
     failed = list[str]()
     for composition, chosen in some:
         axes = mesh(**dict(composition.axes))
@@ -148,7 +148,7 @@ def conform(some: list[tuple[Composition, list[Case]]]) -> list[str]:
 
 
 @pytest.mark.parametrize("composition", map(through, THOROUGH), ids=str)
-def test_any_two_settings_at_once(worlds, composition):
+def test_all_pairs_of_settings(worlds, composition):
     assert worlds(composition.ranks).run(conform, [(composition, cases())]) == [[]] * composition.ranks
 
 
@@ -158,17 +158,17 @@ def test_every_setting_once(worlds, some):
     assert worlds(ranks).run(conform, chosen) == [[]] * ranks
 
 
-def test_every_kind_of_mask_goes_through_every_composition():
+def test_every_composition_runs_every_kind_of_mask():
     every = [*(part_of_brief(*part) for _, *part in chain(*calls())), *(cases() for _ in THOROUGH)]
     assert {len(set[str]().union(*(mask_kinds(case.mask) for case in chosen))) for chosen in every} == {len(PATTERNS)}
 
 
-def test_all_methods_of_the_table_are_in_the_suite():
+def test_suite_has_all_registered_methods():
     actual = {composition.method for composition in chain(THOROUGH, *BRIEF.values(), *PARTLY.values())}
     assert actual | {"wallfacer"} >= set(METHODS)
 
 
-# -- several sinks a head -------------------------------------------------------------------------------------------
+# -- several sinks per head -------------------------------------------------------------------------------------------
 
 SINKS = Case(sinks=3, heads=8, kv_heads=2, batch=2, length=37)
 WITH_SINKS = [
@@ -188,23 +188,23 @@ def every_method(ranks: int, all_cases: bool) -> list[str]:
     ("ranks", "all_cases"),
     [(1, True), (4, False), *(pytest.param(ranks, True, marks=pytest.mark.long) for ranks in (2, 4, 8))],
 )
-def test_each_of_several_sinks_a_head_has_its_gradient(worlds, ranks, all_cases):
+def test_each_of_several_sinks_per_head_has_its_gradient(worlds, ranks, all_cases):
     assert worlds(ranks).run(every_method, ranks, all_cases) == [[]] * ranks
 
 
-# -- a search -------------------------------------------------------------------------------------------------------
+# -- random cases -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_is_drawn_at_random_is_wrong(worlds):
-    """On sub-meshes of eight ranks: strides, autocast, checkpoints, projections, any layout and any mask."""
+def test_random_cases_conform(worlds):
+    """On sub-meshes of eight ranks: strides, autocast, checkpoints, projections, random layouts and masks."""
     trials = [trial for trial in (drawn(0, index) for index in range(36)) if not trial.case.dtensor]
     verdicts = worlds(8).run(judge, trials)[-1]
     failed = [(trial, verdict) for trial, verdict in zip(trials, verdicts, strict=True) if verdict.failure]
     assert not failed
 
 
-def test_no_dtensors_that_are_drawn_at_random_are_wrong(worlds):
-    """Of q, k and v and of hidden states, with rows and heads sharded and not, mostly of uneven shards."""
+def test_random_dtensors_conform(worlds):
+    """DTensors of q, k and v and of hidden states, with rows and heads sharded or not, mostly uneven shards."""
     every = [trial for trial in (drawn(26, index) for index in range(160)) if trial.case.dtensor]
     trials = [trial for trial in every if trial.composition.ranks <= 4 and not trial.case.compiled]
     assert all(any(map(of, trials)) for kind, of in KINDS_OF_CASES.items() if "dtensors" in kind)
@@ -236,7 +236,7 @@ WAYS = {
 
 
 def test_every_kind_of_mask_is_drawn_in_every_way():
-    """About half of the masks are plain ones; the others come with whatever else there is, every hundredth compiled."""
+    """About half of the masks are plain; the other kinds occur with all settings, one in a hundred compiled."""
     indices = range(600), range(99, 6000, 100)
     actual, compiled = ([drawn(6, index) for index in chosen] for chosen in indices)
     assert 0.4 < sum(trial.case.mask.pattern is not None for trial in actual) / len(actual) < 0.6
@@ -271,7 +271,7 @@ def test_memory_changes_strides_and_no_values(how, name):
 
 @pytest.mark.parametrize("kind", ["uneven", "spans"])
 @pytest.mark.parametrize(("length", "shards", "least"), [(1, 1, 1), (6, 3, 2), (29, 4, 2), (64, 5, 1)])
-def test_any_layout_is_a_partition_with_something_for_everybody(kind, length, shards, least):
+def test_random_layouts_are_partitions_without_empty_shards(kind, length, shards, least):
     for seed in range(20):
         random = Random(seed)
         layout = drawn_layout(random, drawn_sizes(random, length, shards, least), kind)
@@ -279,11 +279,11 @@ def test_any_layout_is_a_partition_with_something_for_everybody(kind, length, sh
         assert kind == "spans" or all(len(layout.spans(shard)) == 1 for shard in range(shards))
 
 
-# -- adding a method needs one new file -----------------------------------------------------------------------------
+# -- adding a method needs one new file -------------------------------------------------------------------------------
 
 
 class Summed(Method):
-    """The simplest method there could be: every rank gathers all keys, by summing what each holds."""
+    """The simplest method: every rank gathers all keys, by a sum over ranks."""
 
     def __init__(self, axis) -> None:
         self.axis = Axis.of(axis)
@@ -298,21 +298,20 @@ class Summed(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout, saved: Saved, spec: AttentionSpec):
-        dq, own_grads = Sum.like(saved.q), []
+        dq, local_grads = Sum.like(saved.q), []
         for shard, (k, v) in enumerate(self._gather(saved.k, saved.v, spec)):
             dk, dv = Sum.like(k), Sum.like(v)
             spec.block(self.shard, shard).backward(dout, *saved._replace(k=k, v=v), dq, dk, dv)
-            for share in (dk.value().contiguous(), dv.value().contiguous()):
-                dist.all_reduce(share, group=self.axis.group)
-                own_grads += [share] * (shard == self.shard)
-        return dq.value(), *own_grads
+            for gradient in (dk.value().contiguous(), dv.value().contiguous()):
+                dist.all_reduce(gradient, group=self.axis.group)
+                local_grads += [gradient] * (shard == self.shard)
+        return dq.value(), *local_grads
 
     def _gather(self, k, v, spec: AttentionSpec):
         for shard, tokens in enumerate(spec.key_layout.sizes):
-            here = shard == self.shard
             both = [x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
-            for x, own in zip(both, (k, v), strict=True):
-                x.copy_(own) if here else None
+            for x, local in zip(both, (k, v), strict=True):
+                x.copy_(local) if shard == self.shard else None
                 dist.all_reduce(x, group=self.axis.group)
             yield both
 
@@ -323,15 +322,15 @@ def summed(axes: dict[str, int], brief: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("axes", "brief"), [({"ring": 2}, 1), ({"ring": 2, "ulysses": 2}, 2)])
-def test_a_method_defined_here_conforms_under_all_masks_alone_and_inside_another(worlds, axes, brief):
+def test_method_of_this_file_conforms_alone_and_inside_ulysses(worlds, axes, brief):
     assert worlds(prod(axes.values())).run(summed, axes, brief) == [[]] * prod(axes.values())
 
 
-# -- what holds for every method ------------------------------------------------------------------------------------
+# -- rules for every method -------------------------------------------------------------------------------------------
 
 
-def gradients_of_lse(every: list[dict[str, int]]) -> list[str]:
-    return [gradient_of_lse(axes) for axes in every]
+def gradients_of_lse(all_axes: list[dict[str, int]]) -> list[str]:
+    return [gradient_of_lse(axes) for axes in all_axes]
 
 
 def gradient_of_lse(axes: dict[str, int]) -> str:
@@ -346,14 +345,14 @@ def gradient_of_lse(axes: dict[str, int]) -> str:
     return "accepted"
 
 
-def test_a_gradient_through_lse_is_refused_rather_than_dropped(worlds):
+def test_gradients_of_lse_raise(worlds):
     for rank in (gradients_of_lse([{}]), *worlds(2).run(gradients_of_lse, [{"ring": 2}, {"ulysses": 2}])):
         for message in rank:
             assert "lse has no gradient" in message or "does not require grad" in message, message
 
 
 def with_either_layout(axes: dict[str, int]) -> bool:
-    """Whether the layout of the sequence axis and that of all ranks give the same bits."""
+    """Returns whether a layout over the sequence axis and one over all ranks give the same bits."""
     attend = build(axes)
     fine = attend.layout(37, kind="zigzag")
     q, k, v = (
@@ -369,7 +368,7 @@ def test_a_layout_of_the_sequence_axis_is_accepted(worlds, axes):
     assert all(worlds(prod(axes.values())).run(with_either_layout, axes))
 
 
-def test_the_layout_of_a_method_covers_its_ranks(worlds):
+def test_layouts_of_methods_cover_their_ranks(worlds):
     every = compositions(list(METHODS), [4])
     for composition, *answers in zip(every, *worlds(4).run(layouts_and_shards, every), strict=True):
         layouts, shards = zip(*answers, strict=True)
@@ -382,7 +381,7 @@ def test_the_layout_of_a_method_covers_its_ranks(worlds):
 
 
 class Balanced:
-    """A method whose layouts are balanced for a mask, whatever kind is asked for."""
+    """A method whose layouts are always balanced for a mask."""
 
     def __init__(self, attend: Method, mask: AttentionMask) -> None:
         self.attend, self.shard, self.mask = attend, attend.shard, mask
@@ -413,14 +412,14 @@ BALANCED = [
     *(of("ring-keys", ring=4), of("token_ring", ring=4), of("wallfacer-2-queries", ring=4), of("ulysses", ulysses=4)),
     *(of("usp", ring=2, ulysses=2), of("upipe+all_gather", ring=2, ulysses=2)),
 ]
-"""Every engine, and both head axes; others are drawn at random, above."""
+"""Every sequence method, and both head methods; random cases have the others."""
 
 
 def test_balanced_layouts_are_exact(worlds):
     for composition, *answers in zip(BALANCED, *worlds(4).run(each_conforms_balanced), strict=True):
         simple, failures = zip(*answers, strict=True)
         assert not [failure for rank in failures for failure in rank], composition
-        # Where one shard holds the sequence there is nothing to choose; over two, a simple layout may be the best one.
+        # One shard has one layout; for two shards a simple layout may be the best one.
         ring = dict(composition.axes).get("ring", 1)
         assert ring == 2 or set(simple) == {ring == 1}, composition
 
@@ -430,7 +429,7 @@ def layouts_and_shards(every: list[Composition]) -> list[tuple[SequenceLayout, i
     return [(attend.layout(53, kind="striped"), attend.shard) for attend in methods]
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 FOUR = [{"ring": 4}, {"ulysses": 4}, {"ring": 2, "ulysses": 2}]
 
@@ -440,7 +439,7 @@ def refusals(requests: list[tuple[dict[str, int], str]]) -> list[str]:
 
 
 def refusal(axes: dict[str, int], wrong: str) -> str:
-    """What the method says of one wrong argument, on this rank."""
+    """Returns the method's error for one wrong argument on this rank."""
     attend = build(axes)
     layout = attend.layout(24, kind="zigzag")
     tokens = layout.sizes[attend.shard]
@@ -510,11 +509,11 @@ def test_a_wrong_argument_is_refused_on_every_rank_with_its_values(worlds):
             assert message != "accepted" and all(word in message for word in words), (axes, wrong, message)
 
 
-# -- the suite itself, on toys --------------------------------------------------------------------------------------
+# -- tests of the suite -----------------------------------------------------------------------------------------------
 
 
 class Toy:
-    """Attention on one rank in plain torch: the keys in two halves, merged. Wrong if given a flaw."""
+    """Attention on one rank in plain torch, over two halves of the keys, merged. `flaw` plants an error."""
 
     shard = 0
 
@@ -586,7 +585,7 @@ class ToyFunction(torch.autograd.Function):
 
 
 def q_and_spread_keys(q, k, v, flaw: str = "") -> list[torch.Tensor]:
-    """[B, H, T, D] each, in float32 at least, keys repeated for the query heads that use them."""
+    """Returns q, k and v [B, H, T, D] in at least float32, with keys repeated for their query heads."""
     group, wide = q.shape[2] // k.shape[2], torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.transpose(1, 2).to(wide) for x in (q, k, v))
     if flaw == "key heads taken in turn":
@@ -604,7 +603,7 @@ def part(q, k, v, visible, scale) -> tuple[torch.Tensor, torch.Tensor]:
     return (logits - lse).exp().nan_to_num() @ v, lse
 
 
-PLAIN = {"keys": ["own"], "sinks": [0], "softcaps": [None]}  # what the toys know
+PLAIN = {"keys": ["own"], "sinks": [0], "softcaps": [None]}  # settings that the planted methods support
 
 
 def test_a_right_method_passes():
@@ -643,7 +642,7 @@ def test_a_wrong_method_is_caught_and_named(flaw, says):
 
 
 class Tampered:
-    """A right method that is called wrongly."""
+    """Calls a right method with changed arguments."""
 
     def __init__(self, attend: Method, flaw: str) -> None:
         self.attend, self.flaw, self.shard, self.layout = attend, flaw, attend.shard, attend.layout
@@ -691,7 +690,7 @@ def test_a_method_that_assumes_equal_query_and_key_layouts_is_caught(worlds):
 
 
 class Everything:
-    """Attention on every rank over everything, gathered by summing what each holds. Wrong if given a flaw."""
+    """Attention of every rank over the full sequence, gathered by a sum over ranks. `flaw` plants an error."""
 
     def __init__(self, flaw: str = "") -> None:
         self.flaw, self.shard = flaw, dist.get_rank()
@@ -723,7 +722,7 @@ class EverythingFunction(torch.autograd.Function):
 
 
 def gathered(x, layout, shard, alone: bool = False) -> torch.Tensor:
-    """The global tensor from the shards of all ranks, or with zeros for those of the others."""
+    """Returns the global tensor from the shards of all ranks; if `alone`, zeros in place of the other ranks' shards."""
     full = x.new_zeros(x.shape[0], layout.length, *x.shape[2:]).index_copy(1, layout.positions(shard), x)
     if not alone:
         dist.all_reduce(full)
@@ -740,14 +739,14 @@ def confused() -> list[list[str]]:
     return [everything(flaw) for flaw in ("", "others' queries forgotten", "wrong shard")]
 
 
-def test_shards_are_compared_with_their_part_and_confused_ranks_are_caught(worlds):
+def test_shards_are_compared_with_their_part_and_swapped_ranks_are_caught(worlds):
     for right, alone, shifted in worlds(4).run(confused):
         assert not right
         assert any("dk off by" in failure for failure in alone)
         assert any("out off by" in failure for failure in shifted)
 
 
-# -- limits ---------------------------------------------------------------------------------------------------------
+# -- limits -----------------------------------------------------------------------------------------------------------
 
 THREE_TOKENS = Case(
     batch=1,
@@ -762,7 +761,7 @@ THREE_TOKENS = Case(
     scale=0.53,
     seed=182,
 )
-"""Three tokens a shard on eight ranks: one of them, alone, is further off than flash attention is on the whole."""
+"""Three tokens per shard on eight ranks: a single shard's error exceeds flash attention's on the full sequence."""
 
 
 def test_shards_of_a_few_tokens_are_judged_together(worlds):
@@ -786,18 +785,18 @@ def test_cancelling_sums_are_judged_by_their_addends(dtype):
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 4.0])
-def test_limits_are_for_any_scale(scale):
+def test_limits_scale_with_inputs(scale):
     case = Case(dtype=torch.float32, scale=scale, kind="contiguous")
     check(Toy(), case)
     (failed,) = failures_of(Toy("dv of the last key lost"), [case])
     assert "dv off by" in failed
 
 
-# -- the sample -----------------------------------------------------------------------------------------------------
+# -- the sample -------------------------------------------------------------------------------------------------------
 
 
 def settings_of(case: Case) -> dict:
-    """Which setting of each factor a case has."""
+    """Returns the setting of each factor in a case."""
     mask = case.mask
     return {
         "mask": (type(mask.pattern), mask.causal, mask.window is not None, mask.documents is not None, mask.per_row),
@@ -810,7 +809,7 @@ def settings_of(case: Case) -> dict:
     }
 
 
-def test_any_two_settings_of_any_two_factors_meet_in_a_case():
+def test_sample_has_all_pairs_of_settings():
     actual = [settings_of(case) for case in cases()]
     levels = {factor: {each[factor] for each in actual if each["head_dim"] <= 40} for factor in actual[0]}
     met = {(f, each[f], g, each[g]) for each in actual for f, g in combinations(levels, 2)}
@@ -859,7 +858,7 @@ def test_errors_are_measured_for_the_tensors_of_a_case():
     assert set(errors(Local(), Case(sinks=1, needs="s"))) == {"out", "lse", "dsinks"}
 
 
-# -- the command ----------------------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_reports_its_cases(tmp_path, capsys):
@@ -888,20 +887,20 @@ def test_the_command_names_failures_and_returns_an_exit_code(monkeypatch, capsys
 
 
 def judge_badly(chunk, device):
-    """The second of the cases makes a rank raise."""
+    """Raises on one rank for the second case."""
     if dist.get_rank() and any(trial.number == 1 for trial in chunk):
         raise RuntimeError("no")
     return [Verdict(3.0, "dq", "dq off by 3 (limit 1)") for _ in chunk]
 
 
-# -- tokens that are passed on with gaps between them -----------------------------------------------------------------
+# -- forwarded tokens with gaps ---------------------------------------------------------------------------------------
 
 GAPS = [
     Case(mask=AttentionMask(False, (3, 3)), length=64, heads=4),
     Case(mask=AttentionMask(documents=(0, 3, 9, 10, 24, 37, 41, 42, 58, 64)), kind="striped", heads=4, length=64),
     Case(mask=AttentionMask(False, documents=((0, 12, 52, 64), (0, 11, 53, 64))), length=64, heads=4, value_dim=24),
 ]
-"""A rank further on sees some tokens of a shard, but none of those between them: see `test_attention_bytes.py`."""
+"""A later rank sees some tokens of a shard, but none between them: see `test_attention_bytes.py`."""
 
 
 def through_gaps(names: list[str]) -> list[str]:

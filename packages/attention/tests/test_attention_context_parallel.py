@@ -1,4 +1,4 @@
-"""A module of plain torch attends over all shards by a style of `parallelize_module`: as one rank does."""
+"""A style of `parallelize_module` makes a plain torch module attend over all shards, like one rank."""
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -33,14 +33,14 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def given() -> list[Tensor]:
-    """x and the gradient of the output, whole."""
+def full_inputs() -> list[Tensor]:
+    """Returns the full x and gradient of the output."""
     return list(torch.randn(2, B, N, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
 def on_one_rank(mask: AttentionMask) -> list[Tensor]:
-    """Output, gradient of x, and those of the parameters."""
-    model, (x, dout) = Attention(), given()
+    """Returns the output and the gradients of x and of the parameters."""
+    model, (x, dout) = Attention(), full_inputs()
     x.requires_grad_()
     q, k, v = (f(x).unflatten(-1, (H, -1)) for f in (model.q, model.k, model.v))
     out = model.out(reference_attention(q, k, v, mask=mask).flatten(2))
@@ -53,18 +53,18 @@ def usp():
 
 
 def errors(actual: list[Tensor], mask: AttentionMask, layout, shard: int) -> float:
-    """Of this rank's tokens of output and dx, and of sums of the ranks' shares of the other gradients."""
-    for share in actual[2:]:
-        dist.all_reduce(share)
+    """Largest error of this rank's output and dx, and of parameter gradients summed over ranks."""
+    for gradient in actual[2:]:
+        dist.all_reduce(gradient)
     out, dx, *grads = on_one_rank(mask)
     expected = [layout.take(out, shard), layout.take(dx, shard), *grads]
     return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 class Setup(NamedTuple):
-    """A style, the `sequence` block around it, and how it is called.
+    """A style, the `sequence` block around it, and the expected mask.
 
-    `style`, `block`: which of layout, documents and mask each is given. `mask`: what attention must compute.
+    `style`, `block`: which of layout, documents and mask are their arguments. `mask`: the expected mask.
     """
 
     style: tuple[str, ...] = ("layout",)
@@ -97,7 +97,7 @@ SETUPS = {
 
 
 def arguments(names: tuple[str, ...], setup: Setup, layout, style: bool) -> dict:
-    """The named arguments of a style or of a block. A style's mask is without the documents that a block gives."""
+    """Returns the named arguments of a style or a block. A style's mask leaves out documents that the block has."""
     mask = setup.mask
     if style and "documents" in (setup.block or ()):
         mask = AttentionMask(mask.causal, mask.window, pattern=mask.pattern)
@@ -109,7 +109,7 @@ def on_a_shard(name: str) -> float:
     setup, (attend, axes) = SETUPS[name], usp()
     layout, model = attend.layout(N), Attention()
     parallelize_module(model, axes, ContextParallelStyle(attend, **arguments(setup.style, setup, layout, True)))
-    x, dout = (layout.take(x, attend.shard) for x in given())
+    x, dout = (layout.take(x, attend.shard) for x in full_inputs())
     x.requires_grad_()
     block = nullcontext() if setup.block is None else sequence(**arguments(setup.block, setup, layout, False))
     with block:
@@ -122,7 +122,7 @@ def each_on_a_shard() -> list[float]:
     return [on_a_shard(name) for name in SETUPS]
 
 
-def test_a_module_attends_over_all_shards(worlds):
+def test_module_attends_over_all_shards(worlds):
     for rank in worlds(4).run(each_on_a_shard):
         assert max(rank) < EXACT, dict(zip(SETUPS, rank, strict=True))
 
@@ -135,7 +135,7 @@ def compiled() -> list[float]:
     model.compile(fullgraph=True, backend="aot_eager")
     answers: list[float] = []
     for documents in (None, DOCUMENTS, (0, 3, N)):
-        x, dout = given()
+        x, dout = full_inputs()
         x.requires_grad_()
         with sequence(layout=layout, documents=documents):
             out = model(x)
@@ -152,7 +152,7 @@ def on_dtensors() -> float:
     attend, axes = usp()
     layout, model = attend.layout(N), Attention()
     parallelize_module(model, axes, ContextParallelStyle(attend, layout=layout))
-    x, dout = (distribute_sequence(x, layout, axes) for x in given())
+    x, dout = (distribute_sequence(x, layout, axes) for x in full_inputs())
     x = x.detach().requires_grad_()
     out = model(x)
     grads = torch.autograd.grad(out, [x, *model.parameters()], dout)
@@ -170,7 +170,7 @@ def copied() -> tuple[bool, bool]:
     attend, axes = usp()
     layout, model = attend.layout(N), Attention()
     parallelize_module(model, axes, ContextParallelStyle(attend, layout=layout))
-    copy, x = deepcopy(model), layout.take(given()[0], attend.shard)
+    copy, x = deepcopy(model), layout.take(full_inputs()[0], attend.shard)
     before = torch.equal(copy(x), model(x))
     with torch.no_grad():
         for parameter in copy.parameters():
@@ -188,7 +188,7 @@ def beside_tensor_parallelism() -> float:
     layout = attend.layout(N)
     parallelize_module(model, axes["ring"], ContextParallelStyle(attend, layout=layout))
     parallelize_module(model, axes["tp"], dict.fromkeys("qkv", ColwiseParallel()) | {"out": RowwiseParallel()})
-    x, dout = (layout.take(x, attend.shard) for x in given())
+    x, dout = (layout.take(x, attend.shard) for x in full_inputs())
     x.requires_grad_()
     out = model(x)
     (dx,) = torch.autograd.grad(out, x, dout)
@@ -287,7 +287,7 @@ REFUSED = [
 ]
 
 
-def test_impossible_requests_are_refused_on_every_rank(worlds):
+def test_invalid_requests_raise_on_every_rank(worlds):
     for rank in worlds(4).run(refusals):
         for message, words in zip(rank, REFUSED, strict=True):
             assert words in message

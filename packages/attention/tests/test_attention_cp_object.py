@@ -1,4 +1,4 @@
-"""`ContextParallel` in a training loop: losses and gradients are those of one rank, under each wrapper."""
+"""`ContextParallel` in a training loop: losses and gradients equal one rank's, under each wrapper."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,14 +51,14 @@ def new_model() -> Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """How rows, labels and ranks are arranged. `data` groups of ranks read rows of their own."""
+    """Arrangement of rows, labels and ranks. Each of the `data` groups of ranks has other rows."""
 
     wrapper: str
     data: int = 1
     length: int = 41
     documents: bool = False
     labels_from: int = 0
-    """Positions below it have no label, so that a rank may have none."""
+    """Positions below have no label, so some ranks may have none."""
     micro_batches: int = 1
     recompute: bool = False
     window: int | None = None
@@ -68,21 +68,21 @@ def rows_of(setup: Setup, group: int, micro_batch: int) -> tuple[torch.Tensor, t
     generator = torch.Generator().manual_seed(10 * micro_batch + group)
     ids = torch.randint(VOCABULARY, (2, setup.length), generator=generator)
     labels = ids.clone()
-    labels[:, : setup.labels_from + 7 * group] = -100  # other counts in each group
+    labels[:, : setup.labels_from + 7 * group] = -100  # each group has another number of labels
     labels[1, micro_batch : micro_batch + 3] = -100
     documents = [0, 5 + group + micro_batch, 24, setup.length] if setup.documents else None
     return ids, labels, documents
 
 
 def label_count(labels: torch.Tensor, documents: list[int] | None) -> int:
-    """Labels after shifting: without the first token of each document."""
+    """Counts labels after shifting: all but the first token of each document."""
     counted = labels.clone()
     counted[:, (documents or [0, 0])[:-1]] = -100
     return int((counted != -100).sum())
 
 
 def expected_step(setup: Setup) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients of one rank that has the rows of all groups."""
+    """Returns loss and gradients of one rank with the rows of all groups."""
     model, total, count = new_model(), torch.zeros(()).double(), 0
     for micro_batch in range(setup.micro_batches):
         for group in range(setup.data):
@@ -115,7 +115,7 @@ def wrapped(setup: Setup, model: Model) -> nn.Module:
 
 
 def sharded_step(setup: Setup) -> tuple[float, float]:
-    """Relative errors of the loss and of the worst gradient."""
+    """Returns relative errors of the loss and of the worst gradient."""
     axes = mesh(shard=setup.data, ring=RANKS // setup.data)
     cp = ContextParallel("ring", axes, data="shard" if setup.data > 1 else ())
     group = axes["shard"].get_local_rank() if setup.data > 1 else 0
@@ -133,7 +133,7 @@ def sharded_step(setup: Setup) -> tuple[float, float]:
         batch = cp.shard(ids, labels, documents=documents, mask=window, labelled=labelled)
         logits = model(batch.ids, batch.position_ids, batch.attend)
         loss = cp.loss(logits, batch)
-        if setup.recompute:  # the next batch, of other documents, is there before backward
+        if setup.recompute:  # the next batch, with other documents, is sharded before backward
             cp.shard(ids.flip(1), documents=[0, 3, setup.length])
         loss.backward()
         value += float(loss.detach())
@@ -166,7 +166,7 @@ def compare_documents() -> None:
     assert torch.equal(by_mask.position_ids, by_name.position_ids) and torch.equal(by_mask.labels, by_name.labels)
 
 
-def test_documents_of_a_mask_are_those_of_the_batch(worlds):
+def test_mask_has_the_documents_of_the_batch(worlds):
     worlds(RANKS).run(compare_documents)
 
 
@@ -213,7 +213,7 @@ def sdpa_loss() -> float:
     return abs(float(loss.detach()) - expected_step(setup)[0])
 
 
-def test_a_batch_is_a_block_for_sdpa(worlds):
+def test_batch_is_a_context_manager_for_sdpa(worlds):
     assert max(worlds(RANKS).run(sdpa_loss)) < 1e-12
 
 
@@ -260,12 +260,12 @@ def refusals() -> list[str]:
     return wrong
 
 
-def test_wrong_use_is_refused_on_every_rank(worlds):
+def test_wrong_use_raises_on_every_rank(worlds):
     assert worlds(RANKS).run(refusals) == [[]] * RANKS
 
 
 def recompute_with_another_forward() -> str:
-    """Two forwards, and a model that keeps the attention of the last batch, which then recomputes both."""
+    """Runs two forwards of a model that stores the last batch's attention and recomputes both with it."""
     cp, model = ContextParallel("ring", mesh(ring=RANKS)), new_model()
     model.recompute, losses, batches = True, [], {}
     for documents in ([0, 20], [0, 7, 20]):
@@ -283,7 +283,7 @@ def test_a_recompute_with_the_batch_of_another_forward_raises(worlds):
 
 
 def loss_traffic() -> dict[str, int]:
-    """Bytes that a loss sends in each phase; checks those of reduced gradients."""
+    """Returns the bytes that a loss sends in each phase; checks those of reduced gradients."""
     cp, model = ContextParallel("ring", mesh(shard=2, ring=2), data="shard"), new_model()
     batch = cp.shard(torch.arange(20)[None])
     logits = model(batch.ids, batch.position_ids, batch.attend).detach().requires_grad_()
@@ -295,13 +295,13 @@ def loss_traffic() -> dict[str, int]:
         loss_bytes = {phase: ledger.bytes(kind="all_reduce", phase=phase) for phase in ("forward", "backward")}
         cp.reduce_gradients(model)
     sizes = [p.nbytes for p in model.parameters()]
-    gradient_bytes = sum(sizes) + 8 * len(sizes)  # and an integer for each parameter
+    gradient_bytes = sum(sizes) + 8 * len(sizes)  # and one integer per parameter
     assert ledger.bytes("ring") == ledger.bytes("shard") == gradient_bytes + 16
     assert ledger.bytes() == ledger.bytes(kind="all_reduce")
     return loss_bytes
 
 
-def test_a_loss_sends_one_number_each_way_and_gradients_their_own_bytes(worlds):
+def test_loss_sends_one_number_per_phase_and_gradients_their_own_bytes(worlds):
     # An all-reduce over 2 ranks sends 2 x 1/2 of a tensor; over two axes twice.
     assert worlds(RANKS).run(loss_traffic) == [{"forward": 16, "backward": 16}] * RANKS
 
@@ -314,7 +314,7 @@ def take_and_gather() -> bool:
     return torch.equal(batch.gather(shard), x) and shard.shape[:2] == batch.ids.shape
 
 
-def test_a_batch_takes_shards_of_whole_sequences_and_gathers_them(worlds):
+def test_batch_shards_and_gathers_full_tensors(worlds):
     assert all(worlds(RANKS).run(take_and_gather))
 
 

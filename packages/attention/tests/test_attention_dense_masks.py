@@ -1,4 +1,4 @@
-"""Tensors of `attn_mask`: read as values, pair by pair the same; refused by name where they are more than that."""
+"""Tensors of `attn_mask` become masks with the same pairs; other tensors are refused by name."""
 
 import pytest
 import torch
@@ -49,9 +49,9 @@ def test_a_tensor_is_read_exactly(name):
 
 
 def test_few_slices_are_enough():
-    for name, most in (("tree", 9), ("prefix", 4), ("chunks", 6), ("images", 12), ("nothing", 0)):
+    for name, limit in (("tree", 9), ("prefix", 4), ("chunks", 6), ("images", 12), ("nothing", 0)):
         actual = mask_of_tensor(dense(OTHERS[name]), 1, LENGTH)
-        assert sum(map(len, actual.slices(LENGTH))) <= most, (name, actual.slices(LENGTH))
+        assert sum(map(len, actual.slices(LENGTH))) <= limit, (name, actual.slices(LENGTH))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,12 +66,12 @@ def test_random_tensors_are_read_exactly(seed):
 def test_shapes_dtypes_and_rows():
     causal = dense(MASKS["causal"])
     added = torch.zeros(LENGTH, LENGTH).masked_fill(~causal, -torch.inf)
-    least = added.clamp(min=torch.finfo(added.dtype).min)
-    for attn_mask in (causal[None], causal[None, None], causal.expand(2, 3, -1, -1), added, least, added.bfloat16()):
+    finite = added.clamp(min=torch.finfo(added.dtype).min)
+    for attn_mask in (causal[None], causal[None, None], causal.expand(2, 3, -1, -1), added, finite, added.bfloat16()):
         assert mask_of_tensor(attn_mask, 2, LENGTH) == AttentionMask()
     rows = mask_of_tensor(torch.stack([causal, dense(OTHERS["images"])])[:, None], 2, LENGTH)
     assert torch.equal(dense(rows, 0), causal) and torch.equal(dense(rows, 1), dense(OTHERS["images"]))
-    hidden = POSITIONS >= 30  # padding: hidden from all queries
+    hidden = POSITIONS >= 30  # padding, hidden from all queries
     padded = mask_of_tensor((~hidden)[None, None, None], 2, LENGTH)
     assert torch.equal(dense(padded), (~hidden).expand(LENGTH, LENGTH))
 
@@ -114,7 +114,7 @@ def attended(mask: AttentionMask | None = None, documents=None, **options) -> to
 
 
 @pytest.mark.parametrize("name", ["tree", "images", "blocks"])
-def test_a_tensor_and_a_value_do_the_same(name):
+def test_tensors_and_mask_values_give_equal_results(name):
     q, k, v = torch.randn(3, 2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense(OTHERS[name])).nan_to_num()
     torch.testing.assert_close(attended(attn_mask=dense(OTHERS[name])), expected, rtol=0, atol=1e-12)
@@ -136,12 +136,12 @@ def test_a_tensor_and_a_value_do_the_same(name):
         ({"mask": "causal"}, "mask is a str; an AttentionMask is needed"),
     ],
 )
-def test_two_masks_that_contradict_each_other_are_refused(arguments, message):
+def test_contradictory_masks_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         attended(**arguments)
 
 
-def test_a_tensor_is_read_once():
+def test_tensor_is_read_once():
     from armillary.attention.context_parallel.dense_masks import MaskReader
 
     reader, layout, attn_mask = MaskReader(Local()), SequenceLayout.contiguous(LENGTH, 1), CAUSAL.clone()

@@ -1,4 +1,4 @@
-"""No attention method sends anything past the ledger: torch's dispatcher sees what the ledger counted, byte by byte."""
+"""The ledger counts all bytes that attention methods send: torch's dispatcher sees the same ones."""
 
 import torch
 from fake_ranks import on_fake_ranks
@@ -15,7 +15,7 @@ FOUR = compositions(tuple(METHODS), (4,))
 
 
 def counted(composition: Composition) -> tuple[dict, dict]:
-    """What torch and what the ledger saw of two masks, forward and backward, with sinks and lse in one."""
+    """Returns the dispatcher's and the ledger's counts for two masks, forward and backward, one with sinks and lse."""
     attend = composition.build()
     layout = attend.layout(N)
     q, k, v = (torch.randn(B, layout.sizes[attend.shard], n, D, requires_grad=True) for n in (H, K, K))
@@ -31,7 +31,7 @@ def counted_all(chosen: list[Composition]) -> list[tuple[dict, dict]]:
 
 
 def test_every_method():
-    """Teams of four are those of two with more of the same."""
+    """Teams of four are left out: they repeat the sends of teams of two."""
     named = {composition.method for composition in FOUR}
     assert named == {*METHODS} - {"local", "wallfacer-4-keys", "wallfacer-4-queries"}
     for rank in on_fake_ranks(4, counted_all, FOUR):
@@ -41,7 +41,7 @@ def test_every_method():
 
 
 class Columns:
-    """Projections that are linear layers, without the heads' own order."""
+    """Projections by linear layers."""
 
     heads, key_heads = H, K
 

@@ -1,4 +1,4 @@
-"""Pictures of masks: the counts behind them against dense masks and communication plans, and what is refused."""
+"""Pictures of masks: their counts, compared with dense masks and communication plans, and refusals."""
 
 import json
 import sys
@@ -48,9 +48,9 @@ def test_cells_count_the_visible_pairs(mask):
             keys = KeyCells([layout.spans(shard) for shard in range(4)], edges)
             for query in range(4):
                 for key, actual in enumerate(keys.pairs(layout.spans(query), mask.slices(N)[0])):
-                    here = np.zeros((N, N), dtype=bool)
-                    here[np.ix_(layout.positions(query), layout.positions(key))] = True
-                    assert np.array_equal(actual, summed(dense(mask) & here, edges))
+                    block = np.zeros((N, N), dtype=bool)
+                    block[np.ix_(layout.positions(query), layout.positions(key))] = True
+                    assert np.array_equal(actual, summed(dense(mask) & block, edges))
 
 
 @pytest.mark.parametrize("method", ["ring", "token_ring", "wallfacer", "all_gather", "usp"])
@@ -71,11 +71,11 @@ def test_ranks_compute_the_blocks_of_the_communication_plan(method, layout):
         assert by_step == [its[0] for its in work_shares.by_step]
 
 
-def test_numbers_stand_where_their_step_is_computed():
+def test_numbers_are_at_the_blocks_of_their_step():
     layout = SequenceLayout.zigzag(N, 4)
     who = ComputedCells.of(blocks_of(layout, AttentionMask(), "ring"), AttentionMask(), cell_edges(N, N), 4)
     labels = list(who.labels())
-    assert len(labels) == 7 * 8 // 2  # seven runs of 6 tokens, as the last rank's two are one
+    assert len(labels) == 7 * 8 // 2  # seven runs of 6 tokens, because the last rank's two are one
     for label in labels:
         assert dense(AttentionMask())[int(label.y), int(label.x)] and who.step[int(label.y), int(label.x)] == label.step
 
@@ -163,7 +163,7 @@ def test_invalid_drawings_are_refused(tmp_path):
         ("--length 8 --out mask.gif", "pictures are .png, .svg, .pdf"),
     ],
 )
-def test_the_command_ends_with_a_line(line, message, capsys):
+def test_invalid_commands_print_one_line(line, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2

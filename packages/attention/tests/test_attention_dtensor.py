@@ -1,4 +1,4 @@
-"""Attention on DTensors gives what it gives on local tensors, with placements said."""
+"""Attention on DTensors equals attention on local tensors, and results have explicit placements."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -26,15 +26,15 @@ def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def whole(length: int) -> list[Tensor]:
-    """Global q, k, v, dout."""
+def full_tensors(length: int) -> list[Tensor]:
+    """Returns global q, k, v, dout."""
     shapes = ((H, D), (K, D), (K, DV), (H, DV))
     return [random(i, B, length, heads, dim) for i, (heads, dim) in enumerate(shapes)]
 
 
 def expected(length: int, mask: AttentionMask) -> list[Tensor]:
-    """Global out, lse, dq, dk, dv."""
-    *qkv, dout = whole(length)
+    """Returns global out, lse, dq, dk, dv."""
+    *qkv, dout = full_tensors(length)
     leaves = [x.requires_grad_() for x in qkv]
     out, lse = reference_attention(*leaves, mask=mask, return_lse=True)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -55,7 +55,7 @@ def build(name: str, axes: DeviceMesh) -> Method:
 
 
 def distributed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, placements: list[Placement]) -> DTensor:
-    """The global tensor in the order of the layout's shards."""
+    """Distributes the global tensor in the order of the layout's shards."""
     order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
     return distribute_tensor(x[:, order], over, placements)
 
@@ -63,16 +63,16 @@ def distributed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, placements:
 def attended(
     name: str, sizes: dict[str, int], placed: dict[str, Placement], length: int, kind: str, compiled: bool = False
 ) -> tuple[float, float]:
-    """(worst error against the oracle, worst difference from the same call on local tensors)."""
+    """Returns the worst error against the oracle, and the worst difference from local tensors."""
     over = mesh(**sizes)[tuple(placed)]
     attend, placements = build(name, mesh(**sizes)), list(placed.values())
     layout, mask = attend.layout(length, kind=kind), AttentionMask(window=(length // 2, None))
-    *qkv, dout = (distributed(x, layout, over, placements) for x in whole(length))
+    *qkv, dout = (distributed(x, layout, over, placements) for x in full_tensors(length))
     leaves = [x.requires_grad_() for x in qkv]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse = attend(q, k, v, mask=mask, layout=layout, return_lse=True)
-        return out, lse.detach()  # torch wants a gradient for every DTensor that leaves a graph and could have one
+        return out, lse.detach()  # torch wants a gradient for every differentiable DTensor output of a graph
 
     out, lse = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
@@ -116,7 +116,7 @@ def ranks_of(case: str) -> int:
 
 
 def each_of(names: Sequence[str], compiled: bool) -> dict[str, tuple[float, float]]:
-    """Each with either layout, by turns."""
+    """Runs each case with one of two layouts in turn."""
     kinds = {name: ("zigzag", "contiguous")[i % 2] for i, name in enumerate(CASES)}
     return {name: attended(*CASES[name], 24, kinds[name], compiled) for name in names}
 
@@ -127,7 +127,7 @@ def each_of(names: Sequence[str], compiled: bool) -> dict[str, tuple[float, floa
     ids=["four", "eight", "in one graph"],
 )
 def test_dtensors_equal_local_tensors(worlds, ranks, compiled):
-    """In graphs with heads over tp; others are compiled below and in the suite's draws."""
+    """Compiles cases with heads over tp; other tests and random cases compile the others."""
     names = ["usp with tp"] if compiled else [case for case in CASES if ranks_of(case) == ranks]
     for rank in worlds(ranks).run(each_of, names, compiled):
         for case, (error, difference) in rank.items():
@@ -144,7 +144,7 @@ def uneven(compiled: bool) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in one graph"])
-def test_uneven_shards_that_dtensor_would_cut_too(worlds, compiled):
+def test_uneven_shards_in_dtensors_chunking(worlds, compiled):
     for error, difference in (actual for rank in worlds(4).run(uneven, compiled) for actual in rank):
         assert error <= EXACT
         assert difference == 0.0
@@ -155,12 +155,12 @@ def with_sinks(compiled: bool) -> list[float]:
 
 
 def error_of_sinks(compiled: bool, shape: tuple[int, ...]) -> float:
-    """Sinks sharded over tp: their gradient is to be summed over the axes that shard tokens."""
+    """Sinks sharded over tp: their gradient is partial over the axes that shard tokens."""
     heads = Shard(len(shape) - 1)
     built = mesh(ring=2, ulysses=1 if compiled else 2, tp=2)
     over, attend = built["ring", "ulysses", "tp"], build("usp", built)
     layout, mask = attend.layout(16), AttentionMask()
-    *qkv, dout = (distributed(x, layout, over, [TOKENS, TOKENS, HEADS]) for x in whole(16))
+    *qkv, dout = (distributed(x, layout, over, [TOKENS, TOKENS, HEADS]) for x in full_tensors(16))
     sinks = distribute_tensor(random(9, *shape), over, [Replicate(), Replicate(), heads]).requires_grad_()
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def error_of_sinks(compiled: bool, shape: tuple[int, ...]) -> float:
     (dsinks,) = torch.autograd.grad(out, sinks, dout)
     assert list(dsinks.placements) == [Partial(), Partial(), heads]
     leaf = random(9, *shape).requires_grad_()
-    q, k, v, up = whole(16)
+    q, k, v, up = full_tensors(16)
     (reference,) = torch.autograd.grad(reference_attention(q, k, v, mask=mask, sinks=leaf), leaf, up)
     return relative_error(dsinks.full_tensor(), reference)
 
@@ -228,7 +228,7 @@ def refused() -> list[str]:
     return value_errors(calls)
 
 
-def test_mismatched_arguments_are_refused_by_name_on_every_rank(worlds):
+def test_mismatched_arguments_raise_by_name_on_every_rank(worlds):
     parts = [
         "q, k, v are DTensor, local, DTensor; pass all three as DTensors or all as local tensors",
         "all three must be placed alike on one mesh",
@@ -258,7 +258,7 @@ PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2), 
 
 
 def every_placement() -> dict[str, dict[tuple[Placement, ...], str]]:
-    """What is said of q, k and v, and of x, placed in any way over ring x tp; "" where it is taken."""
+    """Errors of attention (q, k, v) and of projected attention (x) by placements over ring x tp; "" if accepted."""
     built = mesh(ring=2, tp=2)
     over, attend = built["ring", "tp"], Ring(built["ring"])
     layout, mask = attend.layout(8, kind="contiguous"), AttentionMask()
@@ -277,7 +277,7 @@ def every_placement() -> dict[str, dict[tuple[Placement, ...], str]]:
 
 
 class Same:
-    """Projections that are none."""
+    """Projections that split x without weights."""
 
     heads = key_heads = 1
 
@@ -305,6 +305,6 @@ def test_every_placement_is_accepted_or_refused_with_the_expected_one(worlds):
         for name, of_pairs in rank.items():
             for (on_ring, on_tp), messages in of_pairs.items():
                 expected = placements[name] if on_ring == TOKENS else (Shard(1),)
-                taken = on_ring == TOKENS and on_tp in placements[name]
+                accepted = on_ring == TOKENS and on_tp in placements[name]
                 named = f"{name} is" in messages and all(repr(placement) in messages for placement in expected)
-                assert (messages == "") == taken and (taken or named), (on_ring, on_tp)
+                assert (messages == "") == accepted and (accepted or named), (on_ring, on_tp)

@@ -1,4 +1,4 @@
-"""Projected attention on a DTensor of hidden states: the oracle's results and gradients, with placements said."""
+"""Projected attention on a DTensor of hidden states: results, gradients and placements, compared with the oracle."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,14 +21,14 @@ SHAPES = {"x": (B, 0, E), "wq": (H * D, E), "wk": (K * D, E), "wv": (K * DV, E),
 MASK = AttentionMask(window=(9, 0))
 
 
-def whole(length: int) -> dict[str, Tensor]:
+def full_tensors(length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(length)
     shapes = {name: [length if size == 0 else size for size in shape] for name, shape in SHAPES.items()}
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 class Linear(NamedTuple):
-    """Projections without anything between x and heads, of local tensors or of DTensors."""
+    """Linear projections of local tensors or DTensors."""
 
     wq: Tensor
     wk: Tensor
@@ -59,11 +59,11 @@ class Linear(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a call is placed.
+    """Placements of a call.
 
     Args:
-        axes: of the mesh, each with its ranks and the placement of x.
-        weights: how weights are placed, DTensors, on the last ones of these axes; plain tensors unless given.
+        axes: axes of the mesh, with ranks and the placement of x.
+        weights: placements of DTensor weights on the last of these axes; plain tensors if left out.
     """
 
     method: str
@@ -96,7 +96,7 @@ ON_EIGHT = [
 
 
 def errors(form: Form) -> dict[str, float]:
-    """How far off out and the gradients are, relative to each one's norm."""
+    """Returns relative errors of out and the gradients."""
     built = mesh(**{name: size for name, (size, _) in form.axes.items()})
     over, attend = built[tuple(form.axes)], build_attention(form.method, built)
     layout, leaves = attend.layout(form.length, "contiguous"), placed_leaves(form, over)
@@ -110,30 +110,33 @@ def errors(form: Form) -> dict[str, float]:
     placements = [placed for _, placed in form.axes.values()]
     heads = [HEADS if cut == Shard(0) else placed for placed, cut in zip(placements, cuts(form), strict=True)]
     assert list(out.placements) == heads
-    grads = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(whole(form.length)["dout"], over, heads))
-    # what a mesh without some axes does not say: that over these, gradients are shares
-    shares = [
+    dout = distribute_tensor(full_tensors(form.length)["dout"], over, heads)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    # weights lack some axes of x's mesh; over these their gradients are partial
+    placements_of_sums = [
         Partial() if isinstance(placed, Shard) else cut for placed, cut in zip(placements, cuts(form), strict=True)
     ]
     actual = {"out": out.detach()} | {
-        name: grad if isinstance(grad, DTensor) and grad.device_mesh == over else share_of(grad, over, shares)
+        name: grad
+        if isinstance(grad, DTensor) and grad.device_mesh == over
+        else partial_over(grad, over, placements_of_sums)
         for name, grad in zip(leaves, grads, strict=True)
     }
     return {name: relative_error(actual[name].full_tensor(), its) for name, its in expected(form.length).items()}
 
 
-def share_of(grad: Tensor, over: DeviceMesh, placements: list[Placement]) -> DTensor:
+def partial_over(grad: Tensor, over: DeviceMesh, placements: list[Placement]) -> DTensor:
     return DTensor.from_local(grad.to_local() if isinstance(grad, DTensor) else grad, over, placements)
 
 
 def cuts(form: Form) -> list[Placement]:
-    """How weights lie on all axes of the mesh of x."""
+    """Returns the placements of weights on all axes of the mesh of x."""
     weights = form.weights or []
     return [WHOLE] * (len(form.axes) - len(weights)) + weights
 
 
 def placed_leaves(form: Form, over: DeviceMesh) -> dict[str, Tensor]:
-    tensors, placements = whole(form.length), [placed for _, placed in form.axes.values()]
+    tensors, placements = full_tensors(form.length), [placed for _, placed in form.axes.values()]
     leaves = {"x": distribute_tensor(tensors["x"], over, placements)}
     for name in ("wq", "wk", "wv"):
         its = tuple(form.axes)[len(form.axes) - len(form.weights or ()) :]
@@ -143,8 +146,8 @@ def placed_leaves(form: Form, over: DeviceMesh) -> dict[str, Tensor]:
 
 
 def expected(length: int) -> dict[str, Tensor]:
-    """out and the gradients, from one rank's float64 formula."""
-    tensors = whole(length)
+    """Returns out and the gradients, by the formula on one rank in float64."""
+    tensors = full_tensors(length)
     dout = tensors.pop("dout")
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
     projections = Linear(leaves["wq"], leaves["wk"], leaves["wv"])
@@ -170,19 +173,19 @@ def test_projected_dtensors_equal_one_rank(worlds, forms):
 def refused() -> list[str]:
     built = mesh(ring=4, tp=2)
     over, ring = built["ring", "tp"], build_attention("ring", built)
-    here, placed = [WHOLE, WHOLE], [TOKENS, WHOLE]
+    replicated, placed = [WHOLE, WHOLE], [TOKENS, WHOLE]
 
     def of(placements: list[Placement], *shape: int, on: DeviceMesh = over) -> DTensor:
         return distribute_tensor(torch.zeros(shape, dtype=torch.float64), on, placements)
 
-    weight, x = of(here, 8, E), of(placed, B, 16, E)
+    weight, x = of(replicated, 8, E), of(placed, B, 16, E)
 
     def call(x: Tensor, weight: Tensor, kind: str = "contiguous", **options: Any) -> Callable[[], object]:
         layout, projections = ring.layout(x.shape[1], kind), Linear(weight, weight, weight, 8)
         return lambda: ring.projected(x, projections, mask=AttentionMask(), layout=layout, **options)
 
     calls = [
-        call(of(here, B, 16, E), weight),
+        call(of(replicated, B, 16, E), weight),
         call(of([TOKENS, Shard(2)], B, 16, E), weight),
         call(of(placed, B, 10, E), weight, "zigzag"),
         call(x, of([Shard(0), WHOLE], 8, E)),
@@ -190,14 +193,14 @@ def refused() -> list[str]:
         call(x, DTensor.from_local(torch.zeros(8, E), over, [WHOLE, Partial()], run_check=False)),
         call(x, of([WHOLE, Shard(0)], 7, E)),
         call(x, of([WHOLE], 8, E, on=mesh(ulysses=8)["ulysses"])),
-        call(x, of([WHOLE, Shard(0)], 8, E), sinks=of(here, 2)),
-        call(x.to_local(), weight, sinks=of(here, 2)),
+        call(x, of([WHOLE, Shard(0)], 8, E), sinks=of(replicated, 2)),
+        call(x.to_local(), weight, sinks=of(replicated, 2)),
         lambda: ring.check_projected(x, Linear(weight, weight, weight), mask=AttentionMask()),
     ]
     return value_errors(calls)
 
 
-def test_mismatched_arguments_are_refused_by_name_on_every_rank(worlds):
+def test_mismatched_arguments_raise_by_name_on_every_rank(worlds):
     first = "parameter 0 of projections is"
     parts = [
         "x is Replicate() on axis 'ring' of DTensor [2, 16, 12] over (ring Replicate(), tp Replicate()); it must be "

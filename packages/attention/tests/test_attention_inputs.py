@@ -1,4 +1,4 @@
-"""Whatever inputs look like in memory, under autocast, and with any scale: results are those of the formula."""
+"""Inputs with all memory orders, under autocast, and with all scales: results equal the formula's."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -39,10 +39,10 @@ from armillary.core.testing import mesh, relative_error
 N, HEADS, KEY_HEADS, DIM = 24, 4, 2, 8
 CAUSAL = AttentionMask()
 
-# -- what inputs may look like in memory -------------------------------------------------------------------------------
+# -- memory orders ----------------------------------------------------------------------------------------------------
 
 Order = Callable[[Tensor], Tensor]
-"""From a tensor to one of the same values, laid out in memory in another way."""
+"""Maps a tensor to an equal one with another memory order."""
 
 ORDERS: dict[str, Order] = {
     "head dim outside heads": lambda x: x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
@@ -59,11 +59,11 @@ SAME = {
     "one number a head": lambda x: x[..., :1].expand(x.shape),
     "overlapping": lambda x: x.flatten(2)[..., : x.shape[2] + x.shape[3] - 1].unfold(2, x.shape[3], 1),
 }
-"""Other values: parts are the same memory."""
+"""Orders that change values, because elements share memory."""
 
 
 def of_four(*names: str) -> dict[str, Method]:
-    """Methods on four ranks: all, or those of these names."""
+    """Returns methods on four ranks: all, or the named ones."""
     ring, both = mesh(ring=4)["ring"], mesh(ring=2, ulysses=2)
     every = {
         "ring of keys": Ring(ring, backward="keys"),
@@ -78,8 +78,8 @@ def of_four(*names: str) -> dict[str, Method]:
     return {name: every[name] for name in names or every}
 
 
-def made(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and dout of the whole sequence."""
+def random_inputs(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k, v and dout of the full sequence."""
     generator = torch.Generator().manual_seed(seed)
     heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
     q, k, v, dout = (torch.randn(2, N, h, DIM, generator=generator, dtype=torch.float64) for h in heads)
@@ -87,7 +87,7 @@ def made(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def worst(attend: Method, full: tuple[Tensor, ...], order: Order = lambda x: x, **options) -> float:
-    """The largest error of out, dq, dk, dv, each relative to its norm, against float64; inputs laid out by `order`."""
+    """Largest relative error of out, dq, dk and dv against float64, with inputs in the memory order `order`."""
     layout = attend.layout(N)
     q, k, v, dout = (order(layout.take(x, attend.shard)) for x in full)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -97,7 +97,7 @@ def worst(attend: Method, full: tuple[Tensor, ...], order: Order = lambda x: x, 
     expected = reference_attention(*exact, mask=CAUSAL, scale=options.get("scale"), softcap=options.get("softcap"))
     expected = [expected, *torch.autograd.grad(expected, exact, full[3].double())]
     expected = [layout.take(x, attend.shard) for x in expected]
-    # A gradient that is 0 (with scale 0) has no norm of its own.
+    # A gradient of 0 (for scale 0) has no norm.
     return max(
         relative_error(a.double(), b) if b.norm() > 0 else a.double().norm().item()
         for a, b in zip(result, expected, strict=True)
@@ -108,7 +108,7 @@ def in_any_order() -> list[str]:
     actual = list[str]()
     for name, attend in of_four("ring of keys", "token_ring", "all_gather", "usp", "upipe").items():
         for kind, order in ORDERS.items():
-            if (error := worst(attend, made(torch.float64), order)) > 1e-12:
+            if (error := worst(attend, random_inputs(torch.float64), order)) > 1e-12:
                 actual.append(f"{name}, {kind}: {error:.1e}")
     return actual
 
@@ -120,10 +120,10 @@ def test_memory_order_does_not_matter(worlds):
 @pytest.mark.parametrize("kernel", ["cpu_flash", "dense"])
 @pytest.mark.parametrize("kind", [*ORDERS, *SAME])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_every_kernel_takes_every_memory_order(kernel, kind, dtype):
-    """q, k, v, dout, out and lse, one after the other, as the same values in memory as usual."""
+def test_every_kernel_accepts_every_memory_order(kernel, kind, dtype):
+    """Reorders q, k, v, dout, out and lse one after another; results equal those of contiguous tensors."""
     order = {**ORDERS, **SAME}[kind]
-    q, k, v, dout = made(dtype)
+    q, k, v, dout = random_inputs(dtype)
     layout = SequenceLayout.contiguous(N, 1)
     chosen = {"cpu_flash": CpuFlash(), "dense": Dense()}[kernel]
     for laid_out in range(4):
@@ -142,17 +142,17 @@ def test_every_kernel_takes_every_memory_order(kernel, kind, dtype):
 @pytest.mark.parametrize(
     "kernel", [CpuFlash(), CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4()], ids=lambda kernel: kernel.name
 )
-def test_kernels_are_called_with_rows_that_are_whole(monkeypatch, kernel, kind):
-    """Whatever comes in: the head dim contiguous, rows apart, and where a kernel wants it, aligned."""
-    seen = list[Tensor]()
+def test_kernels_get_contiguous_rows(monkeypatch, kernel, kind):
+    """For all memory orders, the head dim is contiguous and rows do not overlap; some kernels also get aligned rows."""
+    kernel_inputs = list[Tensor]()
 
     def forward(q, k, v, *_, **__):
-        seen.extend((q, k, v))
+        kernel_inputs.extend((q, k, v))
         out = torch.empty(q.shape)
         return out, torch.empty(q.shape[:-1]).mT
 
     def backward(tensors, *_, **__):
-        seen.extend(tensors[:5])
+        kernel_inputs.extend(tensors[:5])
         return tuple(torch.empty(x.shape) for x in tensors[1:4])
 
     if isinstance(kernel, CpuFlash):
@@ -163,13 +163,13 @@ def test_kernels_are_called_with_rows_that_are_whole(monkeypatch, kernel, kind):
     else:
         monkeypatch.setattr(type(kernel), "call_forward", lambda self, *arguments: forward(*arguments))
         monkeypatch.setattr(type(kernel), "call_backward", lambda self, *arguments: backward(*arguments))
-    q, k, v, dout = ({**ORDERS, **SAME}[kind](x) for x in made(torch.float32))
+    q, k, v, dout = ({**ORDERS, **SAME}[kind](x) for x in random_inputs(torch.float32))
     kernel.forward(q, k, v, (None, 0), Scores(0.3))
     kernel.backward(dout, q, k, v, dout, torch.zeros(2, N, HEADS), (None, 0), Scores(0.3))
-    assert len(seen) == 8
+    assert len(kernel_inputs) == 8
     multiple = 1 if isinstance(kernel, CpuFlash) else 8
-    assert all(x.stride(-1) == 1 and min(x.stride()[:-1]) >= DIM for x in seen)
-    assert all(start % multiple == 0 for x in seen for start in (x.storage_offset(), *x.stride()[:-1]))
+    assert all(x.stride(-1) == 1 and min(x.stride()[:-1]) >= DIM for x in kernel_inputs)
+    assert all(start % multiple == 0 for x in kernel_inputs for start in (x.storage_offset(), *x.stride()[:-1]))
 
 
 def test_the_usual_memory_orders_are_not_copied():
@@ -186,8 +186,8 @@ SCALES = (-0.4, 0, -3, 1e-6, 0.7)
 @pytest.mark.parametrize("kernel", ["cpu_flash", "dense"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("mask", [CAUSAL, AttentionMask(False, (3, 2)), AttentionMask(documents=[0, 5, N])], ids=str)
-def test_any_finite_scale_will_do(kernel, scale, mask):
-    q, k, v, dout = made(torch.float64)
+def test_every_finite_scale_works(kernel, scale, mask):
+    q, k, v, dout = random_inputs(torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     result, expected = (
         (*results, *torch.autograd.grad(results[0], leaves, dout))
@@ -201,20 +201,20 @@ def test_any_finite_scale_will_do(kernel, scale, mask):
 
 
 @pytest.mark.parametrize("scale", [-0.4, 0])
-def test_any_finite_scale_will_do_with_a_softcap(scale):
-    assert worst(Local(), made(torch.float64), scale=scale, softcap=1.5) < 1e-12
+def test_every_finite_scale_works_with_a_softcap(scale):
+    assert worst(Local(), random_inputs(torch.float64), scale=scale, softcap=1.5) < 1e-12
 
 
 def scaled() -> list[str]:
     actual = list[str]()
     for name, attend in of_four().items():
         for scale in (-0.4, 0):
-            if (error := worst(attend, made(torch.float64), scale=scale)) > 1e-12:
+            if (error := worst(attend, random_inputs(torch.float64), scale=scale)) > 1e-12:
                 actual.append(f"{name}, scale {scale}: {error:.1e}")
     return actual
 
 
-def test_any_finite_scale_will_do_on_ranks(worlds):
+def test_every_finite_scale_works_on_ranks(worlds):
     assert worlds(4).run(scaled) == [[]] * 4
 
 
@@ -222,29 +222,29 @@ def test_any_finite_scale_will_do_on_ranks(worlds):
 
 
 def under_autocast() -> list[str]:
-    """Inputs of one dtype are computed in it, whatever autocast is for; forward, and backward in it or outside."""
+    """Inputs of one dtype are computed in it under every autocast; backward inside autocast or outside."""
     actual = list[str]()
     limits = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     every = [(torch.float32, {})], list(product(limits, ({}, {"kernel": "dense"}, {"softcap": 2.0})))
     for name, attend in of_four().items():
         for dtype, options in every[name in ("ring of keys", "upipe")]:
             with torch.autocast("cpu", torch.bfloat16):
-                error = worst(attend, made(dtype), **options)
+                error = worst(attend, random_inputs(dtype), **options)
             if not error < limits[dtype]:
                 actual.append(f"{name}, {dtype}, {options}: {error:.1e}")
     return actual
 
 
-def test_autocast_does_not_reach_into_attention(worlds):
+def test_autocast_does_not_change_attention(worlds):
     assert worlds(4).run(under_autocast) == [[]] * 4
 
 
 def mixed() -> list[str]:
-    """q and k as RoPE leaves them, in float32, and v as autocast does: cast, as scaled_dot_product_attention casts."""
+    """q and k in float32, as after RoPE, v in autocast's dtype: cast like scaled_dot_product_attention's arguments."""
     actual = list[str]()
     for name, attend in of_four().items():
         layout = attend.layout(N)
-        q, k, v, _ = (layout.take(x, attend.shard) for x in made(torch.float32))
+        q, k, v, _ = (layout.take(x, attend.shard) for x in random_inputs(torch.float32))
         with torch.autocast("cpu", torch.bfloat16):
             out = attend(q, k, v.bfloat16(), mask=CAUSAL, layout=layout)
         same = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask=CAUSAL, layout=layout)
@@ -257,8 +257,8 @@ def test_different_dtypes_are_cast_to_autocasts_dtype(worlds):
     assert worlds(4).run(mixed) == [[]] * 4
 
 
-def test_dtypes_that_differ_are_refused_outside_of_autocast_and_with_float64_within():
-    q, k, v, _ = made(torch.float32)
+def test_mixed_dtypes_raise_outside_of_autocast_and_with_float64():
+    q, k, v, _ = random_inputs(torch.float32)
     with pytest.raises(ValueError, match=r"one dtype and device; they are torch\.float32 on cpu"):
         Local()(q, k, v.bfloat16(), mask=CAUSAL)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="one dtype and device"):
@@ -266,7 +266,7 @@ def test_dtypes_that_differ_are_refused_outside_of_autocast_and_with_float64_wit
 
 
 class Projections(nn.Module):
-    """Linear layers that note in which dtype they compute."""
+    """Linear layers that record the dtype of their results."""
 
     heads, key_heads = HEADS, KEY_HEADS
 
@@ -289,16 +289,16 @@ class Projections(nn.Module):
 
 
 class Watching(Dense):
-    """A kernel that notes whether autocast is on."""
+    """A kernel that records whether autocast is on."""
 
-    seen: ClassVar[set[bool]] = set()
+    autocast_states: ClassVar[set[bool]] = set()
 
     def forward(self, q, k, v, band, scores):
-        self.seen.add(torch.is_autocast_enabled("cpu"))
+        self.autocast_states.add(torch.is_autocast_enabled("cpu"))
         return super().forward(q, k, v, band, scores)
 
     def backward(self, *grads):
-        self.seen.add(torch.is_autocast_enabled("cpu"))
+        self.autocast_states.add(torch.is_autocast_enabled("cpu"))
         return super().backward(*grads)
 
 
@@ -307,25 +307,25 @@ class Watching(Dense):
 @pytest.mark.parametrize("sinks", [None, torch.zeros(HEADS)], ids=["", "sinks"])
 def test_projections_run_under_autocast_and_attention_does_not(attend, backward_inside, sinks):
     projections, x, kernel = Projections(), torch.randn(2, N, 16, requires_grad=True), Watching()
-    kernel.seen.clear()
+    kernel.autocast_states.clear()
     with torch.autocast("cpu", torch.bfloat16):
         out = attend.projected(x, projections, mask=CAUSAL, sinks=sinks, kernel=kernel)
         if backward_inside:
             out.float().sum().backward()
     if not backward_inside:
         out.float().sum().backward()
-    assert projections.noted == {torch.bfloat16} and kernel.seen == {False}
+    assert projections.noted == {torch.bfloat16} and kernel.autocast_states == {False}
 
 
-# -- sinks that are none ----------------------------------------------------------------------------------------------
+# -- infinite sinks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)], ids=["plain", "stages"])
 @pytest.mark.parametrize("rows", [0, slice(0), slice(1), slice(2)], ids=["[H]", "[0, H]", "[1, H]", "[2, H]"])
 @pytest.mark.parametrize("sink", [-math.inf, 0.5])
-def test_a_sink_of_minus_infinity_is_none_even_for_a_query_that_sees_nothing(sink, rows, attend):
-    """Of 24 queries, those from 14 on see none of 12 keys; the second head has no sink at all."""
-    q, k, v, dout = made(torch.float64)
+def test_sink_of_minus_infinity_has_no_effect_even_without_visible_keys(sink, rows, attend):
+    """Of 24 queries, the last 10 see none of 12 keys; the second head has no sink."""
+    q, k, v, dout = random_inputs(torch.float64)
     k, v = k[:, :12], v[:, :12]
     sinks = torch.tensor([[sink, -math.inf, 0.1, sink], [0.3, -math.inf, -math.inf, 2.0]], dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks[rows])]
@@ -342,20 +342,20 @@ def test_a_sink_of_minus_infinity_is_none_even_for_a_query_that_sees_nothing(sin
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_several_sinks_are_summed_in_float32_at_least(dtype):
-    """Rounded to bfloat16 in between, the log of 64 equal sinks would be off by 0.2%, and so would each output."""
-    q, k, v, _ = (x.to(dtype) for x in made(torch.float64))
+    """Rounded to bfloat16, the log of 64 equal sinks would be off by 0.2%, and so would each output."""
+    q, k, v, _ = (x.to(dtype) for x in random_inputs(torch.float64))
     sinks = torch.full((64, HEADS), 1.234, dtype=dtype)
     expected = reference_attention(q.double(), k.double(), v.double(), mask=CAUSAL, sinks=sinks, return_lse=True)[1]
     lse = Local()(q, k, v, mask=CAUSAL, sinks=sinks, return_lse=True)[1]
     torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-# -- what autograd may do with the result -----------------------------------------------------------------------------
+# -- autograd and torch.func ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"))], ids=["local", "upipe"])
-def test_the_result_can_be_written_to(attend):
-    q, k, v, _ = (x.requires_grad_() for x in made(torch.float32))
+def test_result_can_be_modified_in_place(attend):
+    q, k, v, _ = (x.requires_grad_() for x in random_inputs(torch.float32))
     out = attend(q, k, v, mask=CAUSAL)
     assert not out._is_view()
     out.add_(1)
@@ -366,22 +366,22 @@ def test_the_result_can_be_written_to(attend):
         attend(q, k, v, mask=CAUSAL).add_(1)
 
 
-def test_a_projected_result_can_be_written_to():
+def test_projected_result_can_be_modified_in_place():
     for attend in (Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)):
         x = torch.randn(1, N, 16)
         expected = attend.projected(x, Projections(), mask=CAUSAL) + 1
         assert torch.equal(attend.projected(x, Projections(), mask=CAUSAL).add_(1), expected)
 
 
-def tangent(inputs: list[Tensor], which: int) -> Tensor:
+def tangent(inputs: list[Tensor], dual_index: int) -> Tensor:
     with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x, torch.ones_like(x)) if i == which else x for i, x in enumerate(inputs)]
+        duals = [forward_ad.make_dual(x, torch.ones_like(x)) if i == dual_index else x for i, x in enumerate(inputs)]
         return Local()(*duals[:3], mask=CAUSAL, sinks=duals[3])
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_forward_mode_is_refused_instead_of_a_zero_tangent(which):
-    inputs = [*made(torch.float32)[:3], torch.zeros(HEADS)]
+def test_forward_mode_raises_instead_of_a_zero_tangent(which):
+    inputs = [*random_inputs(torch.float32)[:3], torch.zeros(HEADS)]
     with pytest.raises(ValueError, match=r"forward-mode AD .* use backward"):
         tangent(inputs, which)
 
@@ -405,24 +405,24 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func_are_refused_by_name(transform):
     with pytest.raises(ValueError, match=r"torch.func's transforms \(jvp, grad, vjp, vmap\)"):
-        TRANSFORMS[transform](*made(torch.float32)[:3])
+        TRANSFORMS[transform](*random_inputs(torch.float32)[:3])
 
 
-def test_untracked_tensors_are_computed_under_a_transform():
-    q, k, v, _ = made(torch.float32)
+def test_tensors_without_transform_are_computed_inside_one():
+    q, k, v, _ = random_inputs(torch.float32)
     _, slope = torch.func.jvp(lambda a: a * attended(q, k, v).sum(), (torch.tensor(1.0),), (torch.tensor(1.0),))
     torch.testing.assert_close(slope, attended(q, k, v).sum())
 
 
 def test_a_second_derivative_is_refused():
-    q, k, v, _ = (x.requires_grad_() for x in made(torch.float32))
+    q, k, v, _ = (x.requires_grad_() for x in random_inputs(torch.float32))
     (dq,) = torch.autograd.grad(attended(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dq.sum().backward()
 
 
 def test_kernels_get_contiguous_rows_and_positive_scales():
-    """A kernel of one's own sees rows that are whole, and scales above 0."""
+    """A user's kernel gets contiguous rows and scales above 0."""
 
     class Asking(Dense):
         def forward(self, q, k, v, band, scores):
@@ -430,14 +430,14 @@ def test_kernels_get_contiguous_rows_and_positive_scales():
             return super().forward(q, k, v, band, scores)
 
     order = ORDERS["head dim outside heads"]
-    assert worst(Local(), made(torch.float64), order, kernel=Asking(), scale=-0.3) < 1e-12
+    assert worst(Local(), random_inputs(torch.float64), order, kernel=Asking(), scale=-0.3) < 1e-12
 
 
 # -- inside torch.compile ---------------------------------------------------------------------------------------------
 
 
-def test_compiled_it_is_the_same():
-    q, k, v, dout = made(torch.float32)
+def test_compiled_results_are_equal():
+    q, k, v, dout = random_inputs(torch.float32)
     order = ORDERS["head dim outside heads"]
     for options in ({"softcap": 2.0}, {"scale": -0.4}, {"scale": 0}):
         plain = partial(Local(), mask=CAUSAL, **options)
@@ -450,9 +450,9 @@ def test_compiled_it_is_the_same():
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), options
 
 
-def test_compiled_it_is_refused_where_torch_func_follows():
+def test_compiled_torch_func_raises():
     def slope(q, k, v):
         return torch.func.jvp(lambda q: attended(q, k, v), (q,), (torch.ones_like(q),))[1]
 
     with pytest.raises(Exception, match=r"torch\.func"):
-        torch.compile(slope, backend="eager")(*made(torch.float32)[:3])
+        torch.compile(slope, backend="eager")(*random_inputs(torch.float32)[:3])

@@ -1,4 +1,4 @@
-"""Every kernel: its pieces are a tile's pairs exactly, its numbers are float64's, and what it can't do it refuses."""
+"""Every kernel: exact pieces of tiles, results against float64, and refusals of unsupported inputs."""
 
 import sys
 from dataclasses import replace
@@ -82,19 +82,19 @@ def sizes(tile: Tile) -> tuple[int, int]:
     return tile.q1 - tile.q0, tile.k1 - tile.k0
 
 
-# -- pieces ----------------------------------------------------------------------------------------------------------
+# -- pieces -----------------------------------------------------------------------------------------------------------
 
 
 def in_one_call(kernel, piece: Tile) -> bool:
-    """Whether the kernel, called once, does this piece and nothing else."""
+    """Returns whether one call of the kernel computes exactly this piece."""
     (queries, keys), (low, high) = sizes(piece), piece.offsets
     if isinstance(kernel, TopLeft):
         return (low is None and high in (None, 0)) or (high is None and low == keys - queries)
-    return isinstance(kernel, Dense) or made_visible(piece, 3 if isinstance(kernel, FlashAttn3 | FlashAttn4) else 2)
+    return isinstance(kernel, Dense) or window_is_exact(piece, 3 if isinstance(kernel, FlashAttn3 | FlashAttn4) else 2)
 
 
-def made_visible(piece: Tile, version: int, longer: int = 0) -> bool:
-    """Whether the window of a piece makes its pairs visible, also packed with sequences that are longer."""
+def window_is_exact(piece: Tile, version: int, longer: int = 0) -> bool:
+    """Returns whether the window of a piece shows exactly its pairs, also when packed with longer sequences."""
     queries, keys = sizes(piece)
     window = window_of(piece.offsets, queries, keys)
     bounds = flash_stub.band(window, queries, keys, queries + longer, keys + longer, version)
@@ -104,14 +104,14 @@ def made_visible(piece: Tile, version: int, longer: int = 0) -> bool:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @given(tile=band_tiles())
 @settings(max_examples=150, deadline=None)
-def test_a_tile_is_cut_into_pieces_that_the_kernel_does_in_one_call(kernel, tile):
+def test_tiles_are_split_into_pieces_of_one_kernel_call(kernel, tile):
     pieces = kernel.cut(tile)
     assert sorted(pair for piece in pieces for pair in pairs(piece)) == pairs(tile)
     for piece in pieces:
         assert piece == piece.trim() and in_one_call(kernel, piece), piece
 
 
-def test_windows_are_exact_after_flash_attention_has_rewritten_them():
+def test_windows_are_exact_after_flash_attention_rewrites_them():
     tiles = {
         tile
         for queries, keys in product(range(1, 9), repeat=2)
@@ -120,22 +120,22 @@ def test_windows_are_exact_after_flash_attention_has_rewritten_them():
     }
     for tile in tiles:
         pieces = CudaFlash().cut(tile)
-        assert all(made_visible(piece, *case) for piece in pieces for case in product((2, 3), (0, 1, 5))), tile
-        assert len(pieces) == 1 or not made_visible(tile, 2) or tile.low is not None, f"{tile} needs no cut"
+        assert all(window_is_exact(piece, *case) for piece in pieces for case in product((2, 3), (0, 1, 5))), tile
+        assert len(pieces) == 1 or not window_is_exact(tile, 2) or tile.low is not None, f"{tile} needs no cut"
 
 
-def test_the_emulated_rule_drops_a_right_bound_and_top_rows_where_queries_outnumber_keys():
-    assert not made_visible(Tile(0, 4, 0, 2, None, 0), 2)
-    assert not made_visible(Tile(0, 7, 0, 3, -4, None), 2)
+def test_emulated_rule_drops_right_bound_and_top_rows_for_more_queries_than_keys():
+    assert not window_is_exact(Tile(0, 4, 0, 2, None, 0), 2)
+    assert not window_is_exact(Tile(0, 7, 0, 3, -4, None), 2)
     assert CudaFlash().cut(Tile(0, 4, 0, 2, None, 0)) == (Tile(0, 1, 0, 1), Tile(1, 4, 0, 2))
     assert CudaFlash().cut(Tile(0, 64, 0, 64, -8, 0)) == (Tile(0, 64, 0, 64, -8, 0),)
 
 
-# -- numbers ---------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
-def softmax_parts(q, k, v, visible, more, scores, dout):
-    """(out, lse) over the keys seen, and over more keys too: out, lse, and the gradients by the first keys' scores."""
+def softmax_parts(q, k, v, visible, other_keys, scores, dout):
+    """Returns (out, lse) over the visible keys; (out, lse) over these and other keys; gradients through the former."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
 
@@ -143,13 +143,14 @@ def softmax_parts(q, k, v, visible, more, scores, dout):
         values = torch.einsum("bthd,bshd->bhts", queries, keys.repeat_interleave(groups, 2)) * scores.scale
         return values if scores.softcap is None else scores.softcap * (values / scores.softcap).tanh()
 
-    own = score(q, k).masked_fill(~visible, -torch.inf)
-    every = torch.cat([own, score(q.detach(), more[0])], -1)
-    values = torch.cat([v, more[1]], 1).repeat_interleave(groups, 2)
+    visible_scores = score(q, k).masked_fill(~visible, -torch.inf)
+    every = torch.cat([visible_scores, score(q.detach(), other_keys[0])], -1)
+    values = torch.cat([v, other_keys[1]], 1).repeat_interleave(groups, 2)
     out = torch.einsum("bhts,bshd->bthd", every.softmax(-1), values)
     grads = torch.autograd.grad(out, (q, k, v), dout)
-    alone = torch.einsum("bhts,bshd->bthd", own.softmax(-1), v.repeat_interleave(groups, 2))
-    return (alone.detach(), own.detach().logsumexp(-1).mT), (out.detach(), every.detach().logsumexp(-1).mT), grads
+    part_out = torch.einsum("bhts,bshd->bthd", visible_scores.softmax(-1), v.repeat_interleave(groups, 2))
+    part_lse = visible_scores.detach().logsumexp(-1).mT
+    return (part_out.detach(), part_lse), (out.detach(), every.detach().logsumexp(-1).mT), grads
 
 
 def pieces_of(kernel, tile: Tile):
@@ -159,7 +160,7 @@ def pieces_of(kernel, tile: Tile):
 
 
 def run_kernel(kernel, tile, q, k, v, dout, out, lse, scores):
-    """(out, lse, dq, dk, dv) of a tile, as a block adds them up."""
+    """Returns (out, lse, dq, dk, dv) of a tile, accumulated over its pieces."""
     block, merge = BlockAttention(0, 0, kernel, scores, 1, tuple(pieces_of(kernel, tile))), Merge.of(q, v)
     block.forward(q, k, v, merge)
     sums = [Sum.like(x) for x in (q, k, v)]
@@ -177,17 +178,17 @@ LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
 @given(tile=band_tiles(9), kv_heads=st.sampled_from([1, 2, 4]), values=st.sampled_from([8, 5]), capped=st.booleans(),
        dtype=st.sampled_from(list(LIMITS)), seed=st.integers(0, 99))  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_a_tile_that_is_part_of_the_keys_of_its_rows(kernel, tile, kv_heads, values, capped, dtype, seed):
+def test_tiles_with_part_of_the_keys_of_their_rows(kernel, tile, kv_heads, values, capped, dtype, seed):
     torch.manual_seed(seed)
     tile = Tile(0, tile.q1 - tile.q0, 0, tile.k1 - tile.k0, *tile.offsets)
     values = 8 if kernel in FLASH else values
     scores = Scores(0.3, 1.5 if capped and kernel.limits.softcap else None)
     shapes = [(tile.q1, 4, 8), (tile.k1, kv_heads, 8), (tile.k1, kv_heads, values), (tile.q1, 4, values)]
     q, k, v, dout = (torch.randn(2, *shape).to(dtype) for shape in shapes)
-    more = [torch.randn(2, 3, kv_heads, dim, dtype=torch.float64) for dim in (8, values)]
+    other_keys = [torch.randn(2, 3, kv_heads, dim, dtype=torch.float64) for dim in (8, values)]
     visible = torch.zeros(tile.q1, tile.k1, dtype=torch.bool)
     visible[tuple(torch.tensor(pairs(tile)).T)] = True
-    exact = softmax_parts(*(x.double() for x in (q, k, v)), visible, more, scores, dout.double())
+    exact = softmax_parts(*(x.double() for x in (q, k, v)), visible, other_keys, scores, dout.double())
     out, lse = exact[1][0].to(dtype), exact[1][1].to(torch.promote_types(dtype, torch.float32)).contiguous()
     actual = run_kernel(kernel, tile, q, k, v, dout, out, lse, scores)
     for name, got, reference in zip(("out", "lse", "dq", "dk", "dv"), actual, (*exact[0], *exact[2]), strict=True):
@@ -196,7 +197,7 @@ def test_a_tile_that_is_part_of_the_keys_of_its_rows(kernel, tile, kv_heads, val
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation returned."""
+    """Records the most elements of any tensor returned by an op."""
 
     elements = 0
 
@@ -207,7 +208,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_dense_holds_no_more_scores_at_once_than_it_is_allowed():
+def test_dense_kernel_limits_its_scores_in_memory():
     q, k, v, dout = (torch.randn(1, 128, heads, 4) for heads in (4, 2, 2, 4))
     kernel, scores = Dense(score_bytes=4 * 4 * 128 * 16), Scores(0.5)
     with Largest() as largest:
@@ -219,7 +220,7 @@ def test_dense_holds_no_more_scores_at_once_than_it_is_allowed():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", EMULATED, ids=lambda kernel: kernel.name)
-def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel):
+def test_kernels_on_a_gpu_agree_with_the_dense_one(monkeypatch, kernel):
     monkeypatch.undo()
     module_exists.cache_clear()
     torch.manual_seed(0)
@@ -240,7 +241,7 @@ def test_on_a_gpu_the_real_kernels_agree_with_the_dense_one(monkeypatch, kernel)
             assert error <= LIMITS[torch.bfloat16], f"{tile}: {name} off by {error:.2g}"
 
 
-# -- small pieces together -------------------------------------------------------------------------------------------
+# -- packed pieces ----------------------------------------------------------------------------------------------------
 
 
 def run_block(kernel, mask, key_heads=(0, 0, 1, 1), tokens=64):
@@ -272,8 +273,8 @@ def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask,
     actual, expected = run_block(kernel, mask, key_heads), run_block(CpuFlash(), mask, key_heads)
     assert flash_stub.calls == sorted(flash_stub.calls, key=lambda call: call.startswith("backward"))
     if isinstance(kernel, Cudnn):
-        count += mask.window is not None  # what it does not know is cut into pieces of more kinds
-    if not isinstance(kernel, Efficient):  # which packs nothing
+        count += mask.window is not None  # without windows, tiles are split into one more kind of piece
+    if not isinstance(kernel, Efficient):  # which does not pack
         assert len(flash_stub.calls) == 2 * count
         assert all("packed" in call for call in flash_stub.calls) == (mask.documents is not None)
     for got, exact in zip(actual, expected, strict=True):
@@ -281,7 +282,7 @@ def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask,
 
 
 class NoFlash(Flash):
-    """Calls nothing, so that only the host's work is left."""
+    """A kernel without calls, so that only host work runs."""
 
     name = "none"
 
@@ -293,7 +294,7 @@ class NoFlash(Flash):
 
 
 class Counted(TorchDispatchMode):
-    """The number of operations."""
+    """Counts ops."""
 
     count = 0
 
@@ -302,7 +303,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_more_documents_take_no_more_operations():
+def test_number_of_ops_does_not_grow_with_documents():
     def operations(documents: int) -> int:
         mask = AttentionMask(documents=range(0, 513, 512 // documents))
         run_block(NoFlash(), mask, tokens=512)  # boundaries are copied once
@@ -314,7 +315,7 @@ def test_more_documents_take_no_more_operations():
 
 
 @pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)
-def test_small_tiles_of_no_rows_are_a_batch_of_none(kernel):
+def test_small_tiles_without_batch_rows_are_empty_batches(kernel):
     q = torch.zeros(0, 4, 2, 8, requires_grad=True)
     out = Local()(q, q, q, mask=AttentionMask.chunked(2), kernel=kernel)
     out.sum().backward()
@@ -325,14 +326,14 @@ def test_small_tiles_of_no_rows_are_a_batch_of_none(kernel):
 @pytest.mark.parametrize("documents", [range(0, 65, 4), [range(0, 65, 8), (0, 8, 20, 32, 64)]])
 def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
     mask, calls = AttentionMask(documents=documents, window=(5, 0)), list[int]()
-    together, forward = run_block(kernel, mask), type(kernel).forward
+    batched, forward = run_block(kernel, mask), type(kernel).forward
     monkeypatch.setattr(
         type(kernel), "forward", lambda *arguments: calls.append(len(arguments[1])) or forward(*arguments)
     )
     run_block(kernel, mask)
     assert len(calls) <= sum(calls) / 4, f"batches of {calls}"
     monkeypatch.setattr(type(kernel), "pack_key", lambda *piece: None)
-    for got, expected in zip(together, run_block(kernel, mask), strict=True):
+    for got, expected in zip(batched, run_block(kernel, mask), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
 
 
@@ -341,7 +342,7 @@ def tokens_of(run: range) -> TilePart:
 
 
 def packed(kernel, sides: list[tuple[range, range]], band=(None, 0)) -> list[int]:
-    """The number of pieces of each call of a block with these queries and keys."""
+    """Returns the number of pieces in each call of a block with these queries and keys."""
     calls = [(tokens_of(q), tokens_of(k), band) for q, k in sides]
     shards = Shards(1, max(q.stop for q, _ in sides), max(k.stop for _, k in sides))
     packed_calls = pack_calls(calls, kernel, shards)
@@ -353,7 +354,7 @@ def runs(*sizes: int) -> list[range]:
     return [range(*pair) for pair in pairwise(ends)]
 
 
-def test_large_tiles_go_alone_and_packs_are_closed_when_full():
+def test_large_tiles_are_not_packed_and_packs_are_limited():
     documents = runs(3, MIN_SINGLE_TOKENS, 4)
     assert sorted(packed(CudaFlash(), list(zip(documents, documents, strict=True)))) == [1, 2]
     documents = runs(*[MIN_SINGLE_TOKENS - 1] * 40)
@@ -388,8 +389,8 @@ ORDERS = {
 }
 
 
-def spied(op):
-    """The op, which is to see head dims that are contiguous."""
+def asserting_contiguous_rows(op):
+    """Wraps an op to assert that head dims are contiguous."""
 
     def call(*args, **kwargs):
         flash_stub.readable(*(x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 2))
@@ -404,9 +405,9 @@ TORCHS = {CudaFlash(): cuda_flash, Cudnn(): cudnn, Efficient(): efficient}
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kernel", "pieces"), [(CudaFlash(), 1), (CudaFlash(), 3), (Cudnn(), 1), (Efficient(), 1)])
 def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces, order):
-    monkeypatch.undo()  # on meta tensors the real ops check their arguments and say what they return
+    monkeypatch.undo()  # on meta tensors the real ops check their arguments and return shapes
     for name in ("_forward", "_backward"):
-        monkeypatch.setattr(TORCHS[kernel], name, spied(getattr(TORCHS[kernel], name)))
+        monkeypatch.setattr(TORCHS[kernel], name, asserting_contiguous_rows(getattr(TORCHS[kernel], name)))
     q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
     band, sequences = (None, -1), Sequences((6,) * 2 * pieces, (5,) * 2 * pieces, (None, -1))
 
@@ -420,7 +421,7 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
         out, lse = kernel.forward_packed(q, k, v, sequences, Scores(0.3))
     assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
     if kernel == Efficient() and "out" not in [p.name for p in parameters(meta__efficient_attention_backward)]:
-        return  # in torch 2.11 that function, which has nothing to do with the op on CUDA, lacks an argument of it
+        return  # in torch 2.11 the meta function lacks an argument of the op on CUDA
     tensors = (dout, q, k, v, out, lse)
     if pieces == 1:
         grads = kernel.backward(*tensors, band, Scores(0.3))
@@ -458,12 +459,12 @@ OPS = {
 @pytest.mark.parametrize("op", OPS)
 def test_the_emulation_has_the_schema_of_torchs_op(op):
     arguments = [argument.name for argument in getattr(torch.ops.aten, op).default._schema.arguments]
-    newer = {"seqused_k", "block_table"}  # than torch 2.11
+    newer = {"seqused_k", "block_table"}  # newer than torch 2.11
     assert [p.name for p in parameters(OPS[op]) if p.name in arguments or p.name not in newer] == arguments
 
 
 def test_packed_calls_fit_the_schema_of_cudnns_op(monkeypatch):
-    """There is no meta function; but the arguments are looked at before a CPU tensor is refused."""
+    """The op has no meta function, but it checks its arguments before it refuses CPU tensors."""
     monkeypatch.undo()
     q, kv = torch.randn(36, 4, 8).bfloat16(), torch.randn(36, 2, 8).bfloat16()
     sequences = Sequences((6,) * 6, (6,) * 6, (None, 0))
@@ -473,25 +474,25 @@ def test_packed_calls_fit_the_schema_of_cudnns_op(monkeypatch):
             function(*tensors, sequences, Scores(0.3))
 
 
-def test_cudnn_packs_only_where_torch_hands_on_the_longest_length(monkeypatch):
+def test_cudnn_packs_only_if_torch_passes_the_longest_length(monkeypatch):
     documents = runs(3, 1, 9)
     sides = list(zip(documents, documents, strict=True))
-    assert sorted(packed(Cudnn(), sides)) == [1, 2]  # a sequence of one token alone
+    assert sorted(packed(Cudnn(), sides)) == [1, 2]  # a sequence of one token is separate
     monkeypatch.setattr(cudnn, "_can_pack", lambda: False)
     assert packed(Cudnn(), sides) == [1, 1, 1]
 
 
 def test_cudnn_refuses_an_lse_of_another_layout(monkeypatch):
     def ragged(*args, **options):
-        out, lse, *rest = flash_stub.cudnn_forward(*args, **options)
-        return out, lse.transpose(1, 2).contiguous().transpose(1, 2), *rest
+        out, lse, *states = flash_stub.cudnn_forward(*args, **options)
+        return out, lse.transpose(1, 2).contiguous().transpose(1, 2), *states
 
     monkeypatch.setattr(cudnn, "_forward", ragged)
     with pytest.raises(RuntimeError, match="TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
         Cudnn().forward(*[torch.randn(1, 4, 2, 8)] * 3, (None, 0), Scores(0.3))
 
 
-def test_efficient_attention_never_sees_more_than_65536_rows_or_columns():
+def test_efficient_attention_gets_at_most_65536_rows_or_columns():
     tile = Tile(0, 200_000, 0, 150_000, None, 0)
     pieces = Efficient().cut(tile)
     assert max(max(sizes(piece)) for piece in pieces) == 65536
@@ -499,7 +500,7 @@ def test_efficient_attention_never_sees_more_than_65536_rows_or_columns():
 
 
 def covered(tile: Tile) -> int:
-    """Pairs of a tile that is a rectangle, or causal from the top left."""
+    """Counts the pairs of a tile that is a rectangle or top-left causal."""
     (queries, keys), (low, high) = sizes(tile), tile.offsets
     assert low is None and high in (None, 0)
     short = min(queries, keys)
@@ -507,7 +508,7 @@ def covered(tile: Tile) -> int:
 
 
 @pytest.mark.parametrize("margin", [0, 16])
-def test_flash_attn_3_leaves_multiprocessors_to_others(monkeypatch, margin):
+def test_flash_attn_3_leaves_multiprocessors_free(monkeypatch, margin):
     arguments = []
     for name in ("_flash_attn_forward", "_flash_attn_backward"):
         real = getattr(sys.modules["flash_attn_interface"], name)
@@ -522,7 +523,7 @@ def test_flash_attn_3_leaves_multiprocessors_to_others(monkeypatch, margin):
     assert arguments == [margin, margin]
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def on_cuda(dtype=torch.bfloat16, dims=(64, 64), softcap=None, capability=(9, 0)) -> Inputs:
@@ -567,7 +568,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kernel", "inputs", "reason"), REFUSED)
-def test_what_a_kernel_cannot_do_it_refuses_with_the_reason(kernel, inputs, reason):
+def test_kernels_refuse_unsupported_inputs_with_the_reason(kernel, inputs, reason):
     with pytest.raises(ValueError, match=rf"no kernel for .*{kernel.name}: .*{reason}"):
         choose_kernel(inputs, kernel.name)
 
@@ -622,12 +623,12 @@ PREFERRED = [
 
 
 @pytest.mark.parametrize(("versions", "inputs", "name"), PREFERRED)
-def test_the_fastest_kernel_that_is_there_and_accepts_the_inputs_is_chosen(monkeypatch, versions, inputs, name):
+def test_fastest_available_kernel_for_the_inputs_is_chosen(monkeypatch, versions, inputs, name):
     flash_stub.install(monkeypatch, *versions)
     assert choose_kernel(inputs).name == name
 
 
-def test_figures_are_of_kernels_that_are_there_and_run_on_such_accelerators(monkeypatch):
+def test_efficiencies_name_existing_kernels_and_supported_accelerators(monkeypatch):
     flash_stub.install(monkeypatch, *ALL)
     kernels_by_name = {kernel.name: kernel for kernel in KERNELS}
     for (name, major), figures in EFFICIENCY.items():
@@ -637,7 +638,7 @@ def test_figures_are_of_kernels_that_are_there_and_run_on_such_accelerators(monk
         assert figures.forward(2**10) <= figures.forward(2**15) <= figures.forward(2**30) <= figures.full + 1e-9
 
 
-def test_an_absent_flash_attn_is_refused_and_a_wrong_name_is_answered_with_all(monkeypatch):
+def test_missing_flash_attn_raises_and_an_unknown_name_lists_all_kernels(monkeypatch):
     flash_stub.install(monkeypatch)
     assert FlashAttn2().refuses(on_cuda()) == "flash_attn.flash_attn_interface is not installed"
     assert FlashAttn3().refuses(on_cuda()) == "flash_attn_interface is not installed"
@@ -672,15 +673,15 @@ WHEELS = [
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in one folder", "in folders of their own"])
 @pytest.mark.parametrize(("wheels", "name"), WHEELS)
-def test_every_release_is_called_as_it_wants_to_be(monkeypatch, tmp_path, wheels, name, apart):
+def test_every_release_is_called_by_its_signature(monkeypatch, tmp_path, wheels, name, separate_folders):
     flash_stub.none_loaded(monkeypatch)
     for wheel in wheels:
-        place = tmp_path / wheel if apart else tmp_path
+        place = tmp_path / wheel if separate_folders else tmp_path
         flash_stub.unpack(place, wheel)
         monkeypatch.syspath_prepend(place)
     kernel_names = [kernel.name for kernel in KERNELS if kernel.refuses(on_cuda()) is None]
     assert ("flash_attn_2" in kernel_names) == ("2" in wheels)
-    assert ("flash_attn_4" in kernel_names) == ("4" in wheels) or (apart and {"2", "4"} <= {*wheels})
+    assert ("flash_attn_4" in kernel_names) == ("4" in wheels) or (separate_folders and {"2", "4"} <= {*wheels})
     kernel = choose_kernel(on_cuda(), name)
     for mask in (AttentionMask(window=(20, 0)), AttentionMask(documents=[0, 5, 8, 30, 64])):
         for got, exact in zip(run_block(kernel, mask), run_block(CpuFlash(), mask), strict=True):
@@ -709,11 +710,11 @@ def test_the_emulation_has_the_signatures_of_the_real_package(monkeypatch, modul
         pytest.skip(f"{module} is not installed")
     real = pytest.importorskip(module)
     for name, function in vars(stub).items():
-        taken = [p.name for p in parameters(getattr(real, name))]
-        assert taken[: len(parameters(function))] == [p.name for p in parameters(function)]
+        names = [p.name for p in parameters(getattr(real, name))]
+        assert names[: len(parameters(function))] == [p.name for p in parameters(function)]
 
 
-def test_lengths_of_packed_pieces_are_sent_once_and_fake_ones_stay_in_their_mode():
+def test_lengths_of_packed_pieces_are_copied_once_and_fake_ones_stay_in_their_mode():
     def lengths(*sizes):
         counts = tuple(size for size in sizes for _ in range(2))
         return Sequences(counts, counts, (None, None)).lengths(torch.zeros(()).device)

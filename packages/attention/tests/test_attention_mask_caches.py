@@ -1,4 +1,4 @@
-"""What a mask made faster goes with it: a run whose documents are new at every step holds those of a few steps."""
+"""Caches live as long as their mask: a run with new documents at every step keeps the masks of few steps."""
 
 import gc
 import weakref
@@ -21,12 +21,12 @@ STEPS = 20
 
 
 def documents(step: int) -> tuple[int, ...]:
-    """Different boundaries at every step."""
+    """Returns different boundaries for every step."""
     return (0, *(end for end in range(1, LENGTH) if (step >> (end % 6)) & 1 or end == step % 47 + 1), LENGTH)
 
 
 def alive(attend) -> int:
-    """How many of the steps' masks are still held by anything after the last step."""
+    """Counts the masks that are still referenced after the last step."""
     layout = attend.layout(LENGTH)
     masks = list[weakref.ref[AttentionMask]]()
     for step in range(STEPS):
@@ -39,21 +39,20 @@ def alive(attend) -> int:
     return sum(mask() is not None for mask in masks)
 
 
-def test_masks_of_past_steps_are_let_go():
+def test_masks_of_past_steps_are_freed():
     assert alive(Local()) <= MAX_ENTRIES
 
 
 def alive_by_method() -> dict[str, int]:
-    """On 2 x 2 ranks."""
-    around = mesh(ring=2, ulysses=2)
+    """Counts live masks by method, on 2 x 2 ranks."""
+    axes = mesh(ring=2, ulysses=2)
     names = ("ulysses+token_ring", "upipe+wallfacer")
-    return {name: alive(build_attention(name, around)) for name in names}
+    return {name: alive(build_attention(name, axes)) for name in names}
 
 
-def test_masks_of_past_steps_are_let_go_under_every_method(worlds):
-    most = MAX_ENTRIES
-    for held in worlds(4).run(alive_by_method):
-        assert held and all(count <= most for count in held.values()), held
+def test_masks_of_past_steps_are_freed_under_every_method(worlds):
+    for counts in worlds(4).run(alive_by_method):
+        assert counts and all(count <= MAX_ENTRIES for count in counts.values()), counts
 
 
 def test_masks_of_many_documents_are_fewer():
@@ -68,7 +67,7 @@ def test_masks_of_many_documents_are_fewer():
     assert [key for key, *_ in recent.entries] == [16]
 
 
-def test_another_pattern_is_looked_into():
+def test_other_patterns_are_compared():
     mask = replace(AttentionMask.chunked(3), pattern=AttentionMask.chunked(4).pattern)
     assert mask == AttentionMask.chunked(4) != AttentionMask.chunked(3)
     assert hash(mask) == hash(AttentionMask.chunked(4)) and mask.pairs(8) == 20
@@ -76,11 +75,11 @@ def test_another_pattern_is_looked_into():
 
 
 PLANNED = [(Reach, "of"), (grid, "tile_array"), (spec, "kernel_calls"), (block, "pack_calls")]
-"""Work on the host for a new mask and layout."""
+"""Functions that run on the host for a new mask and layout."""
 
 
 def calls_of_first(attend, mask: AttentionMask, layout, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list]:
-    """Names of the functions of `PLANNED` that a call and its backward run, and its results."""
+    """Returns the functions of `PLANNED` that a call and its backward run, and its results."""
     names = list[str]()
     with monkeypatch.context() as patch:
         for owner, name in PLANNED:
@@ -94,7 +93,7 @@ def calls_of_first(attend, mask: AttentionMask, layout, monkeypatch: pytest.Monk
 
 
 def first_calls_of_steps(name: str, kind: str) -> dict[str, list[str]]:
-    """On 4 ranks: the host work of a step's first call, without a plan and with one."""
+    """Returns the host work of a step's first call with and without a plan, on 4 ranks."""
     monkeypatch = pytest.MonkeyPatch()
     if name == "ring, queries":
         attend = Ring(mesh(ring=4)["ring"], backward="queries")
@@ -103,12 +102,12 @@ def first_calls_of_steps(name: str, kind: str) -> dict[str, list[str]]:
     masks = [AttentionMask(documents=[documents(step), documents(step + 20)]) for step in range(3)]
     layouts = [attend.layout(LENGTH, kind, mask) for mask in masks]
     unplanned, _ = calls_of_first(attend, masks[0], layouts[0], monkeypatch)
-    with torch.no_grad():  # the newest call has no backward
+    with torch.no_grad():  # the last call has no backward
         q, k, v = (torch.randn(2, layouts[2].sizes[attend.shard], 4, 8) for _ in range(3))
         attend(q, k, v, mask=masks[2], layout=layouts[2])
     attend.plan_ahead(AttentionMask(documents=masks[1].documents), layouts[1], rows=2)
     planned, results = calls_of_first(attend, masks[1], layouts[1], monkeypatch)
-    # The same call of a method that has planned nothing.
+    # The same call without a plan.
     fresh = copy(attend)
     for got, expected in zip(results, calls_of_first(fresh, masks[1], layouts[1], monkeypatch)[1], strict=True):
         assert torch.equal(got, expected)
@@ -120,7 +119,7 @@ ONE_AXIS = ("ring", "token_ring", "wallfacer", "all_gather")
 
 @pytest.mark.parametrize("kind", ["zigzag", "balanced"])
 @pytest.mark.parametrize("name", [*ONE_AXIS, "ring, queries", "usp", "upipe+ring"])
-def test_a_planned_call_finds_its_work_done(worlds, name, kind):
+def test_planned_calls_do_no_host_work(worlds, name, kind):
     for names in worlds(4).run(first_calls_of_steps, name, kind):
         assert names["unplanned"] and names["planned"] == []
 

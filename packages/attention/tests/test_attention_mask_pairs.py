@@ -1,4 +1,4 @@
-"""Counting visible pairs in closed form, against looking at each."""
+"""Counts of visible pairs in closed form, compared with dense masks."""
 
 import pytest
 import torch
@@ -19,21 +19,21 @@ def masks(draw: st.DrawFn) -> tuple[AttentionMask, int]:
 
 
 @given(masks())
-def test_pairs_are_those_that_are_visible(drawn):
+def test_pairs_equal_dense_counts(drawn):
     mask, length = drawn
     positions = torch.arange(length)
     assert mask.pairs(length) == mask.visible(positions, positions).sum()
 
 
 @given(masks(), SIDES)
-def test_a_narrowed_mask_shows_what_both_show(drawn, left):
+def test_narrowed_mask_is_the_intersection_with_a_window(drawn, window):
     mask, length = drawn
     positions = torch.arange(length)
-    both = mask.visible(positions, positions) & AttentionMask(False, (left, None)).visible(positions, positions)
-    assert torch.equal(mask.narrow(left).visible(positions, positions), both)
+    both = mask.visible(positions, positions) & AttentionMask(False, (window, None)).visible(positions, positions)
+    assert torch.equal(mask.narrow(window).visible(positions, positions), both)
 
 
-def test_a_mask_that_is_narrow_enough_stays_itself():
+def test_narrow_enough_mask_is_returned_unchanged():
     mask = AttentionMask(window=(3, None), documents=[0, 5, 9])
     assert mask.narrow(3) is mask.narrow(None) is mask
     assert mask.narrow(2) == AttentionMask(window=(2, None), documents=[0, 5, 9])

@@ -1,4 +1,4 @@
-"""Masks of every kind as values: what they say of themselves, held to the oracle; comparing and rebuilding them."""
+"""Masks of every kind as values: slices, pairs and positions against the oracle; comparing and rebuilding."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ each_kind = pytest.mark.parametrize("kind", DRAWS)
 
 
 def masks(kind: str, count: int = CASES):
-    """(random, length, mask) of so many masks of a kind, half of them with a window or causal besides."""
+    """Yields `count` times (random, length, mask) of a kind; half of the masks also have a window or are causal."""
     for seed in range(count):
         random = Random(f"{kind} {seed}")
         length = random.choice((random.randint(1, 12), random.randint(8, 40)))
@@ -53,14 +53,14 @@ def masks(kind: str, count: int = CASES):
         yield random, length, cut(random, mask, length) if seed % 2 else mask
 
 
-def seen(mask: AttentionMask, queries: int, keys: int | None = None) -> Tensor:
-    """What the oracle says: bool [rows, N, S]."""
+def oracle_pairs(mask: AttentionMask, queries: int, keys: int | None = None) -> Tensor:
+    """Visible pairs by the oracle: bool [rows, N, S]."""
     keys = queries if keys is None else keys
     return visible_pairs(mask, torch.arange(queries), torch.arange(keys), batch=mask.batch or 1)
 
 
 def counted(slices: np.ndarray, queries: int, keys: int) -> Tensor:
-    """How many slices have each pair."""
+    """Counts the slices that contain each pair."""
     i, j = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     count = torch.zeros(queries, keys, dtype=torch.long)
     for q0, q1, k0, k1, low, high in slices.tolist():
@@ -74,7 +74,7 @@ def counted(slices: np.ndarray, queries: int, keys: int) -> Tensor:
 @each_kind
 def test_slices_have_each_visible_pair_once_and_no_other(kind):
     for _, length, mask in masks(kind):
-        actual, expected = mask.slices(length), seen(mask, length)
+        actual, expected = mask.slices(length), oracle_pairs(mask, length)
         assert len(actual) == len(expected), mask
         for row, slices in enumerate(actual):
             assert slices.dtype == np.int64 and slices.shape[1:] == (6,), mask
@@ -85,10 +85,10 @@ def test_slices_have_each_visible_pair_once_and_no_other(kind):
 def test_visible_and_pairs_are_the_oracles(kind):
     for random, length, mask in masks(kind):
         i, j = (torch.tensor(random.choices(range(length), k=random.randint(1, length))) for _ in range(2))
-        for row, expected in enumerate(seen(mask, length)):
+        for row, expected in enumerate(oracle_pairs(mask, length)):
             assert torch.equal(mask.visible(i, j, row), expected[i][:, j]), (mask, row)
             assert mask.pairs(length, row) == expected.sum(), (mask, row)
-            assert torch.equal(seen(mask.row(row), length)[0], expected), (mask, row)
+            assert torch.equal(oracle_pairs(mask.row(row), length)[0], expected), (mask, row)
 
 
 @pytest.mark.parametrize("kind", ["plain", "slices", "blocks"])
@@ -98,27 +98,28 @@ def test_keys_may_differ_from_queries(kind):
         length, keys = random.randint(1, 30), random.randint(1, 30)
         mask = plain_mask(random, length, documents=False) if kind == "plain" else DRAWS[kind](random, length, keys)  # pyright: ignore[reportCallIssue]
         (slices,) = mask.slices(length, keys)
-        assert torch.equal(counted(slices, length, keys), seen(mask, length, keys)[0].long()), mask
+        assert torch.equal(counted(slices, length, keys), oracle_pairs(mask, length, keys)[0].long()), mask
 
 
 @each_kind
-def test_a_narrowed_mask_sees_no_further_back_along_the_path_in_trees(kind):
+def test_narrowed_masks_limit_distances_along_tree_paths(kind):
     for random, length, mask in masks(kind, 60):
-        left = random.randint(0, length)
-        narrowed = mask.narrow(left)
-        for row, expected in enumerate(seen(mask, length)):
+        behind = random.randint(0, length)
+        narrowed = mask.narrow(behind)
+        for row, expected in enumerate(oracle_pairs(mask, length)):
             depth = depths(mask.row(row), length)
-            near = depth[:, None] - depth[None, :] <= left
-            assert torch.equal(seen(narrowed, length)[min(row, len(seen(narrowed, length)) - 1)], expected & near), mask
+            near = depth[:, None] - depth[None, :] <= behind
+            rows = oracle_pairs(narrowed, length)
+            assert torch.equal(rows[min(row, len(rows) - 1)], expected & near), mask
             assert torch.equal(counted(narrowed.slices(length)[row], length, length), (expected & near).long()), mask
-        assert narrowed.narrow(left) is narrowed and mask.narrow(None) is mask
+        assert narrowed.narrow(behind) is narrowed and mask.narrow(None) is mask
 
 
 def depths(mask: AttentionMask, length: int) -> Tensor:
-    """Where a token is along its path in a tree: what it sees there but itself. Its position in other masks."""
+    """Returns the depth of tokens in trees, the number of visible ancestors; their positions in other masks."""
     if not isinstance(mask.pattern, Tree):
         return torch.arange(length)
-    return seen(replace(mask, window=None), length)[0].sum(1) - 1
+    return oracle_pairs(replace(mask, window=None), length)[0].sum(1) - 1
 
 
 @each_kind
@@ -132,7 +133,7 @@ def test_positions_are_depths_in_trees_and_offsets_in_documents_elsewhere(kind):
             assert actual.dtype == torch.long and torch.equal(actual, depths(of_row, length) - starts), (mask, row)
 
 
-def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_length():
+def test_wrong_sequence_length_raises_in_every_method():
     masks_of_all_kinds = [
         AttentionMask.tree((0, 2, 5), (-1, 0)),
         AttentionMask.prefix((0, 5), (2,)),
@@ -147,7 +148,7 @@ def test_a_sequence_that_the_mask_does_not_fit_is_refused_by_all_that_take_a_len
                 method(6)
 
 
-def test_a_long_mask_is_counted_without_looking_at_pairs():
+def test_pairs_of_long_masks_are_counted_by_slices():
     length = 2**24
     ends, half = (*range(0, length + 1, length // 16),), length // 2
     documents = AttentionMask(documents=ends).pairs(length)
@@ -181,7 +182,7 @@ def test_equal_masks_compare_equal_and_others_do_not(kind):
         assert all((a == b) == (repr(vars(a)) == repr(vars(b))) or a == b for b in actual)
 
 
-def test_kinds_that_show_the_same_are_still_other_masks():
+def test_kinds_with_equal_pairs_are_different_masks():
     same = [
         AttentionMask(),
         AttentionMask(documents=(0, 8)),
@@ -195,7 +196,7 @@ def test_kinds_that_show_the_same_are_still_other_masks():
         AttentionMask.rows([AttentionMask()]),
     ]
     assert len(set(same)) == len(same)
-    assert all(torch.equal(seen(mask, 8)[0], seen(same[0], 8)[0]) for mask in same)
+    assert all(torch.equal(oracle_pairs(mask, 8)[0], oracle_pairs(same[0], 8)[0]) for mask in same)
 
 
 def test_arguments_may_be_tensors_and_arrays():
@@ -219,16 +220,16 @@ def test_arguments_may_be_tensors_and_arrays():
     )
 
 
-# -- rebuilding, as FSDP2 does ----------------------------------------------------------------------------------------
+# -- rebuilding by FSDP2 ----------------------------------------------------------------------------------------------
 
 
 def rebuilt(mask: AttentionMask) -> AttentionMask:
-    """As FSDP2 casts the tensors of a module's arguments."""
+    """Rebuilds a mask as FSDP2 does when it casts the tensors of a module's arguments."""
     return _apply_to_tensors(lambda x: x, [mask])[0]  # pyright: ignore[reportIndexIssue]
 
 
 def steps_of(call: Callable[[], object]) -> int:
-    """How many bytecodes of Python run in a call."""
+    """Counts the Python bytecodes that run in a call."""
     count = 0
 
     def each(frame, event, _):
@@ -247,7 +248,7 @@ def steps_of(call: Callable[[], object]) -> int:
 
 
 def sized(count: int) -> dict[str, AttentionMask]:
-    """A mask of each kind, of so many parts."""
+    """Returns a mask of each kind with `count` parts."""
     ends, length = (*range(0, 3 * count + 1, 3),), 3 * count
     rows = [AttentionMask(documents=ends), AttentionMask.tree(ends, (*range(-1, count - 1),))]
     return {
@@ -263,7 +264,7 @@ def sized(count: int) -> dict[str, AttentionMask]:
     }
 
 
-def test_rebuilding_looks_into_nothing_that_may_be_long():
+def test_rebuilding_does_not_iterate_over_parts():
     few, many = sized(2), sized(10_000)
     for name, mask in many.items():
         for change in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrow(4)):
@@ -278,7 +279,7 @@ def test_hashes_and_comparisons_of_masks_are_cached():
         assert steps_of(lambda: hash(other)) + steps_of(lambda: mask == other) < 500, name  # noqa: B023
 
 
-def test_nothing_long_is_a_field_that_would_be_rebuilt_number_by_number():
+def test_no_field_is_a_long_sequence():
     for name, mask in sized(10_000).items():
         for field in fields(mask):
             value = getattr(mask, field.name)
@@ -318,7 +319,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: AttentionMask.tree((0, 5, 8), (-1, 1)), "parent 1 of segment 1"),
     (lambda: AttentionMask.tree((0, 5, 8), (-1, 2)), "parent 2 of segment 1"),
     (lambda: AttentionMask.tree((0, 5, 8), (-1, -2)), "parent -2 of segment 1"),
-    (lambda: AttentionMask.tree((0, 2, 4, 6, 8), (-1, 0, 0, 1)), "parent 1 of segment 3"),  # its sibling has closed it
+    # segment 1 ended when its sibling 2 began
+    (lambda: AttentionMask.tree((0, 2, 4, 6, 8), (-1, 0, 0, 1)), "parent 1 of segment 3"),
     (lambda: AttentionMask.tree((0, 2, 4, 6), (-1, -1, 0)), "parent 0 of segment 2"),
     (lambda: AttentionMask.tree((0, 2, 4), (-1, 0.0)), "0.0"),  # pyright: ignore[reportArgumentType]
     (lambda: AttentionMask.tree((0, 2, 4), (-1, 0), window=(-1, 0)), r"window \(-1, 0\)"),
@@ -376,12 +378,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[f"{n}-{text[:24]}" for n, (_, text) in enumerate(REFUSED)])
-def test_invalid_masks_are_refused_with_their_values(make, message):
+def test_invalid_masks_raise_with_their_values(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_any_two_slices_that_share_a_pair_are_found_and_none_else():
+def test_overlapping_slices_are_reported():
     for seed in range(200):
         random = Random(seed)
         slices = [drawn_slice(random) for _ in range(random.randint(2, 5))]
@@ -396,7 +398,7 @@ def test_any_two_slices_that_share_a_pair_are_found_and_none_else():
 
 
 def drawn_slice(random: Random) -> Slice:
-    """Small enough that two of them often share nothing."""
+    """Draws a slice, small enough that two of them are often disjoint."""
     ranges = [range(start, start + random.randint(1, 5)) for start in (random.randint(0, 7), random.randint(0, 7))]
     low, high = (random.choice((None, random.randint(-7, 7))) for _ in range(2))
     return Slice(*ranges, low, high)
@@ -408,7 +410,7 @@ def row(mask_slice: Slice) -> list[int]:
     return [queries.start, queries.stop, keys.start, keys.stop, *bounds]
 
 
-def test_segments_of_documents_and_trees_are_accepted_and_other_kinds_refused():
+def test_segments_of_documents_and_trees_are_accepted_and_other_kinds_raise():
     tree = AttentionMask.tree([0, 3, 5, 8], [-1, 0, 0])
     assert [row.ends for row in AttentionMask().segments(8)] == [(0, 8)]
     assert [row.parents for row in AttentionMask(documents=[0, 3, 8]).segments(8)] == [(-1, -1)]

@@ -1,7 +1,6 @@
-"""A ring between nodes around a method within each: combinations that no name has, bytes in closed form, refusals.
+"""A ring between nodes around a method within each node: unnamed combinations, bytes in closed form, refusals.
 
-Under all masks and layouts the named ones go through `test_attention_conformance.py`, and through
-`test_attention_bytes.py` as plans.
+`test_attention_conformance.py` tests the named ones under all masks and layouts, `test_attention_bytes.py` their plans.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ FULL = AttentionMask(causal=False)
 
 
 def combination(name: str) -> Method:
-    """Over 4 ranks as 2 x 2, or for three levels over 8 ranks."""
+    """Builds a combination over 2 x 2 ranks, or with three levels over 8 ranks."""
     match name:
         case "queries, queries":
             return Ring(*_nodes(), "queries", Ring(*_devices(), "queries"))
@@ -62,7 +61,7 @@ def _devices() -> list[Any]:
 
 
 def failures(attend: Method, chosen: list[Case]) -> list[str]:
-    """What each failing case said. A failed check leaves the ranks in step, so the next case can go on."""
+    """Returns the errors of failing cases. Ranks stay synchronized after a failed check, so the next case can run."""
     failed = list[str]()
     for case in chosen:
         try:
@@ -80,7 +79,7 @@ def conform() -> list[str]:
     return [f"{name}: {failure}" for name, attend, chosen in every for failure in failures(attend, chosen)]
 
 
-def test_any_side_travels_between_nodes_around_any_method(worlds):
+def test_each_rotating_side_between_nodes_around_each_method(worlds):
     assert worlds(4).run(conform) == [[]] * 4
 
 
@@ -110,7 +109,7 @@ def test_three_levels(worlds):
     assert worlds(8).run(conform_in_three_levels) == [[]] * 8
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
+# -- plans ------------------------------------------------------------------------------------------------------------
 
 
 def shape(
@@ -140,15 +139,16 @@ def test_bytes_of_each_network_under_a_full_mask(nodes, devices):
                 nodes * (devices - 1) * sum(passed),
             ),
         }
-        for (name, axis), sent in expected.items():
+        for (name, axis), sent_bytes in expected.items():
             plan = build_comm_plan(name, work, nodes * devices, nodes=nodes)
             for rank in range(nodes * devices):
-                assert (plan.bytes(rank, "p2p", "forward", axis), plan.bytes(rank, "p2p", "backward", axis)) == sent
+                phases = ("forward", "backward")
+                assert tuple(plan.bytes(rank, "p2p", phase, axis) for phase in phases) == sent_bytes
                 assert plan.bytes(rank) == sum(plan.bytes(rank, "p2p", axis=axis) for axis in ("nodes", "devices"))
 
 
 @pytest.mark.parametrize("name", ["ring+ring", "ring+token_ring"])
-def test_a_token_crosses_nodes_less_often_than_in_a_ring_of_all_ranks(name):
+def test_tokens_cross_nodes_less_often_than_in_a_ring_of_all_ranks(name):
     """Of P ranks on nodes of D devices, P - D shards of keys leave a node, and P - 1 in a ring of all ranks."""
     nodes, devices, keys = 2, 4, 2 * (2 * 16 * 4 * 8) * 2
     work, ranks = shape(8), range(8)
@@ -187,7 +187,7 @@ def test_partial_layouts_differ_by_the_length_of_their_sequence():
     assert ten.coarsen(2) == PartialLayout([[range(4)]], 10)
 
 
-# -- names and meshes ------------------------------------------------------------------------------------------------
+# -- names and meshes -------------------------------------------------------------------------------------------------
 
 
 def built() -> list[Any]:
@@ -210,7 +210,7 @@ def refusals() -> list[str]:
     over = mesh(nodes=2, devices=2)
     nodes, devices = over["nodes"], over["devices"]
     inner: list[Any] = [
-        *(Ulysses(devices), UPipe(devices), WallFacer(devices, 1)),  # none of these attends to parts of a sequence
+        *(Ulysses(devices), UPipe(devices), WallFacer(devices, 1)),  # these methods need the full sequence
         *(TokenRing, 3),
         TokenRing(nodes),
     ]
@@ -227,7 +227,7 @@ def refusals() -> list[str]:
     ]
 
 
-def test_invalid_inner_methods_are_refused_by_name_on_every_rank(worlds):
+def test_invalid_inner_methods_raise_by_name_on_every_rank(worlds):
     words = ["Ulysses", "UPipe", "WallFacer", "TokenRing", "int", "nodes", "nodes", "ring", "team=2", "devices"]
     for rank in worlds(4).run(refusals):
         assert len(rank) == len(words)

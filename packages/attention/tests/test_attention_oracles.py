@@ -1,4 +1,4 @@
-"""Against somebody else's code: torch's own ring attention, which is private and so may move or go."""
+"""Comparison with torch's ring attention, which is private and may move or disappear."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +13,7 @@ from armillary.attention import AttentionMask, Ring, TokenRing
 from armillary.core.testing import mesh
 
 PLACES = (
-    "torch.distributed.tensor.experimental._context_parallel._attention",  # since 2.10 or so
+    "torch.distributed.tensor.experimental._context_parallel._attention",  # since torch 2.10
     "torch.distributed.tensor.experimental._attention",
 )
 NAMES = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
@@ -23,7 +23,7 @@ B, T, H, D = 2, 8, 4, 16
 
 @cache
 def torch_ring() -> ModuleType | str:
-    """The module that has torch's ring, or why there is none."""
+    """Returns the module with torch's ring, or the reason why there is none."""
     missing = []
     for place in PLACES:
         try:
@@ -38,7 +38,7 @@ def torch_ring() -> ModuleType | str:
 
 
 def by_torch(group, q, k, v, dout, causal: bool) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv as torch's ring has them, in our shapes. It sums in float32 unless told not to."""
+    """Returns out, lse, dq, dk, dv of torch's ring in Armillary's shapes. By default it accumulates in float32."""
     ring = torch_ring()
     assert isinstance(ring, ModuleType)
     ring._cp_options.enable_load_balance = False  # contiguous shards
@@ -59,7 +59,7 @@ def by_torch(group, q, k, v, dout, causal: bool) -> tuple[torch.Tensor, ...]:
 
 
 def both(ranks: int, method: str, dtype: torch.dtype, causal: bool) -> dict[str, float] | str:
-    """How far ours is from torch's on this rank, relative to the size of each. Or why there is nothing to compare."""
+    """Returns relative differences from torch's ring on this rank, or the reason why torch has none."""
     if isinstance(reason := torch_ring(), str):
         return reason
     axis = mesh(ring=ranks)["ring"]
@@ -84,7 +84,7 @@ def each(ranks: int) -> list[dict[str, float] | str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_our_rings_agree_with_torchs_ring(worlds, ranks):
+def test_rings_agree_with_torchs_ring(worlds, ranks):
     for rank, answers in enumerate(worlds(ranks).run(each, ranks)):
         for (method, dtype, causal), actual in zip(CASES, answers, strict=True):
             if isinstance(actual, str):

@@ -1,6 +1,6 @@
-"""The next shard is on its way while a tile is computed, and what goes back has a communicator of its own.
+"""The next shard is in flight while a step computes, and returning results have a separate communicator.
 
-Proven by order, not by time: on every rank, what starts, what is waited for and which kernels run is written down.
+The order proves it, not time: every rank records the starts of exchanges, waits and kernels.
 """
 
 import pytest
@@ -18,7 +18,7 @@ FULL = AttentionMask(causal=False)
 
 
 class Recorder:
-    """What happens on this rank, in order: ("start", exchange), ("kernel", n), ("wait", exchange).
+    """Events of this rank in order: ("start", exchange), ("kernel", n), ("wait", exchange).
 
     Exchanges are named "on 0", "on 1", .. and "back 0", .. by their communicator; kernels are counted by step.
     """
@@ -43,7 +43,7 @@ class Recorder:
         return started
 
     def computed(self, original):
-        """A method of a block, written down where it calls kernels: once, however many."""
+        """Wraps a method of a block to record one event if it calls kernels."""
 
         def run(block, *tensors):
             if block.calls:
@@ -54,7 +54,7 @@ class Recorder:
 
 
 class RecordedWork:
-    """A `Work` that says when it was waited for."""
+    """A `Work` that records its wait."""
 
     def __init__(self, work, name: str, events: list[tuple[str, str]]) -> None:
         self.work, self.name, self.events = work, name, events
@@ -73,7 +73,7 @@ def build(name: str, ranks: int = P):
 
 
 def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Events of forward and of backward."""
+    """Returns the events of forward and of backward."""
     attend = build(name)
     layout = attend.layout(P * TOKENS, "contiguous")
     q, k, v = (torch.randn(2, TOKENS, 4, 8, requires_grad=True) for _ in range(3))
@@ -90,7 +90,7 @@ def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str
 
 
 def ring_of(attend):
-    """The method that has the ring: WallFacer has one among teams."""
+    """Returns the method with the ring: WallFacer's is its ring of teams."""
     return attend.team_ring if isinstance(attend, WallFacer) else attend
 
 
@@ -104,16 +104,16 @@ def all_recorded() -> dict[tuple[str, str], tuple[list[tuple[str, str]], list[tu
 
 @pytest.fixture(scope="module")
 def ranks(worlds):
-    """What each rank wrote down of each method under each mask."""
+    """Returns each rank's events of each method under each mask."""
     return worlds(P).run(all_recorded)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_next_shard_is_under_way_while_a_step_is_computed(ranks, name):
+def test_next_shard_is_in_flight_while_a_step_computes(ranks, name):
     for events in (events for rank in ranks for events in rank[name, "full"]):
         at = {event: index for index, event in enumerate(events)}
         assert sum(kind == "kernel" for kind, _ in events) == P
-        assert sum(kind == "start" and what.startswith("on") for kind, what in events) == P - 1, events
+        assert sum(kind == "start" and name.startswith("on") for kind, name in events) == P - 1, events
         for step in range(P - 1):
             started, waited = at["start", f"on {step}"], at["wait", f"on {step}"]
             assert started < at["kernel", f"kernel {step}"] < waited < at["kernel", f"kernel {step + 1}"], events
@@ -131,18 +131,18 @@ def test_returning_results_overlap_with_the_next_step(ranks, name, phase):
     for rank in ranks:
         events = rank[name, "full"][phase == "backward"]
         at = {event: index for index, event in enumerate(events)}
-        returns = [what for kind, what in events if kind == "start" and what.startswith("back")]
+        returns = [event for kind, event in events if kind == "start" and event.startswith("back")]
         assert len(returns) == P - 1, events
-        for step in range(1, P - 1):  # what step computed is sent right after, and waited for after the next kernel
+        for step in range(1, P - 1):  # results of a step are sent after it; the wait follows the next kernel
             started, waited = at["start", f"back {step - 1}"], at["wait", f"back {step - 1}"]
             assert at["kernel", f"kernel {step}"] < started < at["kernel", f"kernel {step + 1}"] < waited, events
 
 
-def test_all_that_is_started_is_waited_for(ranks):
+def test_every_started_exchange_is_waited_for(ranks):
     for rank in ranks:
         for method_name, phases in rank.items():
             for events in phases:
-                started, waited = ({what for kind, what in events if kind == side} for side in ("start", "wait"))
+                started, waited = ({name for kind, name in events if kind == side} for side in ("start", "wait"))
                 assert started == waited, method_name
 
 
@@ -151,31 +151,31 @@ def communicators() -> list[tuple[bool, list[int], list[int]]]:
     return [(on is back, dist.get_process_group_ranks(on), dist.get_process_group_ranks(back)) for on, back in groups]
 
 
-def test_the_two_directions_have_communicators_of_their_own(worlds):
+def test_each_direction_has_a_separate_communicator(worlds):
     for actual in worlds(P).run(communicators):
         for same, ranks, back in actual:
             assert not same and ranks == back == list(range(P))
 
 
 def both_directions() -> list[str]:
-    """Sent on the way back first and received last, a message is still not taken for one that goes on."""
+    """Sends on the return communicator first and receives there last; the other one's message must not be mixed up."""
     attend, rank = Ring(mesh(ring=2)["ring"]), dist.get_rank()
     other = 1 - rank
-    boxes = {name: FlatBuffer.like([torch.empty(1)]) for name in ("on", "back")}
-    back_going, on_going = (FlatBuffer.of([torch.full((1,), tens + rank)]) for tens in (10.0, 20.0))
-    back = exchange.start_exchange(attend.return_axis, {other: back_going}, {other: boxes["back"]})
-    on = exchange.start_exchange(attend.axis, {other: on_going}, {other: boxes["on"]})
+    buffers = {name: FlatBuffer.like([torch.empty(1)]) for name in ("on", "back")}
+    back_buffer, on_buffer = (FlatBuffer.of([torch.full((1,), tens + rank)]) for tens in (10.0, 20.0))
+    back = exchange.start_exchange(attend.return_axis, {other: back_buffer}, {other: buffers["back"]})
+    on = exchange.start_exchange(attend.axis, {other: on_buffer}, {other: buffers["on"]})
     on.wait()
     back.wait()
-    return [f"{name} {int(box.tensors[0])}" for name, box in boxes.items()]
+    return [f"{name} {int(buffer.tensors[0])}" for name, buffer in buffers.items()]
 
 
 def test_messages_of_the_two_directions_are_not_mixed_up(worlds):
     assert worlds(2).run(both_directions) == [["on 21", "back 11"], ["on 20", "back 10"]]
 
 
-def heads_move(ranks: int) -> list[str]:
-    """The order of exchanges and waits of one all-to-all call of Ulysses' forward."""
+def all_to_all_events(ranks: int) -> list[str]:
+    """Returns the order of starts and waits of all-to-alls in Ulysses' forward."""
     events: list[str] = []
     attend = Ulysses(mesh(ulysses=ranks)["ulysses"])
     original = dist.all_to_all_single
@@ -200,6 +200,6 @@ class RecordedAll:
         return self.work.wait(*timeout)
 
 
-def test_ulysses_has_q_k_and_v_under_way_at_once(worlds):
-    for events in worlds(2).run(heads_move, 2):
+def test_ulysses_has_q_k_and_v_in_flight_at_once(worlds):
+    for events in worlds(2).run(all_to_all_events, 2):
         assert events == ["start"] * 3 + ["wait"] * 3 + ["start", "wait"]

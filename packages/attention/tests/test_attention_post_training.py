@@ -1,4 +1,4 @@
-"""Losses of post-training against the formulas of their papers in float64, on one rank and on several."""
+"""Losses of post-training, compared with their papers' formulas in float64, on one rank and on several."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ NAMES += ["policy gradient"]
 
 
 def values():
-    """Log-probabilities, old and reference ones and entropies [2, 20], the sequence of each token, advantages [S]."""
+    """Log-probabilities, old and reference ones, entropies [2, 20], sequence numbers of tokens, advantages [S]."""
     draw = torch.Generator().manual_seed(0)
     logprobs, noise, other = (torch.randn(3, 2, TOKENS // 2, generator=draw, dtype=torch.float64) * 0.5).unbind()
     sequences = torch.randint(-1, SEQUENCES - 1, (2, TOKENS // 2), generator=draw)
@@ -35,11 +35,11 @@ def pairs():
 
 
 def by_formula(name, logprobs, old, reference, entropy, sequences, advantages):
-    """The loss and metrics of each sequence's own tokens."""
-    own = [sequences == s for s in range(SEQUENCES)]
+    """Returns the loss and metrics by loops over sequences."""
+    members = [sequences == s for s in range(SEQUENCES)]
     if name.startswith("dpo"):
         smoothing = 0.2 if "smoothed" in name else 0.0
-        rewards = [0.1 * (logprobs[tokens].sum() - reference[tokens].sum()) for tokens in own]
+        rewards = [0.1 * (logprobs[tokens].sum() - reference[tokens].sum()) for tokens in members]
         losses, margins = [], []
         for better, worse in pairs().tolist():
             margins.append(rewards[better] - rewards[worse])
@@ -47,22 +47,22 @@ def by_formula(name, logprobs, old, reference, entropy, sequences, advantages):
                 -(1 - smoothing) * torch.sigmoid(margins[-1]).log() - smoothing * torch.sigmoid(-margins[-1]).log()
             )
         chosen, rejected = pairs().T.tolist()
-        both = torch.stack([own[s] for s in chosen + rejected]).any(0)
+        both = torch.stack([members[s] for s in chosen + rejected]).any(0)
         metrics = {
             "rewards/chosen": torch.stack([rewards[s] for s in chosen]).mean(),
             "rewards/rejected": torch.stack([rewards[s] for s in rejected]).mean(),
             "rewards/accuracies": (torch.stack(margins) > 0).double().mean(),
             "rewards/margins": torch.stack(margins).mean(),
-            "logps/chosen": torch.stack([logprobs[own[s]].sum() for s in chosen]).mean(),
-            "logps/rejected": torch.stack([logprobs[own[s]].sum() for s in rejected]).mean(),
+            "logps/chosen": torch.stack([logprobs[members[s]].sum() for s in chosen]).mean(),
+            "logps/rejected": torch.stack([logprobs[members[s]].sum() for s in rejected]).mean(),
             "entropy": entropy[both].mean(),
-            "logits/chosen": entropy[torch.stack([own[s] for s in chosen]).any(0)].mean(),
-            "logits/rejected": entropy[torch.stack([own[s] for s in rejected]).any(0)].mean(),
-            "mean_token_accuracy": entropy[torch.stack([own[s] for s in chosen]).any(0)].mean(),
+            "logits/chosen": entropy[torch.stack([members[s] for s in chosen]).any(0)].mean(),
+            "logits/rejected": entropy[torch.stack([members[s] for s in rejected]).any(0)].mean(),
+            "mean_token_accuracy": entropy[torch.stack([members[s] for s in chosen]).any(0)].mean(),
         }
         return torch.stack(losses).mean(), metrics
     per_sequence, every, low, high, kls = [], [], [], [], []
-    for s, tokens in enumerate(own):
+    for s, tokens in enumerate(members):
         pi, A = logprobs[tokens], advantages[s]
         if name == "policy gradient":
             per_sequence.append((-A * pi).sum())
@@ -82,9 +82,9 @@ def by_formula(name, logprobs, old, reference, entropy, sequences, advantages):
         return torch.stack(per_sequence).mean(), {"entropy": entropy[counted].mean()}
     metrics = {
         "clip_ratio/low_mean": torch.cat(low).mean(),
-        "clip_ratio/low_min": min(share.mean() for share in low),
+        "clip_ratio/low_min": min(ratio.mean() for ratio in low),
         "clip_ratio/high_mean": torch.cat(high).mean(),
-        "clip_ratio/high_max": max(share.mean() for share in high),
+        "clip_ratio/high_max": max(ratio.mean() for ratio in high),
         "clip_ratio/region_mean": torch.cat(low).mean() + torch.cat(high).mean(),
         "kl": torch.cat(kls).mean(),
         "entropy": entropy[counted].mean(),
@@ -125,9 +125,9 @@ def loss_of(name, logprobs, old, reference, entropy, sequences, advantages, axes
 
 
 def check(name, loss, metrics, gradient, factor=1.0):
-    logprobs, *others = values()
+    logprobs, *arguments = values()
     logprobs.requires_grad_()
-    expected, expected_metrics = by_formula(name, logprobs, *others)
+    expected, expected_metrics = by_formula(name, logprobs, *arguments)
     assert relative_error(loss, expected) < 1e-13
     (full,) = torch.autograd.grad(expected, logprobs, torch.tensor(1 / 17.3).double())
     assert relative_error(gradient, factor * full) < 1e-13
@@ -138,18 +138,18 @@ def check(name, loss, metrics, gradient, factor=1.0):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_match_the_papers(name):
-    logprobs, *others = values()
-    loss, metrics = loss_of(name, logprobs.requires_grad_(), *others)
+    logprobs, *arguments = values()
+    loss, metrics = loss_of(name, logprobs.requires_grad_(), *arguments)
     (gradient,) = torch.autograd.grad(loss, logprobs, torch.tensor(1 / 17.3).double())
     check(name, loss, metrics, gradient)
 
 
-def shares(x, layout, shard):
+def local_part(x, layout, shard):
     return layout.take(x, shard).clone()
 
 
 def on_ranks():
-    """Each loss on a part of the tokens of each rank, its gradient by them, and bytes; sharded by usp, rows by data."""
+    """Returns each loss on sharded tokens (usp, rows over data), its gradient by local tokens, and bytes."""
     actual = {}
     device_mesh = mesh(shard=2, ring=2, ulysses=1) if dist.get_world_size() == 4 else mesh(ring=2)
     ring = Ring(device_mesh["ring"])
@@ -158,18 +158,18 @@ def on_ranks():
     axes = [device_mesh["ring"], device_mesh["shard"]] if dist.get_world_size() == 4 else ring
     for name in NAMES:
         *tokens, advantages = values()
-        logprobs, *others = (shares(x[rows], layout, ring.shard) for x in tokens)
+        logprobs, *arguments = (local_part(x[rows], layout, ring.shard) for x in tokens)
         for gradients in ("summed", "averaged"):
             with CommLedger() as ledger:
                 logprobs.requires_grad_()
-                loss, metrics = loss_of(name, logprobs, *others, advantages, axes, gradients=gradients)
+                loss, metrics = loss_of(name, logprobs, *arguments, advantages, axes, gradients=gradients)
                 (gradient,) = torch.autograd.grad(loss, logprobs, torch.tensor(1 / 17.3).double())
             actual[name, gradients] = loss.detach(), metrics, gradient, ledger.bytes()
     return rows, layout, ring.shard, actual
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_ranks_give_the_loss_metrics_and_gradients_of_one(worlds, count):
+def test_ranks_equal_the_loss_metrics_and_gradients_of_one(worlds, count):
     ranks = worlds(count).run(on_ranks)
     columns = {"dpo": 6, "dpo, smoothed": 6, "policy gradient": 3}
     for name, gradients in ranks[0][3]:
@@ -178,14 +178,14 @@ def test_ranks_give_the_loss_metrics_and_gradients_of_one(worlds, count):
             for i, row in enumerate(rows):
                 full[row, layout.positions(shard)] = actual[name, gradients][2][i]
         for *_, actual in ranks:
-            loss, metrics, _, sent = actual[name, gradients]
+            loss, metrics, _, loss_bytes = actual[name, gradients]
             assert torch.equal(loss, ranks[0][3][name, gradients][0])
             check(name, loss, metrics, full, count if gradients == "averaged" else 1)
-            # 2 (R - 1) / R S K w for each axis, of 2 ranks
-            assert sent == (count // 2) * SEQUENCES * columns.get(name, 6) * 8
+            # 2 (R - 1) / R S K w for each axis of 2 ranks
+            assert loss_bytes == (count // 2) * SEQUENCES * columns.get(name, 6) * 8
 
 
-def test_a_sequence_without_tokens_counts_nothing():
+def test_sequence_without_tokens_has_no_effect():
     logprobs, _, _, _, sequences, advantages = values()
     sequences = sequences.masked_fill(sequences == 2, -1)
     loss, metrics = grpo_loss(logprobs.requires_grad_(), sequences, advantages)
@@ -238,10 +238,10 @@ def test_losses_refuse():
         grpo_loss(logprobs, sequences, advantages, normalize=0.0)
 
 
-def test_completions_of_a_tree_are_labels_of_their_own_sequences():
+def test_completions_of_a_tree_are_labels_of_separate_sequences():
     ids = torch.arange(100, 112).repeat(2, 1)
     ids[1] += 20
-    # Row 0: a prompt of 3, a beginning of 2 that two sequences share, one more completion of 3, padding.
+    # Row 0: a prompt of 3, a prefix of 2 shared by two sequences, another completion of 3, padding.
     tree = AttentionMask.tree((0, 3, 5, 7, 8, 11, 12), (-1, 0, 1, 1, 0, -1))
     packed = AttentionMask.tree((0, 4, 6, 7, 12), (-1, 0, -1, 2))  # two packed rows, each a prompt and its completion
     mask = AttentionMask.rows([tree, packed])

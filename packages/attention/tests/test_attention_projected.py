@@ -1,4 +1,4 @@
-"""The seam of projected attention: the same result from hidden states, and queries that travel while keys are made."""
+"""Projected attention: equal results from hidden states, and queries in flight during the projection of keys."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ EVENTS: list[str] = []
 
 
 class Linear(nn.Module):
-    """Plain projections that note when they are called."""
+    """Linear projections that record their calls."""
 
     heads, key_heads = 8, 2
 
@@ -24,19 +24,19 @@ class Linear(nn.Module):
         self.to_q, self.to_k, self.to_v = (nn.Linear(32, n * 16, dtype=torch.float64) for n in (8, 2, 2))
 
     def q(self, x: Tensor, heads: range) -> Tensor:
-        note_multiplied("q", heads)
+        record_projection("q", heads)
         return self.to_q(x).unflatten(-1, (-1, 16))[:, :, list(heads)]
 
     def kv(self, x: Tensor, heads: range) -> tuple[Tensor, Tensor]:
-        note_multiplied("kv", heads)
+        record_projection("kv", heads)
         k, v = (project(x).unflatten(-1, (-1, 16))[:, :, list(heads)] for project in (self.to_k, self.to_v))
         return k, v
 
 
-def note_multiplied(what: str, heads: range) -> None:
-    """One head alone is made to see what dims and dtypes there are, before anything is sent."""
+def record_projection(name: str, heads: range) -> None:
+    """Records a projection, but not those of one head, which only find dims and dtypes before any communication."""
     if len(heads) > 1:
-        EVENTS.append(what)
+        EVENTS.append(name)
 
 
 def build(name: str) -> Method:
@@ -46,8 +46,8 @@ def build(name: str) -> Method:
     return WallFacer(mesh(ring=4)["ring"], team=2)
 
 
-def both_ways(name: str) -> tuple[bool, list[str]]:
-    """Whether results and gradients are the same bits, and the order of events of the projected call."""
+def compare_projected(name: str) -> tuple[bool, list[str]]:
+    """Returns whether results and gradients are the same bits, and the events of the projected call."""
     attend, projections = build(name), Linear()
     layout, mask = attend.layout(30), AttentionMask(causal=True)
     x = torch.randn(2, layout.sizes[attend.shard], 32, dtype=torch.float64, requires_grad=True)
@@ -75,8 +75,8 @@ def note(collective):
 
 
 @pytest.mark.parametrize("name", ["usp", "wall_facer"])
-def test_queries_are_sent_before_keys_are_multiplied(worlds, name):
-    for same, events in worlds(4).run(both_ways, name):
+def test_queries_are_sent_before_keys_are_projected(worlds, name):
+    for same, events in worlds(4).run(compare_projected, name):
         assert same
         assert events[:4] == ["q", "sent", "kv", "sent"]
 
@@ -84,10 +84,10 @@ def test_queries_are_sent_before_keys_are_multiplied(worlds, name):
 @pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)], ids=["plain", "stages"])
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_under_autocast_every_projection_gets_its_gradient(attend, backward_inside):
-    """Autocast keeps weights that it has cast, with or without a gradient, for whoever asks next."""
+    """Autocast caches cast weights, with or without a gradient, for later calls."""
     projections, mask = Linear().float(), AttentionMask(causal=True)
     x = torch.randn(1, 12, 32, requires_grad=True)
-    leaves = [x, *(p for p in projections.parameters() if p is not projections.to_k.bias)]  # its gradient is 0
+    leaves = [x, *(p for p in projections.parameters() if p is not projections.to_k.bias)]  # whose gradient is 0
     with torch.autocast("cpu", torch.bfloat16):
         out = attend.projected(x, projections, mask=mask)
         dout = torch.randn_like(out)
@@ -101,8 +101,8 @@ def test_under_autocast_every_projection_gets_its_gradient(attend, backward_insi
 
 
 @pytest.mark.parametrize("saving", ["checkpoint", "selective"])
-def test_projections_are_under_autocast_where_a_dispatch_mode_runs_the_op(saving):
-    """A selective checkpoint is such a mode. Inside of it torch has turned autocast off for whoever asks."""
+def test_projections_are_under_autocast_inside_a_dispatch_mode(saving):
+    """Selective checkpointing is such a mode, inside which torch reports autocast as off."""
     attend = UPipe(Axis.alone("ulysses"), heads_per_stage=2)
     case = Case(dtype=torch.float32, autocast=torch.bfloat16, saving=saving, projected=True, kind="contiguous")
     check(attend, case)

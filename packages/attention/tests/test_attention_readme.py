@@ -1,4 +1,4 @@
-"""The README's first example, on ranks that exist already: their process group outlives it."""
+"""The README's first example, on the test's ranks, whose process group stays."""
 
 import re
 from pathlib import Path

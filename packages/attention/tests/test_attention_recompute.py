@@ -1,4 +1,4 @@
-"""Chunks of tokens, and recomputation with the same random numbers and the same autocast."""
+"""Chunks of tokens, and recomputation with equal random numbers and autocast state."""
 
 from itertools import pairwise
 
@@ -47,7 +47,7 @@ def test_recomputation_draws_the_same_numbers_and_restores_the_generator():
     assert torch.equal(torch.get_rng_state(), before) and not torch.equal(first, second)
 
 
-def test_autocast_later_is_as_it_was():
+def test_autocast_state_is_restored():
     with torch.autocast("cpu", torch.bfloat16):
         then = capture_autocast("cpu")
     assert not torch.is_autocast_enabled("cpu")

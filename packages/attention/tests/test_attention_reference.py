@@ -1,4 +1,4 @@
-"""The oracle itself: against torch's attention, against loops, against finite differences, and by hand."""
+"""The oracle, compared with torch's attention, loops, finite differences and results by hand."""
 
 import re
 from dataclasses import replace
@@ -62,20 +62,20 @@ SEVERAL_A_HEAD = torch.stack([ONE_A_HEAD, ONE_A_HEAD.flip(0), -ONE_A_HEAD])
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("sinks", [ONE_A_HEAD, SEVERAL_A_HEAD, SEVERAL_A_HEAD[:1]], ids=["[H]", "[S, H]", "[1, H]"])
-def test_a_sink_is_one_more_key_with_value_0_and_a_score_of_its_own(name, sinks):
+def test_sink_is_another_key_with_value_0_and_its_own_score(name, sinks):
     q, k, v, dout = tensors()
     i = torch.arange(11)
     visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
 
     def with_torch(q, k, v, sinks):
         sinks = sinks.reshape(-1, 4)
-        more = (0, 0, 0, 0, 0, len(sinks))
-        q, k, v = (x.transpose(1, 2) for x in (q, F.pad(k, more), F.pad(v, more)))
+        padding = (0, 0, 0, 0, 0, len(sinks))
+        q, k, v = (x.transpose(1, 2) for x in (q, F.pad(k, padding), F.pad(v, padding)))
         bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf).expand(2, 4, 11, 11)
         bias = torch.cat([bias, sinks.T[None, :, None].expand(2, 4, 11, -1)], dim=-1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True).transpose(1, 2)
 
-    def ours(q, k, v, sinks):
+    def with_oracle(q, k, v, sinks):
         return reference_attention(q, k, v, mask=MASKS[name], sinks=sinks)
 
     def run(attention):
@@ -83,7 +83,7 @@ def test_a_sink_is_one_more_key_with_value_0_and_a_score_of_its_own(name, sinks)
         out = attention(*leaves)
         return out, *torch.autograd.grad(out, leaves, dout)
 
-    for result, expected in zip(run(ours), run(with_torch), strict=True):
+    for result, expected in zip(run(with_oracle), run(with_torch), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -127,7 +127,7 @@ def test_softcap_by_hand_and_its_gradients_by_finite_differences():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 2), (6, 3), (6, 6)])
-def test_query_head_h_meets_kv_head_h_over_the_group_size(heads, kv_heads):
+def test_query_head_h_uses_kv_head_h_over_the_group_size(heads, kv_heads):
     q, k, v, _ = tensors(heads, kv_heads)
     out = reference_attention(q, k, v, mask=CAUSAL)
     for b in range(2):
@@ -152,7 +152,7 @@ def test_gradients_of_out_and_lse_pass_gradcheck(name):
     assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, mask=MASKS[name], return_lse=True), leaves)
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_takes_no_part_in_gradients():
+def test_query_without_visible_keys_gives_zero_and_no_gradients():
     q, k, v, dout = tensors()
     positions = {"query_positions": torch.arange(11), "key_positions": torch.arange(4, 15)}
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -167,7 +167,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_takes_no_part_in_gradients():
     assert torch.equal(dk, dk_rest) and torch.equal(dv, dv_rest)
 
 
-def test_nothing_visible_at_all():
+def test_no_visible_pairs():
     q, k, v, dout = tensors()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = reference_attention(*leaves, mask=CAUSAL, key_positions=torch.arange(20, 31), return_lse=True)
@@ -195,14 +195,14 @@ def test_results_have_the_dtype_of_the_inputs_and_are_rounded_once(dtype):
     assert torch.equal(lse, exact_lse.to(lse.dtype))
 
 
-# -- who sees whom, by hand -----------------------------------------------------------------------------------------
+# -- visible pairs by hand --------------------------------------------------------------------------------------------
 
 
 def shown(mask: AttentionMask, length: int = 5, row: int = 0) -> list[str]:
-    """One string per query, an x where it sees the key."""
+    """Returns one string per query, with an x for each visible key."""
     i = torch.arange(length)
     pairs = visible_pairs(mask, i, i, batch=2)
-    return ["".join(".x"[int(seen)] for seen in line) for line in pairs[min(row, len(pairs) - 1)]]
+    return ["".join(".x"[int(pair)] for pair in line) for line in pairs[min(row, len(pairs) - 1)]]
 
 
 def test_causal_and_full():
@@ -229,7 +229,7 @@ def test_each_row_may_have_its_own_documents():
 
 
 def test_a_tree_shows_a_segment_itself_and_its_ancestors():
-    # a prompt, an answer with two of its own, another answer; and a prompt besides
+    # a prompt with two answers, the first of which has two itself; and another prompt
     tree = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1))
     assert shown(tree, 7) == ["x......", "xx.....", "xxx....", "xxxx...", "xxx.x..", "xx...x.", "......x"]
     near = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1), window=(1, 0))
@@ -250,7 +250,7 @@ def test_chunks_are_counted_from_the_document_or_from_the_row():
     assert shown(replace(AttentionMask.chunked(2), causal=False)) == ["xx...", "xx...", "..xx.", "..xx.", "....x"]
 
 
-def test_an_image_sees_all_of_itself_as_far_as_the_window_reaches():
+def test_image_sees_all_of_itself_within_the_window():
     spans = [range(1, 3), range(4, 5)]
     assert shown(AttentionMask.image_spans(spans)) == ["x....", "xxx..", "xxx..", "xxxx.", "xxxxx"]
     documents = AttentionMask.image_spans(spans, (0, 1, 5), window=(1, None))
@@ -280,11 +280,11 @@ def test_each_row_may_have_a_mask_of_its_own():
     assert shown(near, row=1) == shown(AttentionMask(causal=False, window=(1, 2)))
 
 
-def test_a_path_of_a_tree_is_a_sequence_of_its_own():
+def test_path_of_a_tree_equals_a_sequence():
     for seed in range(100):
         random = Random(seed)
-        length, left = random.randint(1, 30), random.choice((None, random.randint(0, 9)))
-        tree = replace(tree_mask(random, length), window=(left, 0))
+        length, window = random.randint(1, 30), random.choice((None, random.randint(0, 9)))
+        tree = replace(tree_mask(random, length), window=(window, 0))
         assert isinstance(tree.pattern, Tree)
         ends, parents = tree.pattern.ends, tree.pattern.parents
         expected = torch.zeros(1, length, length, dtype=torch.bool)
@@ -293,9 +293,11 @@ def test_a_path_of_a_tree_is_a_sequence_of_its_own():
             while segment >= 0:
                 path[:0] = range(ends[segment], ends[segment + 1])
                 segment = parents[segment]
-            alone = visible_pairs(AttentionMask(window=(left, 0)), torch.arange(len(path)), torch.arange(len(path)))
-            own = torch.tensor(path)[-(ends[leaf + 1] - ends[leaf]) :]
-            expected[0, own[:, None], torch.tensor(path)] = alone[0, -len(own) :]
+            path_pairs = visible_pairs(
+                AttentionMask(window=(window, 0)), torch.arange(len(path)), torch.arange(len(path))
+            )
+            leaf_tokens = torch.tensor(path)[-(ends[leaf + 1] - ends[leaf]) :]
+            expected[0, leaf_tokens[:, None], torch.tensor(path)] = path_pairs[0, -len(leaf_tokens) :]
         assert torch.equal(visible_pairs(tree, torch.arange(length), torch.arange(length)), expected), tree
 
 
@@ -319,13 +321,13 @@ def masks(draw, length: int) -> AttentionMask:
 
 @settings(deadline=None, derandomize=True)
 @given(masks(30), *[st.lists(st.integers(0, 29), min_size=1, max_size=12)] * 2, st.integers(0, 1))
-def test_the_mask_and_the_oracle_agree_on_who_sees_whom(mask, queries, keys, row):
+def test_mask_and_oracle_agree_on_visible_pairs(mask, queries, keys, row):
     i, j = torch.tensor(queries), torch.tensor(keys)
     pairs = visible_pairs(mask, i, j, batch=2)
     assert torch.equal(mask.visible(i, j, row), pairs[min(row, len(pairs) - 1)])
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,12 +341,12 @@ def test_the_mask_and_the_oracle_agree_on_who_sees_whom(mask, queries, keys, row
         (((2, 11, 4, 8), (2, 11, 3, 8), (2, 11, 3, 8)), r"4 query heads.*3 key/value heads"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_with_the_numbers(shapes, message):
+def test_mismatched_shapes_raise_with_the_numbers(shapes, message):
     with pytest.raises(ValueError, match=message):
         reference_attention(*(torch.zeros(shape) for shape in shapes), mask=CAUSAL)
 
 
-def test_positions_and_documents_that_do_not_fit_are_refused_with_the_numbers():
+def test_mismatched_positions_and_documents_raise_with_the_numbers():
     q, k, v, _ = tensors()
     with pytest.raises(ValueError, match=r"query_positions has shape \(10,\); it must be \(11,\)"):
         reference_attention(q, k, v, mask=CAUSAL, query_positions=torch.arange(10))

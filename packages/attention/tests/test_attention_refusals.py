@@ -1,4 +1,4 @@
-"""What is refused, before anything is sent, with the value and what would do: in constructors, and of calls."""
+"""Invalid arguments of constructors and calls raise before any communication, with the value and the accepted ones."""
 
 import math
 from collections.abc import Callable
@@ -156,12 +156,12 @@ MADE: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), MADE, ids=[message[:40] for _, message in MADE])
-def test_invalid_constructor_arguments_are_refused(make, message):
+def test_invalid_constructor_arguments_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_integers_of_numpy_will_do():
+def test_numpy_integers_are_accepted():
     assert UPipe(ALONE, heads_per_stage=np.int64(2)).heads_per_stage == 2
     assert Teams(4, torch.tensor(2), "p2p_intra").ring_size == 1
 
@@ -250,7 +250,7 @@ CALLS: list[tuple[dict, str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), CALLS, ids=[str(message)[:40] for _, message in CALLS])
 @pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
-def test_invalid_call_arguments_are_refused(wrong, message, attend):
+def test_invalid_call_arguments_raise(wrong, message, attend):
     arguments = tensors(**GOOD) | {"mask": CAUSAL} | wrong
     with pytest.raises(ValueError, match=message):
         attend(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
@@ -282,7 +282,7 @@ PROJECTED = [
 
 @pytest.mark.parametrize(("wrong", "message"), PROJECTED, ids=[str(message)[:40] for _, message in PROJECTED])
 @pytest.mark.parametrize("attend", [Local(), UPipe(ALONE)], ids=["local", "upipe"])
-def test_invalid_projected_arguments_are_refused(wrong, message, attend):
+def test_invalid_projected_arguments_raise(wrong, message, attend):
     arguments = {"x": torch.zeros(2, N, 16), "projections": Plain(), "mask": CAUSAL} | wrong
     with pytest.raises(ValueError, match=message):
         attend.projected(arguments.pop("x"), arguments.pop("projections"), **arguments)
@@ -295,13 +295,13 @@ def test_the_oracle_refuses_invalid_arguments(wrong):
         reference_attention(**arguments)
 
 
-def test_numbers_of_numpy_will_do():
+def test_numpy_numbers_are_accepted():
     q, k, v = (torch.randn(shape) for shape in GOOD.values())
     plain = Local()(q, k, v, mask=CAUSAL, scale=0.5, softcap=2.0)
     assert torch.equal(Local()(q, k, v, mask=CAUSAL, scale=np.float32(0.5), softcap=np.int64(2)), plain)
 
 
-def test_an_empty_batch_is_no_mistake():
+def test_empty_batches_are_accepted():
     q, k, v = (torch.zeros(0, *shape[1:], requires_grad=True) for shape in GOOD.values())
     for attend in (Local(), UPipe(ALONE)):
         for kernel in ("cpu_flash", "dense"):
@@ -314,7 +314,7 @@ def test_an_empty_batch_is_no_mistake():
 
 
 def refused(make: Callable[[], object]) -> str:
-    """What is said of it on this rank; nothing may be sent before."""
+    """Returns the error on this rank; asserts that nothing was sent before it."""
     try:
         with CommLedger() as ledger:
             make()
@@ -360,7 +360,7 @@ def one_axis_twice() -> dict[str, str]:
     return {name: refused(make) for name, make in (wrong | right).items()}
 
 
-def test_a_composition_is_of_axes_that_span_a_grid(worlds):
+def test_axes_of_a_composition_must_span_a_grid(worlds):
     messages = worlds(4).run(one_axis_twice)
     words = {"across": "run across each other", "turned on some ranks": "run across each other"}
     words |= {"two axes": "one mesh axis is needed, got 2", "a group": "DeviceMesh.from_group"}

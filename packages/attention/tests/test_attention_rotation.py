@@ -1,4 +1,4 @@
-"""What goes round, as data: every token as far as to the last rank that sees it and no further, the shorter way."""
+"""The rotation as data: every token travels to the last rank that sees it, in the cheaper direction."""
 
 from itertools import pairwise, product
 
@@ -22,9 +22,9 @@ from armillary.core.testing import mesh, relative_error
 def ring(
     place: int, side: RotatingSide, spec: AttentionSpec, ranks: int = 4, topology: RingTopology | None = None
 ) -> Rotation:
-    """As the rank at `place` of a topology sees it, by default of all ranks in order."""
+    """Returns the rotation of the rank at `place` of a topology, by default of all ranks in order."""
     topology = topology or RingTopology.of_all(ranks, side)
-    axis = Axis("ring", topology.ranks[place], ranks, None, None)  # type: ignore[arg-type] - nothing is sent
+    axis = Axis("ring", topology.ranks[place], ranks, None, None)  # type: ignore[arg-type] - no group is used
     return Rotation.of(axis, axis, topology, spec.grid)
 
 
@@ -35,7 +35,7 @@ def spec_of(mask: AttentionMask, layout: SequenceLayout, key_layout: SequenceLay
 
 @st.composite
 def layouts(draw, length: int, shards: int) -> SequenceLayout:
-    """A usual one, or runs of any length in any order."""
+    """Draws a named layout, or random runs in random order."""
     kind = draw(st.sampled_from(["contiguous", "zigzag", "striped", "shuffled"]))
     if kind != "shuffled":
         return getattr(SequenceLayout, kind)(length, shards)
@@ -54,24 +54,25 @@ MASKS = st.builds(
 
 
 def blocks(buffers: list[torch.Tensor]) -> int:
-    """Blocks of memory that some tensors, all of them alive, lie in."""
+    """Counts the memory blocks of live tensors."""
     return len({x.untyped_storage().data_ptr() for x in buffers})
 
 
 @pytest.mark.parametrize(("name", "direct"), [("ring", 0), ("ring, queries", 0), ("token_ring", 1)])
-def test_a_ring_receives_into_the_same_memory_again(monkeypatch, name, direct):
-    """Into two blocks what goes round; into one each what comes straight back, or its sums and those of the rank."""
+def test_rings_reuse_receive_buffers(monkeypatch, name, direct):
+    """Rotating shards use two blocks; direct returns, or their sums and the rank's, use one block each."""
     rotated, returned = list[torch.Tensor](), list[torch.Tensor]()
     for module, buffers in (("rotate", rotated), ("returns", returned)):
 
         def start(axis, send, receive, buffers=buffers):
-            sent, coming = ([flat.buffer for flat in flats.values()] for flats in (send, receive))
-            assert blocks([*sent, *coming]) == blocks(sent) + len(coming), "what arrives overwrites what is sent"
-            buffers.extend(coming)
+            send_buffers, receive_buffers = ([flat.buffer for flat in flats.values()] for flats in (send, receive))
+            count = blocks(send_buffers) + len(receive_buffers)
+            assert blocks([*send_buffers, *receive_buffers]) == count, "a receive buffer overlaps a send buffer"
+            buffers.extend(receive_buffers)
             return start_exchange(axis, send, receive)
 
         monkeypatch.setattr(f"armillary.attention.rotation.{module}.start_exchange", start)
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())  # receives nothing: memory alone matters
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     eight = build_mesh("cpu", ring=8)
     method = TokenRing(eight["ring"]) if direct else Ring(eight["ring"], "queries" if "queries" in name else "keys")
     q, k, v = (torch.zeros(1, 16, 2, 8, requires_grad=True) for _ in range(3))
@@ -86,35 +87,35 @@ def test_a_ring_receives_into_the_same_memory_again(monkeypatch, name, direct):
 
 
 def attends_to_other_ranks_alone() -> list[float]:
-    """Errors of out and gradients where no rank sees its own keys, and two others have those that it does."""
+    """Errors of out and gradients for a mask under which each rank sees only keys of two other ranks."""
     axis = mesh(ring=4)["ring"]
     layout = SequenceLayout.contiguous(16, 4)
     key_layout = SequenceLayout([layout.spans(rank) for rank in (2, 3, 0, 1)])
-    mask, method, own = AttentionMask(causal=False, documents=(0, 8, 16)), TokenRing(axis), axis.get_local_rank()
+    mask, method, shard = AttentionMask(causal=False, documents=(0, 8, 16)), TokenRing(axis), axis.get_local_rank()
     torch.manual_seed(0)
     q, k, v, dout = torch.randn(4, 2, 16, 2, 8, dtype=torch.float64).unbind(0)
     wholes, places = [x.clone().requires_grad_() for x in (q, k, v)], (layout, key_layout, key_layout)
-    shards = [place.take(x, own).requires_grad_() for x, place in zip((q, k, v), places, strict=True)]
+    shards = [place.take(x, shard).requires_grad_() for x, place in zip((q, k, v), places, strict=True)]
     out = method(*shards, mask=mask, layout=layout, key_layout=key_layout)
     exact = reference_attention(*wholes, mask=mask)
-    actual = [out, *torch.autograd.grad(out, shards, layout.take(dout, own))]
+    actual = [out, *torch.autograd.grad(out, shards, layout.take(dout, shard))]
     expected = zip((layout, *places), (exact, *torch.autograd.grad(exact, wholes, dout)), strict=True)
-    return [relative_error(x, place.take(full, own)) for x, (place, full) in zip(actual, expected, strict=True)]
+    return [relative_error(x, place.take(full, shard)) for x, (place, full) in zip(actual, expected, strict=True)]
 
 
-def test_results_of_other_ranks_alone_are_merged(worlds):
+def test_results_of_only_other_ranks_are_merged(worlds):
     assert all(max(errors) < 1e-12 for errors in worlds(4).run(attends_to_other_ranks_alone))
 
 
 def last_seen(spec: AttentionSpec, topology: RingTopology, origin: int) -> list[int]:
-    """For every token of the rotating shard from `origin`: how many steps on the last rank is that sees it."""
+    """Returns, for each token of the rotating shard of `origin`, the steps to the last rank that sees it."""
     layouts = (spec.layout, spec.key_layout) if topology.rotating_side == "keys" else (spec.key_layout, spec.layout)
-    own, last = layouts[1].positions(topology.rotating_shards[origin]), []
+    rotating, last = layouts[1].positions(topology.rotating_shards[origin]), []
     for step in range(len(topology.ranks)):
         stays = layouts[0].positions(topology.stationary_shards[(origin + step) % len(topology.ranks)])
-        pair = (stays, own) if topology.rotating_side == "keys" else (own, stays)
+        pair = (stays, rotating) if topology.rotating_side == "keys" else (rotating, stays)
         visible = visible_pairs(spec.mask, *pair, batch=2).any(0).any(0 if topology.rotating_side == "keys" else 1)
-        last = [step if sees else before for sees, before in zip(visible, last or [0] * len(own), strict=True)]
+        last = [step if sees else before for sees, before in zip(visible, last or [0] * len(rotating), strict=True)]
     return last
 
 
@@ -153,21 +154,21 @@ def test_every_token_travels_to_the_last_rank_that_sees_it(data, mask, ranks, mo
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.data(), MASKS, st.integers(1, 5), st.sampled_from(["keys", "queries"]))
 def test_kernels_get_the_visible_tokens_of_the_current_shard(data, mask, ranks, moving):
-    """Every visible pair once, wherever its tokens are packed."""
+    """Kernels compute every visible pair once, also for packed tokens."""
     spec = spec_of(mask, data.draw(layouts(40, ranks)), data.draw(layouts(40, ranks)))
     rotation = ring(data.draw(st.integers(0, ranks - 1)), moving, spec, ranks)
     for step, direct in zip(rotation.steps, rotation.direct_steps, strict=True):
         assert [tokens(step.token_ranges)[i] for i in tokens(direct.packed_tokens)] == tokens(direct.visible_tokens)
-        for held in (step.token_ranges, direct.visible_tokens):
-            sides = (None, held) if moving == "keys" else (held, None)
+        for ranges in (step.token_ranges, direct.visible_tokens):
+            sides = (None, ranges) if moving == "keys" else (ranges, None)
             chosen = zip((spec.layout, spec.key_layout), (step.query_shard, step.key_shard), sides, strict=True)
             q, k = (layout.positions(n)[slice(None) if some is None else tokens(some)] for layout, n, some in chosen)
             visible = visible_pairs(mask, q, k, batch=2).expand(2, -1, -1).long()
             count = torch.zeros_like(visible)
             for rows, columns, (low, high) in spec.block(step.query_shard, step.key_shard, *sides).calls:
                 part = count[rows.rows, rows.tokens, columns.tokens]
-                apart = torch.arange(part.shape[2])[None, :] - torch.arange(part.shape[1])[:, None]
-                part += (apart >= (-99 if low is None else low)) & (apart <= (99 if high is None else high))
+                offsets = torch.arange(part.shape[2])[None, :] - torch.arange(part.shape[1])[:, None]
+                part += (offsets >= (-99 if low is None else low)) & (offsets <= (99 if high is None else high))
             assert torch.equal(count, visible)
 
 
@@ -190,7 +191,7 @@ def test_tokens_sent_of_the_120_of_a_full_round(mask, kind, moving, tokens):
 
 def test_tokens_between_visible_ones_are_not_sent():
     """Shard 1 has positions 8..15 and 48..55. Rank 0 sees their ends, of the first and the last document; ranks 2 and 3
-    what is between."""
+    see the tokens between."""
     mask = AttentionMask(causal=False, documents=(0, 12, 52, 64))
     spec = spec_of(mask, SequenceLayout.zigzag(64, 4))
     rotation = ring(1, "keys", spec)

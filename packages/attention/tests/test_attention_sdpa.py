@@ -1,4 +1,4 @@
-"""Plain modules that call SDPA, on shards: outputs and gradients of the whole sequence on one rank."""
+"""Plain modules that call SDPA, on shards: outputs and gradients equal those of the full sequence on one rank."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def usp():
 
 
 class Block(nn.Module):
-    """A pre-norm block; `call` is how it calls SDPA, `key_heads` below HEADS shares them."""
+    """A pre-norm block; `call` is the way it calls SDPA, `key_heads` below HEADS means grouped-query attention."""
 
     def __init__(self, call: str, key_heads: int = HEADS, causal: bool = True, scale: float | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def model(call: str = "attribute", **options):
 
 
 def on_a_shard(kind: str, documents, checkpointed: str, options: dict):
-    """This rank's outputs and its share of the gradients."""
+    """Returns this rank's outputs and its addends of the gradients."""
     attend, blocks = usp(), model(**options)
     layout = attend.layout(LENGTH, kind)
     x, dout = (layout.take(y, attend.shard) for y in inputs())
@@ -102,47 +102,47 @@ def each_on_a_shard():
 
 
 def test_a_shard_equals_one_rank(worlds):
-    for (kind, documents, *how), *ranks in zip(CALLS, *worlds(4).run(each_on_a_shard), strict=True):
-        expected, gradients = on_one_rank(documents, how[1])
-        outs, shares = zip(*ranks, strict=True)
+    for (kind, documents, *settings), *ranks in zip(CALLS, *worlds(4).run(each_on_a_shard), strict=True):
+        expected, gradients = on_one_rank(documents, settings[1])
+        outs, local_gradients = zip(*ranks, strict=True)
         layout = getattr(SequenceLayout, kind)(LENGTH, 2).refine(2)
-        assert relative_error(layout.join(outs), expected) < 1e-12, (kind, documents, how)
-        for gradient, *parts in zip(gradients, *shares, strict=True):
-            assert relative_error(torch.stack(parts).sum(0), gradient) < 1e-12, (kind, documents, how)
+        assert relative_error(layout.join(outs), expected) < 1e-12, (kind, documents, settings)
+        for gradient, *parts in zip(gradients, *local_gradients, strict=True):
+            assert relative_error(torch.stack(parts).sum(0), gradient) < 1e-12, (kind, documents, settings)
 
 
 TREE = AttentionMask.tree((0, 9, 20, 30, LENGTH), (-1, 0, 0, 2))
 
 
-def of_the_whole_sequence(wrong: str = "") -> torch.Tensor:
-    """A tree's pairs [N, N], or what one rank has instead."""
+def full_mask(wrong: str = "") -> torch.Tensor:
+    """Returns a tree's pairs [N, N], or a wrong tensor on one rank."""
     visible = TREE.visible(torch.arange(LENGTH), torch.arange(LENGTH))
     return {"another": visible.tril(-1), "a bias": visible.double()}.get(wrong, visible)
 
 
 def with_tensors():
-    """Outputs and gradients under a tensor, and what is said where one rank has another, or one that is no mask."""
+    """Returns outputs and gradients under a tensor, and the errors if one rank has another or an invalid one."""
     attend, blocks = usp(), model()
     layout = attend.layout(LENGTH)
     x, dout = (layout.take(y, attend.shard) for y in inputs())
     with sequence(layout=layout), sdpa_parallel(attend):
-        out = blocks[1](blocks[0](x, of_the_whole_sequence()), of_the_whole_sequence())
+        out = blocks[1](blocks[0](x, full_mask()), full_mask())
         messages: list[str] = []
         for wrong in ("another", "a bias"):
             with pytest.raises(ValueError, match="attn_mask") as refused:
-                blocks[0](x, of_the_whole_sequence(wrong if attend.shard == 1 else ""))
+                blocks[0](x, full_mask(wrong if attend.shard == 1 else ""))
             messages.append(str(refused.value))
     out.backward(dout)
     return out.detach(), [p.grad for p in blocks.parameters()], messages
 
 
-def test_a_tensor_of_the_whole_sequence_is_attended_by_shards(worlds):
+def test_masks_of_the_full_sequence_apply_to_shards(worlds):
     blocks, (x, dout) = model(), inputs()
-    expected = blocks[1](blocks[0](x, of_the_whole_sequence()), of_the_whole_sequence())
+    expected = blocks[1](blocks[0](x, full_mask()), full_mask())
     expected.backward(dout)
-    outs, shares, messages = zip(*worlds(4).run(with_tensors), strict=True)
+    outs, local_gradients, messages = zip(*worlds(4).run(with_tensors), strict=True)
     assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(outs), expected) < 1e-12
-    for parameter, *parts in zip(blocks.parameters(), *shares, strict=True):
+    for parameter, *parts in zip(blocks.parameters(), *local_gradients, strict=True):
         assert relative_error(torch.stack(parts).sum(0), parameter.grad) < 1e-12
     for differ, bias in messages:
         assert "ranks of one sequence were given different values" in differ
@@ -162,7 +162,7 @@ def recompute_outside() -> str:
     return "accepted"
 
 
-def test_recomputing_outside_of_the_block_is_loud(worlds):
+def test_recomputing_outside_of_the_block_raises(worlds):
     assert all(
         "different metadata" in message or "number of" in message for message in worlds(4).run(recompute_outside)
     )
@@ -179,7 +179,7 @@ def without_layout() -> str:
     return "accepted"
 
 
-def test_a_missing_layout_is_refused_with_the_remedy(worlds):
+def test_missing_layout_raises_with_the_remedy(worlds):
     assert all("sequence(layout=attend.layout(length))" in message for message in worlds(4).run(without_layout))
 
 
@@ -224,14 +224,14 @@ def test_the_innermost_sequence_applies():
         ({"key": torch.zeros(2, 4, 8, 8), "value": torch.zeros(2, 4, 8, 8)}, "tokens"),
     ],
 )
-def test_impossible_requests_are_refused(change, message):
+def test_invalid_requests_raise(change, message):
     arguments = {name: torch.zeros(2, 4, 9, 8) for name in ("query", "key", "value")} | change
     with sdpa_parallel(Local()), pytest.raises(ValueError, match=message):
         F.scaled_dot_product_attention(**arguments)
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_modules_that_attend_by_themselves_are_refused(train):
+def test_modules_with_their_own_attention_raise(train):
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0).train(train)
     with torch.set_grad_enabled(train), sdpa_parallel(Local()), pytest.raises(ValueError, match="MultiheadAttention"):
         layer(torch.zeros(1, 5, 16))
@@ -244,16 +244,16 @@ def test_documents_must_fit_the_layout():
 
 
 class Attends(nn.Module):
-    """Attention as some models compute it, without the function that is routed."""
+    """Attention without scaled_dot_product_attention, as in some models."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, function: str) -> None:
         super().__init__()
-        self.how = how
+        self.function = function
 
     def forward(self, q):
-        if self.how == "flex":
+        if self.function == "flex":
             return flex_attention(q, q, q)
-        if self.how == "op":
+        if self.function == "op":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)[0]
         return (q @ q.mT).softmax(-1) @ q
 
@@ -270,7 +270,7 @@ def test_a_block_with_attention_that_is_not_routed_is_refused(call, message):
     for run in (model, compiled, compiled) if call != "op" else (model,):
         with pytest.raises(ValueError, match=message), parallel:
             run(q)
-            if routed:  # beside a call that is
+            if routed:  # next to a routed call
                 F.scaled_dot_product_attention(q, q, q)
 
 
@@ -279,7 +279,7 @@ def test_an_error_is_not_hidden_by_the_end_of_the_block():
         raise KeyError("mine")
 
 
-def test_a_compiled_model_is_seen_to_be_routed_with_one_graph():
+def test_compiled_model_counts_as_routed_with_one_graph():
     q, attend = torch.randn(1, HEADS, 8, 6), Local()
     torch._dynamo.reset()
     graphs = CompileCounter()

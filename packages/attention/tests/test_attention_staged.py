@@ -1,4 +1,4 @@
-"""Conformance over the backend for ranks that share a GPU, with 4 ranks: on CPU tensors, and on a GPU where one is."""
+"""Conformance over the backend for ranks that share a GPU, with 4 ranks: on CPU tensors, and on a GPU if present."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def staged():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_method_conforms_over_it(staged, device):
-    """One case of each method, with each of its options on a GPU; DTensors, projections and sub-meshes as drawn."""
+    """One case per method, on a GPU one per option; random DTensors, projections and sub-meshes."""
     every = compositions(list(METHODS), [4])
     if device == "cpu":
         every = [one for one in every if "-" not in one.method]

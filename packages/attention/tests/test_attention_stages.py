@@ -1,4 +1,4 @@
-"""Which heads meet in which stage of UPipe, for any head counts: without processes."""
+"""The heads in each stage of UPipe, for all head counts, without processes."""
 
 import torch
 from hypothesis import given, settings
@@ -22,15 +22,15 @@ def counts(draw) -> tuple[int, int, int, int]:
 
 @given(counts())
 @settings(max_examples=300)
-def test_every_query_head_attends_once_beside_its_own_key_head(chosen):
+def test_every_query_head_attends_once_with_its_key_head(chosen):
     heads, key_heads, _, at_once = chosen
     actual = plan(*chosen)
     mapping = key_heads_of(heads, key_heads)
     assert sorted(head for stage in actual for head in stage.queries) == list(range(heads))
-    assert all(len(share.queries) <= at_once for stage in actual for share in stage.by_rank)
-    for share in (share for stage in actual for share in stage.by_rank):
-        keys = [mapping[head] for head in share.queries]
-        assert set(keys) <= set(share.keys) and keys == sorted(keys)  # grouped by key head, as kernels want them
+    assert all(len(rank_heads.queries) <= at_once for stage in actual for rank_heads in stage.by_rank)
+    for rank_heads in (rank_heads for stage in actual for rank_heads in stage.by_rank):
+        keys = [mapping[head] for head in rank_heads.queries]
+        assert set(keys) <= set(rank_heads.keys) and keys == sorted(keys)  # grouped by key head, as kernels require
 
 
 @given(counts())
@@ -38,34 +38,34 @@ def test_every_query_head_attends_once_beside_its_own_key_head(chosen):
 def test_keys_arrive_once_for_each_round_and_leave_after_it(chosen):
     for rank in range(chosen[2]):
         on_hand: tuple[int, ...] = ()
-        for share in (stage.by_rank[rank] for stage in plan(*chosen) if stage.by_rank[rank] != RankHeads()):
-            assert share.starts_round == (on_hand == ())
-            on_hand = () if share.ends_round else share.keys
-            assert share.starts_round or share.ends_round or on_hand == share.keys
+        for rank_heads in (stage.by_rank[rank] for stage in plan(*chosen) if stage.by_rank[rank] != RankHeads()):
+            assert rank_heads.starts_round == (on_hand == ())
+            on_hand = () if rank_heads.ends_round else rank_heads.keys
+            assert rank_heads.starts_round or rank_heads.ends_round or on_hand == rank_heads.keys
         assert on_hand == ()
 
 
 @given(counts())
 @settings(max_examples=300)
-def test_travelling_keys_are_each_ranks_own(chosen):
+def test_sent_keys_are_the_keys_of_each_rank(chosen):
     for stage in plan(*chosen):
         for keys, flag in ((stage.received_keys, "starts_round"), (stage.returned_keys, "ends_round")):
-            for share, part in zip(stage.by_rank, keys.ranges, strict=True):
-                assert keys.heads[part.start : part.stop] == (share.keys if getattr(share, flag) else ())
+            for rank_heads, part in zip(stage.by_rank, keys.ranges, strict=True):
+                assert keys.heads[part.start : part.stop] == (rank_heads.keys if getattr(rank_heads, flag) else ())
 
 
 def test_llama_3_8b_on_eight_ranks():
-    """One round: all 8 key heads come in with query head 4 k of each group, then come 4 k + 1, 4 k + 2, 4 k + 3."""
+    """One round: all 8 key heads arrive with query head 4 k of each group, then follow 4 k + 1, 4 k + 2, 4 k + 3."""
     actual = plan(32, 8, 8, 1)
     assert [stage.queries for stage in actual] == [tuple(range(turn, 32, 4)) for turn in range(4)]
     assert [stage.received_keys.heads for stage in actual] == [tuple(range(8)), (), (), ()]
     assert [stage.returned_keys.heads for stage in actual] == [(), (), (), tuple(range(8))]
 
 
-def test_fewer_key_heads_than_heads_a_stage_come_in_with_the_fewest_replicas():
+def test_few_key_heads_have_the_fewest_replicas_per_stage():
     actual = plan(8, 2, 4, 1)  # a stage has 4 query heads, one for each rank, and there are 2 key heads
     assert [stage.queries for stage in actual] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert [[share.keys for share in stage.by_rank] for stage in actual] == [[(0,), (0,), (1,), (1,)]] * 2
+    assert [[rank_heads.keys for rank_heads in stage.by_rank] for stage in actual] == [[(0,), (0,), (1,), (1,)]] * 2
     assert [stage.received_keys.has_shared_heads for stage in actual] == [True, False]
 
 

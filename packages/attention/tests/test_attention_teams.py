@@ -1,4 +1,4 @@
-"""WallFacer's seats: every rank has one, and the keys of each team reach a ring of every group."""
+"""WallFacer's seats: every rank has one, and each team's keys are in one ring of every group."""
 
 import pytest
 
@@ -15,10 +15,10 @@ def test_seats_and_targets(ranks, team, placement):
     assert sorted(seats) == [(t, a) for t in range(ranks // team) for a in range(team)]
     assert [teams.rank(*seat) for seat in seats] == list(range(ranks))
     targets = [teams.key_target(*seat) for seat in seats]
-    assert sorted(targets) == list(range(ranks))  # every rank is sent the keys of one team
+    assert sorted(targets) == list(range(ranks))  # every rank receives the keys of one team
     for seat, target in zip(seats, targets, strict=True):
         assert teams.key_source(*teams.seat(target)) == seat
-    # Together, the members of a team see all teams: those that the rings of its members start from.
+    # The rings of a team's members start from all teams together.
     for t in range(ranks // team):
         group = t // teams.ring_size
         sources = [
@@ -27,7 +27,7 @@ def test_seats_and_targets(ranks, team, placement):
         assert sorted(sources) == list(range(ranks // team))
 
 
-def test_neighbours_are_team_mates_or_ring_mates():
+def test_neighbours_are_in_one_team_or_one_ring():
     near = Teams(16, 2, "collect_intra")
     assert [near.seat(rank)[0] for rank in range(4)] == [0, 0, 1, 1]
     far = Teams(16, 2, "p2p_intra")
@@ -42,6 +42,6 @@ def test_neighbours_are_team_mates_or_ring_mates():
         ((4, 2, "outside"), "placement='outside'; known: collect_intra, p2p_intra"),
     ],
 )
-def test_teams_that_do_not_fit_are_refused(arguments, message):
+def test_invalid_teams_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         Teams(*arguments)

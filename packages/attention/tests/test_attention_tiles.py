@@ -1,4 +1,4 @@
-"""Tiles cover every visible pair once and nothing else, and are as few as the layouts allow."""
+"""Tiles cover every visible pair once and no other pair, and their number is minimal."""
 
 from itertools import pairwise, product
 from random import Random
@@ -20,12 +20,12 @@ FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
 
 
 def covered(tile, queries: int, keys: int) -> torch.Tensor:
-    """The pairs of one tile: bool [T, S] over local indices."""
+    """Pairs of one tile: bool [T, S] over local indices."""
     a, b = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     inside = (tile.q0 <= a) & (a < tile.q1) & (tile.k0 <= b) & (b < tile.k1)
-    above = torch.ones_like(inside) if tile.low is None else b - a >= tile.low
-    below = torch.ones_like(inside) if tile.high is None else b - a <= tile.high
-    return inside & above & below
+    from_low = torch.ones_like(inside) if tile.low is None else b - a >= tile.low
+    up_to_high = torch.ones_like(inside) if tile.high is None else b - a <= tile.high
+    return inside & from_low & up_to_high
 
 
 def check_cover(
@@ -35,21 +35,21 @@ def check_cover(
 
 
 def check_pairs(parts: tuple, rows: torch.Tensor, columns: torch.Tensor, mask: AttentionMask, row: int) -> None:
-    """Each pair that the oracle sees is in one tile, no other is in any; and tiles are canonical."""
+    """Asserts that tiles have each pair of the oracle once and no others, and that they are canonical."""
     count = torch.zeros(len(rows), len(columns), dtype=torch.long)
     for tile in parts:
         assert 0 <= tile.q0 < tile.q1 <= len(rows) and 0 <= tile.k0 < tile.k1 <= len(columns), tile
         pairs = covered(tile, len(rows), len(columns))
         assert tile.area == pairs.sum(), tile
         used = pairs[tile.q0 : tile.q1, tile.k0 : tile.k1]
-        assert used.any(1).all() and used.any(0).all(), f"{tile} has a row or a column that sees nothing"
+        assert used.any(1).all() and used.any(0).all(), f"{tile} has a row or a column without visible pairs"
         count += pairs
     visible = visible_pairs(mask, rows, columns, batch=2)
     expected = visible[min(row, len(visible) - 1)].long()
     assert torch.equal(count, expected), f"covered {count.tolist()}, visible {expected.tolist()}: {parts}"
 
 
-# -- any layout, any mask -------------------------------------------------------------------------------------------
+# -- random layouts and masks -----------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -82,7 +82,7 @@ def layouts(draw, length: int) -> SequenceLayout:
 
 @st.composite
 def cells(draw) -> tuple[SequenceLayout, int, SequenceLayout, int, int]:
-    """(query layout, shard, key layout, shard, length), the two layouts the same half of the time."""
+    """Draws (query layout, shard, key layout, shard, length); half of the time both layouts are equal."""
     length = draw(st.integers(1, 28))
     queries = draw(layouts(length))
     keys = queries if draw(st.booleans()) else draw(layouts(length))
@@ -134,13 +134,13 @@ def test_visible_tokens_cover_all_batch_rows(data):
 
 
 def any_cell(seed: int) -> tuple[SequenceLayout, SequenceLayout, AttentionMask, Random]:
-    """Layouts of queries and of keys, the same one half of the time, and a mask of any kind for a batch of two."""
+    """Draws layouts of queries and keys, half of the time equal, and a mask of any kind for a batch of two."""
     random = Random(seed)
     length, shards = random.randint(1, 40), random.randint(1, 5)
-    alike = random.random() < 0.5
-    keys = length if alike or random.random() < 0.5 else random.randint(1, 40)
+    same_layout = random.random() < 0.5
+    keys = length if same_layout or random.random() < 0.5 else random.randint(1, 40)
     layout = any_layout(random, length, min(shards, length, keys))
-    key_layout = layout if alike else any_layout(random, keys, layout.shards)
+    key_layout = layout if same_layout else any_layout(random, keys, layout.shards)
     return layout, key_layout, drawn_mask(random, length, keys, batch=2), random
 
 
@@ -173,16 +173,16 @@ def test_every_cell_of_the_usual_layouts_under_a_window(kind, window):
         check_cover(layout, i, layout, j, AttentionMask(causal=causal, window=window))
 
 
-# -- as few as possible ---------------------------------------------------------------------------------------------
+# -- as few as possible -----------------------------------------------------------------------------------------------
 
 
-def found(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> tuple:
+def tiles_of(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> tuple:
     return tiles(layout.spans(i), layout.spans(j), mask)
 
 
 def area(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> int:
     sizes = layout.sizes[i], layout.sizes[j]
-    return sum(int(covered(tile, *sizes).sum()) for tile in found(layout, i, j, mask))
+    return sum(int(covered(tile, *sizes).sum()) for tile in tiles_of(layout, i, j, mask))
 
 
 def is_rectangle(tile) -> bool:
@@ -194,24 +194,24 @@ def is_rectangle(tile) -> bool:
 def test_without_a_mask_every_cell_is_one_full_rectangle(kind):
     layout = getattr(SequenceLayout, kind)(40, 4)
     for i, j in product(range(4), range(4)):
-        (tile,) = found(layout, i, j, FULL)
+        (tile,) = tiles_of(layout, i, j, FULL)
         assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 10, 0, 10, None, None)
 
 
 def test_contiguous_causal_is_a_square_on_the_diagonal_a_rectangle_below_and_nothing_above():
     layout = SequenceLayout.contiguous(40, 4)
     for i, j in product(range(4), range(4)):
-        assert len(found(layout, i, j)) == (i >= j)
+        assert len(tiles_of(layout, i, j)) == (i >= j)
         assert area(layout, i, j) == (55 if i == j else 100 if i > j else 0)
-    assert found(layout, 1, 1)[0].low is None and found(layout, 1, 1)[0].high == 0
-    assert is_rectangle(found(layout, 2, 1)[0])
+    assert tiles_of(layout, 1, 1)[0].low is None and tiles_of(layout, 1, 1)[0].high == 0
+    assert is_rectangle(tiles_of(layout, 2, 1)[0])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 def test_zigzag_causal_is_one_tile_in_every_cell(shards):
     layout = SequenceLayout.zigzag(6 * shards, shards)
     for i, j in product(range(shards), range(shards)):
-        (tile,) = found(layout, i, j)
+        (tile,) = tiles_of(layout, i, j)
         if i == j:
             assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 6, 0, 6, None, 0)
         elif i > j:
@@ -230,24 +230,24 @@ def test_zigzag_gives_all_ranks_the_same_work_at_every_step(shards):
 def test_striped_causal_is_one_tile_in_every_cell_shifted_by_one_above_the_diagonal():
     layout = SequenceLayout.striped(40, 4)
     for i, j in product(range(4), range(4)):
-        (tile,) = found(layout, i, j)
+        (tile,) = tiles_of(layout, i, j)
         assert tile.low is None and area(layout, i, j) == (55 if i >= j else 45)
 
 
 def test_a_refined_zigzag_shard_is_cut_no_further_than_its_spans():
     layout = SequenceLayout.zigzag(64, 2).refine(2)
-    counts = [[len(found(layout, i, j)) for j in range(4)] for i in range(4)]
+    counts = [[len(tiles_of(layout, i, j)) for j in range(4)] for i in range(4)]
     assert max(map(max, counts)) == 1, counts
 
 
 def test_neighbouring_documents_that_no_boundary_crosses_cost_one_tile_each():
     layout = SequenceLayout.contiguous(32, 2)
     mask = AttentionMask(documents=(0, 8, 16, 32))
-    assert [[len(found(layout, i, j, mask)) for j in range(2)] for i in range(2)] == [[2, 0], [0, 1]]
+    assert [[len(tiles_of(layout, i, j, mask)) for j in range(2)] for i in range(2)] == [[2, 0], [0, 1]]
 
 
 def test_a_causal_window_on_one_shard_is_one_band():
-    (tile,) = found(SequenceLayout.contiguous(32, 1), 0, 0, AttentionMask(window=(5, None)))
+    (tile,) = tiles_of(SequenceLayout.contiguous(32, 1), 0, 0, AttentionMask(window=(5, None)))
     assert (tile.low, tile.high) == (-5, 0)
 
 

@@ -1,4 +1,4 @@
-"""The picture of what each rank computes and what is under way: what it shows, and in which order. No durations."""
+"""Traces of each rank's computation and exchanges in flight: events and their order, not durations."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ RING, USP = Composition.of("ring-keys", ring=P), Composition.of("usp", ring=2, u
 
 
 def traced(composition: Composition, path: Path) -> dict[tuple[str, str], int]:
-    """Attends once, forward and backward, before the trace, in it and after it; bytes by (axis, phase)."""
+    """Runs forward and backward before, in and after the trace; returns bytes by (axis, phase)."""
     attend = composition.build()
     layout = attend.layout(N)
     q, k, v = (torch.randn(B, N // P, H, D, requires_grad=True) for _ in range(3))
@@ -51,19 +51,19 @@ def read(worlds, composition: Composition, folders) -> tuple[list[Event], list[A
     return json.loads(path.read_text())["traceEvents"], ledgers
 
 
-def spans(events: list[Event], rank: int, **facts: object) -> list[Event]:
-    """Those of a rank that have these facts, such as cat="compute" or axis="ring"."""
-    here = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
-    return [event for event in here if facts.items() <= {**event, **event["args"], "args": None}.items()]
+def spans(events: list[Event], rank: int, **attributes: object) -> list[Event]:
+    """Returns the spans of a rank with these attributes, such as cat="compute" or axis="ring"."""
+    rank_events = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+    return [event for event in rank_events if attributes.items() <= {**event, **event["args"], "args": None}.items()]
 
 
 def end(event: Event) -> float:
     return event["ts"] + event["dur"]
 
 
-@pytest.mark.parametrize("made", ["ring", "usp"])
-def test_every_rank_is_there_and_its_lanes_have_names(made, request):
-    events, _ = request.getfixturevalue(made)
+@pytest.mark.parametrize("method", ["ring", "usp"])
+def test_trace_has_all_ranks_and_names_their_lanes(method, request):
+    events, _ = request.getfixturevalue(method)
     assert {event["pid"] for event in events} == set(range(P))
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     for event in events:
@@ -75,37 +75,37 @@ def test_every_rank_is_there_and_its_lanes_have_names(made, request):
             assert event["ts"] > 0 and event["dur"] >= 0 and event["args"]["phase"] in ("forward", "backward")
 
 
-@pytest.mark.parametrize("made", ["ring", "usp"])
-def test_spans_of_a_lane_are_one_after_another_or_one_within_another(made, request):
-    events, _ = request.getfixturevalue(made)
+@pytest.mark.parametrize("method", ["ring", "usp"])
+def test_spans_of_a_lane_are_disjoint_or_nested(method, request):
+    events, _ = request.getfixturevalue(method)
     for rank in range(P):
         for lane in {event["tid"] for event in events}:
-            held: list[Event] = []
+            open_spans: list[Event] = []
             for event in sorted(spans(events, rank, tid=lane), key=lambda event: (event["ts"], -event["dur"])):
-                while held and end(held[-1]) <= event["ts"] + 1e-6:
-                    held.pop()
-                assert not held or (end(event) <= end(held[-1]) + 1e-6 and event["cat"] != "exchange")
-                held.append(event)
+                while open_spans and end(open_spans[-1]) <= event["ts"] + 1e-6:
+                    open_spans.pop()
+                assert not open_spans or (end(event) <= end(open_spans[-1]) + 1e-6 and event["cat"] != "exchange")
+                open_spans.append(event)
 
 
-@pytest.mark.parametrize("made", ["ring", "usp"])
-def test_the_bytes_in_flight_match_the_ledger(made, request):
-    events, ledgers = request.getfixturevalue(made)
+@pytest.mark.parametrize("method", ["ring", "usp"])
+def test_the_bytes_in_flight_match_the_ledger(method, request):
+    events, ledgers = request.getfixturevalue(method)
     for rank, ledger in enumerate(ledgers):
-        for (axis, phase), sent in ledger.items():
+        for (axis, phase), ledger_bytes in ledger.items():
             actual = spans(events, rank, axis=axis, phase=phase)
-            assert sum(event["args"]["bytes"] for event in actual) == sent
+            assert sum(event["args"]["bytes"] for event in actual) == ledger_bytes
         assert sum(ledger.values()) > 0
 
 
-def test_a_ring_computes_each_cell_while_the_next_is_under_way(ring):
+def test_ring_computes_each_block_while_the_next_shard_is_in_flight(ring):
     events, _ = ring
     for rank in range(P):
         for phase in ("forward", "backward"):
             cells = spans(events, rank, cat="compute", phase=phase)
             assert [event["name"] for event in cells] == [f"{phase} q{rank} k{(rank - step) % P}" for step in range(P)]
             moving = spans(events, rank, cat="exchange", phase=phase)
-            for cell in cells[:-1]:  # nothing comes after the last
+            for cell in cells[:-1]:  # the last block has no exchange
                 assert any(event["ts"] <= cell["ts"] and end(cell) <= end(event) for event in moving), cell
 
 
@@ -117,7 +117,7 @@ def test_waits_end_operations_in_flight(ring):
             assert any(wait["ts"] <= end(moving) <= end(wait) for wait in waits)
 
 
-def test_all_to_alls_that_are_under_way_together_have_lanes_of_their_own(usp):
+def test_concurrent_all_to_alls_have_separate_lanes(usp):
     events, _ = usp
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 0}
     assert {"exchange ulysses", "exchange ulysses (2)", "exchange ulysses (3)"} <= names

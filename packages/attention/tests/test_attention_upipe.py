@@ -1,4 +1,4 @@
-"""UPipe takes heads in stages, projections included, and gives what attention gives: held to the formula in float64."""
+"""UPipe runs heads in stages, projections included; its results equal the formula in float64."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -26,7 +26,7 @@ from armillary.attention import (
 )
 from armillary.core.testing import mesh, relative_error
 
-BATCH, WIDTH, DIM, LENGTH = 2, 12, 8, 29  # of x [B, N, E] and heads [.., D]
+BATCH, WIDTH, DIM, LENGTH = 2, 12, 8, 29  # x [B, N, E], heads [.., D]
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 Result = dict[str, Tensor]
 
@@ -34,7 +34,7 @@ Result = dict[str, Tensor]
 class Projected(nn.Module):
     """Projections at given positions. Options: "bias", "norm" (of x, and of q and k as in Qwen3), "rope", "lora".
 
-    Also "sinks", as one more of its parameters, "scale" and "softcap": those that attention takes, see `scores`.
+    Also "sinks", another parameter, "scale" and "softcap": arguments of attention, see `scores`.
     """
 
     def __init__(self, heads: int, key_heads: int, positions: Tensor, options: Sequence[str] = (), seed: int = 0):
@@ -64,7 +64,7 @@ class Projected(nn.Module):
         return self.project("k", x, list(heads)), self.project("v", x, list(heads))
 
     def scores(self) -> dict[str, Any]:
-        """Arguments of an attention call."""
+        """Returns the arguments of an attention call."""
         every = {"sinks": lambda: self.sinks["q"], "scale": lambda: 0.3, "softcap": lambda: 2.0}
         return {name: value() for name, value in every.items() if name in self.options}
 
@@ -85,7 +85,7 @@ class Projected(nn.Module):
 
 
 def rotated(y: Tensor, positions: Tensor) -> Tensor:
-    """RoPE of y [B, T, H, D]."""
+    """Applies RoPE to y [B, T, H, D]."""
     angles = positions[:, None, None] * 100.0 ** -torch.arange(0, 1, 2 / DIM, dtype=torch.float64)
     cos, sin = angles.cos().to(y.dtype), angles.sin().to(y.dtype)
     a, b = y.chunk(2, dim=-1)
@@ -95,7 +95,7 @@ def rotated(y: Tensor, positions: Tensor) -> Tensor:
 class Heads(NamedTuple):
     queries: int
     keys: int
-    stage: int | None  # query heads a stage
+    stage: int | None  # query heads per stage
 
 
 class Case(NamedTuple):
@@ -143,9 +143,9 @@ HEADS = [
     *(Heads(6, 3, 2), Heads(12, 3, 4), Heads(5, 5, 2), Heads(9, 3, 4), Heads(7, 7, 4), Heads(10, 5, 4)),
     *(Heads(5, 1, None), Heads(8, 1, 4), Heads(6, 2, 4), Heads(9, 3, None)),
 ]
-"""Key heads fewer and more than a stage and than the ranks, dividing each other and not; one stage; ragged ends."""
+"""Fewer and more key heads than per stage and than ranks, divisible and not; one stage; incomplete last stages."""
 OPTIONS = [(), ("bias", "rope"), ("norm", "rope"), ("lora", "rope"), ("bias", "norm", "rope")]
-"""A bias of keys has no gradient at all without RoPE or norm: it shifts all scores of a query alike."""
+"""Without RoPE or norm, a bias of keys has no gradient, because it shifts all scores of a query equally."""
 MASKS = [
     AttentionMask(),
     AttentionMask(documents=(0, 5, 6, 19, LENGTH)),
@@ -157,7 +157,7 @@ MASKS = [
 
 
 def cases(composition: Composition) -> list[Case]:
-    """Half of all heads that fit; options and masks in turn. Other ones, in other pairs, for other compositions."""
+    """Returns half of the possible heads, with options and masks in turn; other compositions have other pairs."""
     shift = (COMPOSITIONS + EIGHT).index(composition)
     fitting = [heads for heads in HEADS if composition.fits(heads)]
     return [
@@ -167,11 +167,11 @@ def cases(composition: Composition) -> list[Case]:
     ]
 
 
-# -- what is expected, and what comes -----------------------------------------------------------------------------
+# -- expected and actual results --------------------------------------------------------------------------------------
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor]:
-    """Global x [B, N, E] and dout [B, N, H, D], the same in every process."""
+    """Returns global x [B, N, E] and dout [B, N, H, D], equal in every process."""
     generator = torch.Generator().manual_seed(case.length)
     shapes = (BATCH, case.length, WIDTH), (BATCH, case.length, case.heads.queries, DIM)
     x, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes)
@@ -180,7 +180,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def expected(case: Case) -> Result:
-    """out, dx and each parameter's gradient, of the formula on one device; inputs as rounded to the case's dtype."""
+    """Returns out, dx and each parameter's gradient by the formula on one device, for inputs in the case's dtype."""
     x, dout = (tensor.double() for tensor in inputs(case))
     weights = Projected(*case.heads[:2], torch.arange(case.length), case.options).to(case.dtype).double()
     x.requires_grad_()
@@ -198,7 +198,7 @@ def differentiated(out: Tensor, dout: Tensor, x: Tensor, weights: nn.Module) -> 
 
 
 def on_rank(attend: Method, case: Case) -> Result:
-    """out and dx of this rank's tokens, with their positions, and its share of each parameter's gradient."""
+    """Returns out, dx and positions of this rank's tokens, and its addend of each parameter's gradient."""
     layout = attend.layout(case.length, case.kind)
     x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(case))
     positions = layout.positions(attend.shard)
@@ -213,17 +213,17 @@ def on_ranks(composition: Composition, todo: list[Case], **options: bool) -> lis
 
 
 def joined(ranks: Sequence[Result]) -> Result:
-    """The whole tensors: tokens in order, gradients of parameters summed."""
+    """Joins ranks' results: tokens in order, gradients of parameters summed."""
     order = torch.cat([rank["positions"] for rank in ranks]).argsort()
-    together = {name: [rank[name] for rank in ranks] for name in ranks[0] if name != "positions"}
+    by_name = {name: [rank[name] for rank in ranks] for name in ranks[0] if name != "positions"}
     return {
         name: torch.cat(parts, dim=1)[:, order] if name in ("out", "dx") else torch.stack(parts).double().sum(0)
-        for name, parts in together.items()
+        for name, parts in by_name.items()
     }
 
 
 def wrong(case: Case, ranks: Sequence[Result]) -> list[str]:
-    """Which tensors are off, and how far."""
+    """Returns the wrong tensors with their errors."""
     result, exact = joined(ranks), expected(case)
     assert result.keys() == exact.keys()
     errors = {name: relative_error(result[name], exact[name]) for name in exact}
@@ -235,7 +235,7 @@ def failures(worlds, composition: Composition, todo: list[Case]) -> list[str]:
     return [text for case, *ranks in zip(todo, *answers, strict=True) for text in wrong(case, ranks)]
 
 
-# -- exact ----------------------------------------------------------------------------------------------------------
+# -- exact ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=str)
@@ -248,7 +248,7 @@ def test_on_eight_ranks(worlds, composition):
     assert not failures(worlds, composition, cases(composition)[::3])
 
 
-def test_the_oracle_holds_ulysses_to_the_same(worlds):
+def test_ulysses_equals_the_same_oracle(worlds):
     todo = [Case(heads, options) for heads, options in zip(HEADS[:5], OPTIONS, strict=True)]
     answers = worlds(4).run(ulysses_on_ranks, todo)
     assert not [text for case, *ranks in zip(todo, *answers, strict=True) for text in wrong(case, ranks)]
@@ -272,14 +272,14 @@ def test_every_layout_and_shards_of_one_token(worlds):
 
 
 def test_sinks_scale_and_softcap(worlds):
-    """The sinks are among the parameters though no projection depends on them."""
+    """The sinks are among the parameters, although no projection uses them."""
     options = (("sinks", "rope"), ("scale", "rope"), ("softcap", "norm", "rope"), ("sinks", "scale", "softcap"))
     heads = (Heads(8, 2, 2), Heads(5, 5, 2), Heads(8, 1, 4))
     assert not failures(worlds, USP, [Case(*both) for both in product(heads, options)])
 
 
-def test_tokens_that_see_themselves_only(worlds):
-    """Values pass through: neither queries nor keys have a gradient, and nearly every cell is skipped."""
+def test_tokens_that_only_see_themselves(worlds):
+    """Outputs are the values: queries and keys have no gradient, and nearly every block is skipped."""
     case = Case(Heads(8, 2, 2), ("rope",), AttentionMask(window=(0, 0)))
     answers = worlds(4).run(on_ranks, USP, [case])
     result, exact = joined([results[0] for results in answers]), expected(case)
@@ -299,7 +299,7 @@ def test_narrower_dtypes_are_unchanged(worlds):
 
 
 class Blind(NamedTuple):
-    """Cross-attention in which the last queries are too far from any key to see one."""
+    """Cross-attention in which the last queries are too far from all keys to see one."""
 
     queries: int = 23
     keys: int = 11
@@ -307,7 +307,7 @@ class Blind(NamedTuple):
 
 
 def finished(composition: Composition, stage: int, blind: Blind) -> tuple[list[Tensor], int]:
-    """out, lse, dq, dk, dv from finished q, k, v, and the shard."""
+    """Returns (out, lse, dq, dk, dv) from finished q, k, v, and the shard."""
     attend = composition.build(stage)
     layouts = [attend.layout(length, "contiguous") for length in (blind.queries, blind.keys, blind.keys)]
     q, k, v, dout = blind_inputs(blind)
@@ -327,7 +327,7 @@ def blind_inputs(blind: Blind) -> list[Tensor]:
     return [torch.randn(BATCH, n, heads, DIM, generator=generator, dtype=torch.float64) for n, heads in shapes]
 
 
-def test_finished_tensors_and_queries_that_see_nothing(worlds):
+def test_finished_tensors_and_queries_without_visible_keys(worlds):
     blind = Blind()
     q, k, v, dout = (x.requires_grad_() for x in blind_inputs(blind))
     out, lse = reference_attention(q, k, v, mask=blind.mask, return_lse=True)
@@ -342,27 +342,29 @@ def test_finished_tensors_and_queries_that_see_nothing(worlds):
         assert max(errors) < 1e-10, (stage, errors)
 
 
-def test_two_runs_give_the_same_bits_and_so_does_prefetching(worlds):
+def test_repeated_and_prefetching_runs_have_equal_bits(worlds):
     todo = [Case(heads, ("norm", "rope"), dtype=torch.float32) for heads in HEADS[1::4] if USP.fits(heads)]
     for rank in worlds(4).run(thrice, USP, todo):
         assert rank == ["same"] * len(todo)
 
 
 def thrice(composition: Composition, todo: list[Case]) -> list[str]:
-    once, twice, ahead = (on_ranks(composition, todo, prefetch=prefetch) for prefetch in (False, False, True))
-    return [compared(*runs) for runs in zip(once, twice, ahead, strict=True)]
+    first, second, prefetched = (on_ranks(composition, todo, prefetch=prefetch) for prefetch in (False, False, True))
+    return [compared(*runs) for runs in zip(first, second, prefetched, strict=True)]
 
 
-def compared(once: Result, twice: Result, ahead: Result) -> str:
-    differing = [[name for name in once if not torch.equal(once[name], other[name])] for other in (twice, ahead)]
+def compared(first: Result, second: Result, prefetched: Result) -> str:
+    differing = [
+        [name for name in first if not torch.equal(first[name], other[name])] for other in (second, prefetched)
+    ]
     return f"again: {differing[0]}, prefetching: {differing[1]}" if any(differing) else "same"
 
 
-# -- the order of heads, as pretrained weights have it ----------------------------------------------------------------
+# -- the order of heads in pretrained weights -------------------------------------------------------------------------
 
 
 class Numbered(nn.Module):
-    """Key/value head j says j, whatever the tokens: its values are one-hot."""
+    """Key/value head j has the values one-hot(j) for all tokens."""
 
     def __init__(self, heads: int, key_heads: int) -> None:
         super().__init__()
@@ -378,7 +380,7 @@ class Numbered(nn.Module):
 
 
 def numbered(composition: Composition, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """What each query head says [H, K], by both ways, and the gradient of the values [K, K], dout of head h being h."""
+    """Returns each query head's output [H, K] by two ways, and the values' gradient [K, K] for dout h at head h."""
     attend, projections = composition.build(heads.stage), Numbered(heads.queries, heads.keys)
     layout = attend.layout(LENGTH)
     x = torch.randn(BATCH, layout.sizes[attend.shard], DIM, dtype=torch.float64)
@@ -398,14 +400,15 @@ def each_numbered(composition: Composition, todo: list[Heads]) -> list[tuple[Ten
 
 
 @pytest.mark.parametrize("composition", [Composition(1, 4), USP], ids=str)
-def test_query_head_h_meets_key_head_h_over_g(worlds, composition):
+def test_query_head_h_uses_key_head_h_over_g(worlds, composition):
     llama_3_8b = [Heads(32, 8, stage) for stage in (4, 8, 16, None)]
     todo = [*llama_3_8b, *(heads for heads in HEADS if composition.fits(heads))]
     for answers in worlds(composition.ring * composition.ulysses).run(each_numbered, composition, todo):
         for heads, (out, plain, gradient) in zip(todo, answers, strict=True):
-            says = F.one_hot(torch.arange(heads.queries) // (heads.queries // heads.keys), heads.keys).double()
-            assert torch.allclose(out, says, atol=1e-12), heads
-            assert torch.allclose(plain, says, atol=1e-12), heads
-            # The weights of a query sum to 1, so a head's values get h from each query of each head h that uses it.
-            weight = BATCH * LENGTH * (torch.arange(heads.queries).double() @ says)
+            key_heads = torch.arange(heads.queries) // (heads.queries // heads.keys)
+            expected_heads = F.one_hot(key_heads, heads.keys).double()
+            assert torch.allclose(out, expected_heads, atol=1e-12), heads
+            assert torch.allclose(plain, expected_heads, atol=1e-12), heads
+            # A query's weights sum to 1, so the values get h from each query of each head h that uses them.
+            weight = BATCH * LENGTH * (torch.arange(heads.queries).double() @ expected_heads)
             assert torch.allclose(gradient, weight[:, None].expand_as(gradient)), heads

@@ -1,4 +1,4 @@
-"""UPipe in training: frozen weights, FSDP2, checkpointing, autocast; what it keeps, what it sends, what it refuses."""
+"""UPipe in training: frozen weights, FSDP2, checkpointing, autocast, saved tensors, sent bytes and refusals."""
 
 import gc
 import time
@@ -39,11 +39,11 @@ from armillary.core.testing import mesh, relative_error
 GROUPED = Case(Heads(8, 4, 2), ("norm", "rope"))
 EVEN = GROUPED._replace(length=32)
 
-# -- frozen weights -------------------------------------------------------------------------------------------------
+# -- frozen weights ---------------------------------------------------------------------------------------------------
 
 
 class Forbidden(torch.autograd.Function):
-    """Whatever passes here has no gradient, and an attempt to compute one fails."""
+    """The identity, whose backward raises."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Forbidden(torch.autograd.Function):
 
 
 class Guarded(Projected):
-    """Fails where a gradient is computed of a frozen base weight, or of x where `x_is_frozen`."""
+    """Raises if a gradient is computed for a frozen base weight, or for x if `x_is_frozen`."""
 
     frozen: tuple[str, ...] = ()
     x_is_frozen = False
@@ -75,17 +75,17 @@ class Guarded(Projected):
         return super().project(name, Forbidden.apply(x) if self.x_is_frozen else x, heads)
 
 
-def partly_frozen(case: Case, what: str) -> Result:
-    """As `on_rank`, by `backward`."""
+def partly_frozen(case: Case, frozen: str) -> Result:
+    """Returns the results of `on_rank` for frozen weights, by `backward`."""
     attend = USP.build(case.heads.stage)
     layout = attend.layout(case.length)
     x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(case))
     positions = layout.positions(attend.shard)
     weights = Guarded(*case.heads[:2], positions, case.options)
-    weights.freeze(what)
+    weights.freeze(frozen)
     x.requires_grad_(not weights.x_is_frozen)
     out = attend.projected(x, weights, mask=case.mask, layout=layout)
-    assert out.requires_grad == (what != "everything")
+    assert out.requires_grad == (frozen != "everything")
     if out.requires_grad:
         out.backward(dout)
     tensors = {"x": x, **dict(weights.named_parameters())}
@@ -104,21 +104,21 @@ FROZEN = {
 
 
 def each_partly_frozen() -> list[Result]:
-    return [partly_frozen(case, what) for what, case in FROZEN.items()]
+    return [partly_frozen(case, frozen) for frozen, case in FROZEN.items()]
 
 
 def test_frozen_gradients_are_not_computed_and_others_are(worlds):
-    for (what, case), *ranks in zip(FROZEN.items(), *worlds(4).run(each_partly_frozen), strict=True):
+    for (frozen, case), *ranks in zip(FROZEN.items(), *worlds(4).run(each_partly_frozen), strict=True):
         result, exact = joined(ranks), expected(case)
-        assert all(relative_error(result[name], exact[name]) < 1e-10 for name in result), (what, result.keys())
-        assert what != "base" or result.keys() == exact.keys()
+        assert all(relative_error(result[name], exact[name]) < 1e-10 for name in result), (frozen, result.keys())
+        assert frozen != "base" or result.keys() == exact.keys()
 
 
-# -- FSDP2 ----------------------------------------------------------------------------------------------------------
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """A layer whose projections FSDP gathers, casts and frees."""
+    """A layer with projections that FSDP gathers, casts and frees."""
 
     def __init__(self, attend: Method, layout: SequenceLayout, options: tuple[str, ...], seed: int) -> None:
         super().__init__()
@@ -133,17 +133,17 @@ class Block(nn.Module):
 
 
 def trained(model: nn.Module, x: Tensor, dout: Tensor) -> Result:
-    """dx, and the gradient of each parameter summed over ranks, each summed over two batches."""
+    """Returns dx and each parameter's gradient summed over ranks, all summed over two batches."""
     x, total = x.clone().requires_grad_(), Result()
     for scale in (1.0, 0.5):
         model.zero_grad()
         model(x * scale).backward(dout)
-        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: full_gradient(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         total = {name: total.get(name, 0) + gradient for name, gradient in gradients.items()}
     return {"x": x.grad, **total}
 
 
-def whole(gradient: Tensor) -> Tensor:
+def full_gradient(gradient: Tensor) -> Tensor:
     if isinstance(gradient, DTensor):
         return gradient.full_tensor()
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -152,7 +152,7 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def sharded(model: nn.Module, reshard: bool, precision: MixedPrecisionPolicy) -> nn.Module:
-    """FSDP2 over all ranks, with gradients that are sums."""
+    """Applies FSDP2 over all ranks, with summed gradients."""
     ranks = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.children(), model):
         fully_shard(part, mesh=ranks, reshard_after_forward=reshard, mp_policy=precision)
@@ -161,7 +161,7 @@ def sharded(model: nn.Module, reshard: bool, precision: MixedPrecisionPolicy) ->
 
 
 def errors_under_fsdp(reshard: bool, mixed: bool, options: tuple[str, ...]) -> dict[str, float]:
-    """How far each gradient is from that without FSDP, in the same precision."""
+    """Returns each gradient's error against the one without FSDP, in the same precision."""
     attend = USP.build(2, prefetch=reshard)
     layout = attend.layout(EVEN.length)
     x, dout = layout.take(inputs(EVEN)[0], attend.shard), layout.take(inputs(EVEN)[0].roll(1), attend.shard)
@@ -189,14 +189,14 @@ def each_under_fsdp() -> list[dict[str, float]]:
     return [errors_under_fsdp(*way) for way in UNDER_FSDP.values()]
 
 
-def test_gradients_under_fsdp_are_those_without(worlds):
+def test_gradients_under_fsdp_equal_those_without(worlds):
     for rank in worlds(4).run(each_under_fsdp):
         for (name, (_, mixed, _)), errors in zip(UNDER_FSDP.items(), rank, strict=True):
-            # FSDP may have autograd hand over gradients that have not been rounded to bfloat16.
+            # Under FSDP, gradients may reach autograd without rounding to bfloat16.
             assert max(errors.values()) < (1e-2 if mixed else 1e-10), (name, errors)
 
 
-# -- recomputation --------------------------------------------------------------------------------------------------
+# -- recomputation ----------------------------------------------------------------------------------------------------
 
 
 def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
@@ -205,7 +205,7 @@ def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def checkpointed(composition: Composition, policy: str) -> tuple[list[Tensor], int, int]:
-    """Gradients, and bytes sent in each phase. All of backward is booked as such but what a recomputation sends."""
+    """Returns gradients, and bytes sent in each phase. Bytes of a recomputation count as forward."""
     attend = composition.build(2)
     layout = attend.layout(EVEN.length)
     block = Block(attend, layout, ("norm", "rope"), seed=1)
@@ -218,11 +218,11 @@ def checkpointed(composition: Composition, policy: str) -> tuple[list[Tensor], i
 
 
 def every_way(composition: Composition) -> list[tuple[list[Tensor], int, int]]:
-    return [checkpointed(composition, how) for how in ("plain", "keep", "recompute")]
+    return [checkpointed(composition, policy) for policy in ("plain", "keep", "recompute")]
 
 
 @pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
-def test_a_checkpoint_that_keeps_attention_does_not_attend_again(worlds, composition):
+def test_checkpoint_that_saves_attention_does_not_recompute_it(worlds, composition):
     actual = worlds(composition.ring * composition.ulysses).run(every_way, composition)
     for (exact, forward, backward), (kept_got, *kept_sent), (again_got, *again_sent) in actual:
         assert kept_sent == [forward, backward] and forward > 0 and backward > 0
@@ -231,14 +231,14 @@ def test_a_checkpoint_that_keeps_attention_does_not_attend_again(worlds, composi
 
 
 class Dropping(Projected):
-    """Dropout before the projections, as LoRA has it."""
+    """Dropout before the projections, as in LoRA."""
 
     def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
         return super().project(name, F.dropout(x, 0.5), heads)
 
 
 def dropped() -> tuple[float, float]:
-    """<dout, out> and <dweight, weight> of the values, where out is the values: linear in their weight."""
+    """Returns <dout, out> and <dweight, weight> of the values. Out is the values, and so linear in their weight."""
     attend = Composition(1, 2).build(2)
     layout = attend.layout(EVEN.length)
     x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(EVEN))
@@ -248,13 +248,13 @@ def dropped() -> tuple[float, float]:
     return (out * dout).sum().item(), (gradient * weights.weights["v"]).sum().item()
 
 
-def test_dropout_drops_the_same_in_the_recomputation(worlds):
+def test_recomputation_repeats_dropout(worlds):
     forward, backward = (sum(values) for values in zip(*worlds(2).run(dropped), strict=True))
     assert abs(forward - backward) < 1e-9 * abs(forward)
 
 
 def autocast() -> Result:
-    """In bfloat16 by autocast, with float32 weights; backward is outside it, as it is to be."""
+    """Runs in bfloat16 by autocast, with float32 weights; backward is outside of autocast, as it should be."""
     attend = USP.build(2)
     layout = attend.layout(EVEN.length)
     x, dout = (layout.take(tensor, attend.shard).float() for tensor in inputs(EVEN))
@@ -267,22 +267,22 @@ def autocast() -> Result:
     return {"positions": positions, **differentiated(out, dout.bfloat16(), x, weights)}
 
 
-def test_autocast_is_in_force_in_the_recomputation_too(worlds):
+def test_recomputation_runs_under_autocast(worlds):
     assert not wrong(EVEN._replace(dtype=torch.bfloat16), worlds(4).run(autocast))
 
 
-# -- what is kept ---------------------------------------------------------------------------------------------------
+# -- saved tensors ----------------------------------------------------------------------------------------------------
 
 
 def storages() -> dict[int, int]:
-    """Bytes of the memory behind every tensor that Python knows of, but those that were frozen."""
+    """Returns the bytes of each storage that Python's garbage collector tracks; frozen objects are left out."""
     gc.collect()
     actual = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
     return {storage.data_ptr(): storage.nbytes() for storage in actual}
 
 
 def eventually_new(known_storages: set[int]) -> dict[int, int]:
-    """The memory that is still there, beside what is known, when gloo's threads have let go of what they sent."""
+    """Returns the storages that are not known, after gloo's threads have released their send buffers."""
     for _ in range(20):
         new = {at: n for at, n in storages().items() if at not in known_storages}
         if not any(new.values()):
@@ -291,13 +291,13 @@ def eventually_new(known_storages: set[int]) -> dict[int, int]:
     return new
 
 
-def kept(composition: Composition, case: Case) -> tuple[int, int, int]:
-    """Bytes that the graph keeps, without parameters; that x, out and lse have; and that others keep alive."""
+def saved_bytes(composition: Composition, case: Case) -> tuple[int, int, int]:
+    """Returns bytes saved by the graph without parameters, bytes of x, out and lse, and bytes kept alive elsewhere."""
     attend = composition.build(case.heads.stage)
     layout = attend.layout(case.length)
     x = layout.take(inputs(case)[0], attend.shard).requires_grad_()
     weights = Projected(*case.heads[:2], layout.positions(attend.shard), case.options)
-    attend.projected(x, weights, mask=case.mask, layout=layout)  # what is cached is there after this
+    attend.projected(x, weights, mask=case.mask, layout=layout)  # fills the caches
     before, saved = storages(), dict[int, int]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -306,25 +306,25 @@ def kept(composition: Composition, case: Case) -> tuple[int, int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = attend.projected(x, weights, mask=case.mask, layout=layout)
-    others = sum(eventually_new({*before, *saved, out.data_ptr()}).values())
+    elsewhere = sum(eventually_new({*before, *saved, out.data_ptr()}).values())
     parameters = {p.data_ptr() for p in weights.parameters()}
     total = sum(n for at, n in saved.items() if at not in parameters)
-    return total, x.nbytes + out.nbytes + out[..., 0].nbytes, others
+    return total, x.nbytes + out.nbytes + out[..., 0].nbytes, elsewhere
 
 
-def each_kept(composition: Composition, heads: list[Heads]) -> list[tuple[int, int, int]]:
-    gc.freeze()  # else all that has been imported is searched, again and again
-    return [kept(composition, EVEN._replace(heads=some)) for some in heads]
+def all_saved_bytes(composition: Composition, heads: list[Heads]) -> list[tuple[int, int, int]]:
+    gc.freeze()  # so that collections skip the imported objects
+    return [saved_bytes(composition, EVEN._replace(heads=some)) for some in heads]
 
 
-def test_only_x_out_and_lse_are_kept(worlds):
+def test_only_x_out_and_lse_are_saved(worlds):
     heads = [Heads(8, 8, None), Heads(8, 1, 4)]
-    for rank in worlds(4).run(each_kept, USP, heads):
-        assert [(total, others) for total, _, others in rank] == [(allowed, 0) for _, allowed, _ in rank]
+    for rank in worlds(4).run(all_saved_bytes, USP, heads):
+        assert [(total, elsewhere) for total, _, elsewhere in rank] == [(allowed, 0) for _, allowed, _ in rank]
 
 
 class Watched(Projected):
-    """Notes how many heads, projected in earlier stages, are still alive when the next are asked for."""
+    """Records the number of live heads of earlier stages when the next stage is projected."""
 
     def watch(self) -> None:
         self.alive: dict[str, list[tuple[int, StorageWeakRef]]] = {"q": [], "k": [], "v": []}
@@ -338,8 +338,8 @@ class Watched(Projected):
         return y
 
 
-def most_alive(heads: Heads, prefetch: bool) -> list[dict[str, int]]:
-    """In forward, and in both phases."""
+def max_alive(heads: Heads, prefetch: bool) -> list[dict[str, int]]:
+    """Returns the maxima of forward, and of both phases."""
     attend = Composition(1, 2).build(heads.stage, prefetch=prefetch)
     layout = attend.layout(EVEN.length)
     x, dout = layout.take(inputs(EVEN)[0], attend.shard), torch.ones(BATCH, 16, heads.queries, DIM, dtype=torch.float64)
@@ -354,37 +354,37 @@ def most_alive(heads: Heads, prefetch: bool) -> list[dict[str, int]]:
 ALIVE = list(product((Heads(16, 16, 2), Heads(16, 8, 2), Heads(16, 4, 4)), (False, True)))
 
 
-def each_most_alive() -> list[list[dict[str, int]]]:
-    return [most_alive(*case) for case in ALIVE]
+def all_max_alive() -> list[list[dict[str, int]]]:
+    return [max_alive(*case) for case in ALIVE]
 
 
 def test_no_more_than_a_stage_of_heads_is_alive_when_the_next_is_projected(worlds):
-    for rank in worlds(2).run(each_most_alive):
+    for rank in worlds(2).run(all_max_alive):
         for (heads, prefetch), phases in zip(ALIVE, rank, strict=True):
-            for most in phases:
-                assert all(n <= (1 + prefetch) * heads.stage for n in most.values()), (heads, prefetch, phases)
+            for maxima in phases:
+                assert all(n <= (1 + prefetch) * heads.stage for n in maxima.values()), (heads, prefetch, phases)
 
 
 def twice_backward() -> bool:
-    """Whether a graph that is kept gives the same gradients again."""
+    """Returns whether a second backward with retain_graph gives equal gradients."""
     attend = USP.build(2)
     layout = attend.layout(EVEN.length)
     block = Block(attend, layout, ("norm", "rope"), seed=1)
     x = layout.take(inputs(EVEN)[0], attend.shard).requires_grad_()
-    loss = block(block(x)).square().sum()  # one set of weights in two layers
-    once = torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=True)
-    return all(map(torch.equal, once, torch.autograd.grad(loss, [x, *block.parameters()])))
+    loss = block(block(x)).square().sum()  # two layers with shared weights
+    first = torch.autograd.grad(loss, [x, *block.parameters()], retain_graph=True)
+    return all(map(torch.equal, first, torch.autograd.grad(loss, [x, *block.parameters()])))
 
 
-def test_a_graph_can_be_gone_through_twice(worlds):
+def test_retained_graph_runs_backward_twice(worlds):
     assert all(worlds(4).run(twice_backward))
 
 
-# -- what is sent ---------------------------------------------------------------------------------------------------
+# -- sent bytes -------------------------------------------------------------------------------------------------------
 
 
 def bytes_sent(attend: Method, heads: Heads) -> tuple[int, int]:
-    """All-to-all bytes in forward and backward, 8 tokens a rank. Nothing is sent in another way."""
+    """Returns all-to-all bytes in forward and backward for 8 tokens per rank; asserts that there are no others."""
     layout = attend.layout(8 * attend.shards)
     weights = Projected(heads.queries, heads.keys, layout.positions(attend.shard))
     x = torch.randn(BATCH, 8, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -396,31 +396,31 @@ def bytes_sent(attend: Method, heads: Heads) -> tuple[int, int]:
 
 
 def bytes_of_both(ranks: int, todo: list[Heads]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Of UPipe, and of Ulysses."""
+    """Returns the bytes of UPipe and of Ulysses."""
     axis = mesh(ulysses=ranks)["ulysses"]
     methods = [(UPipe(axis, heads_per_stage=heads.stage), Ulysses(axis), heads) for heads in todo]
     return [(bytes_sent(upipe, heads), bytes_sent(ulysses, heads)) for upipe, ulysses, heads in methods]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_forward_sends_as_much_as_ulysses_and_backward_no_more_than_ulysses_in_both(worlds, ranks):
-    """A key/value head comes in once, for all stages of its round; also where there are fewer than a stage has."""
+def test_forward_sends_as_much_as_ulysses_and_backward_at_most_both_of_its_phases(worlds, ranks):
+    """A key/value head arrives once for all stages of its round, also if there are fewer than query heads per stage."""
     todo = [
         *(Heads(8, 8, 4), Heads(8, 4, 4), Heads(16, 8, 4), Heads(8, 8, 8), Heads(16, 4, 4), Heads(8, 4, None)),
         *(Heads(8, 2, 4), Heads(16, 2, 8), Heads(8, 1, 4), *([Heads(8, 8, 2), Heads(8, 4, 2)] if ranks == 2 else [])),
     ]
     unit = (ranks - 1) * BATCH * 8 * DIM * 8 // ranks
     for answers in worlds(ranks).run(bytes_of_both, ranks, todo):
-        for heads, ((forward, backward), (wanted, wanted_backward)) in zip(todo, answers, strict=True):
-            assert forward == wanted == unit * (2 * heads.queries + 2 * max(heads.keys, ranks)), heads
-            assert 0 < backward <= wanted + wanted_backward, heads
+        for heads, ((forward, backward), (ulysses_forward, ulysses_backward)) in zip(todo, answers, strict=True):
+            assert forward == ulysses_forward == unit * (2 * heads.queries + 2 * max(heads.keys, ranks)), heads
+            assert 0 < backward <= ulysses_forward + ulysses_backward, heads
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def refusal(wrong: str) -> tuple[str, int]:
-    """What is said of one wrong argument on 4 head ranks, and bytes sent until then."""
+    """Returns the error for one wrong argument on 4 head ranks, and the bytes sent before it."""
     axis, mask, heads = mesh(ulysses=4)["ulysses"], AttentionMask(), (8, 4)
     stage = {"stage 6": 6, "stage 0": 0, "stage -4": -4}.get(wrong)
     with CommLedger() as ledger:
@@ -456,8 +456,8 @@ def refusals() -> list[tuple[str, int]]:
     return [refusal(wrong) for wrong in REFUSED]
 
 
-def test_invalid_requests_are_refused_on_every_rank_before_communication(worlds):
+def test_invalid_requests_raise_on_every_rank_before_communication(worlds):
     for rank in worlds(4).run(refusals):
-        for (case, words), (messages, sent) in zip(REFUSED.items(), rank, strict=True):
-            assert messages != "accepted" and sent == 0, case
+        for (case, words), (messages, sent_bytes) in zip(REFUSED.items(), rank, strict=True):
+            assert messages != "accepted" and sent_bytes == 0, case
             assert all(word in messages for word in words), (case, messages)

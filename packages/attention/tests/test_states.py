@@ -1,4 +1,4 @@
-"""Layers with a state on sharded sequences against the recurrences token by token, in worlds of gloo ranks."""
+"""Layers with a state on sharded sequences, compared with token-by-token recurrences, in worlds of gloo ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-10
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_cases_are_the_recurrence(worlds, ranks):
+def test_random_cases_equal_the_recurrence(worlds, ranks):
     seeds = list(range(1000 * ranks, 1000 * ranks + 15))
     for errors in worlds(ranks).run(worst_errors, seeds):
         assert not {seed: actual for seed, actual in errors.items() if not actual[0] < TOLERANCE}
@@ -26,7 +26,7 @@ def test_random_cases_are_the_recurrence(worlds, ranks):
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_a_thousand_random_cases_are_the_recurrence(worlds, ranks):
+def test_a_thousand_random_cases_equal_the_recurrence(worlds, ranks):
     seeds = list(range(100_000 * ranks, 100_000 * ranks + 200))
     for errors in worlds(ranks).run(worst_errors, seeds, timeout=3000):
         assert not {seed: actual for seed, actual in errors.items() if not actual[0] < TOLERANCE}
@@ -50,7 +50,7 @@ def inputs_of(kind: str, length: int, dtype: torch.dtype = torch.float64, heads:
     return {name: x.to(dtype) for name, x in values.items()} | {name: x.to(wide_dtype) for name, x in wide.items()}
 
 
-def own_inputs(inputs: dict[str, torch.Tensor], layout: SequenceLayout, rank: int) -> dict[str, torch.Tensor]:
+def local_inputs(inputs: dict[str, torch.Tensor], layout: SequenceLayout, rank: int) -> dict[str, torch.Tensor]:
     return {name: x if name == "A" else layout.take(x, rank) for name, x in inputs.items()}
 
 
@@ -59,7 +59,7 @@ def layer_of(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
-def test_a_tree_is_its_unshared_sequences(kind):
+def test_tree_equals_its_separate_sequences(kind):
     ends, parents = [0, 9, 14, 15, 40, 47, 52], [-1, 0, 1, 0, 3, 3]
     leaves, paths = [2, 4, 5], [[0, 1, 2], [0, 3, 4], [0, 3, 5]]
     inputs = inputs_of(kind, ends[-1])
@@ -72,18 +72,18 @@ def test_a_tree_is_its_unshared_sequences(kind):
 
     def tree_loss(tensors) -> torch.Tensor:
         out, _ = layer_of(kind)(**tensors, mask=AttentionMask.tree(ends, parents))
-        share = torch.zeros(ends[-1], dtype=torch.float64)
+        weights_of_tokens = torch.zeros(ends[-1], dtype=torch.float64)
         for weight, path in zip(weights, paths, strict=True):
             for segment in path:
-                share[ends[segment] : ends[segment + 1]] += weight
-        return (out * dout * share.view(-1, 1, 1)).sum()
+                weights_of_tokens[ends[segment] : ends[segment + 1]] += weight
+        return (out * dout * weights_of_tokens.view(-1, 1, 1)).sum()
 
     def unshared_loss(tensors) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64)
         for weight, path in zip(weights, paths, strict=True):
             tokens = torch.cat([torch.arange(ends[s], ends[s + 1]) for s in path])
-            own = {name: x if name == "A" else x[:, tokens] for name, x in tensors.items()}
-            loss = loss + weight * (layer_of(kind)(**own)[0] * dout[:, tokens]).sum()
+            sequence_inputs = {name: x if name == "A" else x[:, tokens] for name, x in tensors.items()}
+            loss = loss + weight * (layer_of(kind)(**sequence_inputs)[0] * dout[:, tokens]).sum()
         return loss
 
     assert leaves == [path[-1] for path in paths]
@@ -93,17 +93,17 @@ def test_a_tree_is_its_unshared_sequences(kind):
 
 def gathered_bytes(kind: str, layout: SequenceLayout, mask: AttentionMask | None, inputs) -> tuple[int, int]:
     ring = mesh(ring=layout.shards)["ring"]
-    own = own_inputs(inputs, layout, Axis.of(ring).rank)
-    leaves = [x.requires_grad_() for x in own.values()]
+    local = local_inputs(inputs, layout, Axis.of(ring).rank)
+    leaves = [x.requires_grad_() for x in local.values()]
     with CommLedger() as ledger:
-        out, _ = layer_of(kind)(**own, layout=layout, axis=ring, mask=mask)
+        out, _ = layer_of(kind)(**local, layout=layout, axis=ring, mask=mask)
         torch.autograd.grad(out.sum(), leaves)
     assert ledger.bytes() == ledger.bytes(kind="all_gather") + ledger.bytes(kind="reduce_scatter")
     return ledger.bytes(kind="all_gather", phase="forward"), ledger.bytes(kind="reduce_scatter", phase="backward")
 
 
 def expected_bytes(kind: str, layout: SequenceLayout, ends: list[int]) -> list[tuple[int, int]]:
-    """Of float64 states of two rows of documents: at each end of a run that another rank continues, or the row ends."""
+    """Bytes of float64 states of two rows of documents, one per run that another rank continues or that ends a row."""
     heads, channels, width = 4, 6, 5
     elements = []
     spans = {
@@ -126,11 +126,11 @@ def expected_bytes(kind: str, layout: SequenceLayout, ends: list[int]) -> list[t
                 if tree_start not in ends:
                     total += heads * (1 if kind == "ssd" else channels**2)
         elements.append(2 * 8 * total)
-    return [((layout.shards - 1) * max(elements), sum(elements) - own) for own in elements]
+    return [((layout.shards - 1) * max(elements), sum(elements) - local_elements) for local_elements in elements]
 
 
 @pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
-def test_bytes_are_those_of_states_and_maps_whatever_the_length(worlds, kind):
+def test_bytes_of_states_and_maps_do_not_depend_on_length(worlds, kind):
     for factor in (1, 2):
         length = 48 * factor
         ragged = [[(0, 5), (20, 30)], [(5, 14), (40, 44)], [(14, 20), (30, 40)], [(44, 48)]]
@@ -148,7 +148,7 @@ def test_bytes_are_those_of_states_and_maps_whatever_the_length(worlds, kind):
         if factor == 1:
             before = actual
     assert actual == before
-    # A zigzag shard has two spans: two states and two maps of each row, and the gradients of the three others'.
+    # A zigzag shard has two spans: two states and two maps per row, and gradients of those of the three other shards.
     state, one_map = 4 * 6 * 5, 4 if kind == "ssd" else 4 * 6 * 6
     assert before[2][1][0] == 3 * 2 * 8 * 2 * (state + one_map)
 
@@ -166,19 +166,19 @@ def dtypes(kind: str) -> None:
         (torch.Tensor.float, False),
         (torch.Tensor.double, False),
     ):
-        own = {name: cast(x).requires_grad_() for name, x in own_inputs(narrow, layout, rank).items()}
+        local = {name: cast(x).requires_grad_() for name, x in local_inputs(narrow, layout, rank).items()}
         state = cast(initial).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out, final = layer_of(kind)(**own, layout=layout, axis=ring, initial_state=state)
+            out, final = layer_of(kind)(**local, layout=layout, axis=ring, initial_state=state)
         grads = torch.autograd.grad(
-            (out, final), [*own.values(), state], (torch.ones_like(out), torch.ones_like(final))
+            (out, final), [*local.values(), state], (torch.ones_like(out), torch.ones_like(final))
         )
-        assert all(grad.dtype == x.dtype for grad, x in zip(grads, [*own.values(), state], strict=True))
+        assert all(grad.dtype == x.dtype for grad, x in zip(grads, [*local.values(), state], strict=True))
         results.append((out, final, *grads))
     narrow_out, narrow_final = results[0][:2]
     assert narrow_out.dtype == torch.bfloat16 and narrow_final.dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))  # autocast changes nothing
-    # States and their gradients are those of float32 inputs, and outputs are these rounded once.
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))  # autocast has no effect
+    # States and their gradients equal those of float32 inputs; outputs are rounded once.
     assert torch.equal(narrow_final, results[2][1]) and torch.equal(narrow_out, results[2][0].bfloat16())
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(results[0], results[2], strict=True))
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(results[2], results[3], strict=True))
@@ -190,26 +190,26 @@ def test_states_of_bfloat16_inputs_are_float32(worlds, kind):
 
 
 def poisoned(kind: str) -> None:
-    """Uninitialized memory is NaN, and so is a document of padding."""
+    """Fills uninitialized memory and a document of padding with NaN."""
     ring = mesh(ring=2)["ring"]
     layout, rank = SequenceLayout([[range(9), range(31, 40)], [range(9, 31)]]), Axis.of(ring).rank
     inputs = inputs_of(kind, 40)
     mask = AttentionMask(documents=[0, 6, 20, 40])
-    clean = own_inputs(inputs, layout, rank)
+    clean = local_inputs(inputs, layout, rank)
     expected = layer_of(kind)(**clean, layout=layout, axis=ring, mask=mask)
     padded = {name: x if name == "A" else x.clone() for name, x in inputs.items()}
     for name, x in padded.items():
         if name != "A":
             x[:, :6] = torch.nan
-    own = {name: x.requires_grad_() for name, x in own_inputs(padded, layout, rank).items()}
+    local = {name: x.requires_grad_() for name, x in local_inputs(padded, layout, rank).items()}
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory
     try:
-        out, final = layer_of(kind)(**own, layout=layout, axis=ring, mask=mask)
+        out, final = layer_of(kind)(**local, layout=layout, axis=ring, mask=mask)
         real = layout.positions(rank) >= 6
         dout = torch.zeros_like(out)
         dout[:, real] = 1
-        names = [name for name in own if name != "A"]
-        grads = torch.autograd.grad((out, final), [own[name] for name in names], (dout, torch.ones_like(final)))
+        names = [name for name in local if name != "A"]
+        grads = torch.autograd.grad((out, final), [local[name] for name in names], (dout, torch.ones_like(final)))
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(out[:, real], expected[0][:, real]) and torch.equal(final, expected[1])
@@ -218,25 +218,26 @@ def poisoned(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
-def test_poisoned_memory_and_documents_of_padding_reach_nothing(worlds, kind):
+def test_nan_in_memory_and_padding_has_no_effect(worlds, kind):
     worlds(2).run(poisoned, kind)
 
 
 def uses_of_results() -> None:
-    """Each rank's loss may use outputs, final states, or only some of either."""
+    """Each rank's loss uses other outputs or final states."""
     ring = mesh(ring=2)["ring"]
     layout, rank = SequenceLayout.contiguous(20, 2), Axis.of(ring).rank
     inputs = inputs_of("delta", 20)
     for used in ((0, 0), (1, 1), (0, 1), (1, 0)):
-        own = {name: x.requires_grad_() for name, x in own_inputs(inputs, layout, rank).items()}
+        local = {name: x.requires_grad_() for name, x in local_inputs(inputs, layout, rank).items()}
         initial = torch.zeros(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
-        results = gated_delta_rule(**own, layout=layout, axis=ring, initial_state=initial)
+        results = gated_delta_rule(**local, layout=layout, axis=ring, initial_state=initial)
         results[used[rank]].sum().backward()
-        assert own["v"].grad is not None and initial.grad is not None
+        assert local["v"].grad is not None and initial.grad is not None
         assert bool(initial.grad.any()) == (rank == 0)
     initial.grad = None
-    own = own_inputs(inputs, layout, rank)
-    gated_delta_rule(**own, layout=layout, axis=ring, initial_state=initial)[1].sum().backward()  # its gradient alone
+    local = local_inputs(inputs, layout, rank)
+    _, final = gated_delta_rule(**local, layout=layout, axis=ring, initial_state=initial)
+    final.sum().backward()  # only the final state has a gradient
     assert initial.grad is not None
 
 
@@ -251,15 +252,15 @@ def test_one_rank_needs_neither_layout_nor_axis():
     on_mesh = gated_delta_rule(**inputs, layout=SequenceLayout.contiguous(30, 1), axis=ring)
     assert all(torch.equal(a, b) for a, b in zip(plain, on_mesh, strict=True))
     reordered = SequenceLayout([[range(17, 30), range(17)]])
-    out, final = gated_delta_rule(**own_inputs(inputs, reordered, 0), layout=reordered)
+    out, final = gated_delta_rule(**local_inputs(inputs, reordered, 0), layout=reordered)
     assert relative_error(out, reordered.take(plain[0], 0)) < 1e-12 and relative_error(final, plain[1]) < 1e-12
 
 
 def refusals() -> None:
     ring = mesh(ring=2)["ring"]
     layout, rank = SequenceLayout.contiguous(20, 2), Axis.of(ring).rank
-    delta, mamba = (own_inputs(inputs_of(kind, 20), layout, rank) for kind in ("delta", "ssd"))
-    where = {"layout": layout, "axis": ring}
+    delta, mamba = (local_inputs(inputs_of(kind, 20), layout, rank) for kind in ("delta", "ssd"))
+    axes = {"layout": layout, "axis": ring}
     striped = SequenceLayout.striped(20, 2)
     cases = {
         "relayout": lambda: gated_delta_rule(**delta, layout=striped, axis=ring),
@@ -267,30 +268,28 @@ def refusals() -> None:
         "2 shards": lambda: gated_delta_rule(**delta, layout=layout),
         "layout=None": lambda: gated_delta_rule(**delta, axis=ring),
         "10 tokens": lambda: gated_delta_rule(**delta, layout=SequenceLayout.contiguous(18, 2), axis=ring),
-        "window": lambda: gated_delta_rule(**delta, **where, mask=AttentionMask(window=(4, 0))),
-        "causal": lambda: ssd(**mamba, **where, mask=AttentionMask(causal=False)),
-        "Prefix": lambda: ssd(**mamba, **where, mask=AttentionMask.prefix([0, 20], [3])),
-        "object": lambda: gated_delta_rule(**delta, **where, mask=object()),
-        "3 rows": lambda: gated_delta_rule(**delta, **where, mask=AttentionMask(documents=[[0, 20]] * 3)),
-        "q ": lambda: gated_delta_rule(**delta | {"q": delta["q"][..., :4]}, **where),
-        "k ": lambda: gated_delta_rule(**delta | {"q": delta["q"][:, :4], "k": delta["k"][:, :4]}, **where),
+        "window": lambda: gated_delta_rule(**delta, **axes, mask=AttentionMask(window=(4, 0))),
+        "causal": lambda: ssd(**mamba, **axes, mask=AttentionMask(causal=False)),
+        "Prefix": lambda: ssd(**mamba, **axes, mask=AttentionMask.prefix([0, 20], [3])),
+        "object": lambda: gated_delta_rule(**delta, **axes, mask=object()),
+        "3 rows": lambda: gated_delta_rule(**delta, **axes, mask=AttentionMask(documents=[[0, 20]] * 3)),
+        "q ": lambda: gated_delta_rule(**delta | {"q": delta["q"][..., :4]}, **axes),
+        "k ": lambda: gated_delta_rule(**delta | {"q": delta["q"][:, :4], "k": delta["k"][:, :4]}, **axes),
         "k has 3 heads": lambda: gated_delta_rule(
-            **delta | {name: delta[name][:, :, :1].repeat(1, 1, 3, 1) for name in ("q", "k")}, **where
+            **delta | {name: delta[name][:, :, :1].repeat(1, 1, 3, 1) for name in ("q", "k")}, **axes
         ),
-        "g ": lambda: gated_delta_rule(**delta | {"g": delta["g"][..., :3]}, **where),
-        "beta ": lambda: gated_delta_rule(**delta | {"beta": delta["g"].long()}, **where),
-        "initial_state": lambda: gated_delta_rule(**delta, **where, initial_state=torch.zeros(2, 4, 5, 6)),
-        "scale": lambda: gated_delta_rule(**delta, **where, scale=float("nan")),
-        "dt ": lambda: ssd(**mamba | {"dt": mamba["dt"][..., :1]}, **where),
-        "A ": lambda: ssd(**mamba | {"A": mamba["A"][:1]}, **where),
-        "Cm ": lambda: ssd(**mamba | {"Cm": mamba["Cm"][..., :1]}, **where),
-        "to_local": lambda: gated_delta_rule(
-            **delta | {"k": DTensor.from_local(delta["k"], ring, [Shard(1)])}, **where
-        ),
-        "kernel 'fla'": lambda: gated_delta_rule(**delta, **where, kernel="fla"),
-        "mamba_ssm": lambda: gated_delta_rule(**delta, **where, kernel="mamba_ssm"),
-        "kernel='flash'": lambda: ssd(**mamba, **where, kernel="flash"),
-        "v is a list": lambda: gated_delta_rule(**delta | {"v": [1.0]}, **where),
+        "g ": lambda: gated_delta_rule(**delta | {"g": delta["g"][..., :3]}, **axes),
+        "beta ": lambda: gated_delta_rule(**delta | {"beta": delta["g"].long()}, **axes),
+        "initial_state": lambda: gated_delta_rule(**delta, **axes, initial_state=torch.zeros(2, 4, 5, 6)),
+        "scale": lambda: gated_delta_rule(**delta, **axes, scale=float("nan")),
+        "dt ": lambda: ssd(**mamba | {"dt": mamba["dt"][..., :1]}, **axes),
+        "A ": lambda: ssd(**mamba | {"A": mamba["A"][:1]}, **axes),
+        "Cm ": lambda: ssd(**mamba | {"Cm": mamba["Cm"][..., :1]}, **axes),
+        "to_local": lambda: gated_delta_rule(**delta | {"k": DTensor.from_local(delta["k"], ring, [Shard(1)])}, **axes),
+        "kernel 'fla'": lambda: gated_delta_rule(**delta, **axes, kernel="fla"),
+        "mamba_ssm": lambda: gated_delta_rule(**delta, **axes, kernel="mamba_ssm"),
+        "kernel='flash'": lambda: ssd(**mamba, **axes, kernel="flash"),
+        "v is a list": lambda: gated_delta_rule(**delta | {"v": [1.0]}, **axes),
     }
     for words, call in cases.items():
         with CommLedger() as ledger, pytest.raises(ValueError, match=words):
@@ -298,5 +297,5 @@ def refusals() -> None:
         assert not ledger.messages()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(worlds):
+def test_wrong_arguments_raise_before_communication(worlds):
     worlds(2).run(refusals)

@@ -1,4 +1,4 @@
-"""Plans of layers with a state, and of a new layout, against the ledger of every rank, to the byte."""
+"""Plans of layers with a state and of relayouts, compared with every rank's ledger to the byte."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_states import inputs_of, layer_of, own_inputs
+from test_states import inputs_of, layer_of, local_inputs
 
 from armillary.attention import AttentionMask
 from armillary.attention.planning.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
@@ -27,26 +27,27 @@ MASKS = {
 }
 
 
-def sent(kind: str, layout: SequenceLayout, mask: AttentionMask | None) -> list[int]:
-    """Bytes of float64 states of 2 rows: of a layer's forward and backward pass."""
+def layer_bytes(kind: str, layout: SequenceLayout, mask: AttentionMask | None) -> list[int]:
+    """Returns the bytes of a layer's forward and backward, with float64 states and 2 rows."""
     ring = mesh(ring=4)["ring"]
-    own = {
-        name: x.requires_grad_() for name, x in own_inputs(inputs_of(kind, LENGTH), layout, Axis.of(ring).rank).items()
+    local = {
+        name: x.requires_grad_()
+        for name, x in local_inputs(inputs_of(kind, LENGTH), layout, Axis.of(ring).rank).items()
     }
     with CommLedger() as ledger:
-        out, _ = layer_of(kind)(**own, layout=layout, axis=ring, mask=mask)
-        torch.autograd.grad(out.sum(), list(own.values()))
+        out, _ = layer_of(kind)(**local, layout=layout, axis=ring, mask=mask)
+        torch.autograd.grad(out.sum(), list(local.values()))
     return [ledger.bytes(phase=phase) for phase in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
-def test_plans_of_states_are_what_ranks_send(worlds, kind):
+def test_plans_of_states_equal_sent_bytes(worlds, kind):
     layer = "ssd" if kind == "ssd" else "gated_delta_rule"
     for name, layout in LAYOUTS.items():
         for mask in MASKS.values():
             plan = state_comm_plan(layer, layout, heads=4, key_dim=6, value_dim=5, batch=2, mask=mask, element_size=8)
             expected = [[plan.bytes(r, phase=phase) for phase in ("forward", "backward")] for r in range(4)]
-            assert worlds(4).run(sent, kind, layout, mask) == expected, (name, mask)
+            assert worlds(4).run(layer_bytes, kind, layout, mask) == expected, (name, mask)
 
 
 def moved(source: SequenceLayout, target: SequenceLayout) -> list[int]:
@@ -57,7 +58,7 @@ def moved(source: SequenceLayout, target: SequenceLayout) -> list[int]:
     return [ledger.bytes(phase=phase) for phase in ("forward", "backward")]
 
 
-def test_plans_of_a_new_layout_are_what_ranks_send(worlds):
+def test_plans_of_relayouts_equal_sent_bytes(worlds):
     for source in LAYOUTS.values():
         for target in LAYOUTS.values():
             plan = relayout_comm_plan(source, target, 2 * 3 * 4)
@@ -73,7 +74,7 @@ def convolved(layout: SequenceLayout, mask: AttentionMask | None, width: int) ->
     return [ledger.bytes(phase=phase) for phase in ("forward", "backward")]
 
 
-def test_plans_of_halos_are_what_ranks_send(worlds):
+def test_plans_of_halos_equal_sent_bytes(worlds):
     for layout, mask, width in product(LAYOUTS.values(), MASKS.values(), (1, 4)):
         plan = halo_comm_plan(layout, width - 1, 3, torch.bfloat16, 2, mask)
         expected = [[plan.bytes(r, phase=phase) for phase in ("forward", "backward")] for r in range(4)]

@@ -1,10 +1,10 @@
-"""Layers with a state inside compiled graphs, and on DTensors: results and gradients of local eager calls."""
+"""Layers with a state in compiled graphs and on DTensors: results and gradients equal local eager calls."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_states import inputs_of, layer_of, own_inputs
+from test_states import inputs_of, layer_of, local_inputs
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from armillary.attention import AttentionMask, gated_delta_rule, ssd
@@ -28,7 +28,7 @@ def state_of(kind: str) -> torch.Tensor:
 
 
 def compiled_and_eager(kind: str, backend: str, every_pair: bool) -> dict[str, bool]:
-    """Whether a layer agrees with each mask, on both layouts or on one: the other one for the next mask."""
+    """Compares a layer compiled and eager for each mask, on both layouts or on one of them in turn."""
     torch._dynamo.reset()
     ring, layer = mesh(ring=2)["ring"], layer_of(kind)
     rank = Axis.of(ring).rank
@@ -36,23 +36,25 @@ def compiled_and_eager(kind: str, backend: str, every_pair: bool) -> dict[str, b
     for i, (name, mask) in enumerate(MASKS.items()):
         one = (i + KINDS.index(kind)) % 2
         for layout in layouts if every_pair else layouts[one : one + 1]:
-            own = {name: x.requires_grad_() for name, x in own_inputs(inputs_of(kind, LENGTH), layout, rank).items()}
+            local_tensors = {
+                name: x.requires_grad_() for name, x in local_inputs(inputs_of(kind, LENGTH), layout, rank).items()
+            }
             initial = state_of(kind).requires_grad_()
 
-            def block(initial, own, layout=layout, mask=mask) -> torch.Tensor:
-                doubled = {name: 2 * x for name, x in own.items()}
+            def block(initial, local_tensors, layout=layout, mask=mask) -> torch.Tensor:
+                doubled = {name: 2 * x for name, x in local_tensors.items()}
                 out, final = layer(**doubled, layout=layout, axis=ring, mask=mask, initial_state=initial)
                 return (out * out).sum() + final.sin().sum()
 
             results = []
             for function in (block, torch.compile(block, backend=backend, fullgraph=True)):
                 with CommLedger() as ledger:
-                    loss = function(initial, own)
-                    grads = torch.autograd.grad(loss, [*own.values(), initial])
+                    loss = function(initial, local_tensors)
+                    grads = torch.autograd.grad(loss, [*local_tensors.values(), initial])
                 results.append(([loss, *grads], dict(ledger.entries)))
-            (eager, sent), (compiled, compiled_sent) = results
+            (eager, eager_bytes), (compiled, compiled_bytes) = results
             errors = [relative_error(a, b) for a, b in zip(compiled, eager, strict=True)]
-            same[f"{name} {layout}"] = max(errors) < 1e-12 and sent == compiled_sent and bool(sent)
+            same[f"{name} {layout}"] = max(errors) < 1e-12 and eager_bytes == compiled_bytes and bool(eager_bytes)
     return same
 
 
@@ -70,7 +72,7 @@ def test_layers_are_in_the_graph_of_the_default_compiler(worlds, kind):
         assert all(same.values()), same
 
 
-def test_layers_of_one_rank_are_in_the_graph_of_any_documents():
+def test_one_graph_of_layers_on_one_rank_serves_all_documents():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     inputs = {name: x.requires_grad_() for name, x in inputs_of("delta", LENGTH).items()}
@@ -87,10 +89,10 @@ def test_layers_of_one_rank_are_in_the_graph_of_any_documents():
             results.append([out, *torch.autograd.grad(out.sum(), list(inputs.values()))])
         assert all(relative_error(a, b) < 1e-12 for a, b in zip(*results, strict=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(compiled({name: x.detach() for name, x in inputs.items()}, mask), out)  # without gradients
+    assert torch.equal(compiled({name: x.detach() for name, x in inputs.items()}, mask), out)  # without autograd
 
 
-def test_wrong_arguments_are_refused_when_the_graph_runs():
+def test_wrong_arguments_raise_when_the_graph_runs():
     inputs = inputs_of("ssd", LENGTH)
     compiled = torch.compile(ssd, backend="aot_eager", fullgraph=True)
     with pytest.raises(ValueError, match=r"documents.* 20"):
@@ -100,23 +102,23 @@ def test_wrong_arguments_are_refused_when_the_graph_runs():
 
 
 def distributed(kind: str) -> dict[str, float]:
-    """A layer on DTensors over ring x tp against local calls with the heads of the tp rank."""
+    """Compares a layer on DTensors over ring x tp with local calls on the heads of the tp rank."""
     both = mesh(ring=2, tp=2)["ring", "tp"]
     ring, tp = both["ring"], both["tp"]
     layout, rank = SequenceLayout.zigzag(LENGTH, 2), Axis.of(ring).rank
     inputs, initial, layer = inputs_of(kind, LENGTH), state_of(kind), layer_of(kind)
     mask = MASKS["documents"]
     heads = {name: x.chunk(2, 0 if name == "A" else 2)[tp.get_local_rank()] for name, x in inputs.items()}
-    own = {name: x.clone().requires_grad_() for name, x in own_inputs(heads, layout, rank).items()}
+    local_tensors = {name: x.clone().requires_grad_() for name, x in local_inputs(heads, layout, rank).items()}
     own_state = initial.chunk(2, 1)[tp.get_local_rank()].clone().requires_grad_()
 
-    def loss_of(out, final, share) -> torch.Tensor:
-        return (out * out).sum() + (final * final).sum() * share
+    def loss_of(out, final, weight) -> torch.Tensor:
+        return (out * out).sum() + (final * final).sum() * weight
 
-    out, final = layer(**own, layout=layout, axis=ring, mask=mask, initial_state=own_state)
-    # The final state is in the loss once, not once for each rank.
-    grads = torch.autograd.grad(loss_of(out, final, rank == 0), [*own.values(), own_state])
-    local = dict(zip((*own, "initial_state"), grads, strict=True))
+    out, final = layer(**local_tensors, layout=layout, axis=ring, mask=mask, initial_state=own_state)
+    # Only rank 0's loss has the final state.
+    grads = torch.autograd.grad(loss_of(out, final, rank == 0), [*local_tensors.values(), own_state])
+    local = dict(zip((*local_tensors, "initial_state"), grads, strict=True))
 
     placements = {"A": (Replicate(), Shard(0)), "initial_state": (Replicate(), Shard(1))}
     shapes = {name: x.shape for name, x in inputs.items()} | {"initial_state": initial.shape}
@@ -124,7 +126,7 @@ def distributed(kind: str) -> dict[str, float]:
         name: DTensor.from_local(
             x.detach(), both, placements.get(name, TOKENS), shape=shapes[name], stride=stride_of(shapes[name])
         ).requires_grad_()
-        for name, x in (own | {"initial_state": own_state}).items()
+        for name, x in (local_tensors | {"initial_state": own_state}).items()
     }
     d_out, d_final = layer(**leaves, layout=layout, axis=ring, mask=mask)
     assert d_out.placements == (Shard(1), Shard(2)) and d_final.placements == (Replicate(), Shard(1))
@@ -154,7 +156,7 @@ def refusals_of_dtensors() -> None:
     inputs = inputs_of("delta", LENGTH)
 
     def tokens(*placements, **replaced):
-        locals_ = own_inputs(inputs, layout, Axis.of(ring).rank)
+        locals_ = local_inputs(inputs, layout, Axis.of(ring).rank)
         return {name: replaced.get(name, DTensor.from_local(x, both, placements)) for name, x in locals_.items()}
 
     good = tokens(Shard(1), Replicate())
@@ -187,16 +189,16 @@ def refusals_of_dtensors() -> None:
         assert not ledger.messages()
 
 
-def test_dtensors_that_do_not_fit_are_refused(worlds):
+def test_mismatched_dtensors_raise(worlds):
     worlds(4).run(refusals_of_dtensors)
 
 
 def convolutions_and_shifts() -> dict[str, bool]:
-    """Functions of core that take a mask: compiled for trees and rows, one graph for all documents."""
+    """Compiles functions of core with a mask, for trees and rows; one graph serves all documents."""
     ring = mesh(ring=2)["ring"]
     layout, rank = SequenceLayout.zigzag(LENGTH, 2), Axis.of(ring).rank
     generator = torch.Generator().manual_seed(0)
-    own = layout.take(torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
+    local_x = layout.take(torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
     weight = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
 
     def both(x, weight, mask) -> torch.Tensor:
@@ -214,8 +216,8 @@ def convolutions_and_shifts() -> dict[str, bool]:
         for name, mask in (documents | MASKS).items():
             results = []
             for call in (function, compiled):
-                out = call(own, weight, mask)
-                results.append([out, *torch.autograd.grad(out.sum(), [own, weight], allow_unused=True)])
+                out = call(local_x, weight, mask)
+                results.append([out, *torch.autograd.grad(out.sum(), [local_x, weight], allow_unused=True)])
             tensors = zip(*results, strict=True)
             close = all(a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in tensors)
             same[f"{function.__name__} {name}"] = close

@@ -1,4 +1,4 @@
-"""Kernels of other packages for layers with a state: stand-ins with their signatures that compute token by token."""
+"""Kernels of other packages for layers with a state: stubs with their signatures that compute token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ TOLERANCE = 1e-10
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale=None, initial_state=None, output_final_state=False
 ) -> tuple[Tensor, Tensor]:
-    """As in flash-linear-attention: q, k [B, T, H, K], v [B, T, HV, V], g and beta [B, T, HV], states [B, HV, K, V]."""
+    """Stub of flash-linear-attention's kernel.
+
+    q, k [B, T, H, K], v [B, T, HV, V], g and beta [B, T, HV], states [B, HV, K, V].
+    """
     assert output_final_state and initial_state.is_contiguous() and beta.ndim == 3 and not g.isinf().any()
     assert initial_state.shape == (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     previous = [*range(-1, v.shape[1] - 1)]
@@ -44,7 +47,7 @@ def mamba_chunk_scan_combined(
     initial_states=None,
     return_final_states=False,
 ) -> tuple[Tensor, Tensor]:
-    """As in mamba-ssm: x [B, T, H, D], dt [B, T, H], B, C [B, T, G, N], states [B, H, D, N]."""
+    """Stub of mamba-ssm's kernel: x [B, T, H, D], dt [B, T, H], B, C [B, T, G, N], states [B, H, D, N]."""
     assert return_final_states and initial_states is None and dt.ndim == 3
     previous = [*range(-1, x.shape[1] - 1)]
     results = [
@@ -54,7 +57,7 @@ def mamba_chunk_scan_combined(
 
 
 def module(name: str, *functions) -> dict[str, ModuleType]:
-    """Modules by name: the module with these functions, and its packages."""
+    """Returns modules by name: a module with these functions, and its parent packages."""
     modules = {name.rsplit(".", depth)[0]: ModuleType(name) for depth in range(name.count(".") + 1)}
     for function in functions:
         setattr(modules[name], function.__name__, function)
@@ -69,7 +72,7 @@ STAND_INS = {
 
 
 class AnyFla(FlashLinearAttention):
-    """The kernel on any device and in any dtype."""
+    """The kernel for every device and dtype."""
 
     max_chunk = 8
 
@@ -96,6 +99,6 @@ def worst_errors(seeds: list[int]) -> dict[int, tuple[float, str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_random_cases_with_other_packages_kernels_are_the_recurrence(worlds, ranks):
+def test_random_cases_with_kernels_of_other_packages_equal_the_recurrence(worlds, ranks):
     for actual in worlds(ranks).run(worst_errors, [*range(500 * ranks, 500 * ranks + 9)]):
         assert not {seed: worst for seed, worst in actual.items() if not worst[0] < TOLERANCE}

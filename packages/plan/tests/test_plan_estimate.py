@@ -266,7 +266,7 @@ def usage_gib(checkpointing: Checkpointing, length: int) -> tuple[float, float]:
 
 
 def test_eight_million_tokens_fit_with_fewer_stored_inputs():
-    """Limits per rank: (2 TB - 100 GB) / 8 = 221.2 GiB on the host, and 74.1 GiB on the device, 5 GiB below its memory."""
+    """Limits per rank: (2 TB - 100 GB) / 8 = 221.2 GiB on the host, all but 5 GiB = 74.1 GiB on the device."""
     every = replace(LAYER, offload=True, prefetch=False)
     fewer = replace(every, inputs=27, on_device=2)
     mixed = replace(OUTPUT, offload=True, prefetch=False, inputs=5, outputs=24, on_device=1)

@@ -292,9 +292,8 @@ def test_cost_of_blocks_without_stored_input():
     model, device = model_of("llama3-8b", 131_072), Cluster.named("8xh100").accelerator
     x = 131_072 // 8 * model.dim * 2
     recomputed_share = 1 - (model.heads + 2 * model.kv_heads) * model.head_dim * model.dim / block_parameters(model)
-    assert some_stored.recomputed - all_stored.recomputed == pytest.approx(
-        10 * recomputed_share * all_stored.dense / 3 / 32, rel=1e-3
-    )
+    expected = 10 * recomputed_share * all_stored.dense / 3 / 32
+    assert some_stored.recomputed - all_stored.recomputed == pytest.approx(expected, rel=1e-3)
     assert some_stored.attention == all_stored.attention and some_stored.parameters >= all_stored.parameters
     recomputed_segments = len(
         [size for size in segment_sizes(32, 22, 0) if size > 1]
