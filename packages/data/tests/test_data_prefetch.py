@@ -19,7 +19,7 @@ LENGTHS = [30, 5, 80, 1, 17, 60]
 class Flaky(TokenStore):
     """A store that fails once, at read number `fails_at`."""
 
-    fails_at, reads, recovered = -1, 0, threading.Event()
+    fails_at, reads, failed = -1, 0, threading.Event()
 
     def read(self, document, start, stop, step=1):
         self.reads += 1
@@ -28,7 +28,7 @@ class Flaky(TokenStore):
         return super().read(document, start, stop, step)
 
     def fail(self):
-        self.recovered.set()
+        self.failed.set()
         raise OSError(5, "Input/output error")
 
 
@@ -86,15 +86,15 @@ def test_an_error_keeps_its_type_and_traceback(ahead):
     with pytest.raises(OSError, match="Input/output error") as failure:
         next(single_rank_rows(store, N, ahead=ahead))
     names = [frame.name for frame in traceback.extract_tb(failure.value.__traceback__)]
-    assert "the_disk_is_gone" in names and "read_shard" in names
+    assert "fail" in names and "read_shard" in names
 
 
 def test_errors_of_unused_batches_are_not_raised():
     store = numbered([N] * 4, kind=Flaky)
     rows = single_rank_rows(store, N, ahead=1)
-    store.fails_at, store.recovered = 2, threading.Event()
+    store.fails_at, store.failed = 2, threading.Event()
     next(rows)
-    assert store.recovered.wait(10)
+    assert store.failed.wait(10)
     rows.load_state_dict(rows.state_dict() | {"rows": 10})
     assert tokens(rows, 2) == tokens(single_rank_rows(numbered([N] * 4), N), 12)[10:]
     assert store.reads > 2
