@@ -671,7 +671,7 @@ WHEELS = [
 ]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in one folder", "in folders of their own"])
+@pytest.mark.parametrize("separate_folders", [False, True], ids=["in one folder", "in folders of their own"])
 @pytest.mark.parametrize(("wheels", "name"), WHEELS)
 def test_every_release_is_called_by_its_signature(monkeypatch, tmp_path, wheels, name, separate_folders):
     flash_stub.none_loaded(monkeypatch)
