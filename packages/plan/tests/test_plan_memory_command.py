@@ -46,7 +46,7 @@ def test_the_longest_fit_fills_device_or_host(device, host, limit, start):
 
 
 def test_an_error_compares_needed_and_available_memory():
-    full = linear(0, at_least=90 << 30)
+    full = linear(0, minimum=90 << 30)
     with pytest.raises(DoesNotFitError, match=r"1,024 .*90\.0 of 74\.0 GiB"):
         longest_fit(lambda _: full, lambda _: full, Room(74 << 30, 1 << 40), step=1024, start=5000)
 
