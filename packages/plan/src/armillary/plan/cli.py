@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
+    # Without a command, flags are those of `search`.
     command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
     fits = None
     with exit_on_error(PROGRAM):
@@ -88,8 +89,8 @@ def memory(argv: Sequence[str]) -> bool:
     return result.fits
 
 
-def run(argv: Sequence[str]) -> bool | None:
-    """Runs `armillary-plan run`. Returns True if the run fits, or if its memory is unknown."""
+def run(argv: Sequence[str]) -> bool:
+    """Runs `armillary-plan run`. Returns True if the run fits."""
     plan = dry_run.read_plan(argv, f"{PROGRAM} run")
     with Bar("simulating", quiet=plan.json) as bar:
         result = dry_run.predict(plan.run, plan.cluster, partial(bar.show, "simulating"))
@@ -98,7 +99,7 @@ def run(argv: Sequence[str]) -> bool | None:
 
 
 def sent_bytes(argv: Sequence[str]) -> None:
-    """`armillary-plan bytes`."""
+    """Runs `armillary-plan bytes`."""
     plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
     with Bar(quiet=plan.json) as bar:
         rows = plan_bytes(plan, bar.show)
@@ -106,7 +107,7 @@ def sent_bytes(argv: Sequence[str]) -> None:
 
 
 def steps(argv: Sequence[str]) -> None:
-    """`armillary-plan steps`."""
+    """Runs `armillary-plan steps`."""
     plan = parse(argv, StepsPlan, f"{PROGRAM} steps")
     methods = plan_steps(plan)
     if plan.out is not None:

@@ -196,6 +196,7 @@ def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
     comm_plan = candidate.attention.comm_plan(shape, candidate.mesh.ring, candidate.mesh.ulysses)
     rows = list[Row]()
     for name in PHASES:
+        # Both count all kinds of sends; all but p2p are collectives.
         p2p, closed_p2p = ledger.bytes(kind="p2p", phase=name), comm_plan.bytes(rank, "p2p", name)
         counted_bytes = PhaseBytes(p2p, ledger.bytes(phase=name) - p2p)
         formula_bytes = PhaseBytes(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)

@@ -121,7 +121,7 @@ def find_recipe(name: str) -> Callable[[], object]:
             raise ValueError(f"--recipe {name}: known are {', '.join(RECIPES)}; your own is my.module:function")
         return RECIPES[name]
     if "" not in sys.path:
-        sys.path.insert(0, "")  # `python -m` has it on the path, a console script has not
+        sys.path.insert(0, "")  # the working directory: on the path of `python -m`, but not of a console script
     with recipe_errors(name):
         recipe = getattr(import_module(module), function, None)
     if not callable(recipe):

@@ -128,6 +128,7 @@ class Decoding:
 
     def _one_by_one(self, ids: Tensor) -> Tensor:
         self.start(None, ids.shape[1] + self.max_new_tokens)
+        # The completions of a prompt run its tokens together, as new tokens, and so have equal logits.
         *earlier, last = ids.repeat_interleave(self.completions, 0).unbind(1)
         for token in earlier:
             self.step(token)

@@ -142,7 +142,7 @@ def plan_memory(
         return replace(three, device=device, host=host)
 
     check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
-    step = 1024 * cluster.ranks
+    step = 1024 * cluster.ranks  # lengths to choose from divide evenly over the ranks
     try:
         fit = longest_fit(simulate_length, predict_length, room, step, start=length) if plan.max_context else None
     except DoesNotFitError as error:
