@@ -1,4 +1,4 @@
-"""A model and a training loop of your own, under FSDP2, on sequences that all ranks share.
+"""Your own model and training loop under FSDP2, on sequences sharded over all ranks.
 
 torchrun --nproc-per-node 4 examples/attention_fsdp.py
 """
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     def forward(self, x, attention):
         q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(attention(q, k, v).flatten(2))  # [B, T, H, D], the one line that has changed
+        x = x + self.out(attention(q, k, v).flatten(2))  # [B, T, H, D], the only changed line
         return x + self.mlp(x)
 
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def train(model, cp):
-    """Returns the losses of all steps, the same on every rank, and the norms of their gradients."""
+    """Returns the losses of all steps, equal on every rank, and the gradient norms."""
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -67,7 +67,7 @@ def model_of():
 
 
 def sharded(ranks):
-    """Returns the model under FSDP2 over all ranks, all of which hold tokens."""
+    """Returns the model under FSDP2, over all ranks of the sequence."""
     model, mesh = model_of(), init_device_mesh("cpu", (ranks,))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
@@ -75,7 +75,7 @@ def sharded(ranks):
 
 
 def errors(ranks):
-    """Returns the largest relative errors of losses and of gradient norms against one rank with whole sequences."""
+    """Returns the largest relative errors of losses and gradient norms, compared with one rank on full sequences."""
     mesh = build_mesh("cpu", ring=ranks)
     results = train(sharded(ranks), ContextParallel("ring", mesh))
     expected = train(model_of(), ContextParallel(Local(), mesh))

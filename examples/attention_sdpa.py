@@ -1,4 +1,4 @@
-"""A model that calls F.scaled_dot_product_attention, unchanged, on a sequence shared by all ranks.
+"""An unmodified model that calls F.scaled_dot_product_attention, on a sequence sharded over all ranks.
 
 torchrun --nproc-per-node 4 examples/attention_sdpa.py
 """
@@ -17,7 +17,7 @@ LENGTH, EMBED, HEADS = 1000, 64, 4
 
 
 class Block(nn.Module):
-    """What you already have: nothing in it knows of ranks."""
+    """Your existing block, without any code for ranks."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def errors(ranks):
-    """How far output and gradient are from those of one rank, relatively."""
+    """Relative errors of output and gradient, compared with one rank."""
     ulysses = 2 if ranks % 2 == 0 else 1
     attend = build_attention("usp", build_mesh("cpu", ring=ranks // ulysses, ulysses=ulysses))
     torch.manual_seed(0)
@@ -40,13 +40,13 @@ def errors(ranks):
         out = model(layout.take(x, attend.shard))
     out.square().sum().backward()
     gradient = model[0].qkv.weight.grad.clone()
-    dist.all_reduce(gradient)  # under FSDP2, `armillary.core.sum_gradients(model)`: by itself it averages
+    dist.all_reduce(gradient)  # FSDP2 averages gradients; `armillary.core.sum_gradients(model)` makes it sum
 
     model.zero_grad()
-    whole = model(x)
-    whole.square().sum().backward()
-    pairs = (out, layout.take(whole, attend.shard)), (gradient, model[0].qkv.weight.grad)
-    return [((got - wanted).norm() / wanted.norm()).item() for got, wanted in pairs]
+    full = model(x)
+    full.square().sum().backward()
+    pairs = (out, layout.take(full, attend.shard)), (gradient, model[0].qkv.weight.grad)
+    return [((actual - expected).norm() / expected.norm()).item() for actual, expected in pairs]
 
 
 def main():

@@ -1,4 +1,4 @@
-"""An unmodified Hugging Face model, with its own loss, on a packed row that all ranks share.
+"""An unmodified Hugging Face model with its own loss, on a packed row sharded over all ranks.
 
 torchrun --nproc-per-node 4 examples/attention_transformers.py
 """
@@ -19,7 +19,7 @@ CONFIG = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sl
 
 
 def errors(ranks):
-    """How far loss and gradient are from those of one rank, relatively."""
+    """Relative errors of loss and gradient, compared with one rank."""
     ulysses = 2 if ranks % 2 == 0 else 1
     cp = ContextParallel("usp", build_mesh("cpu", ring=ranks // ulysses, ulysses=ulysses))
     torch.manual_seed(0)
@@ -28,19 +28,21 @@ def errors(ranks):
 
     cp.prepare(model)
     with cp.shard(ids, documents=DOCUMENTS) as batch:
-        loss = cp.loss(model(**batch.inputs).loss, batch)  # the mean over all ranks' labels, the same on every rank
+        loss = cp.loss(model(**batch.inputs).loss, batch)  # the mean over all ranks' labels, equal on every rank
     loss.backward()
     cp.reduce_gradients(model)  # FSDP2 and DDP do so by themselves
     gradient = model.lm_head.weight.grad.clone()
 
     model.zero_grad()
     model.set_attn_implementation("sdpa")
-    labels = ids.index_fill(1, torch.tensor(DOCUMENTS[:-1]), -100)  # no document predicts the next one
+    labels = ids.index_fill(
+        1, torch.tensor(DOCUMENTS[:-1]), -100
+    )  # the last token of a document does not predict the next document
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
-    whole = model(ids, position_ids=positions, labels=labels, use_cache=False).loss
-    whole.backward()
-    pairs = (loss.detach(), whole.detach()), (gradient, model.lm_head.weight.grad)
-    return [((got - wanted).norm() / wanted.norm()).item() for got, wanted in pairs]
+    full_loss = model(ids, position_ids=positions, labels=labels, use_cache=False).loss
+    full_loss.backward()
+    pairs = (loss.detach(), full_loss.detach()), (gradient, model.lm_head.weight.grad)
+    return [((actual - expected).norm() / expected.norm()).item() for actual, expected in pairs]
 
 
 def main():

@@ -1,7 +1,7 @@
 """Checks accelerate's context parallelism, FSDP2 included, against one rank: python examples/check_accelerate.py
 
-accelerate accepts `cp_size` on GPUs only; `accelerator_on_cpu` turns that check off. On GPUs the accelerator is
-`Accelerator(parallelism_config=..., fsdp_plugin=...)` alone.
+accelerate accepts `cp_size` only on GPUs; `accelerator_on_cpu` disables that check. On GPUs
+`Accelerator(parallelism_config=..., fsdp_plugin=...)` is enough.
 """
 
 import os
@@ -20,7 +20,7 @@ from armillary.attention.check import StepOutput, check_model
 
 
 def step(accelerator, model, batch):
-    """A step as on accelerate's page: `maybe_context_parallel` shards the buffers, FSDP2 averages gradients."""
+    """The step of accelerate's documentation: `maybe_context_parallel` shards the buffers, FSDP2 averages gradients."""
     positions = torch.arange(batch.ids.shape[1])[None]
     ids, labels = batch.ids.clone(), batch.shifted_labels.clone()
     buffers = [ids, labels, positions]
@@ -29,7 +29,7 @@ def step(accelerator, model, batch):
     ):
         logits = model(ids, positions)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        # FSDP2 averages gradients over ranks, so that each share is multiplied by their number.
+        # FSDP2 averages gradients over ranks, so each local loss is multiplied by their number.
         loss = loss * accelerator.num_processes / (batch.shifted_labels != -100).sum()
         accelerator.backward(loss)
     return StepOutput(loss.detach(), positions)
@@ -54,10 +54,10 @@ def one_rank_step(model, batch):
 
 
 def accelerator_on_cpu():
-    """An accelerator over all ranks of this world, whose process group exists already."""
+    """An accelerator over all ranks of this world, which already has a process group."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "ACCELERATE_USE_CPU": "true"})
-    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})  # asked for, but not used
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})  # required, but unused
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     plugin = FullyShardedDataParallelPlugin(

@@ -1,7 +1,7 @@
 """Checks DeepSpeed's Ulysses against one rank: python examples/check_deepspeed_ulysses.py (needs deepspeed)
 
-Not run by this repository's tests, which do not install deepspeed. With deepspeed 0.19.8 and torch 2.15 it is right.
-The calls are those of the scoreboard's adapter (benchmarks/scoreboard/contenders/deepspeed_ulysses.py).
+The tests of this repository do not run it, because they do not install deepspeed. It is right with deepspeed 0.19.8 and
+torch 2.15. The calls are those of the scoreboard's adapter (benchmarks/scoreboard/contenders/deepspeed_ulysses.py).
 """
 
 from functools import cache
@@ -18,11 +18,11 @@ VOCABULARY, EMBED, HEADS = 64, 32, 4
 
 @cache
 def sequence_group():
-    """The group of all ranks, made known to DeepSpeed as `deepspeed.initialize(mesh_param=...)` does."""
+    """The group of all ranks, registered with DeepSpeed like in `deepspeed.initialize(mesh_param=...)`."""
     import deepspeed
     from deepspeed.utils import groups
 
-    # On CPUs DeepSpeed would compile an all-reduce over shared memory, which Ulysses does not use.
+    # On CPUs DeepSpeed would compile a shared-memory all-reduce, which Ulysses does not use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     axes = ("data_parallel", "sequence_parallel")
@@ -30,8 +30,8 @@ def sequence_group():
     return groups.mesh_device.get_group(mesh_dim="sequence_parallel")
 
 
-class WholeSequence(nn.Module):
-    """Causal attention of a few heads over the whole sequence, [B, N, H, D]."""
+class FullSequenceAttention(nn.Module):
+    """Causal attention of a few heads over the full sequence, [B, N, H, D]."""
 
     def forward(self, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -47,7 +47,7 @@ class Block(nn.Module):
         from deepspeed.sequence.layer import DistributedAttention
 
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        attend = DistributedAttention(WholeSequence(), sequence_group(), scatter_idx=2, gather_idx=1)
+        attend = DistributedAttention(FullSequenceAttention(), sequence_group(), scatter_idx=2, gather_idx=1)
         return x + self.out(attend(q, k, v, 0).flatten(2))  # 0: the batch dim
 
 

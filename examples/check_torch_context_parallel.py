@@ -1,6 +1,6 @@
 """Checks torch's own `context_parallel` against one rank: python examples/check_torch_context_parallel.py
 
-torch's ring takes over CUDA's attention kernels only; `use_cpu_kernel` gives it the CPU's, so that no GPU is needed.
+torch's ring supports only CUDA's attention kernels; `use_cpu_kernel` adds the CPU's, so that no GPU is needed.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def step(model, batch, positions_restart=False):
-    """A step as in torch's tutorial: buffers are sharded inside the context, and backward runs inside it too."""
+    """The step of torch's tutorial: the context shards the buffers, and forward and backward run inside it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     use_cpu_kernel()
     positions = torch.arange(batch.ids.shape[1])[None]
@@ -65,7 +65,7 @@ def reduce(model):
 
 
 def use_cpu_kernel():
-    """Registers torch's ring for the CPU's flash attention, as `context_parallel` registers it for CUDA's."""
+    """Registers torch's ring for the CPU's flash attention, like `context_parallel` does for CUDA's."""
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     torch_ring.custom_ops |= {forward: ring_forward, backward: ring_backward}
@@ -90,7 +90,7 @@ def ring_backward(op, args, kwargs):
 
 
 def check(worlds=None, world_size=4, **faults):
-    # torch merges partial results in float32 at most.
+    # torch merges partial results in float32 or narrower.
     return check_model(
         Model,
         partial(step, **faults),

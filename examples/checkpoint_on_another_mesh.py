@@ -1,4 +1,4 @@
-"""A checkpoint of torch's DCP, saved on ring=2 x ulysses=2 and read on ring=2 x tp=2, where training goes on.
+"""A checkpoint of torch's DCP, saved on ring=2 x ulysses=2 and resumed on ring=2 x tp=2.
 
 torchrun --nproc-per-node 4 examples/checkpoint_on_another_mesh.py
 """
@@ -22,12 +22,12 @@ SAVED = STEPS // 2
 
 
 def sharded_by_heads():
-    """(the model, its context parallelism) on the mesh that reads: `tp` cuts heads and MLP, FSDP2 over `ring`."""
+    """Returns (model, context parallelism) on the second mesh: `tp` shards heads and MLP, FSDP2 shards over `ring`."""
     mesh = build_mesh("cpu", ring=2, tp=2)
     model, cp = model_of(), ContextParallel("ring", mesh)
     columns, rows = ("attention.qkv", "mlp.1"), ("attention.out", "mlp.3")
-    cut = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
-    parallelize_module(model, mesh["tp"], cut | {f"blocks.*.{name}": RowwiseParallel() for name in rows})
+    plan = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
+    parallelize_module(model, mesh["tp"], plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows})
     style = ContextParallelStyle(cp.method, layout=cp.method.layout(LENGTH))
     parallelize_module(model, mesh["ring"], {"blocks.*.attention": style})
     for part in (*model.blocks, model):
@@ -40,40 +40,40 @@ def state_of(model, optimizer):
 
 
 def saved_run(model, cp, folder):
-    """The losses and norms of the steps before the checkpoint, which it leaves in the folder."""
+    """Trains, saves the checkpoint, and returns losses and gradient norms."""
     optimizer = optimizer_of(model)
-    found = train(model, cp, optimizer, range(SAVED))
+    results = train(model, cp, optimizer, range(SAVED))
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
-    return found
+    return results
 
 
 def resumed_run(model, cp, folder):
-    """The losses and norms of the steps after it, from a model that has learned nothing yet."""
+    """Resumes with an untrained model, and returns losses and gradient norms of the remaining steps."""
     optimizer = optimizer_of(model)
-    state = state_of(model, optimizer)  # as this mesh has it: DCP reads what each rank needs of it
+    state = state_of(model, optimizer)  # with this mesh's sharding, from which DCP determines the parts to read
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return train(model, cp, optimizer, range(SAVED, STEPS))
 
 
 @contextmanager
-def folder_of_all():
-    """A folder that rank 0 makes and removes; on several hosts it has to be one that all of them see."""
-    with TemporaryDirectory() as own:
-        folder = [own]
+def shared_folder():
+    """A temporary folder of rank 0, used by all ranks. With several hosts it must be on a shared file system."""
+    with TemporaryDirectory() as local_folder:
+        folder = [local_folder]
         dist.broadcast_object_list(folder)
         yield folder[0]
         dist.barrier()
 
 
 def errors(ranks):
-    """How far losses and gradients are from those of one rank that never stopped, relatively."""
+    """Largest relative errors of losses and gradient norms, compared with an uninterrupted run on one rank."""
     assert ranks == 4, "ring=2, ulysses=2 or tp=2: start it with torchrun --nproc-per-node 4"
     first, second = sharded(), sharded_by_heads()
-    with folder_of_all() as folder:
+    with shared_folder() as folder:
         before, after = saved_run(*first, folder), resumed_run(*second, folder)
-    found = [[*first, *then] for first, then in zip(before, after, strict=True)]
-    return differences(found, train(model_of()))
+    results = [[*first, *then] for first, then in zip(before, after, strict=True)]
+    return differences(results, train(model_of()))
 
 
 def main():

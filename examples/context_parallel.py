@@ -1,4 +1,4 @@
-"""A plain torch transformer: `parallelize_module` shares its sequences, FSDP2 its parameters, over ring x ulysses.
+"""A plain torch transformer: `parallelize_module` shards its sequences, FSDP2 its parameters, over ring x ulysses.
 
 torchrun --nproc-per-node 4 examples/context_parallel.py
 """
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
 
     def forward(self, x):
-        # Head by head, so that tensor parallelism may cut it: a rank's outputs are q, k and v of its own heads.
+        # Outputs are ordered by head, so that tensor parallelism gives each rank q, k and v of its heads.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, EMBED // HEADS)).transpose(1, 3).unbind(1)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
         self.tokens, self.positions = nn.Embedding(VOCABULARY, EMBED), nn.Embedding(LENGTH, EMBED)
         self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(EMBED, VOCABULARY)
 
-    def forward(self, ids, position_ids):  # a shard's positions are given: torch.arange would be those of the first
+    def forward(self, ids, position_ids):  # explicit positions: torch.arange would be right only on the first shard
         return self.head(self.blocks(self.tokens(ids) + self.positions(position_ids)))
 
 
@@ -57,7 +57,7 @@ def model_of():
 
 
 def sharded(compiled=False):
-    """(the model, its context parallelism) on 4 ranks."""
+    """Returns (model, context parallelism) on 4 ranks."""
     mesh = build_mesh("cpu", ring=2, ulysses=2)
     model, cp = model_of(), ContextParallel("usp", mesh)
     style = ContextParallelStyle(cp.method, layout=cp.method.layout(LENGTH))
@@ -74,7 +74,7 @@ def optimizer_of(model):
 
 
 def train(model, cp=None, optimizer=None, steps=range(STEPS)):
-    """The losses of these steps, and the norms of their gradients; with `cp`, from this rank's shard of each row."""
+    """Returns losses and gradient norms of the steps; with `cp` it trains on the local shard of each row."""
     optimizer, losses, norms = optimizer or optimizer_of(model), [], []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -87,7 +87,7 @@ def train(model, cp=None, optimizer=None, steps=range(STEPS)):
             batch = cp.shard(ids)
             loss = cp.loss(model(batch.ids, batch.position_ids), batch)
         loss.backward()
-        norms.append(float(clip_gradients(model, 100.0)))  # torch's own wants all parameters on one mesh
+        norms.append(float(clip_gradients(model, 100.0)))  # torch's function needs all parameters on one mesh
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
@@ -95,16 +95,16 @@ def train(model, cp=None, optimizer=None, steps=range(STEPS)):
 
 
 def errors(ranks, compiled=False):
-    """How far losses and gradients are from those of one rank that has whole sequences, relatively."""
+    """Largest relative errors of losses and gradient norms, compared with one rank on full sequences."""
     assert ranks == 4, "ring=2, ulysses=2: start it with torchrun --nproc-per-node 4"
     return differences(train(*sharded(compiled)), train(model_of()))
 
 
-def differences(found, expected):
-    """The largest relative one of losses, and that of norms."""
+def differences(results, expected):
+    """The largest relative differences of losses and of gradient norms."""
     return [
-        max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
-        for got, wanted in zip(found, expected, strict=True)
+        max(abs(a - b) / abs(b) for a, b in zip(values, expected_values, strict=True))
+        for values, expected_values in zip(results, expected, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Flow matching on a tiny Flux of diffusers: TokenRing shares each image's tokens, FSDP2 the parameters.
+"""Flow matching on a tiny Flux of diffusers: TokenRing shards each image's tokens, FSDP2 the parameters.
 
 torchrun --nproc-per-node 4 examples/diffusers_token_ring.py
 """
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from armillary.attention import ContextParallel
 from armillary.core import build_mesh
 
-ROWS, COLUMNS, TEXT, BATCH, STEPS = 9, 11, 7, 2, 4  # 99 tokens of each image, and 7 of its text
+ROWS, COLUMNS, TEXT, BATCH, STEPS = 9, 11, 7, 2, 4  # 99 image tokens and 7 text tokens
 SIZES = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
 INPUTS = {"in_channels": 8, "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6)}
 
@@ -37,17 +37,17 @@ def sharded(ranks):
 
 
 def train(model):
-    """Losses and norms of gradients: the same lines for one device and for many ranks, which have the same batches."""
+    """Returns losses and gradient norms. The code is the same for one device and for many ranks, with equal batches."""
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     ids = torch.cartesian_prod(torch.zeros(1), torch.arange(1.0 * ROWS), torch.arange(1.0 * COLUMNS))
     for step in range(STEPS):
-        draw = torch.Generator().manual_seed(step)  # noise and times too are those of one device
+        draw = torch.Generator().manual_seed(step)  # equal data, noise and times on all ranks
         image, noise = torch.randn(2, BATCH, ROWS * COLUMNS, 8, generator=draw, dtype=torch.float64)
         text, pooled = (torch.randn(BATCH, *size, generator=draw, dtype=torch.float64) for size in ((TEXT, 24), (12,)))
         time = torch.rand(BATCH, generator=draw, dtype=torch.float64)
         noisy = torch.lerp(image, noise, time[:, None, None])
         conditions = {"encoder_hidden_states": text, "pooled_projections": pooled, "timestep": time}
-        flow = model(noisy, **conditions, img_ids=ids, txt_ids=torch.zeros(TEXT, 3)).sample  # whole, on every rank
+        flow = model(noisy, **conditions, img_ids=ids, txt_ids=torch.zeros(TEXT, 3)).sample  # unsharded, on every rank
         loss = F.mse_loss(flow, noise - image)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -59,9 +59,9 @@ def train(model):
 
 
 def errors(ranks):
-    """How far losses and gradients' norms are from those of one rank, relatively."""
-    found, expected = train(sharded(ranks)), train(model_of())
-    return [max(abs(a / b - 1) for a, b in zip(*pair, strict=True)) for pair in zip(found, expected, strict=True)]
+    """Largest relative errors of losses and gradient norms, compared with one rank."""
+    results, expected = train(sharded(ranks)), train(model_of())
+    return [max(abs(a / b - 1) for a, b in zip(*pair, strict=True)) for pair in zip(results, expected, strict=True)]
 
 
 def main():

@@ -12,7 +12,7 @@ from armillary.core import SequenceLayout
 DOCS = Path(__file__).parents[1] / "docs"
 TOKENS = 32
 ON_RANKS = "_on_four_ranks"
-"""What the name of a picture ends with that has a layout too."""
+"""Suffix of pictures with a sequence layout."""
 
 
 def main() -> None:

@@ -1,21 +1,21 @@
-"""Draws an attention mask: who sees whom, which rank holds what, and who computes what at which step.
+"""Draws an attention mask, the shard of each rank, and the pairs that each rank computes at each step.
 
-Ways to start:
-  # three documents under a window of a token and the four before it
+Examples:
+  # three documents with a window of a token and the four before it
   python scripts/draw_mask.py --documents 0,5,12,32 --window 4,none --length 32 --out mask.png
-  # the same on four ranks: zigzag shards, a ring
+  # the same documents on four ranks: zigzag shards, a ring
   python scripts/draw_mask.py --documents 0,5,12,32 --length 32 --layout zigzag --ranks 4 --out mask.png
-  # a prompt of 8 tokens with two answers, over ranks that share the work as evenly as can be; numbers as JSON too
+  # a prompt of 8 tokens with two completions in a balanced layout; numbers as JSON too
   python scripts/draw_mask.py tree --ends 0,8,20,32 --parents none,0,0 --layout balanced --ranks 4 \\
       --out tree.png --json tree.json
-  # other kinds, each with options of its own
+  # other kinds, each with its own options
   python scripts/draw_mask.py prefix --documents 0,20,32 --prefixes 8,4 --out prefix.png
   python scripts/draw_mask.py chunked --size 8 --length 1M --out chunked.svg
   python scripts/draw_mask.py image-spans --spans 4:10,16:24 --length 32 --out images.png
   python scripts/draw_mask.py blocks --visible 100,110,101 --block 8 --out blocks.png
   python scripts/draw_mask.py slices --slice 0:16,0:8,none,none --slice 8:16,8:16,none,0 --out slices.png
 
-Lists are written with commas; none is a side of a window or a band that is not bounded, or the parent of a root.
+Lists are separated by commas. "none" is an unbounded side of a window or band, or the parent of a root.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ NONE = "none"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draws what the command line asks for, and prints the numbers of it."""
+    """Draws the mask of the command line and prints its numbers. Returns the exit code."""
     options = parsed(arguments)
     with exit_on_error(PROGRAM):
         mask = options.make(options)
         length = options.length or length_of(mask)
-        layout = layout_asked_for(options, mask, length)
+        layout = requested_layout(options, mask, length)
         method = MethodOptions(team=options.team)
         if options.out:
             draw_mask(mask, length, options.out, layout, options.method, options=method)
-        shares = layout and shares_of(mask, layout, options.method, options=method)
-        show(mask, length, shares)
+        work = layout and shares_of(mask, layout, options.method, options=method)
+        show(mask, length, work)
         if options.json:
-            found = {"mask": repr(mask), "length": length, "pairs": mask.pairs(length)}
+            mask_numbers = {"mask": repr(mask), "length": length, "pairs": mask.pairs(length)}
             with writing(options.json):
-                options.json.write_text(json.dumps(found | (shares.as_dict if shares else {}), indent=1) + "\n")
+                options.json.write_text(json.dumps(mask_numbers | (work.as_dict if work else {}), indent=1) + "\n")
     return 0
 
 
 def length_of(mask: AttentionMask) -> int:
-    """Tokens of the sequence, where the mask says.
+    """Tokens of the sequence, if the mask determines them.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the mask fits any length.
     """
     pattern = mask.pattern
     if isinstance(pattern, SliceList):
@@ -78,27 +78,27 @@ def length_of(mask: AttentionMask) -> int:
     return ends[-1]
 
 
-def layout_asked_for(options: Namespace, mask: AttentionMask, length: int) -> SequenceLayout | None:
-    """Over `--ranks`; None for a picture of the mask alone."""
+def requested_layout(options: Namespace, mask: AttentionMask, length: int) -> SequenceLayout | None:
+    """The layout over `--ranks`, or None without ranks."""
     return None if options.ranks is None else layout_of(options.layout, length, options.ranks, mask)
 
 
-def show(mask: AttentionMask, length: int, shares: Shares | None) -> None:
-    """The numbers of a picture, for those who read."""
+def show(mask: AttentionMask, length: int, work: Shares | None) -> None:
+    """Prints the numbers of pairs, by rank and step."""
     print(f"{mask.pairs(length):,} of {length * length:,} pairs are visible")
-    if shares is None:
+    if work is None:
         return
     columns = [Column("rank"), Column("tokens"), Column("pairs"), Column("pairs by step", text=True)]
-    steps = (", ".join(f"{pairs:,}" for pairs in its) for its in shares.by_step)
-    rows = zip(range(len(shares.tokens)), shares.tokens, shares.by_rank, strict=True)
+    steps = (", ".join(f"{pairs:,}" for pairs in its) for its in work.by_step)
+    rows = zip(range(len(work.tokens)), work.tokens, work.by_rank, strict=True)
     print_table(columns, [(*(f"{n:,}" for n in row), its) for row, its in zip(rows, steps, strict=True)])
-    print(f"max / mean of pairs: {shares.evenness:.3f}")
+    print(f"max / mean of pairs: {work.evenness:.3f}")
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def made_tree(options: Namespace) -> AttentionMask:
+def tree_mask(options: Namespace) -> AttentionMask:
     parents = [-1 if parent is None else parent for parent in options.parents]
     return AttentionMask.tree(options.ends, parents, options.window)
 
@@ -106,13 +106,13 @@ def made_tree(options: Namespace) -> AttentionMask:
 Make = Callable[[Namespace], AttentionMask]
 KINDS: dict[str, tuple[str, tuple[str, ...], Make]] = {
     "plain": (
-        "causal, windows, documents (the kind unless one is named)",
+        "causal, windows, documents (default)",
         ("documents", "window", "not_causal"),
         lambda x: AttentionMask(not x.not_causal, x.window, x.documents),
     ),
-    "tree": ("a tree of segments", ("ends", "parents", "window"), made_tree),
+    "tree": ("a tree of segments", ("ends", "parents", "window"), tree_mask),
     "prefix": (
-        "prefixes seen both ways",
+        "prefixes with bidirectional attention",
         ("documents", "prefixes"),
         lambda x: AttentionMask.prefix(x.documents or [0, x.length], x.prefixes),
     ),
@@ -182,35 +182,35 @@ FLAGS: dict[str, dict[str, Any]] = {
         "required": True,
         "action": "append",
         "metavar": "Q0:Q1,K0:K1,LOW,HIGH",
-        "help": "queries, keys and the band that is seen; several times",
+        "help": "queries, keys and the visible band; may be repeated",
     },
 }
 
 
 def parsed(arguments: Sequence[str] | None) -> Namespace:
-    """The options; a kind's own follow its name."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] not in (*KINDS, "-h", "--help"):
-        given.insert(0, "plain")
+    """Parses the command line: the kind of mask, followed by its options."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in (*KINDS, "-h", "--help"):
+        words.insert(0, "plain")
     parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(metavar="KIND", required=True)
     for kind, (text, flags, make) in KINDS.items():
-        command = commands.add_parser(kind, help=text, parents=[shared()])
+        command = commands.add_parser(kind, help=text, parents=[common_options()])
         command.set_defaults(make=make)
         for flag in flags:
             command.add_argument(f"--{flag.replace('_', '-')}", **FLAGS[flag])
-    return parser.parse_args(given)
+    return parser.parse_args(words)
 
 
-def shared() -> ArgumentParser:
-    """What all kinds have."""
+def common_options() -> ArgumentParser:
+    """Options of all kinds."""
     parser = ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--length", type=count_argument(), metavar="N", help="tokens, where the mask does not say")
-    add("--ranks", type=count_argument(), metavar="P", help="of the sequence axis: who computes what is drawn too")
+    add("--length", type=count_argument(), metavar="N", help="tokens, if the mask does not determine them")
+    add("--ranks", type=count_argument(), metavar="P", help="of the sequence axis; draws the work of each rank too")
     add("--layout", default="zigzag", help="of the ranks: zigzag, contiguous, striped or balanced (default: zigzag)")
-    add("--method", default="ring", help="who computes what (default: ring)")
-    add("--team", type=count_argument(), help="of wallfacer")
+    add("--method", default="ring", help="attention method that assigns pairs to ranks (default: ring)")
+    add("--team", type=count_argument(), help="team size of wallfacer")
     add("--out", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
     add("--json", type=Path, metavar="FILE", help="a file for the numbers")
     return parser

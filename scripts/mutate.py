@@ -1,14 +1,14 @@
-"""Breaks the code in one place at a time, as a bug would, and says which test notices.
+"""Plants one bug at a time and reports the first test that fails.
 
-Mutations stand in `mutations.toml`. Each is applied to a copy of the workspace, where first the tests run that most
-likely notice it, then the others of its package and those of `tests/`, until one fails or all have passed.
+Mutations are in `mutations.toml`. Each is applied to a copy of the workspace, where first the likely tests run, then
+the other tests of its package and of `tests/`, until one fails or all have passed.
 
     uv run python scripts/mutate.py                     # all; up to an hour on two cores
     uv run python scripts/mutate.py --likely            # only the likely tests
-    uv run python scripts/mutate.py --only NAME [NAME]  # some of them
-    uv run python scripts/mutate.py --unmutated         # the likely tests of the code as it is: they must pass
+    uv run python scripts/mutate.py --only NAME [NAME]  # only these mutations
+    uv run python scripts/mutate.py --unmutated         # the likely tests without mutations: they must pass
 
-Exit code 1 if a mutation survived.
+Exits with 1 if a mutation survives.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of the code, found in the syntax tree: it survives reformatting, renamed variables and moved files.
+    """One change of the code, as a syntax pattern, which survives reformatting, renamed variables and moved files.
 
     Args:
-        package: whose tests are to notice.
+        package: package whose tests must fail.
         function: qualified name of the function or class around it, "" at the top level of a module.
-        old: one expression, or statements that follow each other. `_A` to `_Z` stand for any expression.
-        new: replaces it, `_A` to `_Z` being the same expressions.
-        breaks: what is wrong then.
+        old: one expression, or consecutive statements. `_A` to `_Z` stand for any expression.
+        new: the replacement, in which `_A` to `_Z` are the same expressions.
+        breaks: the resulting bug, in words.
         likely: test files, or tests as file::name, in the order in which they run.
     """
 
@@ -70,10 +70,10 @@ class Mutation:
     likely: tuple[str, ...]
 
     def locate(self, root: Path) -> Path:
-        """Returns the one source file that has the old code, once.
+        """Returns the only source file with the old code.
 
         Raises:
-            ValueError: it occurs elsewhere too, or nowhere.
+            ValueError: the code occurs several times or not at all.
         """
         scopes = definitions(root).get(self.function, [])
         paths = [path for path, scope in scopes for _ in matches(self._patterns()[0], scope)]
@@ -83,7 +83,7 @@ class Mutation:
         return paths[0]
 
     def apply(self, path: Path) -> str:
-        """Returns the source of a file with the change, without comments."""
+        """Returns the changed source of a file, without comments."""
         tree = ast.parse(path.read_text())
         old, new = self._patterns()
         scopes = [scope for name, scope in scopes_of(tree) if name == self.function]
@@ -98,7 +98,7 @@ class Mutation:
         return ast.unparse(ast.fix_missing_locations(tree))
 
     def _patterns(self) -> list[list[Any]]:
-        """The nodes of `old` and of `new`: two expressions, or two lists of statements."""
+        """Returns the nodes of `old` and `new`: two expressions, or two lists of statements."""
         bodies: list[list[Any]] = [ast.parse(code).body for code in (self.old, self.new)]
         if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in bodies):
             return [[body[0].value] for body in bodies]
@@ -106,7 +106,7 @@ class Mutation:
 
 
 class Substitution(ast.NodeTransformer):
-    """Puts the expressions that a pattern's `_A` to `_Z` matched into the new code."""
+    """Replaces `_A` to `_Z` in the new code by the matched expressions."""
 
     def __init__(self, bound: dict[str, ast.expr]) -> None:
         self.bound = bound
@@ -117,7 +117,7 @@ class Substitution(ast.NodeTransformer):
 
 @cache
 def definitions(root: Path) -> dict[str, list[tuple[Path, ast.AST]]]:
-    """The modules, classes and functions of all packages by qualified name; modules have none."""
+    """Returns modules, classes and functions of all packages by qualified name; that of modules is empty."""
     table: dict[str, list[tuple[Path, ast.AST]]] = {}
     for path in sorted(root.glob("packages/*/src/**/*.py")):
         for name, scope in scopes_of(ast.parse(path.read_text())):
@@ -126,7 +126,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, ast.AST]]]:
 
 
 def scopes_of(scope: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """A scope and all that are nested in it, each with its qualified name (without `<locals>`)."""
+    """Yields a scope and all nested ones with their qualified names (without `<locals>`)."""
     yield name, scope
     for node in own_nodes(scope):
         if isinstance(node, DEFINITION):
@@ -134,7 +134,7 @@ def scopes_of(scope: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a scope, of nested definitions only the definition itself."""
+    """Yields the nodes of a scope, without the bodies of nested definitions."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if not isinstance(node, DEFINITION):
@@ -142,7 +142,7 @@ def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def matches(old: list[Any], scope: ast.AST) -> Iterator[Match]:
-    """The places in a scope where the nodes of a pattern stand."""
+    """Yields the matches of a pattern in a scope."""
     for container in [scope, *(node for node in own_nodes(scope) if not isinstance(node, DEFINITION))]:
         for field, value in ast.iter_fields(container):
             if isinstance(old[0], ast.expr):
@@ -158,7 +158,7 @@ def matches(old: list[Any], scope: ast.AST) -> Iterator[Match]:
 
 
 def matched(old: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
-    """Compares syntax, but for where it stands; notes in `bound` what `_A` to `_Z` stand for."""
+    """Compares syntax except positions. Records the expressions of `_A` to `_Z` in `bound`."""
     if isinstance(old, ast.Name) and re.fullmatch("_[A-Z]", old.id) and isinstance(node, ast.expr):
         return matched(bound.setdefault(old.id, node), node, {})
     if isinstance(old, ast.expr_context):
@@ -172,12 +172,12 @@ def matched(old: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run of tests, or of a mutation.
+    """Result of a run of tests, or of a mutation.
 
     Args:
-        caught: whether something failed, or did not end in time.
-        by: the test that failed first.
-        seconds: that it took.
+        caught: True if a test failed or the run exceeded its time limit.
+        by: the first failed test.
+        seconds: duration.
     """
 
     caught: bool
@@ -203,17 +203,17 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the mutations and stop")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations")
-    parser.add_argument("--likely", action="store_true", help="run the tests that most likely notice, and no others")
-    parser.add_argument("--unmutated", action="store_true", help="run the likely tests of the code as it is")
+    parser.add_argument("--likely", action="store_true", help="run only the likely tests")
+    parser.add_argument("--unmutated", action="store_true", help="run the likely tests without mutations")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file too")
     return parser
 
 
 def load(path: Path) -> list[Mutation]:
-    """The mutations in a TOML file."""
-    found: list[dict[str, Any]] = tomllib.loads(path.read_text())["mutation"]
-    return [mutation_of(each) for each in found]
+    """Reads the mutations of a TOML file."""
+    tables: list[dict[str, Any]] = tomllib.loads(path.read_text())["mutation"]
+    return [mutation_of(each) for each in tables]
 
 
 def mutation_of(fields: dict[str, Any]) -> Mutation:
@@ -225,7 +225,7 @@ def mutation_of(fields: dict[str, Any]) -> Mutation:
 
 
 def run_all(mutations: Sequence[Mutation], jobs: int, likely: bool) -> list[Outcome]:
-    """What comes of each, told as it comes; so many at a time, each job in a copy of its own."""
+    """Runs all mutations and prints each outcome; `jobs` run in parallel, each in its own copy of the workspace."""
     free: SimpleQueue[Path] = SimpleQueue()
 
     def one(mutation: Mutation) -> Outcome:
@@ -244,19 +244,19 @@ def run_all(mutations: Sequence[Mutation], jobs: int, likely: bool) -> list[Outc
 
 
 def tried(root: Path, mutation: Mutation, likely: bool, workers: int = 0) -> Outcome:
-    """Which test notices the mutation: of those that likely do, then of all others."""
-    others = [f"packages/{mutation.package}/tests", "tests"]
-    known = [f"--ignore={name}" for name in mutation.likely if "::" not in name]
+    """Runs the likely tests on a mutation, then all others, until one fails."""
+    all_tests = [f"packages/{mutation.package}/tests", "tests"]
+    ignored = [f"--ignore={name}" for name in mutation.likely if "::" not in name]
     with mutated(root, mutation):
         first = run_tests(root, mutation.likely, LIKELY_SECONDS)
         if first.caught or likely:
             return first
-        second = run_tests(root, [*others, *known, "-n", str(workers)], OTHERS_SECONDS)
+        second = run_tests(root, [*all_tests, *ignored, "-n", str(workers)], OTHERS_SECONDS)
     return replace(second, seconds=first.seconds + second.seconds)
 
 
 def run_tests(root: Path, arguments: Sequence[str], limit: float) -> Outcome:
-    """Runs pytest in a copy until something fails. Whatever it has started is ended with it.
+    """Runs pytest in a copy until a test fails. Kills its child processes at the end.
 
     Raises:
         RuntimeError: there were no tests.
@@ -283,13 +283,13 @@ def run_tests(root: Path, arguments: Sequence[str], limit: float) -> Outcome:
 
 
 def failed_test(output: str) -> str:
-    """The first test that failed, or the last line where none could be run."""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return found[1] if found else (output.strip().splitlines() or [""])[-1]
+    """The first failed test, or the last line of the output if no test ran."""
+    match = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return match[1] if match else (output.strip().splitlines() or [""])[-1]
 
 
 def unmutated(mutations: Sequence[Mutation]) -> int:
-    """Runs each likely test once, in a copy of the code as it is; the exit code."""
+    """Runs each likely test once on an unchanged copy. Returns the exit code."""
     tests = dict.fromkeys(name for mutation in mutations for name in mutation.likely)
     with workspace() as root:
         outcome = run_tests(root, list(tests), OTHERS_SECONDS)
@@ -299,7 +299,7 @@ def unmutated(mutations: Sequence[Mutation]) -> int:
 
 @contextmanager
 def workspace() -> Generator[Path]:
-    """A copy of the files that git knows or would add, as they are now."""
+    """A copy of all files that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -308,7 +308,7 @@ def workspace() -> Generator[Path]:
     )
     with TemporaryDirectory(prefix="mutate-") as folder:
         for name in filter(None, listed.stdout.decode().split("\0")):
-            if (ROOT / name).is_file():  # not one that was just removed
+            if (ROOT / name).is_file():  # skips files removed since the last commit
                 (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, Path(folder) / name)
         yield Path(folder)
@@ -316,7 +316,7 @@ def workspace() -> Generator[Path]:
 
 @contextmanager
 def mutated(root: Path, mutation: Mutation) -> Generator[None]:
-    """Within it the copy has the change."""
+    """Context manager that applies the mutation to the copy."""
     path = mutation.locate(root)
     text = path.read_text()
     try:
@@ -327,12 +327,12 @@ def mutated(root: Path, mutation: Mutation) -> Generator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes source; bytecode goes by seconds and sizes, which may be those of the text before."""
+    """Writes source and removes its bytecode, whose check by seconds and size could miss the change."""
     path.write_text(text)
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------------------------------------
 
 
 def line(mutation: Mutation, outcome: Outcome) -> str:
@@ -341,7 +341,7 @@ def line(mutation: Mutation, outcome: Outcome) -> str:
 
 
 def report(mutations: Sequence[Mutation], outcomes: Sequence[Outcome], path: Path | None) -> int:
-    """Prints a summary, and writes all there is to know; the exit code."""
+    """Prints a summary and writes all outcomes to `path`. Returns the exit code."""
     pairs = list(zip(mutations, outcomes, strict=True))
     survivors = [mutation.name for mutation, outcome in pairs if not outcome.caught]
     print(f"{len(pairs) - len(survivors)} of {len(pairs)} caught, {sum(o.seconds for o in outcomes):.0f} s of tests")

@@ -1,11 +1,11 @@
 """Writes exact versions of everything that `uv lock` resolved into the root's `constraint-dependencies`.
 
-`uv.lock` itself stays out of git, because it records the addresses that packages came from; versions are all that a
-second machine needs to resolve to the same set.
+`uv.lock` is not in git, because it records the download addresses of packages; versions are enough for another machine
+to resolve the same set.
 
-    uv run python scripts/pin.py --upgrade    # resolve anew to the newest versions that the bounds allow, and pin those
-    uv run python scripts/pin.py              # pin what is resolved now
-    uv run python scripts/pin.py --check      # exit 1 if the pins are not what is resolved now
+    uv run python scripts/pin.py --upgrade    # resolve to the newest allowed versions and pin them
+    uv run python scripts/pin.py              # pin the current resolution
+    uv run python scripts/pin.py --check      # exit with 1 if the pins differ from the current resolution
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def resolved() -> list[str]:
-    """One exact requirement, with its marker, for each package from outside the workspace."""
+    """An exact requirement with its marker for each package outside of the workspace."""
     exported = uv(
         "export",
         "--all-packages",
@@ -58,12 +58,12 @@ def resolved() -> list[str]:
 
 
 def versions(texts: list[str]) -> set[str]:
-    """The name==version of each pin; uv words the markers beside them anew from release to release."""
-    return {found for text in texts for found in re.findall(r"[\w.-]+==[\w.+!-]+", text)}
+    """The name==version of each pin. Markers are ignored, because their text depends on uv's version."""
+    return {version for text in texts for version in re.findall(r"[\w.-]+==[\w.+!-]+", text)}
 
 
 def with_pins(text: str, pins: list[str]) -> str:
-    """`text` of a pyproject.toml with `pins` as its constraint-dependencies."""
+    """Returns the text of a pyproject.toml with `pins` as its constraint-dependencies."""
     lines = [f"    {pin!r}," if '"' in pin else f'    "{pin}",' for pin in pins]
     block = "\n".join(["constraint-dependencies = [", *lines, "]", ""])
     if not PINS.search(text):

@@ -1,8 +1,8 @@
-"""Checks that a checkpoint written on any Python of this machine is read on every other.
+"""Checks that a checkpoint written by any Python of this machine is readable by every other.
 
-The Pythons are those of the classifiers that are on PATH or were installed by uv or pyenv. Each gets the dependencies
-of armillary-train in a temporary environment from uv's cache, into which a new minor version downloads torch (0.5 GB).
-Exit code 1 if a checkpoint was not read back as it was written.
+Uses the Pythons of the classifiers that are on PATH or installed by uv or pyenv. Each has a temporary environment with
+the dependencies of armillary-train from uv's cache; a new minor version downloads torch (0.5 GB). Exits with 1 if a
+checkpoint was not read correctly.
 
     uv run python scripts/pythons.py
 """
@@ -26,7 +26,7 @@ CLASSIFIER = re.compile(r"Programming Language :: Python :: (3\.\d+)")
 
 
 def interpreters() -> dict[str, Path]:
-    """Returns an interpreter of each installed version that the classifiers name, such as 3.11.2."""
+    """Returns an interpreter for each installed version of the classifiers, e.g. 3.11.2."""
     project = tomllib.loads((ROOT / "packages/core/pyproject.toml").read_text())["project"]
     minors = [match[1] for text in project["classifiers"] if (match := CLASSIFIER.fullmatch(text))]
     folders = [Path(folder) for folder in os.get_exec_path()]
@@ -36,7 +36,7 @@ def interpreters() -> dict[str, Path]:
     query = "import platform; print(platform.python_version())"
     paths: dict[str, Path] = {}
     for path in (folder / f"python{minor}" for minor in minors for folder in folders):
-        if path.is_file():  # of pyenv's shims, those of versions that are not selected fail
+        if path.is_file():  # pyenv's shims fail for versions that are not selected
             answer = subprocess.run([path, "-c", query], capture_output=True, text=True, check=False)
             if answer.returncode == 0:
                 paths.setdefault(answer.stdout.strip(), path)
@@ -46,14 +46,14 @@ def interpreters() -> dict[str, Path]:
 def start(version: str, interpreter: Path, checkpoint: Path) -> subprocess.Popen[str]:
     """Starts `exchange` on an interpreter."""
     isolated = ["uv", "run", "--quiet", "--isolated", "--package", "armillary-train", "--python"]
-    own = version == platform.python_version()
-    command = [sys.executable] if own else [*isolated, str(interpreter), "python"]
+    is_this_python = version == platform.python_version()
+    command = [sys.executable] if is_this_python else [*isolated, str(interpreter), "python"]
     command += [__file__, str(checkpoint)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def exchange(checkpoint: Path) -> None:
-    """Saves a checkpoint, waits until stdin is closed, and reads those of all Pythons beside it."""
+    """Saves a checkpoint, waits until stdin is closed, and reads the checkpoints of all Pythons."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -61,7 +61,7 @@ def exchange(checkpoint: Path) -> None:
     from armillary.train.checkpoint.reader import read_tensors
     from armillary.train.checkpoint.writer import TensorWriter
 
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is to save alone
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     tensors = {str(dtype): torch.arange(96).reshape(8, 12).to(dtype) for dtype in dtypes}
     checkpoint.mkdir()
@@ -80,7 +80,7 @@ def main() -> None:
     signal.alarm(TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
         processes = {version: start(version, path, Path(folder, version)) for version, path in pythons.items()}
-        # Every Python starts once: torch takes seconds to import. All have saved before the first of them reads.
+        # Every Python starts once, because importing torch takes seconds. All save before any of them reads.
         replies = {version: process.stdout and process.stdout.readline() for version, process in processes.items()}
         for process in processes.values():
             process.communicate()

@@ -1,13 +1,13 @@
-"""Builds packages' wheels and tries each alone, as a user installs it: in a clean environment, without the workspace.
+"""Builds the packages' wheels and tests each in a clean environment outside of the workspace.
 
-Before that, what a release states is checked: metadata, and the version against the newest heading of the changelog.
-Each wheel is then installed with the wheels below it and with torch (the lowest that it allows, the newest, or both),
-and `scripts/smoke.py` runs with it. Exit code 1 if anything failed.
+First checks the metadata, and the version against the newest heading of the changelog. Each wheel is then installed
+with the wheels below it and with torch (the lowest allowed, the newest, or both), and runs `scripts/smoke.py`. Exits
+with 1 if anything failed.
 
     uv run python scripts/release.py                           # all packages with the newest torch; wheels are in dist/
     uv run python scripts/release.py core data --torch lowest newest --torch-backend cpu
-    uv run python scripts/release.py --dry-run                 # what is stated, and the commands; nothing is built
-    uv run python scripts/release.py --final                   # headings must have a date by now
+    uv run python scripts/release.py --dry-run                 # checks metadata and prints the commands
+    uv run python scripts/release.py --final                   # requires headings with a date
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal, cast
 
 ROOT = Path(__file__).parent.parent
 HEADING = re.compile(r"^## (\S+) \((\S+)\)$", re.MULTILINE)
-NUMPY_WARNING = "Failed to initialize NumPy"  # torch's, at import: an error here
+NUMPY_WARNING = "Failed to initialize NumPy"  # torch's warning at import, treated as an error
 STATED = {"requires-python", "license", "license-files", "authors", "keywords", "classifiers", "description", "readme"}
 
 Torch = Literal["lowest", "newest"]
@@ -34,7 +34,7 @@ Torch = Literal["lowest", "newest"]
 
 @dataclass(frozen=True)
 class Package:
-    """One of packages/: its folder, its table [project], and its changelog's text."""
+    """A package: its folder, its table [project] and its changelog."""
 
     folder: Path
     project: dict[str, Any]
@@ -58,20 +58,20 @@ class Package:
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
     def bound(self, name: str) -> str | None:
-        """What stands behind `name` in the dependencies, such as '>=2.11'; None if it is not among them."""
-        found = (re.fullmatch(r"([\w-]+)(\[.*\])?(.*)", line) for line in self.project["dependencies"])
-        return next((match[3] for match in found if match and match[1] == name), None)
+        """The bound on the dependency `name`, such as '>=2.11', or None without that dependency."""
+        matches = (re.fullmatch(r"([\w-]+)(\[.*\])?(.*)", line) for line in self.project["dependencies"])
+        return next((match[3] for match in matches if match and match[1] == name), None)
 
 
 def main() -> None:
     options = parsed()
     packages = [Package.read(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
-    known = {package.folder.name: package for package in packages}
-    chosen = [known[name] for name in options.packages or known]
+    all_packages = {package.folder.name: package for package in packages}
+    chosen = [all_packages[name] for name in options.packages or all_packages]
     failed = not show_statements(chosen, packages, options.final)
     with tempfile.TemporaryDirectory() as scratch:
-        needed = {each.name: each for package in chosen for each in with_those_below(package, packages)}
-        for command in build_commands(list(needed.values()), options.out):
+        packages_to_build = {each.name: each for package in chosen for each in with_those_below(package, packages)}
+        for command in build_commands(list(packages_to_build.values()), options.out):
             perform(command, ROOT, options.dry_run)
         for torch in cast("list[Torch]", options.torch):
             for package in chosen:
@@ -83,12 +83,12 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folders = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
-    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(folders)}; all unless given")
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(folders)}; by default all")
     parser.add_argument("--torch", nargs="+", choices=["lowest", "newest"], default=["newest"])
-    parser.add_argument("--torch-backend", help="uv's, such as cpu; a PyTorch index is then asked for torch")
+    parser.add_argument("--torch-backend", help="backend for uv, e.g. cpu; torch then comes from a PyTorch index")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
-    parser.add_argument("--final", action="store_true", help="refuse changelogs that say (unreleased)")
-    parser.add_argument("--dry-run", action="store_true", help="check what is stated; show the commands")
+    parser.add_argument("--final", action="store_true", help="refuse changelogs with (unreleased)")
+    parser.add_argument("--dry-run", action="store_true", help="check metadata and show the commands")
     options = parser.parse_args()
     if unknown := set(options.packages) - set(folders):
         parser.error(f"no package {', '.join(sorted(unknown))}; known: {', '.join(folders)}")
@@ -97,30 +97,34 @@ def parsed() -> argparse.Namespace:
 
 
 def show_statements(chosen: list[Package], packages: list[Package], final: bool) -> bool:
-    """Prints a table of what packages state; False if any is wrong."""
+    """Prints a table of versions and problems. Returns False if there is a problem."""
     print(f"{'package':22}{'version':9}{'changelog':12}stated")
-    found = {package.name: problems(package, packages, final) for package in chosen}
+    problems_of = {package.name: problems(package, packages, final) for package in chosen}
     for package in chosen:
         date = heading(package)[1]
-        print(f"{package.name:22}{package.version:9}{date:12}{'; '.join(found[package.name]) or 'ok'}", flush=True)
-    return not any(found.values())
+        print(
+            f"{package.name:22}{package.version:9}{date:12}{'; '.join(problems_of[package.name]) or 'ok'}", flush=True
+        )
+    return not any(problems_of.values())
 
 
 def problems(package: Package, packages: list[Package], final: bool = False) -> list[str]:
-    """What is wrong with what a package states; `final`: for a release that is not yet to come."""
+    """Problems of a package's metadata and changelog; with `final` the changelog must have a date."""
     version, date = heading(package)
-    found = [f"no {key}" for key in sorted(STATED) if not package.project.get(key)]
+    messages = [f"no {key}" for key in sorted(STATED) if not package.project.get(key)]
     if version != package.version:
-        found.append(
+        messages.append(
             f"the changelog's newest heading is of {version or 'no version'}, the package of {package.version}"
         )
     if final and date == "unreleased":
-        found.append("the changelog says (unreleased)")
+        messages.append("the changelog says (unreleased)")
     for other in packages:
         bound = package.bound(other.name)
         if bound is not None and bound != allowed(other.version):
-            found.append(f"takes {other.name}{bound}, whose version is {other.version}; write {allowed(other.version)}")
-    return found
+            messages.append(
+                f"takes {other.name}{bound}, whose version is {other.version}; write {allowed(other.version)}"
+            )
+    return messages
 
 
 def heading(package: Package) -> tuple[str, str]:
@@ -130,50 +134,50 @@ def heading(package: Package) -> tuple[str, str]:
 
 
 def allowed(version: str) -> str:
-    """The bound on a package of ours whose interface is that of `version`: 0.2.1 gives >=0.2,<0.3; 1.4.0 >=1.4,<2."""
+    """The bound on one of our packages at `version`: 0.2.1 gives >=0.2,<0.3; 1.4.0 gives >=1.4,<2."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return f">={major}.{minor},<" + (f"{major + 1}" if major else f"0.{minor + 1}")
 
 
 def with_those_below(package: Package, packages: list[Package]) -> list[Package]:
-    """The package and all of ours that it depends on, by what it and they state, lowest first."""
-    below = [other for other in packages if package.bound(other.name) is not None]
-    lists = [*(with_those_below(other, packages) for other in below), [package]]
+    """The package and all of our packages that it depends on, lowest first."""
+    dependencies = [other for other in packages if package.bound(other.name) is not None]
+    lists = [*(with_those_below(other, packages) for other in dependencies), [package]]
     return list({each.name: each for each_list in lists for each in each_list}.values())
 
 
 def build_commands(packages: list[Package], out: Path) -> list[list[str]]:
-    # From a source distribution: what that lacks, the wheel lacks.
+    # Wheels are built from source distributions, so that missing files show.
     return [["uv", "build", "--quiet", "--package", package.name, "--out-dir", str(out)] for package in packages]
 
 
 def trial(
     package: Package, packages: list[Package], torch: Torch, wheels: Path, scratch: Path, backend: str | None = None
 ) -> list[list[str]]:
-    """The commands that install `package` into a new environment and try it there. All trials take the same folder, so
-    that bytecode of the one serves the next (bytecode lies beside, by path and time of the source)."""
+    """The commands that install `package` into a new environment and test it there. All trials use the same folder, so
+    that cached bytecode, which depends on path and time of the source, is reused."""
     python, cache = str(scratch / "env/bin/python"), str(scratch / "bytecode")
-    # By path: an index may have another wheel of that version. `tried` runs it where no pyproject.toml pins anything.
-    wanted = [str(wheels / each.wheel) for each in with_those_below(package, packages)]
-    wanted += [torch_requirement(package, packages, torch)] + (["--torch-backend", backend] if backend else [])
+    # Wheels by path, because an index may have others of that version. `tried` runs outside of any pyproject.toml.
+    requirements = [str(wheels / each.wheel) for each in with_those_below(package, packages)]
+    requirements += [torch_requirement(package, packages, torch)] + (["--torch-backend", backend] if backend else [])
     smoke = ["-W", f"error:{NUMPY_WARNING}", "-I", str(ROOT / "scripts/smoke.py"), package.name]
     return [
         ["uv", "venv", "--quiet", "--clear", "--no-project", str(scratch / "env")],
-        ["uv", "pip", "install", "--quiet", "--python", python, *wanted],
+        ["uv", "pip", "install", "--quiet", "--python", python, *requirements],
         [python, "-X", f"pycache_prefix={cache}", *smoke],
     ]
 
 
 def torch_requirement(package: Package, packages: list[Package], torch: Torch) -> str:
-    """'torch', or 'torch==2.11.*' for the lowest that the package and those below it allow."""
+    """'torch', or 'torch==2.11.*' for the lowest version allowed by the package and those below it."""
     bounds = [each.bound("torch") or "" for each in with_those_below(package, packages)]
     major, minor = max((int(a), int(b)) for bound in bounds for a, b in re.findall(r">=(\d+)\.(\d+)", bound))
     return "torch" if torch == "newest" else f"torch=={major}.{minor}.*"
 
 
 def tried(title: str, commands: list[list[str]], dry_run: bool) -> bool:
-    """Runs a trial's commands in a new folder, and prints a line, the last that they printed; False if one failed."""
-    said = ""
+    """Runs a trial's commands in a new folder and prints the last line of their output. Returns False if one failed."""
+    last_line = ""
     with tempfile.TemporaryDirectory() as folder:
         for command in commands:
             if dry_run:
@@ -183,9 +187,9 @@ def tried(title: str, commands: list[list[str]], dry_run: bool) -> bool:
             if run.returncode:
                 print(f"{title}FAILED: {shlex.join(command)}\n{run.stdout}{run.stderr}", flush=True)
                 return False
-            said = run.stdout.strip().rpartition("\n")[2]
+            last_line = run.stdout.strip().rpartition("\n")[2]
     if not dry_run:
-        print(f"{title}{said}", flush=True)
+        print(f"{title}{last_line}", flush=True)
     return True
 
 

@@ -1,9 +1,9 @@
-"""What a package must be able to do as soon as it is installed; `scripts/release.py` runs it with each.
+"""Smoke test of an installed package; `scripts/release.py` runs it for each.
 
     python -I scripts/smoke.py armillary-core
 
-It imports nothing of the packages above, loads the package's commands, and computes something small. Run in a folder
-that may be written to.
+Imports no package above, loads the package's commands, and runs a small computation. Needs a writable working
+directory.
 """
 
 from __future__ import annotations
