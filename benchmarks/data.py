@@ -39,9 +39,9 @@ from armillary.data.prepare.writer import Part, StoreWriter
 from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 COPIES = 6
-"""Of Python's own text, some 12 MB."""
+"""Copies of Python's source text, about 12 MB."""
 ROW, ROWS, SHARDS = 2**17, 64, 8
-"""Tokens of a row, rows that are read, shards of a row."""
+"""Tokens of a row, number of rows, shards of a row."""
 
 
 def main() -> None:
@@ -218,7 +218,7 @@ MIXES: dict[str, Draw] = {
     "books among posts": lambda rng: rng.choice([500, 2_000, 8_000, 100_000, 300_000]),
     "one document of 3/5, one of 2/5": lambda rng: LENGTH * 3 // 5,
 }
-"""Tokens of the next document."""
+"""Functions that draw the length of the next document."""
 
 
 def masks() -> dict[str, AttentionMask]:

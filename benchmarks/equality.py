@@ -60,7 +60,7 @@ SMALL = Config(
     train=TrainConfig(device="cpu"),
 )
 LIMITS = {"float32": 1e-3, "float64": 1e-8}
-"""Furthest that any step's loss may be from one rank's."""
+"""Largest allowed difference of a step's loss to one rank's."""
 
 
 @dataclass(frozen=True)

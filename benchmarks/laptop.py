@@ -34,11 +34,11 @@ class Part:
     command: str
     text: str
     report: str
-    """The name of the report that the command writes."""
+    """Name of the command's report."""
     columns: tuple[str, ...]
-    """Those of a report that the page shows."""
+    """Columns of the report that the page shows."""
     picture: str
-    """A file that the command writes, or else one drawn here of `bars`: (name, value)."""
+    """A picture written by the command, or drawn here from `bars`: (name column, value column)."""
     bars: tuple[str, str] | None = None
 
 

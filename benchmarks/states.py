@@ -27,7 +27,7 @@ from armillary.data.console.quantity import count_argument
 
 BAR = 3.0
 BOUND = ("delta rule", "ssd")
-"""The layers that the bar is for."""
+"""Layers with a limit."""
 
 Layer = tuple[Callable[..., Tensor], list[Tensor]]
 

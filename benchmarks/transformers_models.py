@@ -56,23 +56,23 @@ SIZES: dict[str, Any] = {
     "sliding_window": 20,
 }
 UNSET = ("sliding_window", "head_dim", "vocab_size")
-"""Sizes that are set where a family's own choice is None."""
+"""Sizes for fields whose default is None."""
 OWN: dict[str, dict[str, Any]] = {
     "esm": {"pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
 }
-"""Fields without which a family cannot be built."""
+"""Fields that a family requires."""
 STILL = ("dropout", "pdrop", "layerdrop", "jitter")
-"""What the names of fields that must be 0 contain."""
+"""Parts of the names of fields that must be 0."""
 LIMIT = 1e-4
-"""Of relative errors: some models round to float32 on the way."""
+"""Limit of relative errors: some models round to float32 internally."""
 WAYS = ("armillary", "loss", "from 0", "labels alone", "no positions", "sdpa")
 AFTER = WAYS[1:-1]
-"""Not tried where the first way is refused."""
+"""Ways that are skipped if the first is refused."""
 WITH_LABELS = ("loss", "labels alone")
-"""Not tried of models without a head."""
+"""Ways that are skipped for models without a head."""
 MOST = 50_000_000
-"""Parameters of the largest model that is tried: those that these sizes do not shrink are skipped."""
+"""Largest number of parameters: families that these sizes do not shrink are skipped."""
 
 
 def families() -> list[str]:

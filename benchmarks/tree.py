@@ -30,7 +30,7 @@ import report
 
 METHODS = ("ring", "token_ring", "all_gather", "ulysses+ring")
 BAR = 1.2
-"""What a ratio may be of the best that it could be."""
+"""Largest allowed ratio to the lower bound."""
 
 
 def tree_mask(prompt: int, answers: int, answer: int) -> AttentionMask:

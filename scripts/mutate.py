@@ -37,13 +37,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 Match = tuple[ast.AST, str, int | slice | None, dict[str, ast.expr]]
-"""A node, its field, the place in that field where it is a list, and what the pattern's names stand for."""
+"""A node, its field, the index in a list field, and the expressions of the pattern's names."""
 
 DEFINITION = ast.FunctionDef | ast.ClassDef
 ROOT = Path(__file__).parent.parent
 MUTATIONS = Path(__file__).with_name("mutations.toml")
 LIKELY_SECONDS, OTHERS_SECONDS = 900.0, 2400.0
-"""How long tests may run. A mutation that has them hang is noticed too; test worlds end by themselves in 300 s."""
+"""Time limits of tests. A mutation that makes them hang is caught too; test worlds time out after 300 s."""
 NO_TESTS = 5
 """pytest's exit code."""
 

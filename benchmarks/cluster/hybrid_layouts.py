@@ -60,10 +60,10 @@ def layouts(variant: str, length: int) -> tuple[SequenceLayout, SequenceLayout]:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def state_layer(x: Tensor, **where: Any) -> Tensor:
+def state_layer(x: Tensor, **options: Any) -> Tensor:
     key = normalize(x, dim=-1)
     decay = torch.full(x.shape[:3], -0.1)
-    return gated_delta_rule(key, key, x, decay, decay.exp(), **where)[0]
+    return gated_delta_rule(key, key, x, decay, decay.exp(), **options)[0]
 
 
 def hybrid(x: Tensor, variant: str, method: Ring | Local, axis: Axis | None) -> Tensor:

@@ -26,9 +26,9 @@ from armillary.data.console.quantity import count_argument
 
 Turn = Callable[[], tuple[Tensor, ...]]
 TOLERANCE = 1e-4
-"""Of float32 results, relative to their norms."""
+"""Limit of the relative error of float32 results."""
 PAUSE = 0.05
-"""Seconds before each turn: enough to tell all ranks when it begins."""
+"""Seconds before each turn, in which all ranks agree on its start."""
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from socket import gethostname
 from typing import Any, Self
 
 CONFIGURED = Path("/etc/netns")
-"""Where `ip netns exec` finds files that a namespace sees in /etc."""
+"""Folder from which `ip netns exec` mounts files into /etc of a namespace."""
 
 _numbers = counting()
-"""Tells apart what one process makes; its process id tells it from what others make."""
+"""Numbers the namespaces of this process; names also contain the process id."""
 
 
 class Namespaces:

@@ -24,19 +24,19 @@ from wiring import End, Wiring
 from armillary.plan import Cluster
 
 MTU = 9000
-"""Bytes of a packet, and no larger ones to be cut up on the way: a bucket takes whole packets."""
+"""Bytes of a packet. Segmentation offload is off, because a bucket takes complete packets."""
 ETHERNET = 14
-"""Bytes of a packet's header there."""
+"""Bytes of the Ethernet header."""
 LATE = 2.5e-4
-"""Seconds that a bucket's timer may be late and lose nothing: beside one packet, it holds as much traffic. As little as
-can be, since whoever has waited is given so much for nothing."""
+"""Seconds by which a bucket's timer may be late without losing bandwidth: a bucket holds one packet and the traffic of
+that time. As small as possible, because an idle sender may send that much at once."""
 SMALL = 256
-"""Packets of fewer bytes do not queue behind larger ones: accelerators' networks have lanes of their own for what asks
-for data and acknowledges it."""
+"""Packets of fewer bytes do not queue behind larger ones, because networks of accelerators have separate lanes for
+requests and acknowledgements."""
 QUEUE = 64 << 20
-"""Bytes that may wait at a wire: more than all connections have under way together."""
+"""Capacity of a wire's queue in bytes: more than all connections have in flight."""
 PATIENCE = "10s"
-"""Before TCP sends again what has not been acknowledged: it is still in a queue."""
+"""Time before TCP sends unacknowledged data again; it is still in a queue."""
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",  # other algorithms pace and probe for bandwidth
     "net/ipv4/tcp_slow_start_after_idle": "0",
@@ -48,14 +48,14 @@ SETTINGS = {
     "net/ipv4/conf/all/rp_filter": "0",  # replies may use another wire
     "net/ipv6/conf/all/disable_ipv6": "1",
 }
-"""Of each rank's namespace."""
+"""Kernel settings of each rank's namespace."""
 HOME = "home"
-"""A rank's interface that leads nowhere and has its address, whichever wires it is reached by."""
+"""A rank's dummy interface with its address, which is reachable over all of its wires."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Of the ranks' environment: one thread, no accelerator, and no warnings that namespaces have no DNS."""
+"""Environment of the ranks: one thread, no accelerator, and no warnings about missing DNS."""
 
 
 class EmulatedCluster:

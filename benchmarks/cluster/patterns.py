@@ -6,7 +6,7 @@ from armillary.attention.planning.send import Send
 from armillary.plan import Cluster
 
 LARGE, SMALL = 500_000, 1_000
-"""Bytes of each send: for what bandwidth takes, and for what latency does."""
+"""Bytes of sends that measure bandwidth, and of sends that measure latency."""
 
 
 def patterns(cluster: Cluster) -> dict[str, list[Send]]:

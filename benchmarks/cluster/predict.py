@@ -13,7 +13,7 @@ from armillary.plan import Cluster
 from armillary.plan.comm_time.comm_plan_time import plan_seconds
 
 FORWARD, BACKWARD = 2, 5
-"""Matrix products of a cell."""
+"""Matrix products of a block."""
 
 
 class Kernels(NamedTuple):

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 TIE = 0.05
-"""Contenders that were measured within so much of each other may be predicted in either order."""
+"""Relative difference of measured times below which either predicted order is right."""
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:

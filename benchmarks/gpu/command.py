@@ -46,12 +46,12 @@ ORDER = (
     *("throughput", "memory", "upipe-memory", "mfu", "offload", "share", "length", "compile", "trace"),
 )
 SESSION = 30
-"""Minutes of all checks, with both NCCL backends."""
+"""Minutes for all checks, with both NCCL backends."""
 STARTING = 20.0
-"""Seconds that a process of a check may take beside the check."""
+"""Seconds for the start of a check's process."""
 NCCL2 = "TORCH_DIST_USE_NCCL2"
 BACKENDS = {"nccl2": "1", "nccl-legacy": "0"}
-"""What the variable is for each backend of torch 2.15."""
+"""Value of the variable for each backend of torch 2.15."""
 
 Verdict = Literal["passed", "FAILED", "OUT OF TIME", "told", "left out"]
 
@@ -233,7 +233,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 OVER = "out of time"
-"""The row of a check that has not asked all that it would."""
+"""Label of the last row of a check that was stopped at its time limit."""
 
 
 def rows_of(check: Check, setting: Setting) -> Iterator[Row]:

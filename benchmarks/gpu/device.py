@@ -39,10 +39,10 @@ class Device(ABC):
     name: str
     activity: ProfilerActivity
     profiled: DeviceType
-    """Whose events in a profile say how long something took here."""
+    """Device type whose events in a profile are counted."""
     capability: tuple[int, int]
     peak_flops: float | None
-    """Dense bfloat16 FLOP/s, where known."""
+    """Dense bfloat16 FLOP/s, if known."""
 
     @property
     def torch(self) -> torch.device:
@@ -156,7 +156,7 @@ class CpuDevice(Device):
     type, activity, profiled = "cpu", ProfilerActivity.CPU, DeviceType.CPU
     name, capability = f"no GPU: {platform.machine()}", (9, 0)
     peak_flops = 1e12
-    """Made up, so that shares of it can be shown."""
+    """An arbitrary value, so that fractions of the peak can be printed."""
 
     @property
     def memory(self) -> int:

@@ -23,7 +23,7 @@ from gpu.check import Check, Row, Setting
 from gpu.launch import Place, failure_on_ranks, joined, on_ranks
 
 ASKED = timedelta(minutes=46)
-"""A time-out that no backend has by default."""
+"""A time-out that is no backend's default."""
 PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 IMPLEMENTATIONS = {"0": "ProcessGroupNCCL", "1": "ProcessGroupNCCL2"}
 """The class of "nccl" in torch 2.15, by TORCH_DIST_USE_NCCL2."""

@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q [B, T, H, D], k and v [B, S, K, D], dout [B, T, H, D]."""
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
-"""Of the relative error of any tensor against float64. Those of 16 bits are three of its roundings."""
+"""Limits of relative errors against float64. For 16-bit dtypes they are three roundings."""
 SOURCE = "float64, relative to the norm"
 
 
@@ -152,7 +152,7 @@ def last_tokens(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int
 
 
 NEAR = 0.9
-"""A kernel that attains less of its published figure is called in a wrong way, or the figure does not hold here."""
+"""A kernel below this fraction of its published figure is called wrongly, or the figure does not apply to this GPU."""
 
 
 def check_throughput(setting: Setting) -> Iterator[Row]:

@@ -197,7 +197,7 @@ def reserved_by_layers(place: Place, tokens: int, layers: int, way: str, waits: 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 STREAMS = 12
-"""About as many as a run has: compute, FSDP's, each communicator's, and those that copy."""
+"""About the number of streams of a run: compute, FSDP, communicators and copies."""
 AT_ONCE = f"""
 import torch
 streams, cycles = [torch.cuda.Stream() for _ in range({STREAMS})], 50_000_000

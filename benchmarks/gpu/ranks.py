@@ -22,7 +22,7 @@ from conformance.run import run
 from gpu.check import Check, Row, Setting
 
 ON_ONE_GPU = 4
-"""Ranks that share it."""
+"""Ranks that share one GPU."""
 
 
 def check_conformance(setting: Setting) -> Iterator[Row]:

@@ -18,8 +18,8 @@ from gpu.memory import chosen_kernel
 
 RANKS = 8
 CROSSING = 4096
-"""Tokens a rank from which attention keeps the device busy: 1.5 ms of host time (Ulysses) to 6 (UPipe) are as long as
-attention of 1.8k to 3.6k."""
+"""Tokens per rank above which attention must be device-bound: the host time of 1.5 ms (Ulysses) to 6 ms (UPipe) equals
+the attention time of 1.8k to 3.6k tokens."""
 METHODS = {"ring": {"ring": 8}, "ulysses": {"ulysses": 8}, "usp": {"ring": 2, "ulysses": 4}, "upipe": {"ulysses": 8}}
 
 

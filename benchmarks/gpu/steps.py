@@ -14,7 +14,7 @@ from gpu.device import CpuDevice
 from gpu.model import POLICIES, SMALL, TINY, Training, cut
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-"""Of the relative error of all gradients together, after two layers. The loss is a mean over tokens: a tenth of it."""
+"""Limits of the joint relative error of all gradients after two layers. The loss, a mean over tokens, has a tenth."""
 FLOAT32 = "float32 on the CPU"
 
 
@@ -34,9 +34,9 @@ def check_step(setting: Setting) -> Iterator[Row]:
                 yield correct(f"{label}: loss", off, limit / 10, FLOAT32)
                 yield correct(f"{label}: gradients", joint_error(training.gradients(), gradients), limit, FLOAT32)
                 waits = setting.device.syncs(training.backward)
-                where = f": {', '.join(sorted(set(waits))[:3])}" if waits else ""
+                locations = f": {', '.join(sorted(set(waits))[:3])}" if waits else ""
                 bar = "none, the metrics' reads apart"
-                yield Row(f"{label}: waits of the host{where}", len(waits), "", "0", bar, not waits)
+                yield Row(f"{label}: waits of the host{locations}", len(waits), "", "0", bar, not waits)
 
 
 def joint_error(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

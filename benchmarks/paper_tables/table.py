@@ -9,7 +9,7 @@ from typing import Any
 import report
 
 NOT_AVAILABLE = "not available"
-"""For curves that the papers' texts do not state."""
+"""Figure of curves without values in the paper's text."""
 TOLERANCE = 0.05
 """Largest deviation of a ratio from 1 without a reason."""
 

@@ -175,8 +175,8 @@ class Predicted:
     @property
     def seconds(self) -> float:
         """Seconds of a step: parameters and gradients are sent once, everything else per micro-batch."""
-        once = self.time.parameters + self.time.optimizer
-        computed = self.micro_batches * (self.time.seconds - once) + self.memory_bound
+        once_seconds = self.time.parameters + self.time.optimizer
+        computed = self.micro_batches * (self.time.seconds - once_seconds) + self.memory_bound
         return computed + self.transfers + self.time.optimizer
 
     @property

@@ -25,7 +25,7 @@ from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
 GIB = 2**30
 LLAMA_7B = {"tokens": "64Ki", "heads": 32, "head_dim": 128, "rows": 4, "ranks": 64}
-"""Sizes of figure 1; the length is ours, and ratios do not depend on it."""
+"""Sizes of figure 1. We chose the length; ratios do not depend on it."""
 TEAMS = (2, 4, 8)
 
 
@@ -151,11 +151,11 @@ SETTINGS = {
 }
 """Model and cluster of figure 7's three environments."""
 LENGTHS = (2**16, 2**17)
-"""The first is in the text; the second is ours."""
+"""The first is in the paper; we chose the second."""
 GAINS = (77.12, 62.87, 42.45, 35.98, 34.62, 19.9)
 BEST_TEAMS = {"A100_8": 4, "A100_16": 2}
 CROSSING = {"A100_8": 8.5e9, "A100_16": 8.5e9, "H100_8": 69e9}
-"""Bytes a second, assumed, of the one connection over which Ring leaves a node: of 11 on Ethernet, 1.5 cards of 46."""
+"""Assumed bytes a second of the single connection over which Ring leaves a node: of 11 on Ethernet, 1.5 cards of 46."""
 STRONG = {8: 2**17, 16: 2**17, 32: 2**17, 64: 2**17}
 WEAK = {8: 2**16, 16: 2**17, 32: 2**18, 64: 2**19}
 """Length by number of H100."""

@@ -20,7 +20,7 @@ from conformance import ConformingMethod
 HERE = Path(__file__).parent
 HALVES = ("float16", "bfloat16")
 BASE = ("torch==2.15.0", "numpy==2.4.6", "einops==0.8.2")
-"""What our own oracle takes, too."""
+"""Requirements of our oracle."""
 
 
 class Contender:
@@ -37,7 +37,7 @@ class Contender:
     modules: ClassVar[tuple[str, ...]] = ()
     """Modules that are imported once, before ranks are forked."""
     standin: ClassVar[bool] = False
-    """Whether flash-attn's functions come from standin/, on the CPU."""
+    """True if flash-attn's functions come from standin/, on the CPU."""
     masks: ClassVar[tuple[str, ...]] = MASKS[:4]
     layouts: ClassVar[tuple[str, ...]] = ("contiguous",)
     dtypes: ClassVar[tuple[str, ...]] = DTYPES

@@ -12,11 +12,11 @@ from conformance import Case
 
 LENGTH, UNEVEN_LENGTH, HEAD_DIM, WINDOW = 64, 61, 64, 20
 DOCUMENTS = (0, 16, 40, 64)
-"""Boundaries that are multiples of 8: the documents can be cut into two parts for each of four ranks."""
+"""Multiples of 8, so that documents split into two parts for each of four ranks."""
 MASKS = ("full", "causal", "window", "documents", "uneven")
 """`window` and `documents` are causal too; `uneven` is full, of a length that no number of ranks but 1 divides."""
 HEADS = ((8, 8), (8, 4), (12, 3))
-"""(H, K): as many, fewer, and so few that neither two nor four ranks divide them."""
+"""(H, K): as many key heads, fewer, and numbers that neither two nor four ranks divide."""
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 RANKS = (1, 2, 4)
 

@@ -11,10 +11,10 @@ from outcome import OUTCOMES, Outcome
 from setting import MASKS, Setting
 
 ContenderResult = Mapping[str, Any]
-"""One contender: its name, note, versions, why it could not be run ("" if it could), and outcomes."""
+"""One contender: name, note, versions, the reason why it could not run (or ""), and outcomes."""
 
 SHOWN = {"right": "", "wrong": " WRONG"}
-"""How a kind is called in a cell, if not by its name."""
+"""Text of an outcome in a cell, if it is not the outcome's name."""
 
 
 def outcomes(result: ContenderResult) -> list[Outcome]:
@@ -72,9 +72,9 @@ def groups(result: ContenderResult, kind: str) -> list[list[Outcome]]:
     grouped: dict[str, list[Outcome]] = {}
     for each in outcomes(result):
         setting = Setting.read(each.setting)
-        alike = {"rough": setting.dtype, "refused": re.sub(r"\d+", "", each.said)}.get(kind, setting.mask)
+        group_key = {"rough": setting.dtype, "refused": re.sub(r"\d+", "", each.said)}.get(kind, setting.mask)
         if each.outcome == kind:
-            grouped.setdefault(alike, []).append(each)
+            grouped.setdefault(group_key, []).append(each)
     return list(grouped.values())
 
 

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 LENGTH, VOCABULARY, WIDTH = 48, 64, 32
 IMAGE = 60
-"""The token of images. In the first row one lies across two shards, in the second one across three."""
+"""The image token. An image of the first row spans two shards, and one of the second row three."""
 SPANS = ([range(5, 21), range(22, 38)], [range(9, 25)])
 TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "num_hidden_layers": 2, "pad_token_id": 0}
 TEXT |= {"hidden_size": WIDTH, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 LENGTH, VOCABULARY, PADDING = 50, 64, 3
 DOCUMENTS = ((0, 11, 33, LENGTH), (0, LENGTH))
 VISIBLE = (LENGTH, 37)
-"""Tokens of each row that padding follows."""
+"""Tokens of each row before its padding."""
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 96, "pad_token_id": PADDING}
 SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -24,11 +24,11 @@ MESHES = {
     "hsdp 2x2 tp 2": {"replicate": 2, "shard": 2, "tp": 2},
     "fsdp 4 tp 2": {"shard": 4, "tp": 2},
 }
-"""Axes by name; the rest are 1."""
+"""Mesh axes; others have size 1."""
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "embed_tokens", "wte", "lm_head")
 COLUMNS = ("o_proj", "down_proj", "c_proj")
-"""Which linear layers tensor parallelism cuts by outputs, and which by inputs."""
+"""Linear layers that tensor parallelism shards by outputs, and those that it shards by inputs."""
 
 
 def plain(config: LlamaConfig | GPTConfig) -> Llama | GPT:

@@ -16,7 +16,7 @@ from armillary.models.parallel.sharded_modules import ColumnParallelLinear, shar
 
 B, T, E, H, K, D = 2, 11, 12, 6, 3, 4
 STAGES = [((0, 1), (0, 1, 2)), ((2, 4), None), ((5, 3), None)]
-"""Neighbours, evenly spaced, and in no order."""
+"""Heads of each stage: adjacent, evenly spaced, and unordered."""
 
 
 def build(dtype=torch.float64, bias=True):

@@ -68,7 +68,7 @@ def test_layers_and_masks_share_a_few_graphs(name, attention):
 
 
 FEWER = Checkpointing("attention_output", inputs=2, outputs=2, offload=True, on_device=1)
-"""Of three blocks the first keeps x on the host, the second out, and the last both on the device."""
+"""Three blocks: the first saves x on the host, the second out, and the last both on the device."""
 
 
 @pytest.mark.parametrize("policy", [Checkpointing("attention_output", chunk=7), FEWER], ids=["all", "fewer"])

@@ -28,7 +28,7 @@ from armillary.models import (
 )
 
 ROWS, N, EXACT = 3, 13, 1e-10
-"""Uneven: 2 and 1 rows; over ring x ulysses 4, 3, 3 and 3 tokens."""
+"""Uneven shards: 2 and 1 rows, and 4, 3, 3 and 3 tokens over ring x ulysses."""
 LLAMA = LlamaConfig(vocab_size=15, dim=16, layers=2, heads=4, kv_heads=4, hidden_dim=24)
 LEARNED = GPTConfig(vocab_size=15, dim=16, layers=2, heads=4, max_positions=N)
 
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, int], str, LlamaConfig | GPTConfig, bool]] = {
     "ring x tp with FSDP2": ({"ring": 2, "tp": 2}, "ring", LLAMA, True),
     "ring x shard with FSDP2": ({"ring": 2, "shard": 2}, "ring", replace(LLAMA, tied_embeddings=True), True),
 }
-"""Axes, attention, model, and whether FSDP2 shards its parameters."""
+"""(axes, attention, model, True if FSDP2 shards parameters)."""
 
 
 def model_of(config: LlamaConfig | GPTConfig) -> Llama | GPT:

@@ -40,7 +40,7 @@ class World(NamedTuple):
 
 RING, ULYSSES, USP = World("ring", 4), World("ulysses", 1, 4), World("usp", 2, 2)
 WORLDS = [RING, ULYSSES, USP, World("upipe+ring", 2, 2)]
-"""Methods are proven in the attention package: here are an axis of each kind, both, and UPipe's stages."""
+"""The attention package tests methods; these have an axis of each kind, both kinds, and UPipe's stages."""
 METHODS = [
     World("all_gather", 4),
     World("token_ring", 4),
@@ -48,7 +48,7 @@ METHODS = [
     World("upipe", 1, 4),
     World("ulysses+wallfacer", 2, 2),
 ]
-"""The others, which have to say what their axes are."""
+"""Further methods, which must return their axes."""
 
 
 def build(

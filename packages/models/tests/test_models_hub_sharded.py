@@ -61,7 +61,7 @@ CASES = {
     4: [*((LLAMA, name) for name in MESHES if prod(MESHES[name].values()) == 4), (GPT2, "tp 4"), (GPT2, "fsdp 2 tp 2")],
     8: [(TIED, "hsdp 2x2 tp 2"), (GPT2, "hsdp 2x2 tp 2"), (LLAMA, "fsdp 4 tp 2")],
 }
-"""By the number of ranks."""
+"""Cases by number of ranks."""
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])

@@ -35,7 +35,7 @@ SAVES = {
     ],
     8: [("hsdp 2x2 tp 2", GPT2, SMALL_FILES), ("fsdp 4 tp 2", LLAMA, SMALL_FILES)],
 }
-"""By the number of ranks: (mesh, model, options)."""
+"""(mesh, model, options) by number of ranks."""
 
 
 def save(cases, folder: str) -> None:

@@ -13,7 +13,7 @@ from armillary.models.hub import folder as files
 
 GPT_SMALL = GPTConfig(vocab_size=13, dim=8, layers=2, heads=2, max_positions=16)
 LIMIT = 600
-"""Bytes of a file: several tensors of SMALL fit, and the largest does not quite."""
+"""Bytes of a file, enough for several tensors of SMALL, and slightly too few for the largest."""
 
 
 def names(folder: Path) -> set[str]:

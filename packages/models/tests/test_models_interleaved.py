@@ -18,21 +18,21 @@ def results_of_shapes() -> list[dict[str, bool]]:
 
 def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+    tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
     weights = torch.randn(axis.size(), *shape, generator=generator, dtype=torch.float64)
-    local = interleaved_shard(whole, axis).requires_grad_()
+    local = interleaved_shard(tensor, axis).requires_grad_()
     with CommLedger() as ledger:
         gathered = all_gather_interleaved(local, axis)
         sent_bytes = ledger.bytes()
         gathered[:, : shape[1]].backward(weights[axis.get_local_rank()])
-    full = (whole * weights[axis.get_local_rank()]).requires_grad_()
+    full = (tensor * weights[axis.get_local_rank()]).requires_grad_()
     summed = reduce_scatter_interleaved(full, axis)
     summed.backward(interleaved_shard(weights.sum(0), axis))
     return {
-        "gathered": torch.equal(gathered[:, : shape[1]], whole) and not gathered[:, shape[1] :].any(),
+        "gathered": torch.equal(gathered[:, : shape[1]], tensor) and not gathered[:, shape[1] :].any(),
         "bytes": sent_bytes == (axis.size() - 1) * local.nbytes,
         "gradient of gathering": torch.allclose(local.grad, interleaved_shard(weights.sum(0), axis)),
-        "summed": torch.allclose(summed, interleaved_shard(whole * weights.sum(0), axis)),
+        "summed": torch.allclose(summed, interleaved_shard(tensor * weights.sum(0), axis)),
         "gradient of summing": torch.equal(full.grad, weights.sum(0)),
     }
 

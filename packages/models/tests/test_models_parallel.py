@@ -194,7 +194,7 @@ GROUPS = {
     ],
     "compiled in part": [Case({"ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager")],
 }
-"""Cases of as many ranks, run one after the other by the same processes, in which torch's caches are warm then."""
+"""Cases of equal world sizes, which run in the same processes so that torch's caches are warm."""
 
 
 def compare_all(cases: list[Case], expected: list[list[dict[str, Tensor]]]) -> list[str]:

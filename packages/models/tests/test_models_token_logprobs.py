@@ -14,7 +14,7 @@ from armillary.models.layers.interleaved import interleaved_shard
 
 E, V = 6, 13
 SIZES = [(2, 8), (3, 4), (1, 12)]
-"""B and T."""
+"""(B, T)."""
 
 
 def inputs(rows, tokens, dtype=torch.float64):

@@ -16,7 +16,7 @@ from armillary.models.layers.interleaved import interleaved_shard, reduce_scatte
 from armillary.models.loss.linear_loss import chunk_rows
 
 UPSTREAM = 1 / 17.3
-"""No power of two, so that scaling rounds."""
+"""Not a power of two, so that scaling rounds."""
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,7 @@ def test_a_dtensor_read_waits_below_functions_of_torch(monkeypatch):
 
 
 DEPTH = 61
-"""Backward passes within each other from which on torch continues in a thread of autograd, as CUDA's always does."""
+"""Number of nested backward passes from which torch continues in an autograd thread, as it always does on CUDA."""
 
 
 class NestedBackward(torch.autograd.Function):

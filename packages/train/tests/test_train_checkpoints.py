@@ -181,7 +181,7 @@ on-device = 1
 [parallel]
 compiler = "eager"
 """
-"""Of three blocks the first keeps x on the host, the second out, and the last both on the device."""
+"""Three blocks: the first saves x on the host, the second out, and the last both on the device."""
 
 
 def run_command(argv: list[str]) -> None:

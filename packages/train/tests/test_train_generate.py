@@ -34,7 +34,7 @@ from armillary.train.generate.cli import run as continue_prompts
 from armillary.train.generate.command import Generate, read_generate
 
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
-"""Of 1, 3, 7 and 23 tokens: fewer than ranks, and never a multiple of them."""
+"""Prompts of 1, 3, 7 and 23 tokens: fewer than the ranks, and never a multiple of them."""
 NEW = 6
 MESHES = [
     ParallelConfig(),

@@ -34,7 +34,7 @@ from armillary.train.step import train_step
 
 DEVICE = torch.device("meta")
 SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "is_nonzero", "equal"}
-"""Ops whose results' sizes, or that themselves, are numbers of the device."""
+"""Ops whose result or its shape depends on device values."""
 
 
 NEEDS_TORCH_2_12 = pytest.mark.skipif(

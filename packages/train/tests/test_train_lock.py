@@ -154,8 +154,8 @@ def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, ended_process):
     assert len(actual) == 8 and os.listdir(tmp_path / "lock") == [claim.path.name]
 
 
-@pytest.mark.parametrize("there", ["2.released", "2.held", "9.held"])
-def test_a_late_claim_yields(tmp_path, monkeypatch, there):
+@pytest.mark.parametrize("lock_name", ["2.released", "2.held", "9.held"])
+def test_a_late_claim_yields(tmp_path, monkeypatch, lock_name):
     """Another run takes number 2 or 3 between the read of number 1 as released and the creation of number 2."""
     acquire_lock(tmp_path).release()
     real, numbers = locks.newest, []
@@ -163,16 +163,16 @@ def test_a_late_claim_yields(tmp_path, monkeypatch, there):
     def late(path: Path):
         numbers.append(real(path))
         if len(numbers) == 1:
-            acquire_lock(path).path.rename(path / there)
+            acquire_lock(path).path.rename(path / lock_name)
         return numbers[-1]
 
     monkeypatch.setattr(locks, "newest", late)
-    if there == "2.released":
+    if lock_name == "2.released":
         assert acquire_lock(tmp_path).number == 3
     else:
         with pytest.raises(FolderInUse):
             acquire_lock(tmp_path)
-        assert os.listdir(tmp_path) == [there]
+        assert os.listdir(tmp_path) == [lock_name]
 
 
 def test_a_removed_lock_is_lost_even_to_a_claim_of_the_same_number(tmp_path):

@@ -46,7 +46,7 @@ from armillary.train.config.model_sizes import model_config
 from armillary.train.rows import open_stores, vocabulary_size
 
 TEXT = (Path(armillary.train.__file__).parent,)
-"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
+"""Training text: reading all of Python's source would take each rank longer than training."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
     data=DataConfig(path=TEXT, sequence_length=96, global_batch_size=2),

@@ -41,7 +41,7 @@ from armillary.train.reporting.screen import Screen
 from armillary.train.runtime.background import GuardedSink
 
 TEXT = (Path(armillary.train.__file__).parent,)
-"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
+"""Training text: reading all of Python's source would take each rank longer than training."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
     data=DataConfig(path=TEXT, sequence_length=64, global_batch_size=2),
@@ -382,14 +382,14 @@ def test_a_run_whose_folder_disappears_continues_and_reports_it_once(worlds, tmp
 # -- optional packages --------------------------------------------------------------------------------------------
 
 STAND_IN = '''
-"""Weights & Biases' functions as they are called, writing down what they are given."""
+"""A stand-in for Weights & Biases that records the arguments of its functions."""
 import json
 from pathlib import Path
 
 class Run:
     def __init__(self, dir, id): self.path, self.id = Path(dir) / "wandb-calls.jsonl", id
-    def note(self, **what):
-        with self.path.open("a") as file: file.write(json.dumps(what) + "\\n")
+    def note(self, **call):
+        with self.path.open("a") as file: file.write(json.dumps(call) + "\\n")
     def define_metric(self, name, step_metric=None, step_sync=None, hidden=None, summary=None, goal=None,
                       overwrite=None): self.note(define=name, by=step_metric)
     def log(self, data, step=None, commit=None): self.note(log=data, step=step)

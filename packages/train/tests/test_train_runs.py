@@ -35,7 +35,7 @@ from armillary.train.cli import main
 
 STEPS = 3  # a wrong gradient changes the loss of step 2
 TEXT = (Path(armillary.train.__file__).parent,)
-"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
+"""Training text: reading all of Python's source would take each rank longer than training."""
 # Uneven sizes: 250 tokens on up to 4 shards, fewer key/value heads than head ranks.
 SMALL = Config(
     model=ModelConfig(dim=64, layers=2, heads=8, kv_heads=2, hidden_dim=96),

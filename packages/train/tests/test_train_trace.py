@@ -28,7 +28,7 @@ from armillary.train.command import read_command
 from armillary.train.runtime.step_trace import StepTrace
 
 TEXT = (Path(armillary.train.__file__).parent,)
-"""What is trained on: all of Python's own text would take each rank longer to read than it trains."""
+"""Training text: reading all of Python's source would take each rank longer than training."""
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
     data=DataConfig(path=TEXT, sequence_length=64, global_batch_size=2),

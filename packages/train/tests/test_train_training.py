@@ -406,7 +406,7 @@ def test_a_run_stopped_after_a_bad_step_keeps_older_checkpoints_and_exports_noth
     assert "stopped by a signal after step 3 of 5" in output
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
     assert not (tmp_path / "export").exists()
-    # With fewer steps than are made there is nothing to do but what belongs to the last one.
+    # A run with fewer steps than were already trained does only the work of the last step.
     (output,) = worlds(1).run(run_stopped_after, with_options(config, steps=2), 9)
     assert output.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
     assert (tmp_path / "export/step-3").exists()

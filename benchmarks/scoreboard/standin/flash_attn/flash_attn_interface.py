@@ -112,9 +112,9 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rest = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, False
+    options = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, False
     rows = zip(_cut(cu_seqlens_q, q), _cut(cu_seqlens_k, k), _cut(cu_seqlens_k, v), strict=True)
-    results = [_flash_attn_forward(*(x[None] for x in row), *rest) for row in rows]
+    results = [_flash_attn_forward(*(x[None] for x in row), *options) for row in rows]
     out = torch.cat([each[0][0] for each in results])
     lse = torch.cat([each[1][0] for each in results], dim=1)
     return out, lse, results[0][2], results[0][3]
@@ -145,12 +145,21 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    rest = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
+    options = (
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+    )
     by_query = [_cut(cu_seqlens_q, x) for x in (dout, q, out, softmax_lse.T, dq)]
     by_key = [_cut(cu_seqlens_k, x) for x in (k, v, dk, dv)]
     for one, other in zip(zip(*by_query, strict=True), zip(*by_key, strict=True), strict=True):
         (ddout, qq, oo, lse, ddq), (kk, vv, ddk, ddv) = ([x[None] for x in row] for row in (one, other))
-        _flash_attn_backward(ddout, qq, kk, vv, oo, lse.transpose(1, 2), ddq, ddk, ddv, *rest)
+        _flash_attn_backward(ddout, qq, kk, vv, oo, lse.transpose(1, 2), ddq, ddk, ddv, *options)
     return softmax_lse
 
 
