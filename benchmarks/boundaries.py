@@ -175,8 +175,8 @@ def measure(calls: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=count_argument(), default=200, help="calls of each way (default 200)")
-    parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
+    parser.add_argument("--calls", type=count_argument(), default=200, help="calls of each kind (default 200)")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON and write no report")
     options = parser.parse_args()
     rows = measure(options.calls)
     print(json.dumps(rows) if options.json else report.write("boundaries", "Host time of a boundary, both ways", rows))

@@ -99,8 +99,10 @@ HYBRID_MESHES = [
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--steps", type=count_argument(), default=None, help="fewer than each part has by itself")
-    parser.add_argument("--meshes", nargs="+", help="fewer than all, by their names in the tables")
+    parser.add_argument(
+        "--steps", type=count_argument(), default=None, help="number of steps in place of each part's default"
+    )
+    parser.add_argument("--meshes", nargs="+", help="names of meshes in the tables (default: all)")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and the picture")
     options = parser.parse_args()
     good = [PARTS[name](options) for name in options.only]

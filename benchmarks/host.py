@@ -274,15 +274,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=count_argument(), default=50, help="calls of each method (default 50)")
     parser.add_argument(
-        "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in turns with this"
+        "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in alternation with this one"
     )
-    parser.add_argument("--pairs", type=count_argument(), default=5, help="turns of each checkout (default 5)")
-    parser.add_argument(
-        "--train-step", action="store_true", help="count what a step of the trainer runs through, alone"
-    )
+    parser.add_argument("--pairs", type=count_argument(), default=5, help="runs of each checkout (default 5)")
+    parser.add_argument("--train-step", action="store_true", help="only count functions and files of a trainer step")
     parser.add_argument("--layer", action="store_true", help="count and time a LLaMA block with each method instead")
-    parser.add_argument("--mask", choices=MASKS, default="causal", help="of the calls (default causal)")
-    parser.add_argument("--json", action="store_true", help="rows as JSON on standard output; nothing is written")
+    parser.add_argument("--mask", choices=MASKS, default="causal", help="mask of the calls (default causal)")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON and write no report")
     options = parser.parse_args()
     if options.train_step:
         rows = [of_train_step(), *(rows_of_checkout(options.against, "--train-step") if options.against else [])]

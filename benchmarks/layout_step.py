@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--documents", type=int, default=400)
-    parser.add_argument("--median", type=int, default=300, help="bytes of a document")
+    parser.add_argument("--median", type=int, default=300, help="median bytes of a document")
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.8, 1.2])
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -207,12 +207,12 @@ def common_options() -> ArgumentParser:
     parser = ArgumentParser(add_help=False)
     add = parser.add_argument
     add("--length", type=count_argument(), metavar="N", help="tokens, if the mask does not determine them")
-    add("--ranks", type=count_argument(), metavar="P", help="of the sequence axis; draws the work of each rank too")
-    add("--layout", default="zigzag", help="of the ranks: zigzag, contiguous, striped or balanced (default: zigzag)")
+    add("--ranks", type=count_argument(), metavar="P", help="ranks of the sequence axis; draws their work too")
+    add("--layout", default="zigzag", help="zigzag, contiguous, striped or balanced (default: zigzag)")
     add("--method", default="ring", help="attention method that assigns pairs to ranks (default: ring)")
     add("--team", type=count_argument(), help="team size of wallfacer")
-    add("--out", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
-    add("--json", type=Path, metavar="FILE", help="a file for the numbers")
+    add("--out", type=Path, metavar="FILE", help="file of the picture: .png, .svg or .pdf")
+    add("--json", type=Path, metavar="FILE", help="file for the numbers")
     return parser
 
 

@@ -202,7 +202,7 @@ def main() -> None:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the mutations and stop")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these mutations")
     parser.add_argument("--likely", action="store_true", help="run only the likely tests")
     parser.add_argument("--unmutated", action="store_true", help="run the likely tests without mutations")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time")

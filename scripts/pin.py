@@ -22,7 +22,7 @@ PINS = re.compile(r"^constraint-dependencies = \[\n.*?^\]\n", re.MULTILINE | re.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upgrade", action="store_true", help="drop the present pins and resolve anew")
+    parser.add_argument("--upgrade", action="store_true", help="drop the pins and resolve again")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the pins differ")
     options = parser.parse_args()
     path = ROOT / "pyproject.toml"

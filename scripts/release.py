@@ -83,7 +83,7 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folders = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
-    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(folders)}; by default all")
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"packages: {', '.join(folders)} (default: all)")
     parser.add_argument("--torch", nargs="+", choices=["lowest", "newest"], default=["newest"])
     parser.add_argument("--torch-backend", help="backend for uv, e.g. cpu; torch then comes from a PyTorch index")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")

@@ -35,9 +35,9 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", nargs="+", choices=RACES, default=RACES)
-    parser.add_argument("--tokens", type=count_argument(), default=32, help="of each rank")
+    parser.add_argument("--tokens", type=count_argument(), default=32, help="tokens per rank")
     parser.add_argument("--repeats", type=count_argument(), default=3)
-    parser.add_argument("--methods", nargs="+", default=[], help="beside the ring; by default all")
+    parser.add_argument("--methods", nargs="+", default=[], help="methods besides the ring (default: all)")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and the picture")
     options = parser.parse_args()
     if (reason := obstacle()) is not None:
@@ -48,7 +48,7 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         chosen = race(name, options.tokens, options.methods)
         print(write(name, chosen, run(chosen, name, options), options.out), end="\n\n", flush=True)
-    print(f"all that has been measured so far: {draw(options.out)}")
+    print(f"picture of all stored results: {draw(options.out)}")
 
 
 def run(chosen: Race, name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def communication_seconds(plan: CommPlan, cluster: Cluster) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=count_argument(), nargs="+", default=[64, 256, 1024], help="of each rank")
+    parser.add_argument("--tokens", type=count_argument(), nargs="+", default=[64, 256, 1024], help="tokens per rank")
     parser.add_argument("--turns", type=count_argument(), default=5)
     parser.add_argument("--measure", type=Path, help="run as one rank, and write the results to this file")
     options = parser.parse_args()

@@ -136,12 +136,12 @@ def parsed(all_checks: dict[str, Check], arguments: Sequence[str] | None) -> Nam
     parser = ArgumentParser(
         "python benchmarks/gpu", description=f"{__doc__}\nChecks:\n{names}", formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("chosen", nargs="*", metavar="CHECK", help="by default all")
-    parser.add_argument("--fake", action="store_true", help="a rehearsal on the CPU, which judges no speed")
-    parser.add_argument("--minutes", type=float, default=SESSION, help="of the session (default: %(default)s)")
+    parser.add_argument("chosen", nargs="*", metavar="CHECK", help="default: all")
+    parser.add_argument("--fake", action="store_true", help="rehearsal on the CPU, without judging speeds")
+    parser.add_argument("--minutes", type=float, default=SESSION, help="duration of the session (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the reports (default: docs/benchmarks)")
-    parser.add_argument("--here", action="store_true", help="in this process, under the NCCL backend that it has")
-    parser.add_argument("--rows", type=Path, help="with --here: a file for the rows, and no table")
+    parser.add_argument("--here", action="store_true", help="run in this process, with its NCCL backend")
+    parser.add_argument("--rows", type=Path, help="with --here: write rows to this file and print no table")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.chosen if name not in all_checks]:
         parser.error(f"no check {', '.join(unknown)}; known: {', '.join(all_checks)}")

@@ -1,6 +1,6 @@
 """Context parallelism of many libraries compared with the float64 oracle on CPU ranks, each in its own environment.
 
-    uv run python benchmarks/scoreboard                                      # all contenders; downloads what uv lacks
+    uv run python benchmarks/scoreboard                                      # all; downloads missing packages
     uv run python benchmarks/scoreboard --only "armillary, ring" diffusers   # by name or by prefix
     uv run python benchmarks/scoreboard --only "diffusers, ring" --case window/contiguous/8x8/bfloat16/2
 
@@ -54,9 +54,13 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     all_contenders = contenders()
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"of {'; '.join(all_contenders)}")
-    parser.add_argument("--case", nargs="+", type=Setting.read, default=[], help="such as causal/zigzag/8x4/bfloat16/4")
-    parser.add_argument("--json", type=Path, help="a file for all of it")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", default=[], help=f"names or prefixes: {'; '.join(all_contenders)}"
+    )
+    parser.add_argument(
+        "--case", nargs="+", type=Setting.read, default=[], help="settings, e.g. causal/zigzag/8x4/bfloat16/4"
+    )
+    parser.add_argument("--json", type=Path, help="file for all results")
     options = parser.parse_args()
     named = {
         name: [name] if name in all_contenders else [each for each in all_contenders if each.startswith(name)]
