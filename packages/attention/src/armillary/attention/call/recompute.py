@@ -62,7 +62,7 @@ class RNGReplay:
         try:
             yield
         finally:
-            if self._recomputes:
+            if self._recomputes:  # backward must not shift the random numbers of the next forward
                 set_rng_state(present_state, device)
             # Compared as lists: under FakeTensorMode, torch.equal has no values to compare.
             elif present_state.tolist() != rng_state(device).tolist():

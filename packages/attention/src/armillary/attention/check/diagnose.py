@@ -1,8 +1,8 @@
 """Diagnosis of wrong results: the mistake that a run's errors look like.
 
 Each mistake has a signature in the errors, and one rule that detects it. A rule's docstring is the signature. If
-the measured numbers fit, the rule returns them as text, else None. Wrong gradients under right logits and wrong
-logits have separate rules, because the second make the first.
+the measured numbers fit, the rule returns them as text, else None. Rules for gradients apply only if the logits are
+right, because wrong logits make every gradient wrong.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ def check_method(
         rank_results = _gather_results((attend.shard, first, second))
         shards = {shard: results for shard, results, _ in rank_results}
         for tensor, exact in _oracle_results(tensors, mask).items():
-            # Both runs of every rank must have the bits of the one whose shards are joined: sums in the order of
-            # arrival would not.
+            # Both runs, on all ranks with a shard, must agree to the bit: sums in order of arrival would differ.
             copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in rank_results for x in runs]
             if not all(torch.equal(a, b) for a, b in copies):
                 differing.append(f"{name} {kind}: {tensor}")

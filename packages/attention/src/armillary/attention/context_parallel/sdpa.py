@@ -99,7 +99,7 @@ class Routing(TorchFunctionMode):
             ValueError: backward recomputes the call outside of the block that masked it in forward.
         """
         context = current_sequence()
-        # Recomputed without the block's documents, attention would be right for another mask and raise no error.
+        # Without the block's mask, recomputed attention would be wrong and raise no error.
         if context is None and self.context_has_mask and in_backward():
             raise ValueError(
                 "attention whose documents or mask come from `with sequence(...)` is recomputed in backward outside of "

@@ -43,13 +43,13 @@ class Method(AttentionMethod):
 
         Args:
             kind: "zigzag", "contiguous", "striped" or "balanced".
-            mask: that a balanced layout is balanced for; causal by default.
+            mask: the mask for which a balanced layout distributes work evenly; causal by default.
         """
         return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by)
 
     @property
     def balanced_by(self) -> Side | None:
-        """The side by which balanced layouts are even: of the tokens that stay. None ignores traffic."""
+        """Side by which balanced layouts count a shard's pairs: the one that stays. None: both, ignoring traffic."""
         return "queries"
 
     def plan_ahead(self, mask: AttentionMask, layout: SequenceLayout, rows: int = 1) -> None:
@@ -99,7 +99,7 @@ class Method(AttentionMethod):
         kernel: str | Kernel | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of this rank's queries over all keys of the sequence that the mask makes visible.
+        """Returns attention of this rank's queries over all visible keys of the sequence.
 
         Args:
             q: [B, T, H, D], this rank's tokens.
@@ -151,7 +151,7 @@ class Method(AttentionMethod):
         softcap: float | None = None,
         kernel: str | Kernel | None = None,
     ) -> Tensor:
-        """Self-attention from hidden states: equal to calling the method with the projected q, k and v.
+        """Returns self-attention from hidden states, equal to a call on the projected q, k and v.
 
         A method that sends queries starts sending them while keys and values are projected.
 

@@ -94,7 +94,7 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     add_bytes = buffers + merge_bytes + block + x.w * x.q / 2 + x.lse * 2
     # The second step: the first block's result becomes float32.
     cast_bytes = buffers + merge_bytes + block + x.q
-    # The first step: own keys, those received and those copied to be sent.
+    # The first step: received keys, and own keys copied to be sent.
     first = 2 * x.k * (1 + onward) + kernel_forward(x)
     return max(first, add_bytes, cast_bytes)
 

@@ -29,7 +29,7 @@ from armillary.attention.registry.entry import HeadEntry, MethodOptions, Sequenc
 
 
 def wallfacer_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
-    """Yields teams of 2 ranks and more, as 1 is Ring, in both placements."""
+    """Yields teams of at least 2 ranks in both placements; a team of 1 is Ring."""
     for team in fitting_teams(ranks)[1:]:
         for placement in get_args(Placement):
             yield MethodOptions(team=team, placement=placement)
@@ -41,7 +41,7 @@ def largest_team(ranks: int) -> MethodOptions:
 
 
 def double_ring(nodes: DeviceMesh, devices: DeviceMesh, backward: Backward) -> Method:
-    """Returns a ring of keys between nodes around one within each node (LoongTrain's double ring)."""
+    """Returns a ring of keys between nodes around a ring within each node (LoongTrain's double ring)."""
     return Ring(nodes, backward, inner=Ring(devices, backward))
 
 
@@ -51,12 +51,12 @@ def token_ring_over_nodes(nodes: DeviceMesh, devices: DeviceMesh, backward: Back
 
 
 def node_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
-    """Yields each number of nodes and of devices above 1, as with 1 another method does the same."""
+    """Yields each number of nodes with more than one node and device; with one, the method is Ring or the inner one."""
     return (MethodOptions(nodes=nodes) for nodes in range(2, ranks // 2 + 1) if ranks % nodes == 0)
 
 
 def fewest_nodes(ranks: int) -> MethodOptions:
-    """Returns the fewest nodes above 1 that the ranks can be on."""
+    """Returns the smallest number of nodes above 1 that divides the ranks."""
     return MethodOptions(nodes=next((n for n in range(2, ranks + 1) if ranks % n == 0), 1))
 
 
@@ -71,7 +71,7 @@ def one_head_per_rank(ranks: int) -> MethodOptions:
 
 
 def ulysses(axis: DeviceMesh, inner: Method) -> Method:
-    """Returns the inner method alone on a head axis of one rank."""
+    """Returns Ulysses around the inner method; the inner method itself on a head axis of one rank."""
     return Ulysses(axis, inner) if axis.size() > 1 else inner
 
 
@@ -113,5 +113,5 @@ HEAD_METHODS: dict[str, HeadEntry] = {
     ),
 }
 LOCAL = SequenceEntry(Local, LocalPlan, axes=())
-"""The sequence method of one rank, and of a head axis alone."""
+"""The sequence method on one rank, also inside of a head method without a sequence axis."""
 ALIASES = {"usp": "ulysses+ring"}

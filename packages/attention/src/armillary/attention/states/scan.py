@@ -107,6 +107,7 @@ class _Regathered(torch.autograd.Function):
 
 
 def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather) -> tuple[Tensor, Tensor]:
+    """Returns (outputs [B, T, H, Dv], final states [B, H, Dk, Dv]), differentiable by plain autograd."""
     # 1. All chunks at once, as maps of the states that enter them.
     q, k, v, g, beta = (_cut(x, plan) for x in operands[:5])
     chunks = kernel.maps(operands._replace(q=q, k=k, v=v, g=g, beta=beta))

@@ -1,4 +1,4 @@
-"""The visible pairs of each block of query shards and key shards. Pure: no process group, no tensors."""
+"""`Grid`: tiles, visible tokens and pairs of each block of a query shard and a key shard. No communication."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Grid(CachesDerived):
         return self.cached(("arrays", query), make)
 
     def _visible(self, query: int) -> list[VisibleTokens]:
-        # Tiles are trimmed: every row and column of a tile takes part in a visible pair.
+        # Tiles are trimmed: every row and column of a tile is in a visible pair.
         shard, q0, q1, k0, k1, *_ = np.concatenate(self._tile_arrays(query)).T
         shards = self.key_layout.shards
         return list(map(VisibleTokens, unite_ranges(shard, q0, q1, shards), unite_ranges(shard, k0, k1, shards)))

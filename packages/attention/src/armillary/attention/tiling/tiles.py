@@ -59,7 +59,7 @@ def _join(rows: Integers) -> Integers:
     is_candidate = _may_join(rows)  # few tiles are, so that the slow loop below is short
     if not is_candidate.any():
         return rows
-    by_end = dict[int, list[Tile]]()
+    by_end = dict[int, list[Tile]]()  # joined tiles by their last column: a tile's left neighbours end where it starts
     for tile in sorted(_tiles_of(rows[is_candidate]), key=lambda tile: (tile.k0, tile.q0)):
         candidates = by_end.get(tile.k0, [])
         previous, union = next(((old, both) for old in candidates if (both := _joint_band(old, tile))), (None, tile))
