@@ -53,7 +53,7 @@ class TokenError(TensorError):
 
     @property
     def wrong_tokens(self) -> Tensor:
-        """bool [N]."""
+        """True for tokens whose error is above the limit, bool [N]."""
         return ~(self.by_token <= self.limit)
 
 

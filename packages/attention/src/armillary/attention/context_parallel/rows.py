@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
     @property
     def label_count(self) -> int:
-        """Number of labels."""
+        """Number of tokens with a label, over all rows."""
         return int((self.labels != IGNORED).sum())
 
 

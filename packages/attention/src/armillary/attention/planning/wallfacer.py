@@ -118,7 +118,7 @@ class TeamSteps:
 
     @property
     def team_ranks(self) -> list[tuple[int, ...]]:
-        """Ranks of each team."""
+        """The ranks of each team, in member order."""
         return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team)]
 
     def gather(self, *tensors: str) -> tuple[Move, ...]:
