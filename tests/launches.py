@@ -75,7 +75,7 @@ def run_forking(arguments: list[str]) -> None:
 
 
 def python(script: str) -> Callable[[], None]:
-    """Returns a function that does what `python script` does, with everything that the script imports in one fork."""
+    """Returns a function that runs a script like `python script`."""
     return partial(_run_script, script)
 
 
@@ -85,7 +85,7 @@ def _run_script(script: str) -> None:
 
 
 def pages_agent(*options: str, script: str, wrapper: str | None = None) -> Callable[[], None]:
-    """Returns a function that does what `torchrun *options script` does, for a script in the current folder.
+    """Returns a function that runs `torchrun *options script`, for a script in the current folder.
 
     The agent imports the imports of all scripts there once, before it forks the ranks: the module of a model takes
     seconds on each rank, and one script names it while another loads it by its name.

@@ -65,7 +65,7 @@ class Started(Exception):
     """Raised in place of starting a process."""
 
 
-def test_a_session_on_several_gpus_runs_its_checks_under_both_nccl_backends(monkeypatch):
+def test_session_on_several_gpus_runs_checks_with_both_nccl_backends(monkeypatch):
     if not hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2"):
         pytest.skip("torch has one NCCL backend")
     actual = session(monkeypatch, 8)
@@ -74,7 +74,7 @@ def test_a_session_on_several_gpus_runs_its_checks_under_both_nccl_backends(monk
         assert actual[name] == (["1", "0"] if check.nccl else [None])
 
 
-def test_a_session_under_an_older_torch_runs_each_check_once(monkeypatch):
+def test_session_with_an_older_torch_runs_each_check_once(monkeypatch):
     assert set(map(tuple, session(monkeypatch, 8, nccl2=False).values())) == {(None,)}
 
 
@@ -168,7 +168,7 @@ def test_failing_and_endless_checks_exit_with_1(run, message, monkeypatch, capsy
     assert message in capsys.readouterr().out
 
 
-def test_speeds_are_judged_only_on_a_gpu_and_errors_everywhere():
+def test_speeds_are_checked_only_on_a_gpu_and_errors_everywhere():
     rehearsal, real = Setting(CpuDevice(), fake=True), Setting(CpuDevice(), fake=False)
     assert rehearsal.at_least("x", 1.0, 2.0, "", "").passed is None
     assert [real.at_least("x", x, 2.0, "", "").passed for x in (1.0, 2.0)] == [False, True]

@@ -25,7 +25,7 @@ def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_a_run_on_two_hosts_resumes_after_one_died_and_came_back(undisturbed, tmp_path):
+def test_run_on_two_hosts_resumes_after_one_restarts(undisturbed, tmp_path):
     where = folder(tmp_path, "hosts")
 
     def start(i: int) -> Launch:

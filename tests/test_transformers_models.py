@@ -57,14 +57,14 @@ NAMED = ["roberta", "camembert", "esm", "bart", "opt", "mobilebert"]
 """One family of each way to compute positions."""
 
 
-def test_models_that_make_position_ids_are_right_or_refused(worlds):
+def test_models_with_own_position_ids_are_right_or_refused(worlds):
     assert {*NAMED} <= {*families_with_own_positions()}
     wrong, built = unlike(worlds, NAMED, ("armillary", "from 0"))
     assert not wrong and built == {*NAMED}
 
 
 @pytest.mark.long
-def test_all_models_that_make_position_ids_are_right_or_refused(worlds):
+def test_all_models_with_own_position_ids_are_right_or_refused(worlds):
     wrong, built = unlike(worlds, families_with_own_positions(), ("armillary", "from 0"))
     assert not wrong
     assert {*NAMED, "xlm-roberta", "xmod", "mbart"} <= built

@@ -19,7 +19,7 @@ calls: list[str] = []
 
 
 def rewritten(behind: int, ahead: int, queries: int, keys: int, version: int = 2) -> tuple[int, int]:
-    """(left, right) after FlashAttention's host code (mha_fwd and set_params_fprop of its flash_api.cpp)."""
+    """(behind, ahead) after FlashAttention's host code (mha_fwd and set_params_fprop of its flash_api.cpp)."""
     if version == 3:
         behind, ahead = -1 if behind >= keys - 1 else behind, -1 if ahead >= queries - 1 else ahead
         return (keys - 1 if behind < 0 else behind), (queries - 1 if ahead < 0 else ahead)
@@ -30,7 +30,7 @@ def rewritten(behind: int, ahead: int, queries: int, keys: int, version: int = 2
 
 
 def band(window, queries: int, keys: int, max_queries: int, max_keys: int, version: int = 2):
-    """The kernel's band of one sequence: row a sees a + S - T - left .. a + S - T + right."""
+    """The kernel's band of one sequence: row a sees a + S - T - behind .. a + S - T + ahead."""
     behind, ahead = rewritten(*window, max_queries, max_keys, version)
     corner = keys - queries
     return None if behind < 0 else corner - behind, None if ahead < 0 else corner + ahead

@@ -683,7 +683,7 @@ def tampered_ring(flaw: str) -> list[str]:
     return failures_of(Tampered(of("ring", ring=4).build(), flaw), chosen)
 
 
-def test_a_method_that_assumes_equal_query_and_key_layouts_is_caught(worlds):
+def test_suite_catches_methods_that_assume_equal_query_and_key_layouts(worlds):
     for right, failed in worlds(4).run(tampered_rings):
         assert not right
         assert len(failed) == 2 and all("zigzag keys=40," in failure for failure in failed)
@@ -838,7 +838,7 @@ def test_a_brief_sample_has_each_setting_once(number):
     assert len(cases(brief=number)) < 13
 
 
-def test_cases_are_the_same_every_time_and_differ_from_one_another():
+def test_cases_are_reproducible_and_distinct():
     for chosen in (cases(), [*cases(brief=1), *cases(brief=2)], list(product_cases(1, [torch.float64]))):
         assert len(set(chosen)) == len({str(case) for case in chosen}) == len(chosen)
     assert cases() == cases() and cases(brief=3) == cases(brief=3) and len(cases()) < 90

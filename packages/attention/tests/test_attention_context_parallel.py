@@ -144,7 +144,7 @@ def compiled() -> list[float]:
     return answers
 
 
-def test_a_compiled_module_attends_within_the_documents_of_each_block(worlds):
+def test_compiled_module_uses_the_documents_of_each_block(worlds):
     assert max(worlds(1).run(compiled)[0]) < EXACT
 
 
@@ -178,7 +178,7 @@ def copied() -> tuple[bool, bool]:
     return before, bool((copy(x) == 0).all()) and bool((model(x) != 0).any())
 
 
-def test_a_copy_of_a_module_computes_with_its_own_parameters(worlds):
+def test_copied_module_uses_its_own_parameters(worlds):
     assert worlds(4).run(copied) == [(True, True)] * 4
 
 

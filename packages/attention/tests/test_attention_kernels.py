@@ -433,7 +433,7 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", TORCHS, ids=lambda kernel: kernel.name)
-def test_on_a_fake_gpu_outputs_have_the_shapes_of_a_kernel(monkeypatch, kernel, dtype, flip):
+def test_outputs_on_a_fake_gpu_have_the_shapes_of_a_kernel(monkeypatch, kernel, dtype, flip):
     monkeypatch.undo()
     values = 8 if isinstance(kernel, CudaFlash) else 16
     if reason := kernel.refuses(Inputs("cuda", dtype, 8, values, capability=(9, 0))):

@@ -72,7 +72,7 @@ def counted(slices: np.ndarray, queries: int, keys: int) -> Tensor:
 
 
 @each_kind
-def test_slices_have_each_visible_pair_once_and_no_other(kind):
+def test_slices_contain_exactly_the_visible_pairs(kind):
     for _, length, mask in masks(kind):
         actual, expected = mask.slices(length), oracle_pairs(mask, length)
         assert len(actual) == len(expected), mask
@@ -123,7 +123,7 @@ def depths(mask: AttentionMask, length: int) -> Tensor:
 
 
 @each_kind
-def test_positions_are_depths_in_trees_and_offsets_in_documents_elsewhere(kind):
+def test_positions_are_depths_in_trees_and_offsets_in_other_documents(kind):
     for _, length, mask in masks(kind):
         for row in range(mask.batch or 1):
             of_row = mask.row(row)

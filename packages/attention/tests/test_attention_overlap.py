@@ -170,7 +170,7 @@ def both_directions() -> list[str]:
     return [f"{name} {int(buffer.tensors[0])}" for name, buffer in buffers.items()]
 
 
-def test_messages_of_the_two_directions_are_not_mixed_up(worlds):
+def test_messages_of_both_directions_are_not_mixed_up(worlds):
     assert worlds(2).run(both_directions) == [["on 21", "back 11"], ["on 20", "back 10"]]
 
 

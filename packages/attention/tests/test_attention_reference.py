@@ -104,7 +104,7 @@ def test_sinks_of_other_shapes_are_refused_with_their_shape(shape):
         reference_attention(q, k, v, mask=CAUSAL, sinks=torch.zeros(shape))
 
 
-def test_a_sink_of_minus_infinity_has_no_effect_and_a_lone_sink_gives_0():
+def test_sink_of_minus_infinity_has_no_effect_and_only_a_sink_gives_0():
     q, k, v, _ = tensors()
     plain = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
     ignored = reference_attention(q, k, v, mask=CAUSAL, sinks=torch.full((4,), -torch.inf), return_lse=True)
@@ -228,7 +228,7 @@ def test_each_row_may_have_its_own_documents():
     assert shown(mask, row=1) == ["xxxx.", "xxxx.", "xxxx.", "xxxx.", "....x"]
 
 
-def test_a_tree_shows_a_segment_itself_and_its_ancestors():
+def test_segment_of_a_tree_sees_itself_and_its_ancestors():
     # a prompt with two answers, the first of which has two itself; and another prompt
     tree = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1))
     assert shown(tree, 7) == ["x......", "xx.....", "xxx....", "xxxx...", "xxx.x..", "xx...x.", "......x"]
@@ -236,7 +236,7 @@ def test_a_tree_shows_a_segment_itself_and_its_ancestors():
     assert shown(near, 7) == ["x......", "xx.....", ".xx....", "..xx...", "..x.x..", ".x...x.", "......x"]
 
 
-def test_a_prefix_sees_all_of_itself_and_later_tokens_are_causal():
+def test_prefix_is_bidirectional_and_later_tokens_are_causal():
     assert shown(AttentionMask.prefix((0, 5), (3,))) == ["xxx..", "xxx..", "xxx..", "xxxx.", "xxxxx"]
     assert shown(AttentionMask.prefix((0, 2, 5), (0, 2))) == ["x....", "xx...", "..xx.", "..xx.", "..xxx"]
     cut = replace(AttentionMask.prefix((0, 5), (3,)), window=(1, 1))

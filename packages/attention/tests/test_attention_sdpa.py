@@ -274,7 +274,7 @@ def test_a_block_with_attention_that_is_not_routed_is_refused(call, message):
                 F.scaled_dot_product_attention(q, q, q)
 
 
-def test_an_error_is_not_hidden_by_the_end_of_the_block():
+def test_errors_inside_the_block_are_raised():
     with pytest.raises(KeyError, match="mine"), sequence(documents=[0, 4]), sdpa_parallel(Local()):
         raise KeyError("mine")
 
@@ -306,7 +306,7 @@ def test_an_unused_sequence_block_is_refused():
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16)])
-def test_autocast_casts_as_it_does_for_the_function_itself(dtypes):
+def test_autocast_casts_like_for_scaled_dot_product_attention(dtypes):
     query, key, value = (torch.randn(2, 4, 10, 8).to(dtype) for dtype in dtypes)
     with torch.autocast("cpu", torch.bfloat16):
         expected = scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -35,7 +35,7 @@ def test_every_query_head_attends_once_with_its_key_head(chosen):
 
 @given(counts())
 @settings(max_examples=300)
-def test_keys_arrive_once_for_each_round_and_leave_after_it(chosen):
+def test_keys_arrive_once_per_round_and_are_freed_after_it(chosen):
     for rank in range(chosen[2]):
         on_hand: tuple[int, ...] = ()
         for rank_heads in (stage.by_rank[rank] for stage in plan(*chosen) if stage.by_rank[rank] != RankHeads()):

@@ -198,7 +198,7 @@ def test_without_a_mask_every_cell_is_one_full_rectangle(kind):
         assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 10, 0, 10, None, None)
 
 
-def test_contiguous_causal_is_a_square_on_the_diagonal_a_rectangle_below_and_nothing_above():
+def test_contiguous_causal_tiles_are_squares_on_the_diagonal_and_rectangles_below():
     layout = SequenceLayout.contiguous(40, 4)
     for i, j in product(range(4), range(4)):
         assert len(tiles_of(layout, i, j)) == (i >= j)
@@ -227,20 +227,20 @@ def test_zigzag_gives_all_ranks_the_same_work_at_every_step(shards):
         assert len({area(layout, rank, (rank - step) % shards) for rank in range(shards)}) == 1
 
 
-def test_striped_causal_is_one_tile_in_every_cell_shifted_by_one_above_the_diagonal():
+def test_striped_causal_has_one_tile_per_block_shifted_by_one_above_the_diagonal():
     layout = SequenceLayout.striped(40, 4)
     for i, j in product(range(4), range(4)):
         (tile,) = tiles_of(layout, i, j)
         assert tile.low is None and area(layout, i, j) == (55 if i >= j else 45)
 
 
-def test_a_refined_zigzag_shard_is_cut_no_further_than_its_spans():
+def test_refined_zigzag_shards_have_one_tile_per_pair_of_spans():
     layout = SequenceLayout.zigzag(64, 2).refine(2)
     counts = [[len(tiles_of(layout, i, j)) for j in range(4)] for i in range(4)]
     assert max(map(max, counts)) == 1, counts
 
 
-def test_neighbouring_documents_that_no_boundary_crosses_cost_one_tile_each():
+def test_neighbouring_unsplit_documents_have_one_tile_each():
     layout = SequenceLayout.contiguous(32, 2)
     mask = AttentionMask(documents=(0, 8, 16, 32))
     assert [[len(tiles_of(layout, i, j, mask)) for j in range(2)] for i in range(2)] == [[2, 0], [0, 1]]

@@ -107,7 +107,7 @@ def each_partly_frozen() -> list[Result]:
     return [partly_frozen(case, frozen) for frozen, case in FROZEN.items()]
 
 
-def test_frozen_gradients_are_not_computed_and_others_are(worlds):
+def test_only_unfrozen_gradients_are_computed(worlds):
     for (frozen, case), *ranks in zip(FROZEN.items(), *worlds(4).run(each_partly_frozen), strict=True):
         result, exact = joined(ranks), expected(case)
         assert all(relative_error(result[name], exact[name]) < 1e-10 for name in result), (frozen, result.keys())
@@ -358,7 +358,7 @@ def all_max_alive() -> list[list[dict[str, int]]]:
     return [max_alive(*case) for case in ALIVE]
 
 
-def test_no_more_than_a_stage_of_heads_is_alive_when_the_next_is_projected(worlds):
+def test_at_most_one_stage_of_heads_is_alive_during_the_next_projection(worlds):
     for rank in worlds(2).run(all_max_alive):
         for (heads, prefetch), phases in zip(ALIVE, rank, strict=True):
             for maxima in phases:

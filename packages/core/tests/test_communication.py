@@ -94,7 +94,7 @@ def test_merge_of_rows_without_visible_keys_on_one_or_both_sides():
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("in_use", [(True,) * 7, (False,) * 7, (False, True, True, False, False, True, True)])
-def test_buffers_of_a_repeated_exchange_use_two_blocks_again(dtypes, in_use):
+def test_buffers_of_a_repeated_exchange_reuse_two_blocks(dtypes, in_use):
     tensors = [torch.zeros(2, 9, 3, dtype=dtype) for dtype in dtypes]
     tokens = [4, 1, 0, 9, 2, 2, 0]
     buffers, last, blocks = ReceiveBuffers(tensors, tokens), None, list[int]()

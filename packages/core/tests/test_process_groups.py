@@ -56,7 +56,7 @@ def test_missing_device_raises_before_a_group_starts(gpus):
     assert not dist.is_initialized()
 
 
-def test_only_a_group_with_nccl_alone_is_bound_to_the_device(gpus, monkeypatch):
+def test_only_groups_with_nccl_as_single_backend_are_bound_to_the_device(gpus, monkeypatch):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append((backend, options)))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -72,7 +72,7 @@ def test_only_a_group_with_nccl_alone_is_bound_to_the_device(gpus, monkeypatch):
 
 
 @pytest.mark.parametrize("call", [{"bind": False}, {"host_too": True}])
-def test_nccl_that_binds_itself_gets_the_callers_device(gpus, monkeypatch, call):
+def test_nccl_with_own_binding_gets_the_callers_device(gpus, monkeypatch, call):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(options["device_id"]))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -93,7 +93,7 @@ def test_the_nccl_implementation_is_recognized(expected, code):
     assert subprocess.run([sys.executable, "-c", NCCL_KIND], env=environment, timeout=120).returncode == code
 
 
-def test_groups_are_connected_by_a_tensor_of_the_device(monkeypatch):
+def test_groups_are_connected_by_a_tensor_on_the_device(monkeypatch):
     reduced = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: reduced.append((x.device.type, group)))
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6])
@@ -313,7 +313,7 @@ started.wait()
 
 @pytest.mark.skipif(not THREADS.exists(), reason="looks at threads as Linux shows them")
 @pytest.mark.parametrize(("thread", "printed"), [("pt_gloo_runloop", "ended"), ("another", "")])
-def test_python_ends_once_the_threads_of_gloo_are_idle(thread, printed):
+def test_python_exits_after_the_threads_of_gloo_are_idle(thread, printed):
     ran = subprocess.run([sys.executable, "-c", BUSY, thread], capture_output=True, text=True, check=True)
     assert ran.stdout == printed
 

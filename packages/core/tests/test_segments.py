@@ -38,7 +38,7 @@ def test_slices_are_the_paths_of_all_tokens(tree):
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_depths_are_the_tokens_before_a_segment_on_its_path(tree):
+def test_depths_count_the_tokens_before_a_segment_on_its_path(tree):
     ends, parents = tree
     paths_of_positions = paths(ends, parents)
     expected = [len(paths_of_positions[start]) - 1 for start in ends[:-1]]

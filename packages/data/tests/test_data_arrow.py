@@ -65,7 +65,7 @@ def test_several_files_and_chunks_are_one_store(tmp_path, shards):
     assert read_rows(single_rank_rows(store, 99), 0, 40) == read_rows(single_rank_rows(memory, 99), 0, 40)
 
 
-def test_shuffles_and_selections_of_a_saved_dataset_are_kept(tmp_path):
+def test_shuffles_and_selections_of_a_saved_dataset_are_respected(tmp_path):
     full = datasets.Dataset.from_dict({"input_ids": ROWS})
     full.select([5, 2, 0]).save_to_disk(tmp_path / "some")
     shuffled = full.shuffle(seed=3)

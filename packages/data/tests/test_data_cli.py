@@ -60,7 +60,7 @@ def columns_of(text):
 # -- prepare ----------------------------------------------------------------------------------------------------------
 
 
-def test_prepare_prints_counts_of_made_and_omitted_documents(tmp_path, capsys):
+def test_prepare_prints_counts_of_stored_and_omitted_documents(tmp_path, capsys):
     lines = b'{"text": "caf\xc3\xa9"}\n{"text": ""}\n{"text": brok}\n{"text": "b"}\n'
     broken = lines.index(b'{"text": brok')
     (tmp_path / "in").mkdir()
@@ -125,7 +125,7 @@ def test_wrong_arguments_are_exit_code_2(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_failing_disk_is_exit_code_1_and_an_invalid_path_2(lines, store, tmp_path, capsys, monkeypatch):
+def test_failing_disk_exits_with_1_and_invalid_path_with_2(lines, store, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "file" / "store")
     assert code == 2 and line.startswith(f"armillary-data: {tmp_path / 'file' / 'store'}: ")

@@ -58,7 +58,7 @@ def test_invalid_utf8_is_kept(tmp_path):
     assert read_documents(tmp_path) == [Document("latin", b"caf\xe9")]
 
 
-def test_hidden_empty_and_binary_files_of_a_folder_are_left_out(tmp_path):
+def test_hidden_empty_and_binary_files_of_a_folder_are_skipped(tmp_path):
     hidden = {".git__config": b"hidden folder", ".notes": b"hidden file"}
     write(tmp_path, kept=b"text", empty=b"", picture=b"\x89PNG\0\0", **hidden)
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")

@@ -67,7 +67,7 @@ def test_a_payload_in_a_file_of_a_store_is_not_run(tmp_path, make):
         assert not marker.exists(), name
 
 
-def test_the_features_of_a_saved_dataset_name_no_functions(tmp_path):
+def test_features_of_a_saved_dataset_cannot_name_functions(tmp_path):
     arrow(tmp_path / "saved")
     path, marker = tmp_path / "saved/dataset_info.json", tmp_path / "executed"
     info = json.loads(path.read_text())

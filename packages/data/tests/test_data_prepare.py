@@ -68,7 +68,7 @@ def definition():
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_code_gives_its_text_files_byte_for_byte(tmp_path):
+def test_text_files_of_a_folder_are_stored_byte_for_byte(tmp_path):
     files = {"b.py": b"print(2)\n" * 20, "a.txt": b"caf\xe9 \xff\xfe", "c__d.py": b"3", "e.md": "漢".encode()}
     left_out = {"picture.png": b"\x89PNG\0", "empty.py": b"", ".hidden": b"h", ".git__config": b"g"}
     write(tmp_path / "code", **files, **left_out)
@@ -135,7 +135,7 @@ def test_document_longer_than_many_chunks_stays_one(tmp_path):
     assert texts_of(tmp_path / "text") == [text.encode()]
 
 
-def test_a_document_of_one_byte_is_a_store_of_two_tokens(tmp_path):
+def test_document_of_one_byte_gives_a_store_of_two_tokens(tmp_path):
     header = prepare_header(write(tmp_path, a=b"\xff") / "a", output=tmp_path / "store")
     assert (header.documents, header.tokens, texts_of(tmp_path / "store")) == (1, 2, [b"\xff"])
 
@@ -173,7 +173,7 @@ def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
 
 
 @pytest.mark.parametrize("begin", [None, "<|endoftext|>", "a"])
-def test_a_tokenizer_file_gives_the_tokens_of_its_library(tmp_path, definition, begin):
+def test_tokenizer_file_gives_the_librarys_tokens(tmp_path, definition, begin):
     (tmp_path / "given.json").write_bytes(definition)
     options = {"tokenizer": str(tmp_path / "given.json"), "begin_of_document": begin}
     header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", **options)
@@ -216,7 +216,7 @@ def test_a_store_of_bytes_has_the_tokenizer_of_bytes(tmp_path):
     assert open_store(tmp_path / "store", tokenizer_in(tmp_path / "store")).vocabulary == header.vocabulary
 
 
-def test_a_store_that_replaces_another_has_its_own_tokenizer(tmp_path, definition):
+def test_replaced_store_has_the_new_tokenizer(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
     prepare_header(lines, output=output, tokenizer="bpe", vocab_size=270)
@@ -228,7 +228,7 @@ def test_a_store_that_replaces_another_has_its_own_tokenizer(tmp_path, definitio
     assert not (output / "tokenizer.json").exists()
 
 
-def test_rows_packed_from_a_store_have_the_tokens_of_its_documents(tmp_path):
+def test_packed_rows_have_the_tokens_of_the_stores_documents(tmp_path):
     prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
     layout = SequenceLayout.contiguous(4000, 1)
     store = open_store(tmp_path / "store")
@@ -274,7 +274,7 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
 
 
 @pytest.mark.parametrize("invalid", ["refuse", "replace"])
-def test_a_broken_line_is_refused_by_its_byte_and_can_be_mended(tmp_path, invalid):
+def test_broken_line_is_refused_by_its_byte_and_can_be_fixed(tmp_path, invalid):
     lines = [b'{"text": "first document"}\n', b'{"text": "second"}\n', b'{"text": brok}\n', b'{"text": "last"}\n']
     path = write(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
@@ -321,7 +321,7 @@ def test_invalid_settings_are_refused_before_any_file_is_written(tmp_path, optio
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_a_tokenizer_broken_or_without_the_token_is_refused(tmp_path, definition):
+def test_broken_tokenizers_and_missing_tokens_are_refused(tmp_path, definition):
     lines = jsonl(tmp_path / "a.jsonl")
     path = write(tmp_path / "tokenizer", **{"tokenizer.json": definition[:100]}) / "tokenizer.json"
     with pytest.raises(ValueError, match=r"tokenizer\.json: "):

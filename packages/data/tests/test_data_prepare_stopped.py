@@ -273,7 +273,7 @@ def is_running(pid):
 # -- workers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_an_error_and_finished_parts_are_kept(lines, reference, tmp_path):
+def test_killed_worker_raises_and_keeps_finished_parts(lines, reference, tmp_path):
     plan, reports = planned(lines, tmp_path / "store"), []
     earlier_workers = set(multiprocessing.active_children())  # workers of earlier tests
 

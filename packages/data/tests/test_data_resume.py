@@ -53,7 +53,7 @@ def test_a_state_is_json_with_the_number_of_rows():
         next(rows)
 
 
-def test_a_state_does_not_change_with_the_rows_that_follow():
+def test_states_do_not_change_with_later_rows():
     rows = single_rank_rows(STORES, N)
     state = rows.state_dict()
     before = json.dumps(state)
@@ -95,7 +95,7 @@ def test_reset_positions_layouts_and_prefetching_may_change():
         ("seed", {"seed": 1}),
     ],
 )
-def test_the_state_of_other_rows_is_refused_with_the_setting(name, other):
+def test_state_of_other_rows_is_refused_with_the_setting(name, other):
     settings = {"stores": STORES, "length": N, "weights": [1, 2]} | other
     weights = settings.pop("weights")[: len(settings["stores"])]
     state = single_rank_rows(settings.pop("stores"), settings.pop("length"), weights=weights, **settings).state_dict()

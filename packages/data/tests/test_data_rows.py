@@ -34,7 +34,7 @@ quick = settings(deadline=None, max_examples=25)
 
 @quick
 @given(st.data(), shapes, st.integers(1, 40), st.sampled_from(PACKINGS), st.integers(0, 5))
-def test_joined_shards_are_the_row_with_its_labels_documents_and_positions(data, lengths, length, packing, seed):
+def test_joined_shards_equal_the_row_with_labels_documents_and_positions(data, lengths, length, packing, seed):
     layout = data.draw(layouts(length))
     choices = {"packing": packing, "seed": seed, "reset_positions": data.draw(st.booleans())}
     ranks = every_shard(numbered(lengths), layout, rows_per_batch=3, **choices)
@@ -51,7 +51,7 @@ def test_joined_shards_are_the_row_with_its_labels_documents_and_positions(data,
 
 @quick
 @given(shapes, st.integers(1, 40), st.sampled_from([greedy, best_fit]), st.integers(0, 3))
-def test_every_token_of_every_document_is_read_once_an_epoch(lengths, length, packing, epoch):
+def test_every_token_of_every_document_is_read_once_per_epoch(lengths, length, packing, epoch):
     rows = single_rank_rows(numbered(lengths), length, packing=packing)
     actual = read_rows(rows, epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch)
     assert {len(row) for row in actual} == {length}
@@ -225,7 +225,7 @@ def test_a_row_of_many_documents_is_described_briefly():
 # -- layouts by documents ---------------------------------------------------------------------------------------------
 
 
-def test_a_layout_may_be_chosen_for_the_documents_of_each_batch():
+def test_layout_can_depend_on_the_documents_of_each_batch():
     def balanced(documents):
         return SequenceLayout.balanced(N, 3, documents=documents)
 

@@ -192,7 +192,7 @@ def test_parquet_is_cut_by_row_groups(tmp_path, size, count):
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_a_column_of_strings_of_any_kind_is_read_and_null_is_reported(tmp_path, kind):
+def test_string_columns_of_all_types_are_read_and_null_is_reported(tmp_path, kind):
     path = parquet(tmp_path / "a.parquet", pa.array(["a", None, "b"], pa.string()).cast(kind))
     assert read(path) == [Document("a.parquet:row 0", b"a"), Invalid("a.parquet:row 1", "the text is null"),
                           Document("a.parquet:row 2", b"b")]  # fmt: skip
@@ -252,7 +252,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
 # -- the fingerprint --------------------------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_is_the_same_until_the_input_or_its_pieces_change(tmp_path):
+def test_fingerprint_changes_only_with_input_or_pieces(tmp_path):
     write(tmp_path, a=b"text", b=b"more")
     jsonl(tmp_path / "c.jsonl")
     os.utime(tmp_path / "a", ns=(0, 0))
@@ -266,7 +266,7 @@ def test_a_fingerprint_is_the_same_until_the_input_or_its_pieces_change(tmp_path
     assert len({first, *changed}) == 6
 
 
-def test_the_fingerprint_of_a_saved_dataset_sees_its_files(tmp_path):
+def test_fingerprint_of_a_saved_dataset_depends_on_its_files(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     cut = chunks([tmp_path / "saved"])
     first = fingerprint(cut)

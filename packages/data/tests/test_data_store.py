@@ -44,7 +44,7 @@ def test_a_store_holds_each_document_with_its_end(given_texts):
 
 @quick
 @given(st.data(), st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_any_part_of_a_document_is_read_across_any_segments(data, shape):
+def test_parts_of_documents_are_read_across_segments(data, shape):
     lengths = [length for segment in shape for length in segment]
     full = numbered(lengths)
     ends = np.cumsum([0, *map(sum, shape)])

@@ -82,7 +82,7 @@ def test_rows_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_rows_and_seeds_differ_and_move_no_global_generator(name):
+def test_rows_and_seeds_differ_without_global_random_state(name):
     task, state = TASKS[name], torch.get_rng_state()
     other = type(task)(**{field: getattr(task, field) for field in task.__dataclass_fields__} | {"seed": 99})
     assert len({str(row(task, number)) for number in range(20)}) == 20

@@ -47,7 +47,7 @@ def test_no_query_can_be_answered_from_its_own_shard(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_without_across_some_pairs_lie_on_the_shards_of_their_queries(name):
+def test_without_across_some_pairs_are_on_the_shards_of_their_queries(name):
     task = AssociativeRecall(N, 20, keys=64, values=8)
     assert any(local for number in range(10) for _, local in solve_alone(task, LAYOUTS[name], number))
 
@@ -87,7 +87,7 @@ def test_as_many_queries_as_possible_get_a_pair(query_shards, pair_shards):
 
 
 @pytest.mark.parametrize("layout", [SequenceLayout.contiguous(N, 1), SequenceLayout.striped(N, 2)])
-def test_a_layout_whose_shards_touch_every_pair_is_refused(layout):
+def test_layouts_whose_shards_touch_every_pair_are_refused(layout):
     with pytest.raises(ValueError, match=r"length=240.* 2 pairs"):
         AssociativeRecall(N, 2, 8, 8, across=layout)
 

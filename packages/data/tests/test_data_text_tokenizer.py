@@ -114,7 +114,7 @@ def write(folder, name="gpt_2", **config):
 
 
 @every_tokenizer
-def test_tokens_equal_those_of_transformers_without_special_tokens(name, tmp_path):
+def test_tokens_equal_transformers_without_special_tokens(name, tmp_path):
     write(tmp_path, name)
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     tokenizer = text_tokenizer(name)
@@ -190,7 +190,7 @@ def test_text_is_never_encoded_as_special_tokens(name, text):
     assert not special & set(tokenizer.encode(text).tolist())
 
 
-def test_a_special_token_in_the_vocabulary_of_words_is_spelled():
+def test_special_tokens_of_a_word_vocabulary_are_spelled():
     tokenizer = text_tokenizer("sentence_piece")
     inner = Tokenizer.from_str(TOKENIZERS["sentence_piece"].to_str())
     inner.encode_special_tokens = True
@@ -200,7 +200,7 @@ def test_a_special_token_in_the_vocabulary_of_words_is_spelled():
     assert tokenizer.encode("a </s> b").tolist() == [*before, *spelled, *after]
 
 
-def test_an_unmarked_end_of_document_is_not_read_from_text():
+def test_end_of_document_without_special_mark_is_not_read_from_text():
     inner = gpt_2()
     inner.add_tokens(["«end»"])
     tokenizer = TextTokenizer(definition_of(inner), end_of_document="«end»")
@@ -249,7 +249,7 @@ def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
 @every_tokenizer
 @given(text=texts, part_size=st.integers(1, 30))
 @settings(max_examples=15, deadline=None)
-def test_cuts_tested_locally_are_valid_for_the_full_text(name, text, part_size):
+def test_splits_tested_locally_are_valid_for_the_full_text(name, text, part_size):
     full, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
     with patch.object(splitting, "_WINDOW", 10):
         assert cut.encode(text).tolist() == full.encode(text).tolist()
@@ -315,7 +315,7 @@ def test_a_copy_in_another_process_is_the_same():
     assert copy.encode("a <|endoftext|>").equal(tokenizer.encode("a <|endoftext|>"))
 
 
-def test_without_a_known_end_the_special_tokens_are_listed(tmp_path):
+def test_unknown_end_of_document_lists_the_special_tokens(tmp_path):
     choices = r"one of '\[UNK\]', '\[CLS\]', '\[SEP\]', '\[PAD\]'"
     with pytest.raises(ValueError, match=f"tokenizer.json: .*end_of_document, {choices}"):
         TextTokenizer.read(write(tmp_path, "bert"))
@@ -369,7 +369,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_training_gives_the_same_definition_every_time():
+def test_training_is_reproducible():
     first, second = (train_bpe(iter(PROSE * 2), 300) for _ in range(2))
     assert first.vocab_size == 300
     assert first.definition == second.definition

@@ -24,7 +24,7 @@ def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> flo
     ("heads", "key_heads", "stage", "saved"),
     [(64, 64, 8, 0.875), (64, 8, 8, 0.778), (64, 8, 16, 0.667), (32, 8, 8, 0.6), (64, 64, 64, 0)],
 )
-def test_stages_have_a_fraction_of_ulysses_heads_in_memory(heads, key_heads, stage, saved):
+def test_stages_need_a_fraction_of_the_memory_of_ulysses_heads(heads, key_heads, stage, saved):
     """(2 S + 2 min(K, S)) / (2 H + 2 K), within the half percent of a kernel's lse and rows of weights."""
     closed, ulysses = 2 * stage + 2 * min(key_heads, stage), 2 * heads + 2 * key_heads
     assert closed <= upipe(heads, key_heads, stage) < closed * 1.01

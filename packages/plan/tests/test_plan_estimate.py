@@ -173,7 +173,7 @@ def sizes(heads, key_heads):
     return Sizes(heads * head, key_heads * head, heads * TOKENS * 4, 2, heads / key_heads)
 
 
-def test_packed_documents_need_no_more_than_the_formula():
+def test_packed_documents_need_at_most_the_memory_of_the_formula():
     ends = (*range(0, 8 * TOKENS, 3000), 8 * TOKENS)
     choice = AttentionChoice("ring")
     actual = measured(choice, 8, 32, 8, ends)

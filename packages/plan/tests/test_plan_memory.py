@@ -48,7 +48,7 @@ def tensors(request):
 # -- accounts ---------------------------------------------------------------------------------------------------------
 
 
-def test_relabelling_corrects_the_peak_only_for_allocations_live_then():
+def test_relabelling_corrects_the_peak_only_for_allocations_live_at_the_peak():
     account = Account()
     early = account.allocate(100, "other")
     account.allocate(50, "other")

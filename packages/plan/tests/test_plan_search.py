@@ -431,7 +431,7 @@ def test_tensor_parallel_ranks_interleave():
     assert strided.exchange > 4 * blocks.exchange  # strided rings cross nodes, blocks do not
 
 
-def test_a_larger_batch_prefers_data_parallelism_and_says_why():
+def test_larger_batch_prefers_data_parallelism_with_a_reason():
     """USP (arXiv 2405.07719), figure 5 and tip 2: LLaMA2-7B, a global batch of 8 on 8 A800."""
     result = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp")))
     best = result.fitting[0]
