@@ -191,9 +191,9 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
         plan = WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
         for rank in range(ranks):
             t, member = teams.seat(rank)
-            if gather_keys:  # the team's keys once, and their gradients back; none for a rank that attends to its own
+            if gather_keys:  # the team's keys to one target, and gradients back; none if the target is the rank
                 out = home = 0 if teams.key_target(t, member) == rank else team
-            else:  # its own keys to the members that attend to them; gradients to the owners of its keys
+            else:  # its own keys to the targets of its mates; gradients to all members of its source team
                 out = sum(teams.key_target(t, mate) != rank for mate in range(team))
                 home = sum(teams.rank(teams.key_source(t, member)[0], mate) != rank for mate in range(team))
             k_gather, k_scatter = ((team - 1) * keys * n * gather_keys for n in (e, a))

@@ -44,7 +44,7 @@ def run_operation(kind: str) -> Tensor:
     x, into = rank_numbers(4, 6), empty(16, 6)
     match kind:
         case "all_reduce":
-            dist.all_reduce(view := x.mT)  # a view, which gloo refuses
+            dist.all_reduce(view := x.mT)  # a transposed view, into which the result must be copied
             return view
         case "broadcast":
             dist.broadcast(x, 2)

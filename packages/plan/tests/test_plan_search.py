@@ -315,7 +315,7 @@ def test_stored_attention_outputs_save_recomputation():
 def test_copies_without_prefetch_are_exposed():
     ahead, after = (times(Checkpointing("layer", offload=True, prefetch=x), length=2**20) for x in (True, False))
     x = 2**20 // 8 * 4096 * 2 / Cluster.named("8xh100").accelerator.host_bandwidth
-    assert ahead.offload == pytest.approx(x)  # the last block has no later block to hide it
+    assert ahead.offload == pytest.approx(x)  # the last block's copy, which no later block hides
     assert after.offload == pytest.approx(32 * x)
 
 
