@@ -122,11 +122,11 @@ def measure(ranks: int, tokens: int, repeats: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(repeats):
         for name, turn in turns.items():
-            seconds[name].append(timed(turn))
+            seconds[name].append(seconds_of(turn))
     sent_bytes = {
         name: {
-            "causal": counted(turn_of(attend, tokens)),
-            "full": counted(turn_of(attend, tokens, FULL)),
+            "causal": sent_bytes_of(turn_of(attend, tokens)),
+            "full": sent_bytes_of(turn_of(attend, tokens, FULL)),
             "closed form": closed_form(attend, tokens // ranks),
         }
         for name, attend in methods.items()
@@ -134,13 +134,13 @@ def measure(ranks: int, tokens: int, repeats: int) -> dict[str, Any]:
     return {"seconds": seconds, "sent": sent_bytes}
 
 
-def counted(turn: Turn) -> int:
+def sent_bytes_of(turn: Turn) -> int:
     with CommLedger() as ledger:
         turn()
     return ledger.bytes()
 
 
-def timed(turn: Turn) -> float:
+def seconds_of(turn: Turn) -> float:
     """Seconds until all ranks have finished the turn."""
     dist.barrier()
     start = time.perf_counter()

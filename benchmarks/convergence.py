@@ -68,7 +68,7 @@ def main() -> None:
         for precision in PRECISIONS:
             for seed in SEEDS:
                 for parallelism in ("DP", "USP"):
-                    losses = world.run(trained, parallelism, precision, seed, options.steps, timeout=7200)[0]
+                    losses = world.run(train, parallelism, precision, seed, options.steps, timeout=7200)[0]
                     curve = [fmean(losses[i : i + SMOOTHED]) for i in range(0, len(losses), SMOOTHED)]
                     curves[parallelism, precision, seed] = curve
                     print(parallelism, precision, seed, f"{curve[-1]:.4f}", flush=True)
@@ -82,7 +82,7 @@ def main() -> None:
 # -- training, on one rank ---------------------------------------------------------------------------------------------
 
 
-def trained(parallelism: str, precision: str, seed: int, steps: int) -> list[float]:
+def train(parallelism: str, precision: str, seed: int, steps: int) -> list[float]:
     """Trains on this rank; returns the loss of every step."""
     torch.set_num_threads(1)
     rank, sequence = dist.get_rank(), parallelism == "USP"

@@ -109,12 +109,12 @@ def main() -> None:
     sys.exit(0 if all(good) else 1)
 
 
-def chosen(meshes: Sequence[Mesh], options: Namespace) -> list[Mesh]:
+def selected_meshes(meshes: Sequence[Mesh], options: Namespace) -> list[Mesh]:
     """The selected meshes, which always include the reference."""
     return [mesh for mesh in meshes if options.meshes is None or mesh.name in options.meshes or mesh in (ONE, BROKEN)]
 
 
-def trained(config: Config, broken: bool = False) -> Summary:
+def train_on_rank(config: Config, broken: bool = False) -> Summary:
     """Trains on one rank of a world."""
     with redirect_stdout(io.StringIO()), process_group(config) as device:
         run = prepare(config, device)
@@ -123,10 +123,10 @@ def trained(config: Config, broken: bool = False) -> Summary:
         return train_loop(run)
 
 
-def on(world: World, config: Config, broken: bool = False) -> Summary:
+def run_on(world: World, config: Config, broken: bool = False) -> Summary:
     with TemporaryDirectory() as folder:
         config = replace(config, train=replace(config.train, output=Path(folder)))
-        return world.run(trained, config, broken, timeout=3600)[0]
+        return world.run(train_on_rank, config, broken, timeout=3600)[0]
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
@@ -149,13 +149,13 @@ def hybrid(options: Namespace) -> bool:
 def compare_curves(options: Namespace, name: str, base: Config, all_meshes: Sequence[Mesh], note: str) -> bool:
     """Trains on every mesh and writes report and picture. Returns False if a curve exceeds its limit."""
     losses: dict[str, dict[str, list[float]]] = {}
-    meshes, steps = chosen(all_meshes, options), options.steps or 200
+    meshes, steps = selected_meshes(all_meshes, options), options.steps or 200
     for ranks in (1, 4):
         with World(ranks) as world:
             for mesh in (mesh for mesh in meshes if mesh.ranks == ranks):
                 for precision in LIMITS:
                     config = mesh.config(base, steps=steps, precision=precision)
-                    losses.setdefault(precision, {})[mesh.name] = on(world, config).losses
+                    losses.setdefault(precision, {})[mesh.name] = run_on(world, config).losses
                     print(f"{mesh.name}, {precision}: {losses[precision][mesh.name][-1]:.6f}", flush=True)
     furthest = {
         precision: {name: max(loss_differences(result, name)) for name in result}
@@ -263,9 +263,9 @@ def compare_recall(
     rows: list[dict[str, Any]] = []
     steps = options.steps or default_steps
     with World(4) as world:
-        for mesh in chosen(meshes, options):
+        for mesh in selected_meshes(meshes, options):
             config = mesh.config(base, steps=steps)
-            summary = on(world, config, broken=mesh is BROKEN)
+            summary = run_on(world, config, broken=mesh is BROKEN)
             shown = {"right answers": summary.validation["recall"], "last loss": summary.losses[-1]}
             rows.append({"attention": mesh.name, **shown})
             print(rows[-1], flush=True)

@@ -141,7 +141,7 @@ def upstream(width: int) -> Tensor:
     return torch.randn(1, LENGTH, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def answered(error: Exception) -> str:
+def error_answer(error: Exception) -> str:
     return f"{'ValueError' if isinstance(error, ValueError) else type(error).__name__}: {error}"
 
 
@@ -168,7 +168,7 @@ def on_one_rank(family: str, way: str) -> Answer:
                 x = nn.functional.cross_entropy(x[0, :-1], ids_of()[0, 1:])
         x.backward(None if way == "loss" else upstream(x.shape[2]))
     except Exception as error:
-        return answered(error)
+        return error_answer(error)
     return x.detach(), [p.grad for p in built.parameters()]
 
 
@@ -192,7 +192,7 @@ def on_a_shard(family: str, way: str) -> Answer:
             x = cp.loss(out.loss, batch) if way == "loss" else hidden_or_logits(out)
         x.backward(None if way == "loss" else layout.take(upstream(x.shape[2]), attend.shard))
     except Exception as error:
-        return answered(error)
+        return error_answer(error)
     return x.detach(), [p.grad for p in built.parameters()]
 
 

@@ -52,7 +52,7 @@ def inputs(batch: int, tokens: int, heads: int, key_heads: int, dim: int) -> lis
     return [torch.randn(shape, requires_grad=i < 3) for i, shape in enumerate(shapes)]
 
 
-def timed(options: argparse.Namespace, tree: AttentionMask, tokens: int, length: int) -> float:
+def time_ratio(options: argparse.Namespace, tree: AttentionMask, tokens: int, length: int) -> float:
     sizes = (options.heads, options.key_heads, options.dim)
     packed, sequences = inputs(1, tokens, *sizes), inputs(options.answers, length, *sizes)
     ratios = list[float]()
@@ -97,7 +97,7 @@ def main() -> None:
     for name in METHODS:
         ratio = sent_bytes(name, options, tree, tokens, 1) / sent_bytes(name, options, each, length, options.answers)
         rows.append({"what": f"bytes, {name}", "ratio": ratio, "least": lower_bound, "of least": ratio / lower_bound})
-    ratio = timed(options, tree, tokens, length)
+    ratio = time_ratio(options, tree, tokens, length)
     rows.append({"what": "forward + backward time", "ratio": ratio, "least": pairs, "of least": ratio / pairs})
     title = (
         f"A tree of {options.prompt:,} tokens with {options.answers} times {options.answer}, against sequences apart"

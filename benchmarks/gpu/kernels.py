@@ -68,7 +68,7 @@ def shapes(setting: Setting) -> dict[str, Shape]:
     return by_name
 
 
-def attended(kernel: Kernel, mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
+def kernel_results(kernel: Kernel, mask: AttentionMask, tensors: Tensors) -> dict[str, Tensor]:
     """out, lse and gradients of one kernel, through the public call."""
     *inputs, dout = tensors
     q, k, v = (x.detach().requires_grad_() for x in inputs)
@@ -104,7 +104,7 @@ def check_kernels(setting: Setting) -> Iterator[Row]:
             expected = exact(shape.mask, tensors)
             for kernel in usable(setting, dtype, shape.head_dim, shape.mask):
                 label = f"{kernel.name}, {str(dtype).removeprefix('torch.')}, {name}"
-                yield error_row(label, partial(attended, kernel, shape.mask, tensors), expected, LIMITS[dtype])
+                yield error_row(label, partial(kernel_results, kernel, shape.mask, tensors), expected, LIMITS[dtype])
     yield from check_large(setting)
 
 
@@ -147,8 +147,8 @@ def last_tokens_rows(setting: Setting, name: str, shape: Shape, near: tuple[slic
 
 
 def last_tokens(kernel: Kernel, mask: AttentionMask, tensors: Tensors, tail: int) -> dict[str, Tensor]:
-    """The results of `attended` for the last `tail` tokens of the last row."""
-    return {name: x[-1:, -tail:].clone() for name, x in attended(kernel, mask, tensors).items()}
+    """The results of `kernel_results` for the last `tail` tokens of the last row."""
+    return {name: x[-1:, -tail:].clone() for name, x in kernel_results(kernel, mask, tensors).items()}
 
 
 NEAR = 0.9

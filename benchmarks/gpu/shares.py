@@ -24,7 +24,7 @@ METHODS = {"ring": {"ring": 8}, "ulysses": {"ulysses": 8}, "usp": {"ring": 2, "u
 
 
 @dataclass(eq=False)
-class Recorded(Kernel):
+class RecordingKernel(Kernel):
     """A kernel that records its calls, so that they can be repeated without the code around them."""
 
     kernel: Kernel
@@ -100,7 +100,7 @@ def check_share(setting: Setting) -> Iterator[Row]:
 
 def kernel_row(setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Row:
     """The time of the kernel calls alone, relative to all of forward and backward."""
-    recorded = Recorded(kernel)
+    recorded = RecordingKernel(kernel)
     layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
     total_seconds = setting.device.seconds(layer.run, setting.size(5, 1), setting.size(2, 0))
     LayerOfRank(layer.attend, layer.tensors, recorded).run()

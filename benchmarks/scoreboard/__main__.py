@@ -39,7 +39,7 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         for cls in options.chosen:
             cases = [case for case in cls.settings() if not options.case or case in options.case]
-            results += [measured(cls, cases, Path(folder))] if cases else []
+            results += [run_contender(cls, cases, Path(folder))] if cases else []
             if options.json:  # after each contender, because a run may be interrupted
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{text(results)}")
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def measured(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> dict[str, Any]:
+def run_contender(cls: type[Contender], cases: Sequence[Setting], folder: Path) -> dict[str, Any]:
     """Runs one contender and prints its result in a line: outcomes of cases, or the reason why it cannot run."""
     date = datetime.now(UTC).date().isoformat()
     result: dict[str, Any] = {

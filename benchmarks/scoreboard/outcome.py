@@ -49,21 +49,23 @@ def run(cls: type[Contender], settings: Sequence[Setting], patience: float = PAT
             with World(ranks, timeout=10 * patience) as world:  # ranks that wait for a hung one must not time out first
                 while remaining:
                     file.write_text("")
-                    failed = _tried(world, cls, remaining[:CHUNK], file, patience)
+                    failed = _run_chunk(world, cls, remaining[:CHUNK], file, patience)
                     outcomes = [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
                     yield from outcomes
                     remaining = remaining[len(outcomes) :]
                     if failed is not None and (
-                        not outcomes or _explained(failed)[0] != "hung"
+                        not outcomes or _outcome_of_failure(failed)[0] != "hung"
                     ):  # a hung case of several is repeated alone
-                        yield Outcome(str(remaining.pop(0)), *_explained(failed))
+                        yield Outcome(str(remaining.pop(0)), *_outcome_of_failure(failed))
 
 
 CHUNK = 40
 """Cases per call of a world."""
 
 
-def _tried(world: World, cls: type[Contender], settings: Sequence[Setting], file: Path, patience: float) -> str | None:
+def _run_chunk(
+    world: World, cls: type[Contender], settings: Sequence[Setting], file: Path, patience: float
+) -> str | None:
     """The reason why ranks failed, or None; `file` has the outcomes of the cases before."""
     try:
         world.run(try_all, cls, settings, file, timeout=patience)
@@ -72,7 +74,7 @@ def _tried(world: World, cls: type[Contender], settings: Sequence[Setting], file
     return None
 
 
-def _explained(failure: str) -> tuple[str, dict[str, tuple[float, float]], str]:
+def _outcome_of_failure(failure: str) -> tuple[str, dict[str, tuple[float, float]], str]:
     """The outcome for a world's error message. If a rank raised, it is a refusal, even if others hung."""
     died = re.search(r"^rank \d+ died.*$", failure, re.MULTILINE)
     if died is None and "raised:" in failure:
@@ -84,13 +86,13 @@ def try_all(cls: type[Contender], settings: Sequence[Setting], file: Path) -> No
     """Runs all settings on one rank until one raises. Rank 0 writes outcomes to `file`."""
     torch.set_num_threads(1)
     for setting in settings:
-        outcome = judged(cls, setting)
+        outcome = judge_setting(cls, setting)
         if dist.get_rank() == 0:
             with file.open("a") as lines:
                 lines.write(json.dumps(asdict(outcome)) + "\n")
 
 
-def judged(cls: type[Contender], setting: Setting) -> Outcome:
+def judge_setting(cls: type[Contender], setting: Setting) -> Outcome:
     """The outcome of one setting. Exceptions of the contender propagate."""
     case = setting.case(cls.batch, cls.forward_only)
     try:

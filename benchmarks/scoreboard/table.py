@@ -78,7 +78,7 @@ def groups(result: ContenderResult, kind: str) -> list[list[Outcome]]:
     return list(grouped.values())
 
 
-def where(chosen: Sequence[Outcome], all_outcomes: Sequence[Outcome]) -> str:
+def common_properties(chosen: Sequence[Outcome], all_outcomes: Sequence[Outcome]) -> str:
     """The properties that distinguish the chosen cases from the contender's others: "window, 2 or 4 ranks"."""
     properties: list[str] = []
     for index, unit in enumerate(("", "", " heads", "", " ranks")):
@@ -107,22 +107,24 @@ def markdown(data: Mapping[str, Any]) -> str:
     sections = [f"`uv run python benchmarks/scoreboard`, {data['machine']}: {cases} cases.", _table(rows(result))]
     shown = {"wrong": "Wrong", "rough": "Rough", "hung": "Hung", "crashed": "Crashed", "refused": "Refused"}
     for kind, title in shown.items():
-        lines = [line for each in result for line in _listed(each, kind)]
+        lines = [line for each in result for line in _outcome_lines(each, kind)]
         sections += [f"### {title}", "\n".join(lines)] if lines else []
-    sections += ["### Calls", "\n".join(_called(each) for each in result)]
+    sections += ["### Calls", "\n".join(_call_line(each) for each in result)]
     return "\n\n".join(sections) + "\n"
 
 
-def _listed(result: ContenderResult, kind: str) -> list[str]:
+def _outcome_lines(result: ContenderResult, kind: str) -> list[str]:
     lines: list[str] = []
     for chosen in groups(result, kind):
         worst = max(chosen, key=lambda each: each.worst)
         repeat_command = f"\n  `{command(result['name'], worst.setting)}`" if kind != "refused" else ""
-        lines.append(f"- **{result['name']}** ({where(chosen, outcomes(result))}): {figures(chosen)}{repeat_command}")
+        lines.append(
+            f"- **{result['name']}** ({common_properties(chosen, outcomes(result))}): {figures(chosen)}{repeat_command}"
+        )
     return lines
 
 
-def _called(result: ContenderResult) -> str:
+def _call_line(result: ContenderResult) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     reason = f" Not run here: {result['why']}" if result["why"] else ""
     return f"- **{result['name']}** ({versions}; {result['date']}): {result['note']}.{reason}"

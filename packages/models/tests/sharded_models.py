@@ -64,7 +64,7 @@ def full(
 def sharded(model: Llama | GPT, axes: dict[str, int], policy: MixedPrecisionPolicy | None = None) -> Llama | GPT:
     over = mesh(**axes)
     if axes.get("tp", 1) > 1:
-        cut_for_tp(model, over["tp"])
+        shard_for_tp(model, over["tp"])
     if axes.get("shard", 1) > 1:
         fsdp = over[("replicate", "shard")] if "replicate" in axes else over["shard"]
         blocks = model.model.layers if isinstance(model, Llama) else model.transformer.h
@@ -73,7 +73,7 @@ def sharded(model: Llama | GPT, axes: dict[str, int], policy: MixedPrecisionPoli
     return model
 
 
-def cut_for_tp(model: nn.Module, over) -> None:
+def shard_for_tp(model: nn.Module, over) -> None:
     for name, module in model.named_modules():
         for kind, parameter in list(module.named_parameters(recurse=False)):
             dim = 0 if name.endswith(ROWS) else 1 if name.endswith(COLUMNS) and kind == "weight" else None

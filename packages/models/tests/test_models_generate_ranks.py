@@ -214,7 +214,7 @@ def refusals(world: World) -> list[str]:
     return [*actual, str(ledger.bytes())]
 
 
-def generated_under_fsdp(ring: int, shard: int) -> list[Tensor]:
+def generate_under_fsdp(ring: int, shard: int) -> list[Tensor]:
     """Text before and after sharding the weights over all ranks with FSDP2."""
     world = mesh(ring=ring, shard=shard)
     model = build("llama", build_attention("ring", world), torch.float32)
@@ -321,7 +321,7 @@ def test_mismatched_arguments_are_refused_on_every_rank_before_communication(wor
 
 
 def test_weights_may_be_sharded(worlds):
-    for plain, sharded in worlds(4).run(generated_under_fsdp, 2, 2):
+    for plain, sharded in worlds(4).run(generate_under_fsdp, 2, 2):
         assert torch.equal(plain, sharded)
 
 

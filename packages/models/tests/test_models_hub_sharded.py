@@ -23,14 +23,14 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 def load_and_compare(cases: list[tuple[Config, str]], folder: str) -> list[tuple[int, int, int]]:
     """For each case (tensors that differ from torch's shards, bytes read, bytes of the local shards)."""
-    return [loaded_and_compared(config, MESHES[name], f"{folder}/{kind_of(config)}") for config, name in cases]
+    return [load_and_compare_case(config, MESHES[name], f"{folder}/{kind_of(config)}") for config, name in cases]
 
 
 def kind_of(config: Config) -> str:
     return "gpt2" if config == GPT2 else "tied" if config == TIED else "llama"
 
 
-def loaded_and_compared(config: Config, axes: dict[str, int], folder: str) -> tuple[int, int, int]:
+def load_and_compare_case(config: Config, axes: dict[str, int], folder: str) -> tuple[int, int, int]:
     model, expected = empty(config, axes), full(config, axes)
     pieces = []
 
@@ -83,7 +83,7 @@ def test_fsdp_over_tensor_parallelism_shards_one_dim_twice(worlds):
     assert "_StridedShard(dim=0, sf=2), Shard(dim=0)" in worlds(4).run(placements_of_q_proj, {"shard": 2, "tp": 2})[0]
 
 
-def refused(folder: str, axes: dict[str, int]) -> list[str]:
+def refusals(folder: str, axes: dict[str, int]) -> list[str]:
     model = empty(LLAMA, axes)
     with pytest.raises(ValueError) as error:
         load_pretrained(model, folder)
@@ -95,11 +95,11 @@ def test_a_mismatched_folder_is_refused_on_every_rank_before_weights_change(worl
     plain(LLAMA).save_pretrained(tmp_path, max_file_bytes=700)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
-    answers = worlds(4).run(refused, str(tmp_path), {"shard": 4})
+    answers = worlds(4).run(refusals, str(tmp_path), {"shard": 4})
     assert all(last.name in message for (message,) in answers)
 
 
-def loaded_in_bfloat16(folder: str) -> bool:
+def bfloat16_weights_are_rounded(folder: str) -> bool:
     model = empty(LLAMA, {"shard": 4}, torch.bfloat16)
     load_pretrained(model, folder)
     expected = plain(LLAMA).parameters()
@@ -108,7 +108,7 @@ def loaded_in_bfloat16(folder: str) -> bool:
 
 def test_values_are_rounded_to_the_parameters_dtype(worlds, tmp_path):
     plain(LLAMA).save_pretrained(tmp_path)
-    assert all(worlds(4).run(loaded_in_bfloat16, str(tmp_path)))
+    assert all(worlds(4).run(bfloat16_weights_are_rounded, str(tmp_path)))
 
 
 # -- on one device ------------------------------------------------------------------------------------------------

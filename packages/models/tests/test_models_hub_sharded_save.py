@@ -151,13 +151,13 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_old_files_stay(worlds, tm
     assert contents(tmp_path) == before
 
 
-def saved_by_one_rank(folder: str) -> None:
+def save_on_one_rank(folder: str) -> None:
     if mesh(shard=4)["shard"].get_local_rank() == 2:
         plain(LLAMA).save_pretrained(folder)
 
 
 def test_one_rank_saves_an_unsharded_model(worlds, tmp_path):
-    worlds(4).run(saved_by_one_rank, str(tmp_path))
+    worlds(4).run(save_on_one_rank, str(tmp_path))
     model = Llama.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain(LLAMA).parameters(), strict=True))
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

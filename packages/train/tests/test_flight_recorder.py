@@ -32,7 +32,7 @@ class HookedBackend(cast(Any, torch)._C._distributed_c10d.Backend):
         return self.gloo.recv(*args)
 
 
-def recorded() -> tuple[list[str], dict[str, int]]:
+def flight_records() -> tuple[list[str], dict[str, int]]:
     """Returns backends and entry counts by operation after collectives on both backends and messages on one."""
     dist.Backend.register_backend("hooked", HookedBackend, devices=["cpu"])
     group = cast(dist.ProcessGroup, dist.new_group(backend="hooked"))
@@ -51,7 +51,7 @@ def recorded() -> tuple[list[str], dict[str, int]]:
 
 
 def test_every_backend_is_read_from_its_own_recorder(worlds):
-    for backends, counts in worlds(2).run(recorded):
+    for backends, counts in worlds(2).run(flight_records):
         assert {"gloo", "hooked-class"} <= set(backends)
         assert counts["hooked-class:all_reduce"] == 2 and counts["gloo:all_reduce"] >= 1
         assert {counts["hooked-class:send"], counts["hooked-class:recv"]} == {1, 2}
