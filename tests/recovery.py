@@ -37,9 +37,9 @@ def losses(printed: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^step: (\d+) loss: (\S+)", printed, re.MULTILINE)}
 
 
-def weights(where: Path) -> dict[str, torch.Tensor]:
+def weights(run_folder: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of the last checkpoint: weights, optimizer state and random states."""
-    folder = where / f"outputs/checkpoint/step-{STEPS}"
+    folder = run_folder / f"outputs/checkpoint/step-{STEPS}"
     files = Manifest.read(folder).files
     return {
         f"{prefix}.{name}": tensor
@@ -48,9 +48,9 @@ def weights(where: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) -> None:
+def assert_same_end(run_folder: Path, printed: str, undisturbed: tuple[Path, str]) -> None:
     """Asserts that all losses and tensors equal those of a run without failures."""
-    expected, actual = weights(undisturbed[0]), weights(where)
+    expected, actual = weights(undisturbed[0]), weights(run_folder)
     assert losses(printed) == losses(undisturbed[1])
     assert expected.keys() == actual.keys() and len(expected) > 20
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
@@ -58,8 +58,8 @@ def assert_same_end(where: Path, printed: str, undisturbed: tuple[Path, str]) ->
 
 def run_undisturbed(parent: Path) -> tuple[Path, str]:
     """Trains without a failure; returns the folder and the output."""
-    where = folder(parent, "undisturbed")
-    with Launch(training(), where) as launch:
+    run_folder = folder(parent, "undisturbed")
+    with Launch(training(), run_folder) as launch:
         assert launch.wait() == 0, launch.printed
         assert list(losses(launch.printed)) == list(range(1, STEPS + 1))
-        return where, launch.printed
+        return run_folder, launch.printed

@@ -15,8 +15,8 @@ from armillary.train.reporting.journal import read
 
 def test_run_with_two_killed_ranks_ends_like_one_without_failures(undisturbed, tmp_path):
     chance = random.Random(7)
-    where = folder(tmp_path, "killed")
-    with Launch(training("--max-restarts", "3"), where) as launch:
+    run_folder = folder(tmp_path, "killed")
+    with Launch(training("--max-restarts", "3"), run_folder) as launch:
         end = 0
         for target in (5, 11):
             end = launch.wait_for(rf"^step: {target} ", end)
@@ -29,47 +29,47 @@ def test_run_with_two_killed_ranks_ends_like_one_without_failures(undisturbed, t
     assert len(re.findall("resuming from|^step: 1 ", output, re.MULTILINE)) == 1 + 2
     assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", output, re.MULTILINE)
     assert re.search(r"^\[rank \d\] armillary-train: missing: rank \d: no heartbeat since step", output, re.MULTILINE)
-    assert_same_end(where, output, undisturbed)
+    assert_same_end(run_folder, output, undisturbed)
 
 
 def test_a_run_stopped_by_a_signal_saves_and_resumes(undisturbed, tmp_path):
-    where = folder(tmp_path, "stopped")
+    run_folder = folder(tmp_path, "stopped")
     output = ""
-    with Launch(training(), where) as launch:
+    with Launch(training(), run_folder) as launch:
         launch.wait_for("^step: 3 ")
         launch.signal(signal.SIGUSR1, 2)  # on one rank
         launch.signal(signal.SIGTERM, 0, 1, 2, 3)  # then a second signal, on all ranks
         assert launch.wait() == 0, launch.printed
         output += launch.printed
     assert re.search(rf"^stopped by a signal after step \d+ of {STEPS}; the same", output, re.MULTILINE)
-    with Launch(training(), where) as launch:
+    with Launch(training(), run_folder) as launch:
         assert launch.wait() == 0, launch.printed
         output += launch.printed
     assert len(re.findall("^stopped by a signal after step", output, re.MULTILINE)) == 1
     assert len(re.findall("resuming from", output)) == 1
-    assert_same_end(where, output, undisturbed)
+    assert_same_end(run_folder, output, undisturbed)
 
 
 def test_torchrun_forwards_a_signal_and_exits_with_1_after_the_save(tmp_path):
     """With ranks that are not forked: torchrun only waits for forked ranks."""
-    where = folder(tmp_path, "handed-on")
-    with Launch(torchrun(1, *SMALL, "--train.steps", "100000"), where) as launch:
+    run_folder = folder(tmp_path, "handed-on")
+    with Launch(torchrun(1, *SMALL, "--train.steps", "100000"), run_folder) as launch:
         launch.wait_for("^step: 2 ")
         launch.signal(signal.SIGTERM)
         assert launch.wait() == 1
         stopped = re.search(r"^stopped by a signal after step (\d+) of 100000", launch.printed, re.MULTILINE)
         assert stopped and "got signal: 15" in launch.printed
-    assert (where / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
+    assert (run_folder / f"outputs/checkpoint/step-{stopped[1]}/manifest.json").is_file()
 
 
 def test_second_run_is_refused_until_orphaned_ranks_end(undisturbed, tmp_path):
-    where = folder(tmp_path, "orphaned")
-    with Launch(training(), where) as launch:
+    run_folder = folder(tmp_path, "orphaned")
+    with Launch(training(), run_folder) as launch:
         launch.wait_for("^step: 5 ")
         ranks = launch.ranks()
         launch.signal(signal.SIGSTOP, *ranks)  # so that they do not finish before the second run starts
         holder = rf"run [0-9a-f]{{12}}, process {ranks[0]} on \S+, begun \S+ works in it"
-        with Launch(agent("--nproc-per-node", "1", flags=SMALL), where) as second:
+        with Launch(agent("--nproc-per-node", "1", flags=SMALL), run_folder) as second:
             assert second.wait() == 1  # torchrun's exit code
             refused = (
                 rf"^\[rank 0\] armillary-train: --train\.output outputs: {holder}; wait for that run, end it, or name"
@@ -88,12 +88,12 @@ def test_second_run_is_refused_until_orphaned_ranks_end(undisturbed, tmp_path):
     assert (
         len(re.findall(r"^\[rank \d\] armillary-train: ends in step .*: torchrun \(process", output, re.MULTILINE)) > 0
     )
-    with Launch(training(), where) as launch:
+    with Launch(training(), run_folder) as launch:
         assert launch.wait() == 0, launch.printed
         output += launch.printed
-    steps = [record["step"] for record in read(where / "outputs/metrics.jsonl") if "loss" in record]
+    steps = [record["step"] for record in read(run_folder / "outputs/metrics.jsonl") if "loss" in record]
     assert steps == list(range(1, STEPS + 1))
-    assert_same_end(where, output, undisturbed)
+    assert_same_end(run_folder, output, undisturbed)
 
 
 SLOW_SAVES = """
@@ -119,13 +119,13 @@ import forked_rank
 def test_all_ranks_name_a_rank_killed_during_a_background_save(undisturbed, tmp_path):
     """The other ranks wait for it in the next step and in the barrier of the save."""
     chance = random.Random(11)
-    where = folder(tmp_path, "killed-saving")
-    (where / "slow_saves.py").write_text(SLOW_SAVES)
+    run_folder = folder(tmp_path, "killed-saving")
+    (run_folder / "slow_saves.py").write_text(SLOW_SAVES)
     kills = [(3, 0.5), (chance.randrange(4), chance.uniform(0, 2)), (chance.choice([0, 3]), chance.uniform(0, 2))]
-    with Launch(training("--max-restarts", str(len(kills)), script="slow_saves.py"), where) as launch:
+    with Launch(training("--max-restarts", str(len(kills)), script="slow_saves.py"), run_folder) as launch:
         for rank, seconds in kills:
             resumed = launch.wait_for("^step: ", len(launch.printed))
-            while not list((where / "outputs/checkpoint").glob("step-*.partial-*")):
+            while not list((run_folder / "outputs/checkpoint").glob("step-*.partial-*")):
                 assert launch.process.poll() is None, launch.printed
                 time.sleep(0.01)
             time.sleep(seconds)
@@ -136,7 +136,7 @@ def test_all_ranks_name_a_rank_killed_during_a_background_save(undisturbed, tmp_
             assert {*re.findall(missing, messages, re.MULTILINE)} == {*"0123"} - {str(rank)}, messages
         assert launch.wait() == 0, launch.printed
         output = launch.printed
-    assert_same_end(where, output, undisturbed)
+    assert_same_end(run_folder, output, undisturbed)
 
 
 ASLEEP = """
@@ -157,11 +157,11 @@ import forked_rank
 
 def test_all_ranks_name_a_hung_rank_and_the_run_restarts(tmp_path):
     """First a rank that is stopped and posts no heartbeats, then one that sleeps in Python."""
-    where = folder(tmp_path, "hung")
-    (where / "asleep.py").write_text(ASLEEP)
+    run_folder = folder(tmp_path, "hung")
+    (run_folder / "asleep.py").write_text(ASLEEP)
     flags = [*SMALL, "--train.timeout-minutes", "0.25"]
     command = training("--max-restarts", "1", script="asleep.py", flags=flags)
-    with Launch(command, where) as launch:
+    with Launch(command, run_folder) as launch:
         launch.wait_for("^step: 5 ")
         launch.signal(signal.SIGSTOP, 2)
         for rank in (0, 1, 3):
@@ -175,14 +175,16 @@ def test_all_ranks_name_a_hung_rank_and_the_run_restarts(tmp_path):
             rf"\[rank {rank}\] armillary-train: missing: rank 1: in step 6, at asleep.py:9 in train_step", second
         ), second
     assert "missing: rank 0" not in second
-    stacks = (where / "outputs/hang/rank-1.txt").read_text()
+    stacks = (run_folder / "outputs/hang/rank-1.txt").read_text()
     assert 'asleep.py", line 9 in train_step' in stacks
     assert "TimeoutError: step 6 takes longer than 15 s" in second  # in torchrun's report
 
 
 def test_infinite_loss_exits_with_1_and_names_the_step(tmp_path):
-    where = folder(tmp_path, "burst")
-    with Launch(training(flags=[*SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"]), where) as launch:
+    run_folder = folder(tmp_path, "burst")
+    with Launch(
+        training(flags=[*SMALL, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "1"]), run_folder
+    ) as launch:
         assert launch.wait() == 1
         output = launch.printed
     failed = r"^\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"

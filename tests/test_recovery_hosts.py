@@ -26,10 +26,10 @@ def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
 @pytest.mark.long
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_run_on_two_hosts_resumes_after_one_restarts(undisturbed, tmp_path):
-    where = folder(tmp_path, "hosts")
+    run_folder = folder(tmp_path, "hosts")
 
     def start(i: int) -> Launch:
-        return Launch(torchrun_on(hosts, i), where, partial(hosts.run, i))
+        return Launch(torchrun_on(hosts, i), run_folder, partial(hosts.run, i))
 
     with Namespaces(2) as hosts, start(0) as first:
         with start(1) as second:
@@ -41,5 +41,5 @@ def test_run_on_two_hosts_resumes_after_one_restarts(undisturbed, tmp_path):
             first.wait_for("resuming from", end)
             assert (first.wait(), restarted.wait()) == (0, 0), first.printed + restarted.printed
         output = first.printed
-    assert_same_end(where, output, undisturbed)
+    assert_same_end(run_folder, output, undisturbed)
     assert not re.search(f"armillary-{os.getpid()}-", os.popen("ip netns list").read())
