@@ -36,8 +36,8 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
-Match = tuple[ast.AST, str, int | slice | None, dict[str, ast.expr]]
-"""A node, its field, the index in a list field, and the expressions of the pattern's names."""
+Match = tuple[ast.AST, str, int | slice | None, dict[str, Any]]
+"""A node, its field, the index in a list field, and the code that the pattern's names and `...` stand for."""
 
 DEFINITION = ast.FunctionDef | ast.ClassDef
 ROOT = Path(__file__).parent.parent
@@ -55,8 +55,9 @@ class Mutation:
     Args:
         package: package whose tests must fail.
         function: qualified name of the function or class around it, "" at the top level of a module.
-        old: one expression, or consecutive statements. `_A` to `_Z` stand for any expression.
-        new: the replacement, in which `_A` to `_Z` are the same expressions.
+        old: one expression, or consecutive statements. `_A` to `_Z` stand for any expression, and `...` as the body of
+            a statement for any body.
+        new: the replacement, in which `_A` to `_Z` are the same expressions, and `...` is the same body.
         breaks: the resulting bug, in words.
         likely: test files, or tests as file::name, in the order in which they run.
     """
@@ -106,13 +107,16 @@ class Mutation:
 
 
 class Substitution(ast.NodeTransformer):
-    """Replaces `_A` to `_Z` in the new code by the matched expressions."""
+    """Replaces `_A` to `_Z` and `...` in the new code by the matched expressions and the matched body."""
 
-    def __init__(self, bound: dict[str, ast.expr]) -> None:
+    def __init__(self, bound: dict[str, Any]) -> None:
         self.bound = bound
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.bound.get(node.id, node)
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        return self.bound["..."] if is_any_body([node]) else self.generic_visit(node)
 
 
 @cache
@@ -152,17 +156,25 @@ def matches(old: list[Any], scope: ast.AST) -> Iterator[Match]:
                 starts = range(len(value) - len(old) + 1) if isinstance(value, list) else ()
                 candidates = [(slice(i, i + len(old)), value[i : i + len(old)]) for i in starts]
             for place, nodes in candidates:
-                bound: dict[str, ast.expr] = {}
+                bound: dict[str, Any] = {}
                 if matched(old, nodes, bound):
                     yield container, field, place, bound
 
 
-def matched(old: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
-    """Compares syntax except positions. Records the expressions of `_A` to `_Z` in `bound`."""
+def is_any_body(statements: list[Any]) -> bool:
+    """Returns True for the statement `...` alone."""
+    return len(statements) == 1 and isinstance(statements[0], ast.Expr) and ast.unparse(statements[0]) == "..."
+
+
+def matched(old: Any, node: Any, bound: dict[str, Any]) -> bool:
+    """Compares syntax except positions. Records the code of `_A` to `_Z` and `...` in `bound`."""
     if isinstance(old, ast.Name) and re.fullmatch("_[A-Z]", old.id) and isinstance(node, ast.expr):
         return matched(bound.setdefault(old.id, node), node, {})
     if isinstance(old, ast.expr_context):
         return isinstance(node, ast.expr_context)
+    if isinstance(old, list) and is_any_body(old):
+        bound["..."] = node
+        return isinstance(node, list)
     if isinstance(old, list):
         return isinstance(node, list) and len(old) == len(node) and all(map(matched, old, node, repeat(bound)))
     if isinstance(old, ast.AST):

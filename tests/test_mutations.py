@@ -77,6 +77,13 @@ def test_patterns_match_expressions_and_statements(workspace, old, new, changed)
     assert mutate.Mutation("f", "one", "f", old, new, "", ()).apply(source) == f"def f(x, y):\n    {changed}"
 
 
+def test_patterns_match_any_body(workspace):
+    source = workspace / "packages/one/src/adding.py"
+    source.write_text("def f(x):\n    with a(x), b(x):\n        c(x)\n        return x\n")
+    mutation = mutate.Mutation("f", "one", "f", "with a(_A), b(_A):\n    ...", "with a(_A):\n    ...", "", ())
+    assert mutation.apply(source) == "def f(x):\n    with a(x):\n        c(x)\n        return x"
+
+
 def test_tests_that_hang_are_ended(workspace):
     test = workspace / "packages/one/tests/test_likely.py"
     test.write_text("import time\n\n\ndef test_long():\n    time.sleep(600)\n")
