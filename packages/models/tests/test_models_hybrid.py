@@ -181,30 +181,35 @@ GROUPS = {
         Case({"ring": 2}, "ring", HYBRID, TILED, layout="contiguous", packed=True),
         Case({"tp": 2}, "local", ONE_GROUP, KEEP, sharded=False, tokens=13),
     ],
-    "compiled": [Case({"ring": 2}, "ring", HYBRID, compiler="aot_eager", packed=True)],
+    "compiled blocks": [Case({"ring": 2}, "ring", HYBRID, compiler="aot_eager", packed=True)],
+    "compiled blocks, relaid": [
+        Case({"ring": 2}, "ring", HYBRID, compiler="aot_eager", packed=True, contiguous_states=True)
+    ],
     "compiled in part": [Case({"ring": 2}, "ring", HYBRID, LAYER, compiler="aot_eager")],
 }
 
 
+def compare_and_count_graphs(
+    cases: list[Case], expected: list[list[dict[str, Tensor]]]
+) -> tuple[list[str], int, dict[str, int]]:
+    """Returns (differences from one rank, number of graphs, graph breaks)."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    faults = compare_all(cases, expected)
+    return faults, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_loss_gradients_and_a_step_equal_one_rank(worlds, group):
+    """Compiled blocks are one graph each."""
     cases = GROUPS[group]
     expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]
-    for faults in worlds(prod(cases[0].axes.values())).run(compare_all, cases, expected, timeout=300):
+    ranks = worlds(prod(cases[0].axes.values()))
+    for faults, graphs, breaks in ranks.run(compare_and_count_graphs, cases, expected, timeout=300):
         assert not faults
-
-
-def graph_breaks(case: Case) -> dict[str, int]:
-    torch._dynamo.utils.counters.clear()
-    on_mesh(case, torch.float64)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3  # one for each mixer
-    return dict(torch._dynamo.utils.counters["graph_break"])
-
-
-@pytest.mark.parametrize("contiguous_states", [False, True])
-def test_each_block_is_one_graph(worlds, contiguous_states):
-    case = replace(GROUPS["compiled"][0], contiguous_states=contiguous_states)
-    assert worlds(2).run(graph_breaks, case, timeout=300) == [{}, {}]
+        if group.startswith("compiled blocks"):
+            assert graphs >= 3  # one for each mixer
+            assert not breaks
 
 
 @pytest.mark.parametrize("policy", [LAYER, KEEP, TILED], ids=lambda policy: policy.policy)
