@@ -98,7 +98,10 @@ DELTA, MAMBA, MIXED = ("delta_rule",), ("mamba2",), ("delta_rule", "mamba2", "at
 
 
 def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
-    """A step of `tokens` tokens per rank, with states of half the width of LLaMA-3-8B's attention."""
+    """A step of `tokens` tokens of each row per rank, with states of half the width of LLaMA-3-8B's attention.
+
+    The chunks of several rows are scanned side by side: as many bytes as in one long row, in fewer operations.
+    """
     states = StateConfig(heads=16, key_heads=8, key_dim=128, value_dim=128)
     model = replace(LLAMA, layers=layers, vocab_size=16_000, mixers=mixers, states=states)
     ranks = axes.get("ring", 1) * axes.get("ulysses", 1)
@@ -108,13 +111,13 @@ def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
 @pytest.mark.parametrize(
     "job",
     [
-        hybrid(DELTA, {}, "local", 4096, LAYER, layers=1),
-        hybrid(DELTA, {"ring": 8}, "ring", 4096, Checkpointing("none"), layers=1, rows=2),
+        hybrid(DELTA, {}, "local", 1024, LAYER, layers=1, rows=4),
+        hybrid(DELTA, {"ring": 8}, "ring", 1024, Checkpointing("none"), layers=1, rows=8),
         hybrid(MAMBA, {"ring": 4}, "ring", 8192, OUTPUT, layers=2),
-        hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 4096, replace(LAYER, offload=True)),
-        hybrid(MIXED, {"ring": 4}, "upipe+ring", 4096, Checkpointing("none", tiled=True), zero_stage=2),
-        hybrid(MIXED, {"ring": 2, "tp": 2}, "ring", 4096, LAYER),
-        hybrid(MIXED, {"ring": 4}, "ring", 4096, OUTPUT, contiguous_states=True),
+        hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 1024, replace(LAYER, offload=True), rows=4),
+        hybrid(MIXED, {"ring": 4}, "upipe+ring", 1024, Checkpointing("none", tiled=True), zero_stage=2, rows=4),
+        hybrid(MIXED, {"ring": 2, "tp": 2}, "ring", 1024, LAYER, rows=4),
+        hybrid(MIXED, {"ring": 4}, "ring", 1024, OUTPUT, contiguous_states=True, rows=4),
         pytest.param(hybrid(MIXED, {"ring": 4}, "ring", 4096, replace(OUTPUT, inputs=2), 5), marks=pytest.mark.long),
     ],
     ids=lambda job: f"{'-'.join(job.model.mixers)}-{job.checkpointing.policy}",
@@ -126,7 +129,7 @@ def test_the_estimate_of_a_hybrid_agrees_with_the_simulation(job):
 
 
 def test_hybrids_are_simulated_on_a_rank_with_incoming_states():
-    one = hybrid(DELTA, {"ring": 4}, "ring", 4096, LAYER, layers=1)
+    one = hybrid(DELTA, {"ring": 4}, "ring", 1024, LAYER, layers=1, rows=4)
     with fake_world(**one.axes) as mesh:
         step = SimulatedStep.of(one, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), simulating():

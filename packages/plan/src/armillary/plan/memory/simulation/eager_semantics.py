@@ -15,6 +15,7 @@ from armillary.plan.memory.simulation import torch_private
 
 ADD: OpOverload = torch.ops.aten.add.Tensor
 ADD_INTO: OpOverload = torch.ops.aten.add_.Tensor
+DEVICE: OpOverload = torch.ops.prim.device.default
 
 
 class EagerSemantics(TorchDispatchMode):
@@ -34,6 +35,9 @@ class EagerSemantics(TorchDispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # DTensor dispatches again with its local tensors
+        # Autograd queries devices more often than it calls ops. An answer here spares the modes below.
+        if func is DEVICE:
+            return torch_private.device(args[0])
         if function := torch_private.decomposition(func):
             with self:
                 return function(*args, **(kwargs or {}))

@@ -145,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
 def tensors_in(x: Any) -> Iterator[Tensor]:
     """Tensors in an op's result or arguments, except on the meta device."""
     if isinstance(x, Tensor):
-        if x.device.type != "meta":
+        if torch_private.device(x).type != "meta":
             yield x
     elif isinstance(x, (tuple, list, dict)):
         for item in x.values() if isinstance(x, dict) else x:

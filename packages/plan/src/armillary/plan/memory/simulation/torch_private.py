@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _python_dispatch as dispatch
@@ -36,6 +37,11 @@ def storage_key(storage: UntypedStorage) -> int:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, or the local tensor of a DTensor."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def device(tensor: Tensor) -> torch.device:
+    """The tensor's device; that of a fake tensor without the dispatch that reading `tensor.device` would cause."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def fake_group(rank: int, ranks: int) -> dist.ProcessGroup:
