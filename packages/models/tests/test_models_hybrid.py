@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hub_folders import edit_config
-from test_models_parallel import LAYER, TILED, Case, compare_all, on_mesh, on_one_rank
+from test_models_parallel import LAYER, TILED, Case, compare_all, on_one_rank
 from torch import Tensor
 
 from armillary.attention import AttentionMask, build_attention
