@@ -1,7 +1,8 @@
 """Sequence layouts: the global positions of each shard of a sequence.
 
-A `SequenceLayout` is one immutable value that the loader, RoPE, the labels and attention all read, so that they cannot
-disagree. It has constructors for contiguous, zigzag, striped and balanced partitions, and takes any other one.
+The loader, RoPE, the labels and attention read one immutable `SequenceLayout`, so their positions always agree. It has
+constructors for contiguous, zigzag, striped and balanced partitions, and accepts any other partition as spans.
+`attention_balance` and `attention_traffic` judge a layout under a mask.
 
 Sources: zigzag as in USP (arXiv 2405.07719, algorithm 2), striped as in Striped Attention (arXiv 2311.09431).
 """
@@ -50,7 +51,7 @@ class SequenceLayout:
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
-        self._spans = tuple(join_spans(shard) for shard in _shards_of(spans))
+        self._spans = tuple(join_spans(shard) for shard in _list_shards(spans))
         self.sizes = tuple(sum(map(len, shard)) for shard in self._spans)
         self.length = sum(self.sizes)
         self._hash = hash(self._spans)  # every call looks up caches by layout, and a layout may have thousands of spans
@@ -69,6 +70,7 @@ class SequenceLayout:
         for shard, spans in enumerate(self._spans):
             if not spans:
                 raise ValueError(f"shard {shard} of {self.shards} has no positions; every shard needs at least one")
+        # Runs with the smallest position 0, no gap and no repeated position cover 0..length-1.
         runs = [span for spans in self._spans for span in spans]
         first = min(span[0] for span in runs)
         if first != 0:
@@ -85,7 +87,7 @@ class SequenceLayout:
     @classmethod
     def contiguous(cls, length: int, shards: int) -> SequenceLayout:
         """Shard r holds chunk r of `shards` chunks. Sizes differ by at most one, larger ones first."""
-        length, shards = _sizes_of(length, shards)
+        length, shards = _check_sizes(length, shards)
         return cls([[chunk] for chunk in cut(range(length), shards)])
 
     @classmethod
@@ -94,7 +96,7 @@ class SequenceLayout:
 
         Sizes differ by at most one.
         """
-        length, shards = _sizes_of(length, shards)
+        length, shards = _check_sizes(length, shards)
         chunks = cut(range(length), 2 * shards)
         return cls([[chunks[r], chunks[-1 - r]] for r in range(shards)])
 
@@ -103,10 +105,10 @@ class SequenceLayout:
         """Shard (p // stripe) % shards holds position p. Sizes differ by at most `stripe`."""
         if (stripe := integer("stripe", stripe)) < 1:
             raise ValueError(f"stripe must be at least 1; got {stripe}")
-        length, shards = _sizes_of(length, shards)
+        length, shards = _check_sizes(length, shards)
         if stripe == 1:
             return cls([[range(r, length, shards)] for r in range(shards)])
-        # The first positions of each shard's stripes; the last stripe of the sequence may be cut short.
+        # The first position of each stripe, by shard. The last stripe of the sequence may be shorter than the others.
         starts = [range(r * stripe, length, shards * stripe) for r in range(shards)]
         return cls([[range(s, min(s + stripe, length)) for s in shard] for shard in starts])
 
@@ -123,36 +125,37 @@ class SequenceLayout:
         traffic: float | None = None,
         balanced_by: Side = "queries",
     ) -> SequenceLayout:
-        """Returns a layout with balanced attention work under a mask, which also sends few bytes around a ring.
+        """Returns a layout that balances attention work under a mask and sends few bytes around a ring.
 
-        Documents that fit on a shard are not cut; longer ones lie on as few consecutive shards as they need. Shards
-        have up to 1.10 times the mean number of tokens and of pairs, counted `balanced_by`, and send no more than
-        zigzag, contiguous or uncut documents would, if one of these is as even. If no such layout is found, or with
-        `traffic=0`, shards are as even as possible, by queries and by keys, in few spans; their sizes then differ by
-        at most one.
+        Documents that fit on a shard are not cut; a longer one is cut over as few consecutive shards as possible. Every
+        shard has at most 1.10 times the mean number of tokens, and of (query, key) pairs as counted by `balanced_by`.
+        The layout sends no more than zigzag, contiguous or uncut documents, if one of these is as balanced. If the
+        search fails, or with `traffic=0`, sizes differ by at most one, pairs of queries and of keys are as even as
+        possible, and spans are few.
 
         Args:
             window: (left, right), each None or at least 0, as in an attention mask.
-            documents: boundaries 0, end of the first, ..., `length`; or a list of them per batch row, whose total is
-                balanced.
-            mask: any other mask, instead of these three.
-            traffic: number of (query, key) pairs that take as long as sending one token to the next rank, 1000 by
-                default; 0 ignores traffic.
-            balanced_by: "queries" counts the pairs of a shard's queries, its work when keys rotate; "keys" those of its
-                keys, its work when queries rotate; "both" evens out both. The other side is what travels.
+            documents: boundaries 0, end of the first, ..., `length`; or one list of boundaries per batch row, and the
+                sum over the rows is balanced.
+            mask: any other attention mask, instead of `causal`, `window` and `documents`.
+            traffic: number of (query, key) pairs that take as long to compute as one token takes to send to the next
+                rank, 1000 by default; 0 ignores traffic.
+            balanced_by: the side whose pairs are counted. "queries": the work of a shard when keys rotate; "keys": its
+                work when queries rotate; "both" balances both.
 
         Raises:
-            ValueError: documents that do not rise from 0 to `length`, a negative window, a mask beside another one, a
-                negative `traffic`, an unknown `balanced_by`.
+            ValueError: documents that do not rise from 0 to `length`, a negative window, `mask` together with another
+                mask argument, a negative `traffic`, an unknown `balanced_by`.
         """
-        length, shards = _sizes_of(length, shards)
+        length, shards = _check_sizes(length, shards)
         if traffic is None:
             traffic = TRAFFIC
         is_number = isinstance(traffic, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         if not (is_number and 0 <= traffic < inf):
             raise ValueError(f"traffic={traffic!r}: a number of pairs that is at least 0, or None")
         sides = SIDES[check_choice("balanced_by", balanced_by, tuple(SIDES))]
-        return cls(balanced_spans(length, shards, _slices_of(length, causal, window, documents, mask), traffic, sides))
+        rows = _slices_by_row(length, causal, window, documents, mask)
+        return cls(balanced_spans(length, shards, rows, traffic, sides))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
@@ -164,7 +167,7 @@ class SequenceLayout:
         try:
             shards = [[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")]
         except (AttributeError, TypeError, ValueError):
-            raise ValueError(f'{text!r} is no layout\'s text, such as "0:2,6:8;2:6"') from None
+            raise ValueError(f'{text!r} is not the text of a layout, such as "0:2,6:8;2:6"') from None
         return cls(shards)
 
     # -- shards ---------------------------------------------------------------------------------------------------
@@ -184,13 +187,13 @@ class SequenceLayout:
         return torch.cat([torch.arange(s.start, s.stop, s.step) for s in self.spans(shard)])
 
     def shards_at(self, positions: Integers) -> Integers:
-        """Returns the shard of each of some positions. Memory is O(spans), not O(N)."""
-        starts, shards_of_runs, strided = _runs_by_start(self)
+        """Returns the shard that holds each of `positions`. Memory is O(spans), not O(N)."""
+        run_starts, run_shards, strided_spans = _sort_spans(self)
         shards = np.zeros_like(positions)
-        if len(starts):
-            # A position belongs to the last run that starts before it, unless it is in a strided span.
-            shards = shards_of_runs[np.searchsorted(starts, positions, side="right") - 1]
-        for span, shard in strided:
+        if len(run_starts):
+            # The last run that starts at or before a position contains it, unless a strided span does.
+            shards = run_shards[np.searchsorted(run_starts, positions, side="right") - 1]
+        for span, shard in strided_spans:
             inside = (positions >= span.start) & (positions < span.stop)
             shards[inside & (positions % span.step == span.start % span.step)] = shard
         return shards
@@ -199,7 +202,7 @@ class SequenceLayout:
 
     def take(self, x: Tensor, shard: int, dim: int = 1) -> Tensor:
         """Returns the tokens of `x` that `shard` holds: N on `dim` becomes T. Differentiable; always a copy."""
-        if _positions_on(x, dim) != self.length:
+        if _token_count(x, dim) != self.length:
             raise ValueError(
                 f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} positions; the layout has {self.length}"
             )
@@ -218,13 +221,13 @@ class SequenceLayout:
         """
         if not isinstance(parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"parts are a {type(parts).__name__}; a list with a tensor for each shard is needed")
-        sizes = tuple(_positions_on(x, dim) for x in parts)
+        sizes = tuple(_token_count(x, dim) for x in parts)
         if sizes != self.sizes:
             raise ValueError(f"parts have {sizes} positions on dim {dim}; the layout's shards have {self.sizes}")
         kinds = dict.fromkeys(f"{x.ndim} dims in {x.dtype} on {x.device}" for x in parts)
         if len(kinds) > 1:
             raise ValueError(f"parts differ in dims, dtype or device: {'; '.join(kinds)}")
-        # Concatenated shards hold the token of position p at index order[p].
+        # In the concatenation of all shards, the token of position p is at index order[p].
         order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
         return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
 
@@ -239,9 +242,9 @@ class SequenceLayout:
         return _coarsen(self, integer("n", n))
 
 
-@lru_cache(maxsize=16)  # a layout of a million stripes takes a while to read
-def _runs_by_start(layout: SequenceLayout) -> tuple[Integers, Integers, list[tuple[range, int]]]:
-    """Returns the starts of all spans of step 1, in order, their shards, and the other spans with their shards."""
+@lru_cache(maxsize=16)  # sorting the spans of a million stripes takes seconds
+def _sort_spans(layout: SequenceLayout) -> tuple[Integers, Integers, list[tuple[range, int]]]:
+    """Returns the sorted starts of all spans with step 1, their shards, and (span, shard) for spans with a step."""
     spans = [(span, shard) for shard in range(layout.shards) for span in layout.spans(shard)]
     runs = sorted((span.start, shard) for span, shard in spans if span.step == 1)
     starts, shards = np.array(runs, dtype=np.int64).reshape(-1, 2).T
@@ -287,7 +290,8 @@ def attention_balance(
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    rows = _slices_of(layout.length, causal, window, documents, mask)
+    rows = _slices_by_row(layout.length, causal, window, documents, mask)
+    # `KeyCounts` counts keys per query; in the mirrored mask, queries and keys have changed places.
     counts = [KeyCounts.of(mirror(row) if flag("of_keys", of_keys) else row) for row in rows]
     positions_by_shard = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in positions_by_shard]
@@ -303,31 +307,30 @@ def attention_traffic(
     mask: Sliced | None = None,
     of_queries: bool = False,
 ) -> int:
-    """Returns the token-hops of one pass of keys around a ring: tokens that all ranks send, in the cheaper direction.
+    """Returns the token-hops of one pass of keys around a ring, in the cheaper direction.
 
-    A token is sent no further than to the last rank that sees it. For k and v of [B, N, K, D], all ranks together send
-    2 B K D elements per token-hop.
+    A token-hop is one token sent to the next rank. A token stops at the last rank with a query that sees it. For k and
+    v of [B, N, K, D], all ranks together send 2 B K D elements per token-hop.
 
     Args:
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
-        of_queries: of a pass of queries instead, which stop at the last rank with a key that they see.
+        of_queries: counts a pass of queries instead, which stop at the last rank with a key that they see.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    rows = _slices_of(layout.length, causal, window, documents, mask)
-    segments = PositionRuns.of_spans(layout.spans(shard) for shard in range(layout.shards))
+    rows = _slices_by_row(layout.length, causal, window, documents, mask)
     rows = [mirror(row) for row in rows] if flag("of_queries", of_queries) else rows
-    return token_hops(segments, layout.shards, rows)
+    return token_hops(PositionRuns.of_spans(map(layout.spans, range(layout.shards))), layout.shards, rows)
 
 
-def _slices_of(
+def _slices_by_row(
     length: int,
     causal: bool,
     window: Sequence[int | None] | None,
     documents: Sequence[int] | Sequence[Sequence[int]] | None,
     mask: Sliced | None,
 ) -> Sequence[Slices]:
-    """Returns the slices of `mask`, or of the other arguments, for each row of a batch that has its own."""
+    """Returns the slices of `mask`, or of the mask that the other arguments describe: one entry per row, or for all."""
     if mask is None:
         return mask_slices(length, causal, window, documents)
     if not (flag("causal", causal) and window is documents is None):
@@ -339,8 +342,8 @@ def _slices_of(
     return mask.slices(length)
 
 
-def _sizes_of(length: int, shards: int) -> tuple[int, int]:
-    """Returns (length, shards) as integers. Raises ValueError unless every shard gets a token."""
+def _check_sizes(length: int, shards: int) -> tuple[int, int]:
+    """Returns (length, shards) as integers. Raises ValueError unless there is a token for every shard."""
     length, shards = integer("length", length), integer("shards", shards)
     if shards < 1:
         raise ValueError(f"a layout needs at least 1 shard; got {shards}")
@@ -353,8 +356,8 @@ def _sizes_of(length: int, shards: int) -> tuple[int, int]:
     return length, shards
 
 
-def _shards_of(spans: Iterable[Iterable[range]]) -> list[list[range]]:
-    try:
+def _list_shards(spans: Iterable[Iterable[range]]) -> list[list[range]]:
+    try:  # the elements are checked by `join_spans`
         return [list(shard) for shard in spans]
     except TypeError:
         raise ValueError(
@@ -362,9 +365,10 @@ def _shards_of(spans: Iterable[Iterable[range]]) -> list[list[range]]:
         ) from None
 
 
-def _positions_on(x: Tensor, dim: int) -> int:
+def _token_count(x: Tensor, dim: int) -> int:
+    """Returns the size of dim `dim`. Raises ValueError for other values than tensors, and for an unknown dim."""
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"{type(x).__name__}: a layout takes from tensors and joins tensors")
+        raise ValueError(f"a layout takes tokens from tensors and joins tensors; got {type(x).__name__}")
     if not -x.ndim <= integer("dim", dim) < x.ndim:
         raise ValueError(f"{tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
     return x.shape[dim]

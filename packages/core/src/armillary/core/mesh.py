@@ -1,4 +1,4 @@
-"""Mesh axes: building a `DeviceMesh` with all of them, and the `Axis` that communication primitives take."""
+"""Mesh axes: `build_mesh` creates a `DeviceMesh` with all of them; communication primitives take one `Axis` of it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from armillary.core.validation import integer
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
 """Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
 OPTIONAL_AXES: tuple[str, ...] = ("pipe", "nodes", "devices")
-"""Axes of meshes that request them: `pipe` is outermost, `nodes` and `devices` replace `ring`."""
+"""Axes that a mesh has only on request: `pipe` is outermost, `nodes` and `devices` replace `ring`."""
 ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
 """All axes, outermost to innermost."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""Backend of torch.distributed by device type."""
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -59,14 +60,15 @@ def build_mesh(
             nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
         timeout: the time that a collective or exchange on any axis may wait before it raises.
         high_priority: names of axes, such as "ring", that get communicators of their own on CUDA streams of high
-            priority, whose kernels start before pending attention kernels. Without this, an axis of all ranks shares
-            the default group's communicator and queues after FSDP's collectives. Ignored on "cpu".
+            priority, so that their kernels start before queued attention kernels. Otherwise an axis of all ranks
+            shares the default group's communicator, and its messages queue behind FSDP's. Ignored on "cpu".
         max_ctas: upper limit of thread blocks of one NCCL kernel on these axes; by default NCCL decides.
 
     Raises:
         ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend, an
             invalid timeout, an unknown name in `high_priority`, or `max_ctas` below 1. Raised before any communication.
     """
+    # Everything is checked before the rendezvous: an error after it would leave the other ranks waiting.
     arguments = zip(ALL_AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
     sizes = {name: integer(f"axis {name}", size) for name, size in arguments if size is not None}
     check_axes(sizes, world_size())
@@ -82,11 +84,12 @@ def build_mesh(
     priority_axes = [name for name in high_priority if device_type == "cuda" and sizes.get(name, 1) > 1]
     override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in priority_axes}
     if override and compat.has_several_backends():
-        # torch passes the options to each backend of a group, and gloo replaces NCCL's by defaults, time-out included.
+        # Options without a backend go to every backend of the group, and gloo's defaults, time-out included, then
+        # replace NCCL's options. So NCCL is named.
         override = {name: (backend_of(device_type), options) for name, options in override.items()}
     names, shape = tuple(sizes), tuple(sizes.values())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override or None)
-    # init_device_mesh has no time-out, and torch gives each new group its backend's default.
+    # init_device_mesh takes no time-out: torch gives each new group the default of its backend.
     for name in names:
         compat.set_timeout(timeout, mesh[name].get_group())
     return mesh
@@ -132,8 +135,8 @@ def start_process_group(
         device_type: "cpu" or "cuda".
         timeout: the time that the rendezvous and operations on the group may wait.
         host_too: adds a gloo backend for host tensors to the device's backend.
-        bind: binds NCCL to this rank's GPU, so that it connects at once and splits communicators. Ignored with
-            `host_too`, because torch cannot reliably split groups of several backends. From torch 2.15 on NCCL is
+        bind: binds NCCL to this rank's GPU: it then connects at once, and new groups split its communicator. Ignored
+            with `host_too`, because torch cannot reliably split groups of several backends. From torch 2.15 on NCCL is
             always bound (`binds_device`).
 
     Raises:
@@ -151,18 +154,17 @@ def start_process_group(
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         start(store=rendezvous(store, rank, ranks, timeout), rank=rank, world_size=ranks)
         if "gloo" in backend:
-            # Gloo returns on a rank when that rank has connected to all others. If it then ends, or destroys the group,
-            # a rank that is still connecting fails with "connection closed by peer".
+            # Gloo returns on a rank as soon as this rank has connected to its peers. If it then exits or destroys the
+            # group, a peer that is still connecting fails with "connection closed by peer".
             _connect(None, "cpu")
     else:
         start(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def binds_device(bind: bool, host_too: bool) -> bool:
-    """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL requires it.
-
-    An NCCL that always binds would take the GPU of LOCAL_RANK by default, although the caller may have chosen another.
-    """
+    """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL requires it."""
+    # An NCCL that always binds must be given the device: by default it takes LOCAL_RANK's, although the caller may have
+    # chosen another.
     return (bind and not host_too) or compat.nccl_binds_devices()
 
 
@@ -179,8 +181,8 @@ def own_device(device_type: str) -> torch.device | None:
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(f"device type {device_type!r}, but no such device is on this machine; use 'cpu'")
-    if not torch.cuda.is_initialized():  # else the caller has chosen, as by torch.cuda.set_device
-        # Modulo, because a rank may see only its own GPU.
+    if not torch.cuda.is_initialized():  # otherwise the caller has chosen a device, as by torch.cuda.set_device
+        # Modulo, because CUDA_VISIBLE_DEVICES may show each rank only its own GPU.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)
     return torch.device(device_type, torch.cuda.current_device())
 
@@ -194,9 +196,9 @@ class Axis:
         rank: index of this rank on the axis.
         size: number of ranks on the axis.
         group: process group of the axis.
-        timeout: the time that the host waits for other ranks; None where the device waits instead.
+        timeout: the time that the host may wait for other ranks; None on CUDA, where the stream waits instead.
         device: device type of the tensors that are sent.
-        mesh: the 1-D mesh that the axis was made from, if known.
+        mesh: the 1-D mesh of the axis, if it was made from one.
     """
 
     name: str
@@ -234,17 +236,17 @@ class Axis:
         return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
 
     def duplicate(self) -> Axis:
-        """Returns the same axis with a second communicator, whose messages do not queue after this one's messages.
+        """Returns the same axis with a second communicator: messages on one do not queue behind those on the other.
 
-        The first call creates a group, so every rank of the axis must make it, in the same order. Later calls return
-        the same group: the methods of many layers share one communicator.
+        The first call creates a process group, so every rank of the axis must make it, in the same order. Later calls
+        return the same group: the attention methods of all layers share one communicator.
         """
         return self if self.size == 1 else replace(self, group=_subgroup(self, None))
 
     def part(self, ranks: Sequence[int]) -> Axis:
-        """Returns the axis over some ranks of this axis, in rising order, including this rank.
+        """Returns the axis over some ranks of this axis, which are in rising order and include this rank.
 
-        The first call creates a group, so each of these ranks must make it, in the same order.
+        The first call creates a process group, so each of these ranks must make it, in the same order.
         """
         indices = tuple(ranks)
         group = _subgroup(self, indices)
@@ -258,7 +260,7 @@ class Axis:
         return dist.get_process_group_ranks(self.group)
 
     def parallel_ranks(self) -> list[list[int]]:
-        """Returns `ranks` of every parallel axis in the mesh, this one included; without a mesh, only of this axis."""
+        """Returns the global ranks of this axis and of each parallel axis of the mesh, if the mesh is known."""
         return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
 
 
@@ -276,11 +278,11 @@ def check_axis(mesh: DeviceMesh) -> None:
 
 SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Subgroups of a group, by ranks (None: its duplicate) and time-out. Freed with the parent group."""
+"""Subgroups of each process group, by ranks (None: all of them, a duplicate) and time-out. Freed with their group."""
 
 
 def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """Returns the cached group of some ranks of the axis, or its duplicate (None): all ranks, another communicator."""
+    """Returns the cached process group of some ranks of the axis; with None, the duplicate over all its ranks."""
     subgroups = _subgroups.setdefault(axis.group, {})
     if (ranks, axis.timeout) not in subgroups:
         subgroups[ranks, axis.timeout] = _new_group(axis, ranks)
@@ -295,16 +297,18 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     # axis.timeout is the host's, and None on CUDA: torch would give the new group NCCL's default of 10 minutes.
     timeout = compat.group_timeout(axis.group, axis.device)
     group = compat.new_group(group_ranks, name, timeout, compat.priority_options(axis.group, axis.device))
-    for connected_group in (axis.group, group) if ranks is None else (group,):
-        _connect(connected_group, axis.device)
+    # An exchange over the axis and its duplicate may skip ranks, so both must be connected before it.
+    for unconnected_group in (axis.group, group) if ranks is None else (group,):
+        _connect(unconnected_group, axis.device)
     return group
 
 
 def _connect(group: dist.ProcessGroup | None, device: str) -> None:
     """Connects all ranks of a group, or of the default group (None), by a small all-reduce.
 
-    NCCL connects a group at its first use and needs all of its ranks there, but an exchange may involve only some. A
-    barrier does not suffice: in a group with a host backend it connects only gloo, and otherwise it guesses the device.
-    Gloo connects earlier, but not all ranks at once: after the all-reduce, all of them have.
+    NCCL connects a group at its first use, which all of its ranks must take part in, but an exchange may involve only
+    some. A barrier does not suffice: in a group with a host backend it connects only gloo, and otherwise it guesses the
+    device. Gloo connects when the group is created, but one rank may be done before another: after the all-reduce, all
+    ranks are connected.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)

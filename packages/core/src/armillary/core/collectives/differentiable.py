@@ -7,9 +7,9 @@
     merge_scatter  [B, N, H, D] -> [B, T, H, D]      local tokens of partial attention, merged by log-sum-exp
     all_reduce     [...]        -> [...]             the sum on every rank; adjoint: all_reduce. Local tensors only
 
-N is the number of tokens on all ranks of the axis, T the number on this rank. On DTensors these functions are
-redistributions along the axis. They have the placements, values and gradients of torch's `redistribute`, where it
-supports them:
+N is the number of tokens on all ranks of the axis, T the number on this rank; e is the size of an element in bytes. On
+DTensors these functions are redistributions along the axis, with the placements, values and gradients of torch's
+`redistribute` where it supports them:
 
                    before                           after          incoming gradient         returned gradient
     seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
@@ -19,12 +19,12 @@ supports them:
     merge_scatter  LogSumExpPartial(packed=False)   Shard(1)       Shard(1)                  Replicate()
 
 Other axes of the mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the token
-dim as well. Shards have DTensor's sizes, so the last ones may be smaller or empty. For other sizes pass local tensors
-and `sizes`.
+dim as well. Shards have the sizes of DTensor's chunks, so the last ones may be smaller or empty. For other sizes pass
+local tensors and `sizes`.
 
-These functions wait for their result. Methods are built on `start_all_gather`, `start_reduce_scatter`,
-`start_merge_scatter`, `start_seq_to_head` and `start_head_to_seq`, which return at once, for local tensors and without
-a gradient.
+These functions wait for their result. To overlap communication with computation, attention methods call
+`start_all_gather`, `start_reduce_scatter`, `start_merge_scatter`, `start_seq_to_head` and `start_head_to_seq`: these
+return at once, take local tensors and have no gradient.
 
 All ranks of an axis must call the same collectives in the same order, in forward and in backward.
 """
@@ -56,7 +56,7 @@ def seq_to_head(
 ) -> Tensor:
     """Exchanges tokens for heads: [B, T, H, D] -> [B, N, h, D], this rank's heads of all tokens. Differentiable.
 
-    If the ranges of heads overlap, a head is sent to every rank that has it, and its gradients are summed.
+    If ranges of heads overlap, a head is sent to each rank whose range contains it, and its gradients are summed.
 
     Args:
         x: local; or a DTensor, redistributed from `Shard(1)` on the axis to `Shard(2)`, and its gradient from
@@ -65,23 +65,23 @@ def seq_to_head(
             restores their order.
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`.
         sizes: tokens of each rank; by default equal ones.
-        heads: the heads of each rank, in order, together all heads; by default those of torch.tensor_split (for a
-            DTensor: DTensor's own).
+        heads: one range of heads for each rank, in order and covering all heads; by default as `torch.tensor_split`
+            cuts them, or as DTensor shards them.
 
-    Bytes sent: B T D e for every head of every other rank, kind "all_to_all"; backward those of `head_to_seq`.
+    Bytes sent: B T D e for every head of every other rank, kind "all_to_all"; in backward as `head_to_seq`.
 
     Raises:
         ValueError: sizes, heads or placements do not fit. Raised before any communication.
     """
-    along = Axis.of(axis)
+    mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
-        return dtensors().seq_to_head(x, along, sizes, heads)
+        return _dtensor_functions().seq_to_head(x, mesh_axis, sizes, heads)
     check_dims(x)
-    sizes = _sizes(along, sizes, x.shape[1] * along.size)
-    heads = cut(range(x.shape[2]), along.size) if heads is None else heads
-    check_tokens("x", x, 1, sizes[along.rank], sizes)
-    check_heads(heads, along, x.shape[2])
-    return linear(x, start_seq_to_head, start_head_to_seq, along, tuple(sizes), tuple(heads))
+    sizes = _sizes(mesh_axis, sizes, x.shape[1] * mesh_axis.size)
+    heads = cut(range(x.shape[2]), mesh_axis.size) if heads is None else heads
+    check_tokens("x", x, 1, sizes[mesh_axis.rank], sizes)
+    check_heads(heads, mesh_axis, x.shape[2])
+    return linear(x, start_seq_to_head, start_head_to_seq, mesh_axis, tuple(sizes), tuple(heads))
 
 
 def head_to_seq(
@@ -89,32 +89,34 @@ def head_to_seq(
 ) -> Tensor:
     """Exchanges heads for tokens: [B, N, h, D] -> [B, T, H, D], all heads of this rank's tokens. Differentiable.
 
-    The inverse of `seq_to_head` if heads do not overlap, and always its transpose: a head that several ranks have is
-    summed in rank order, in float32 or wider, and its gradient is sent to all of these ranks.
+    The inverse of `seq_to_head` if heads do not overlap, and always its transpose: a head of several ranks is summed in
+    rank order, in float32 or wider, and its gradient is sent to all of these ranks.
 
     Args:
         x: local; or a DTensor, redistributed from `Shard(2)` on the axis to `Shard(1)`, and its gradient from
             `Shard(1)` to `Shard(2)`; with heads in the order of `seq_to_head`.
         axis: a 1-D mesh of U ranks.
         sizes: tokens of each rank; by default N / U.
-        heads: the heads of each rank, in order, together all heads; by default h each.
+        heads: one range of heads for each rank, in order and covering all heads; by default h heads each.
 
-    Bytes sent: B h D e for every token of every other rank, kind "all_to_all"; backward those of `seq_to_head`.
+    Bytes sent: B h D e for every token of every other rank, kind "all_to_all"; in backward as `seq_to_head`.
 
     Raises:
         ValueError: sizes, heads or placements do not fit. Raised before any communication.
     """
-    along = Axis.of(axis)
+    mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
-        return dtensors().head_to_seq(x, along, sizes, heads)
+        return _dtensor_functions().head_to_seq(x, mesh_axis, sizes, heads)
     check_dims(x)
-    sizes = _sizes(along, sizes, x.shape[1])
-    heads = cut(range(x.shape[2] * along.size), along.size) if heads is None else heads
+    sizes = _sizes(mesh_axis, sizes, x.shape[1])
+    heads = cut(range(x.shape[2] * mesh_axis.size), mesh_axis.size) if heads is None else heads
     check_tokens("x", x, 1, sum(sizes), sizes)
-    check_heads(heads, along, None)
-    if x.shape[2] != len(heads[along.rank]):
-        raise ValueError(f"x {tuple(x.shape)} has {x.shape[2]} heads; rank {along.rank} needs {heads[along.rank]}")
-    return linear(x, start_head_to_seq, start_seq_to_head, along, tuple(sizes), tuple(heads))
+    check_heads(heads, mesh_axis, None)  # only the other ranks know how many heads there are
+    if x.shape[2] != len(heads[mesh_axis.rank]):
+        raise ValueError(
+            f"x {tuple(x.shape)} has {x.shape[2]} heads; rank {mesh_axis.rank} needs {heads[mesh_axis.rank]}"
+        )
+    return linear(x, start_head_to_seq, start_seq_to_head, mesh_axis, tuple(sizes), tuple(heads))
 
 
 def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
@@ -130,18 +132,19 @@ def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
         sizes: tokens of each rank; by default equal ones.
         dim: dim of the tokens.
 
-    Bytes sent: (C - 1) times those of `x` padded to max(sizes), kind "all_gather"; backward those of `reduce_scatter`.
+    Bytes sent: (C - 1) times the bytes of `x` padded to max(sizes) tokens, kind "all_gather"; in backward as
+    `reduce_scatter`.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
     """
-    along = Axis.of(axis)
+    mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
-        return dtensors().all_gather(x, along, sizes, dim)
-    sizes = _sizes(along, sizes, tokens_on(x, dim) * along.size)
+        return _dtensor_functions().all_gather(x, mesh_axis, sizes, dim)
+    sizes = _sizes(mesh_axis, sizes, tokens_on(x, dim) * mesh_axis.size)
     if torch.compiler.is_compiling():
-        return compiled.all_gather(x, along, sizes, dim)
-    return linear(x, start_all_gather, start_reduce_scatter, along, tuple(sizes), dim)
+        return compiled.all_gather(x, mesh_axis, sizes, dim)
+    return linear(x, start_all_gather, start_reduce_scatter, mesh_axis, tuple(sizes), dim)
 
 
 def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | None = None, dim: int = 1) -> Tensor:
@@ -156,22 +159,22 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
         sizes: tokens of each rank; by default N / C.
         dim: dim of the tokens.
 
-    Bytes sent: the other ranks' tokens of `x`, kind "reduce_scatter"; backward those of `all_gather`.
+    Bytes sent: the other ranks' tokens of `x`, kind "reduce_scatter"; in backward as `all_gather`.
 
     Raises:
         ValueError: sizes or placements do not fit. Raised before any communication.
     """
-    along = Axis.of(axis)
+    mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
-        return dtensors().reduce_scatter(x, along, sizes, dim)
-    sizes = _sizes(along, sizes, tokens_on(x, dim))
+        return _dtensor_functions().reduce_scatter(x, mesh_axis, sizes, dim)
+    sizes = _sizes(mesh_axis, sizes, tokens_on(x, dim))
     if torch.compiler.is_compiling():
-        return compiled.reduce_scatter(x, along, sizes, dim)
-    return linear(x, start_reduce_scatter, start_all_gather, along, tuple(sizes), dim)
+        return compiled.reduce_scatter(x, mesh_axis, sizes, dim)
+    return linear(x, start_reduce_scatter, start_all_gather, mesh_axis, tuple(sizes), dim)
 
 
 def all_reduce(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Sums a tensor over ranks: [...] -> [...], the same bits on every rank. Differentiable.
+    """Sums a tensor over ranks: [...] -> [...], bitwise equal on all ranks. Differentiable.
 
     The gradient is summed over ranks too, because each rank's `x` is part of every rank's result. If all ranks
     differentiate the same function of the sum, each gets C times the gradient of its `x`, and the average that FSDP2 or
@@ -181,7 +184,7 @@ def all_reduce(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
         x: local, of the same shape and dtype on each rank.
         axis: a 1-D mesh of C ranks.
 
-    Bytes sent: 2 (C - 1) / C times those of `x`, kind "all_reduce"; backward the same.
+    Bytes sent: 2 (C - 1) / C times the bytes of `x`, kind "all_reduce"; in backward the same.
 
     Raises:
         ValueError: `x` is not a tensor, or is a DTensor: use its `redistribute`, which sums `Partial()`.
@@ -203,8 +206,8 @@ def merge_scatter(
 
     Args:
         out: [B, N, H, Dv], local; or a DTensor, redistributed from `LogSumExpPartial(packed=False)` on the axis to
-            `Shard(1)`; torch's `redistribute` does the same for out and lse packed into one tensor. The gradient of
-            each rank's addend is `Replicate`, torch's convention for gradients of partial tensors.
+            `Shard(1)`; torch's `redistribute` does the same for out and lse packed into one tensor. Its gradient is
+            `Replicate`, torch's convention for partial tensors.
         lse: [B, N, H], float32 (float64 if `out` is); local or a DTensor like `out`.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; by default N / C.
@@ -212,18 +215,18 @@ def merge_scatter(
     Returns:
         (out [B, T, H, Dv], lse [B, T, H]), in the dtypes of the inputs.
 
-    Bytes sent, with T tokens on each rank: (C - 1) (B T H Dv e + 4 B T H), kind "reduce_scatter"; backward
-    (C - 1) (B T H Dv e + 8 B T H), kind "all_gather". In float64 8 and 16.
+    Bytes sent, with T tokens on each rank: (C - 1) (B T H Dv e + 4 B T H), kind "reduce_scatter"; in backward
+    (C - 1) (B T H Dv e + 8 B T H), kind "all_gather". In float64, 8 and 16 instead of 4 and 8.
 
     Raises:
         ValueError: shapes, dtypes, sizes or placements do not fit. Raised before any communication.
     """
-    along = Axis.of(axis)
+    mesh_axis = Axis.of(axis)
     if compat.is_dtensor(out) and compat.is_dtensor(lse):
-        return dtensors().merge_scatter(out, lse, along, sizes)
+        return _dtensor_functions().merge_scatter(out, lse, mesh_axis, sizes)
     if compat.is_dtensor(out) or compat.is_dtensor(lse):
         raise ValueError("one of out and lse is a DTensor and the other is not; pass both as DTensors or both as local")
-    return merge(out, lse, along, _sizes(along, sizes, out.shape[1]))
+    return merge(out, lse, mesh_axis, _sizes(mesh_axis, sizes, out.shape[1]))
 
 
 def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int]:
@@ -240,8 +243,8 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
     return sizes
 
 
-def dtensors() -> ModuleType:
-    """Returns the module with these functions for DTensors. DTensor takes seconds to import."""
+def _dtensor_functions() -> ModuleType:
+    """Returns the module with these functions for DTensors, imported late because DTensor takes seconds to import."""
     from armillary.core.collectives import dtensors
 
     return dtensors

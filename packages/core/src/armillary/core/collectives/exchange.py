@@ -1,4 +1,8 @@
-"""Sends tensors between ranks of one axis, point to point, while the caller computes."""
+"""Point-to-point messages between the ranks of one axis, in flight while the caller computes.
+
+`start_exchange` starts sends and receives of `FlatBuffer`s and returns an `Exchange`, whose `wait` ends them.
+`ReceiveBuffers` bounds the memory of an exchange that is repeated at every step of a ring.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ ALIGNMENT = 16
 
 
 class FlatBuffer(NamedTuple):
-    """Tensors that are sent as one message: contiguous views of one buffer, without gaps.
+    """Tensors that are sent as one message, contiguous and without gaps in one buffer.
 
     Args:
-        buffer: the tensors stacked, if they have one shape and dtype; otherwise their bytes, in one flat tensor.
-        views: the tensors as views of the buffer; empty if they are stacked.
+        buffer: the stacked tensors, if they have one shape and dtype; otherwise a flat tensor of their bytes.
+        views: the tensors as views of a buffer of bytes, or a single tensor; empty for stacked tensors.
     """
 
     buffer: Tensor
@@ -49,10 +53,10 @@ class FlatBuffer(NamedTuple):
             tensors: tensors on one device.
             tokens: the tokens on dim 1 to copy; None copies all.
         """
-        # Messages carry values only: methods compute their gradients themselves.
+        # Messages carry values only: attention methods compute their gradients in their own backward.
         values = [x.detach() if x.requires_grad else x for x in tensors]
         if tokens is not None:
-            # Several runs are copied straight into the buffer; one run is a view, copied below with the others.
+            # Several runs are gathered directly into the buffer. One run is a view, so the code below copies it once.
             if len(tokens.runs) > 1:
                 flat = cls.like(values, tokens.count)
                 for target, x in zip(flat.tensors, values, strict=True):
@@ -63,7 +67,7 @@ class FlatBuffer(NamedTuple):
             tensor = values[0].contiguous()
             return cls(tensor, (tensor,))
         if _same_shape_and_dtype(values):
-            return cls(torch.stack(values).contiguous())  # stack keeps strides that all tensors share
+            return cls(torch.stack(values).contiguous())  # stack keeps the strides of transposed tensors
         flat = cls._of_bytes(values, None)
         for target, x in zip(flat.views, values, strict=True):
             target.copy_(x)
@@ -74,7 +78,7 @@ class FlatBuffer(NamedTuple):
         """Returns an uninitialized buffer for tensors like these, with `tokens` on dim 1 if given.
 
         Args:
-            memory: a uint8 tensor, whose first bytes become the buffer; by default new memory.
+            memory: a uint8 tensor whose first bytes become the buffer; by default new memory.
         """
         if not _same_shape_and_dtype(tensors):
             return cls._of_bytes(tensors, tokens, memory)
@@ -93,6 +97,7 @@ class FlatBuffer(NamedTuple):
             return self
         if self.views or len(tokens.runs) != 1:
             return FlatBuffer.of(self.tensors, tokens)
+        # One run of stacked tensors: one copy for all of them.
         (run,) = tokens.runs
         return FlatBuffer(self.buffer.narrow(2, run.start, len(run)).contiguous())
 
@@ -111,11 +116,11 @@ class FlatBuffer(NamedTuple):
 
 
 class ReceiveBuffers:
-    """Receive buffers for the steps of a repeated exchange, which reuse at most two blocks of memory.
+    """Receive buffers for the steps of a repeated exchange, in at most two blocks of memory.
 
-    New blocks for each step would accumulate while the host runs ahead of the GPU. Up to torch 2.14, ProcessGroupNCCL
+    New memory for each step would accumulate while the host runs ahead of the GPU: up to torch 2.14, ProcessGroupNCCL
     calls `record_stream` on sent and received tensors, so the allocator reuses their memory only after the host has
-    noticed that the GPU is done with them.
+    observed that the GPU no longer needs them.
 
     Args:
         tensors: examples of the tensors that arrive.
@@ -128,48 +133,46 @@ class ReceiveBuffers:
         self._other: Tensor | None = None
 
     def take(self, last_in_use: bool) -> FlatBuffer | None:
-        """Returns an uninitialized buffer for the next step's tokens; None if no tokens arrive.
-
-        The buffer reuses the block of the last buffer, or of the one before it.
+        """Returns an uninitialized buffer for the tokens of the next step; None if no tokens arrive.
 
         Args:
-            last_in_use: True if the last buffer is still to be read or sent.
+            last_in_use: True if the last returned buffer is still needed. The new one then reuses the memory of the
+                buffer before it; otherwise the memory of the last one.
         """
-        # Steps alternate between two blocks while the last buffer is in use, and otherwise stay on one.
+        # Double buffering: steps alternate between two blocks while the last buffer is in use, else they stay on one.
         count, *self.tokens = self.tokens
         if not count:
             return None
         block, other = (self._other, self._last) if last_in_use else (self._last, self._other)
         if block is None:
-            # A block is as large as the largest step from here on.
+            # Large enough for every later step, so that a block is never reallocated.
             token_bytes = sum(x.element_size() * x.shape[0] * prod(x.shape[2:]) for x in self.tensors)
             size = token_bytes * max(count, *self.tokens, 0)
             block = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
-        # After the last step only the buffers keep their blocks alive.
+        # After the last step this object drops its blocks, so that they are freed with the caller's buffers.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)
         return FlatBuffer.like(self.tensors, count, block)
 
 
 @lru_cache(maxsize=256)
 def _byte_order(sizes: tuple[int, ...], element_sizes: tuple[int, ...]) -> list[int]:
-    """Returns the order in which a buffer of bytes has tensors of so many bytes."""
-    # Tensors whose size is a multiple of the alignment come first, wide dtypes before narrow ones: so each begins at a
-    # multiple of its element size, and as many as possible at an aligned address.
+    """Returns the order of tensors in a buffer of bytes, from their sizes in bytes and their bytes per element."""
+    # Tensors whose size is a multiple of the alignment come first, and wide dtypes before narrow ones. Then every
+    # tensor begins at a multiple of its element size, and as many as possible at an aligned address.
     return sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -element_sizes[i]))
 
 
 def _same_shape_and_dtype(tensors: Sequence[Tensor]) -> bool:
-    """Returns True if all tensors have one shape and dtype."""
     first = tensors[0]
     return all(x.shape == first.shape and x.dtype == first.dtype for x in tensors[1:])
 
 
 FlatBuffers = Mapping[int, FlatBuffer]
-"""Buffers by the rank on the axis that receives or sends them."""
+"""Buffers by peer: the rank on the axis that receives or sends them."""
 
 
 class Exchange(NamedTuple):
-    """Messages in flight. It keeps their buffers alive, so hold it until `wait` has returned."""
+    """Messages in flight. Keeps their buffers alive, so callers keep it until `wait` has returned."""
 
     axis: Axis
     send_buffers: FlatBuffers
@@ -177,16 +180,16 @@ class Exchange(NamedTuple):
     works: tuple[dist.Work, ...]
 
     def wait(self) -> None:
-        """Returns when all messages have arrived and left. On CUDA the current stream waits, not the host.
+        """Waits until all messages have been sent and received. On CUDA the current stream waits, not the host.
 
         Raises:
-            TimeoutError: the axis' time-out passed, or a peer is lost; names the ranks of the missing messages.
-            torch.AcceleratorError: a kernel of this rank failed before.
+            TimeoutError: the axis' time-out passed, or a peer is lost; names the global ranks of all peers.
+            torch.AcceleratorError: an earlier kernel of this rank failed.
         """
-        finish(self.works, self.axis, self._pending)
+        finish(self.works, self.axis, self._describe)
 
-    def _pending(self) -> str:
-        """Describes the messages by global ranks."""
+    def _describe(self) -> str:
+        """Describes the messages by global ranks, for an error."""
         ranks = self.axis.ranks()
         sources, targets = ([ranks[peer] for peer in peers] for peers in (self.receive_buffers, self.send_buffers))
         return f"to receive from {sources} and send to {targets}"
@@ -195,13 +198,13 @@ class Exchange(NamedTuple):
 def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
     """Starts sends and receives along an axis, one message for each buffer, and returns at once.
 
-    Messages arrive in separate buffers, so that kernels may read the sent ones meanwhile (double buffering). All ranks
-    must start their exchanges on an axis in the same order. Ranks without messages may skip one, provided that all
-    ranks have used the group together before; `Axis.duplicate` does that for the axis and its duplicate.
+    Messages arrive in separate buffers, so kernels may read the sent buffers meanwhile (double buffering). All ranks
+    must start their exchanges on an axis in the same order. A rank without messages may skip an exchange if the group
+    has been connected by a collective of all its ranks; `Axis.duplicate` does this for the axis and its duplicate.
 
     Args:
-        send: buffers by receiving rank. They are kept alive until `wait`, and must not be written to before.
-        receive: buffers by sending rank, shaped like the sent ones. They must not be used before `wait`.
+        send: buffers by receiving rank. Kept alive until `wait`; not to be written to before it.
+        receive: buffers by sending rank, in the shape and dtype of the peer's `send`. Not to be used before `wait`.
 
     Bytes sent: the buffers of `send`, kind "p2p".
 
@@ -211,28 +214,27 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
             raise ValueError(f"rank {axis.rank} of axis {axis.name!r} cannot exchange with {peer} of {axis.size} ranks")
-    send_buffers = {peer: flat.buffer for peer, flat in send.items()}
-    trace_record = record(axis.name, "p2p", sum([x.nbytes for x in send_buffers.values()]), len(send_buffers))
-    works = compat.start_batch(axis.group, {peer: flat.buffer for peer, flat in receive.items()}, send_buffers)
-    return Exchange(
-        axis, send, receive, tuple(works) if trace_record is None else end_span_on_wait(works, trace_record)
-    )
+    send_tensors = {peer: flat.buffer for peer, flat in send.items()}
+    receive_tensors = {peer: flat.buffer for peer, flat in receive.items()}
+    trace_span = record(axis.name, "p2p", sum([x.nbytes for x in send_tensors.values()]), len(send_tensors))
+    works = compat.start_batch(axis.group, receive_tensors, send_tensors)
+    return Exchange(axis, send, receive, tuple(works) if trace_span is None else end_span_on_wait(works, trace_span))
 
 
 LOST_PEER = re.compile(r"timed?[ -]?out|connect|peer|broken pipe|socket|remote process|abort", re.IGNORECASE)
 """Matches the error messages of gloo, NCCL and torch for a time-out or a lost peer."""
 
 
-def finish(works: Sequence[dist.Work], axis: Axis, pending: Callable[[], str]) -> None:
+def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) -> None:
     """Waits for all of `works`.
 
     Args:
-        pending: describes the operations, for the error.
+        describe: returns a description of the operations, for the error.
 
     Raises:
         TimeoutError: the axis' time-out passed, or a peer is lost.
-        torch.AcceleratorError: a kernel of this rank failed before; no other rank is at fault.
-        RuntimeError: any other error of the backend, such as messages of different sizes, unchanged.
+        torch.AcceleratorError: an earlier kernel of this rank failed; no other rank is at fault.
+        RuntimeError: any other error of the backend, unchanged, such as messages of different sizes.
     """
     if not works:
         return
@@ -241,13 +243,14 @@ def finish(works: Sequence[dist.Work], axis: Axis, pending: Callable[[], str]) -
             for work in works:
                 work.wait() if axis.timeout is None else work.wait(axis.timeout)
     except torch.AcceleratorError:
-        raise  # an earlier kernel failed: its error surfaces in the next call
+        raise  # a subclass of RuntimeError: an earlier kernel failed, and CUDA reports its error at the next call
     except RuntimeError as error:
+        # The backend may report a failed kernel of this rank as an error of its own, which would blame a peer.
         if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
             raise kernel_error from error
         if not LOST_PEER.search(str(error)):
             raise
         reason = str(error).splitlines()[0]
         raise TimeoutError(
-            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {pending()}: {reason}"
+            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {describe()}: {reason}"
         ) from error
