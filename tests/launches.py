@@ -113,6 +113,10 @@ def run_imports(script: str) -> None:
     exec(compile(tree, "script", "exec"), {})
     if "accelerate" in sys.modules:
         import datasets  # noqa: F401  as accelerate does when it prepares a loader
+    if "transformers" in sys.modules:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")  # fills its cache: each process would compile 865 patterns
 
 
 class Forked:

@@ -180,23 +180,18 @@ LIMITS = {
 
 @pytest.mark.parametrize("page", WITH_DIFFS)
 def test_changed_script_has_equal_losses_and_gradients(tmp_path, page):
-    before, after = run_in_float64(page, [scripts(page, " -"), scripts(page, " +")], tmp_path / "listing")
+    """Further changes apply to the changed script and run; the one of plain torch is an equivalent script."""
+    files = scripts(page)
+    further = [files | {name: changed(files[name], diff)} for name, diff in changes(page)]
+    before, after, *results = run_in_float64(page, [scripts(page, " -"), files, *further], tmp_path / "listing")
     for name in ("losses", "norms"):
         assert len(before[name]) == 3
         assert after[name] == pytest.approx(before[name], rel=LIMITS[page])
-
-
-@pytest.mark.parametrize(("page", "change"), [(page, i) for page in WITH_DIFFS for i in range(len(changes(page)))])
-def test_further_changes_apply_and_run(tmp_path, page, change):
-    files = scripts(page)
-    name, diff = changes(page)[change]
-    variants = [files | {name: changed(files[name], diff)}]
-    if page == "docs/plain-torch.md":  # whose change is an equivalent script
-        variants.append(files)
-    results, *unchanged = run_in_float64(page, variants, tmp_path / "changed")
-    assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in results.values())
-    for expected in unchanged:
-        assert results["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+    assert len(results) == len(further)
+    for result in results:
+        assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in result.values())
+        if page == "docs/plain-torch.md":
+            assert result["losses"] == pytest.approx(after["losses"], rel=1e-9)
 
 
 @pytest.mark.parametrize("page", ALONE)

@@ -57,7 +57,10 @@ BRIEF = {
         *(of("wallfacer-2-queries", ring=4), of("ring+token_ring", nodes=2, devices=2)),
     ],
 }
-"""By ranks: compositions that run a brief sample with each setting once, another sample for each composition."""
+"""By ranks: compositions that run a brief sample with each setting once, another sample for each composition.
+
+Four ranks run every second case, and all of them under the mark `long`; fewer ranks run each setting.
+"""
 PARTLY = {
     4: [
         *(of("all_gather", ring=4), of("wallfacer-1", ring=4), of("wallfacer-2", ring=4), of("upipe", ulysses=4)),
@@ -82,12 +85,18 @@ Chosen = tuple[Composition, int, int]
 """(composition, number of its brief sample, every how many cases one runs)."""
 
 
-def calls(step: int = 5) -> Iterator[list[Chosen]]:
-    """Yields the compositions of one call: about half of those with equal ranks; of `PARTLY` one case in `step`."""
+def calls(brief_step: int = 2, step: int = 5) -> Iterator[list[Chosen]]:
+    """Yields the compositions of one call: about half of those with equal ranks.
+
+    Args:
+        brief_step: compositions of `BRIEF` on four ranks run one case in this many.
+        step: those of `PARTLY` likewise, on more than four ranks one in one more.
+    """
     number = 0
-    for ranked, every in ((BRIEF, 1), (PARTLY, step)):
+    for ranked in (BRIEF, PARTLY):
         for ranks, some in ranked.items():
-            chosen = [(one, i, every + (ranks > 4)) for i, one in enumerate(some, number)]
+            every = step + (ranks > 4) if ranked is PARTLY else brief_step if ranks == 4 else 1
+            chosen = [(one, i, every) for i, one in enumerate(some, number)]
             number += len(some)
             yield from (chosen[::2], chosen[1::2]) if ranks < 16 else (chosen,)
 
@@ -104,9 +113,9 @@ LONG = [of("ring", ring=8), of("wallfacer-4-keys", ring=16)]
 
 
 def marked() -> list[Any]:
-    """Marks `LONG` with `long`, and adds a third of the brief samples of `PARTLY` under that mark."""
+    """Marks `LONG` with `long`, and adds full samples of `BRIEF` on four ranks and a third of `PARTLY` likewise."""
     usual = [pytest.param(some, marks=[pytest.mark.long] * (some[0][0] in LONG)) for some in calls()]
-    return usual + [pytest.param(some, marks=pytest.mark.long) for some in calls(3) if some[0][2] > 1]
+    return usual + [pytest.param(some, marks=pytest.mark.long) for some in calls(1, 3) if some[0][0].ranks >= 4]
 
 
 def through(composition: Composition) -> Any:
@@ -179,7 +188,9 @@ WITH_SINKS = [
 
 
 def every_method(ranks: int, all_cases: bool) -> list[str]:
+    """Runs all cases on all compositions, or one case on each method that is not composed of others."""
     some = [one for one in compositions(list(METHODS), [ranks]) if dict(one.axes).get("ulysses", 1) <= 8]
+    some = [one for one in some if all_cases or "+" not in one.method]
     chosen = [WITH_SINKS if all_cases else [WITH_SINKS[i % len(WITH_SINKS)]] for i in range(len(some))]
     return conform(list(zip(some, chosen, strict=True)))
 
@@ -195,9 +206,10 @@ def test_each_of_several_sinks_per_head_has_its_gradient(worlds, ranks, all_case
 # -- random cases -----------------------------------------------------------------------------------------------------
 
 
-def test_random_cases_conform(worlds):
+@pytest.mark.parametrize("indices", [range(24), pytest.param(range(24, 60), marks=pytest.mark.long)], ids=str)
+def test_random_cases_conform(worlds, indices):
     """On sub-meshes of eight ranks: strides, autocast, checkpoints, projections, random layouts and masks."""
-    trials = [trial for trial in (drawn(0, index) for index in range(36)) if not trial.case.dtensor]
+    trials = [trial for trial in (drawn(0, index) for index in indices) if not trial.case.dtensor]
     verdicts = worlds(8).run(judge, trials)[-1]
     failed = [(trial, verdict) for trial, verdict in zip(trials, verdicts, strict=True) if verdict.failure]
     assert not failed
