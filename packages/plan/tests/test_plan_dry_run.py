@@ -124,7 +124,7 @@ def test_a_step_that_does_not_fit_exits_with_1(capsys):
 
 
 def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
-    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=8, ulysses=1))
+    config = Config(model=ModelConfig(vocab_size=257, layers=2), parallel=ParallelConfig(ring=8, ulysses=1))
     full = predict(config, "8xh100")
     rows = replace(config.data, global_batch_size=8)
     parts = predict(replace(config, data=rows, train=replace(config.train, accumulation=2)), "8xh100")
@@ -133,7 +133,7 @@ def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
 
 
 def test_zero_stage_1_has_unsharded_gradients_and_sends_parameters_once_per_step():
-    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=8, ulysses=1, zero_stage=2))
+    config = Config(model=ModelConfig(vocab_size=257, layers=2), parallel=ParallelConfig(ring=8, ulysses=1, zero_stage=2))
     rows, accumulating = replace(config.data, global_batch_size=8), replace(config.train, accumulation=2)
     parts = [
         predict(replace(config, data=rows, train=accumulating, parallel=parallel), "8xh100")
@@ -153,17 +153,16 @@ def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule"
 
 
 def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
-    output = json.loads(printed(capsys, "--recipe", "hybrid", "--cluster", "8xh100", "--json"))
-    assert output["fits"] and output["memory"]["device"] > 0
-    config = hybrid(1024)
-    prediction = predict(config, "8xh100")
-    job = job_of(config, prediction.run.axes, prediction.run.model, torch.bfloat16)
-    assert prediction.memory.device == simulate(job).device
+    flags = "--recipe hybrid --cluster 8xh100 --parallel.ring 8 --parallel.ulysses 1 --json"
+    output = json.loads(printed(capsys, *flags.split()))
+    config = replace(recipes.hybrid(), parallel=ParallelConfig(ring=8, ulysses=1))
+    run, cluster = dry_run(config, 8), cluster_of("8xh100")
+    job = job_of(config, run.axes, run.model, torch.bfloat16)
+    assert output["fits"] and output["memory"]["device"] == simulate(job).device > 0
     assert isinstance(job.model, LlamaConfig)
     blocks = sum(count * job.model.block_parameters(mixer) for mixer, count in job.model.mixer_counts().items())
-    accelerator = prediction.cluster.accelerator
-    products = 6 * blocks * job.rows * 128 / (accelerator.flops * accelerator.matmul)
-    assert prediction.time.dense == pytest.approx(products, rel=1e-6)
+    products = 6 * blocks * job.rows * job.length / 8 / (cluster.accelerator.flops * cluster.accelerator.matmul)
+    assert output["time"]["dense"] == pytest.approx(products, rel=1e-6)
 
 
 def hybrid_time(config: Config):

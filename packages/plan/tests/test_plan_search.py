@@ -442,8 +442,14 @@ def test_larger_batch_prefers_data_parallelism_with_a_reason():
     assert one.fitting[0].candidate.mesh.shard == 1
 
 
-def test_every_rejected_choice_has_a_reason():
-    actual = search(SearchPlan(tokens="4Mi", cluster="8xh100"))
+ONE_OF_EACH_KIND = ("ring", "wallfacer", "ulysses", "upipe", "usp", "upipe+ring")
+
+
+@pytest.mark.parametrize(
+    "attention", [ONE_OF_EACH_KIND, pytest.param((), marks=pytest.mark.long)], ids=["one of each kind", "all"]
+)
+def test_every_rejected_choice_has_a_reason(attention):
+    actual = search(SearchPlan(tokens="4Mi", cluster="8xh100", attention=attention))
     assert actual.fitting and not all(choice.fits for choice in actual.choices)
     seconds = [choice.time.seconds for choice in actual.fitting]
     assert seconds == sorted(seconds)
