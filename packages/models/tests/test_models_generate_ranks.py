@@ -385,17 +385,20 @@ def test_a_method_without_axes_is_refused():
 # -- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
+def text_and_logits(model: Llama | GPT) -> tuple[Tensor, Tensor]:
+    """Returns (text, the first logits after a prompt)."""
+    ids = tokens(2, 11)
+    return generate(model, ids, new_tokens=6), Decoding(model, max_new_tokens=1).prompt(ids)
+
+
 def generate_with_tensor_parallelism(
     kind: str, name: str, axes: dict[str, int], config: LlamaConfig | GPTConfig
-) -> tuple[bool, float]:
-    """Returns (whether the text equals the plain model's, the error of the first logits after a prompt)."""
+) -> tuple[Tensor, Tensor]:
+    """The results of `text_and_logits` for a model over a mesh."""
     over = mesh(**axes)
-    plain, cut = (build(kind, Local(), config=config) for _ in range(2))
-    parallelize(cut, over, attention=build_attention(name, over), precision=torch.float64)
-    ids = tokens(2, 11)
-    text = [generate(model, ids, new_tokens=6) for model in (plain, cut)]
-    logits = [Decoding(model, max_new_tokens=1).prompt(ids) for model in (plain, cut)]
-    return torch.equal(*text), relative_error(logits[1], logits[0])
+    model = build(kind, Local(), config=config)
+    parallelize(model, over, attention=build_attention(name, over), precision=torch.float64)
+    return text_and_logits(model)
 
 
 @pytest.mark.parametrize(
@@ -410,6 +413,7 @@ def generate_with_tensor_parallelism(
 def test_tensor_parallel_models_generate_the_same(worlds, kind, name, axes):
     config = replace(LLAMA, vocab_size=61) if kind == "llama" else GPT2
     ranks = 2 * axes.get("ring", 1) * axes.get("ulysses", 1)
-    for same, error in worlds(ranks).run(generate_with_tensor_parallelism, kind, name, axes, config):
-        assert same
-        assert error < 1e-10
+    plain_text, plain_logits = text_and_logits(build(kind, Local(), config=config))
+    for text, logits in worlds(ranks).run(generate_with_tensor_parallelism, kind, name, axes, config):
+        assert torch.equal(text, plain_text)
+        assert relative_error(logits, plain_logits) < 1e-10

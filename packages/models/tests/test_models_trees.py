@@ -127,9 +127,9 @@ def error(actual, exact) -> float:
     return max(relative_error(a, b) for a, b in zip([actual[0], *actual[1]], [exact[0], *exact[1]], strict=True))
 
 
-def errors_by_method(config: LlamaConfig, second_layout: str) -> dict[str, float]:
+def errors_by_method(config: LlamaConfig, second_layout: str, exact) -> dict[str, float]:
     """Errors by method, layout and policy, with losses and gradients summed over ranks."""
-    exact, errors = separate(config), {}
+    errors = {}
     for name, axes in METHODS.items():
         ranks = axes["ring"] * axes.get("ulysses", 1)
         over = mesh(**axes | {"replicate": 4 // ranks})
@@ -154,5 +154,5 @@ def test_trees_equal_separate_sequences(config):
     "config, second_layout", [(LLAMA, "striped"), (HYBRID, "contiguous")], ids=["attention", "hybrid"]
 )
 def test_trees_equal_separate_sequences_under_every_method(worlds, config, second_layout):
-    for errors in worlds(4).run(errors_by_method, config, second_layout):
+    for errors in worlds(4).run(errors_by_method, config, second_layout, separate(config)):
         assert len(errors) == 8 and max(errors.values()) < 1e-9, errors

@@ -133,7 +133,9 @@ def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
 
 
 def test_zero_stage_1_has_unsharded_gradients_and_sends_parameters_once_per_step():
-    config = Config(model=ModelConfig(vocab_size=257, layers=2), parallel=ParallelConfig(ring=8, ulysses=1, zero_stage=2))
+    config = Config(
+        model=ModelConfig(vocab_size=257, layers=2), parallel=ParallelConfig(ring=8, ulysses=1, zero_stage=2)
+    )
     rows, accumulating = replace(config.data, global_batch_size=8), replace(config.train, accumulation=2)
     parts = [
         predict(replace(config, data=rows, train=accumulating, parallel=parallel), "8xh100")
