@@ -9,7 +9,8 @@ import resource
 import shutil
 import signal
 import subprocess
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Generator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,7 @@ from armillary.train import (
     prepare,
     process_group,
     train_loop,
+    trainer,
 )
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
@@ -50,8 +52,10 @@ from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
+from armillary.train.reporting.report import Reporter
 from armillary.train.runtime.health.output_lock import OutputLock
 from armillary.train.runtime.health.ranks import Ranks
+from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.runtime.random_state import random_state
 from armillary.train.step import train_step
 
@@ -534,6 +538,36 @@ def test_a_failed_save_keeps_earlier_checkpoints_and_the_next_save_succeeds(worl
     finally:
         if disk:
             subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_an_error_is_reported_before_the_waits_for_a_save_and_for_sinks(monkeypatch, tmp_path):
+    """A save in flight never ends if a rank is missing, so the other ranks must learn of the error before."""
+    events: list[str] = []
+
+    @contextmanager
+    def reporting(watchdog: Watchdog) -> Generator[None]:
+        try:
+            yield
+        except ValueError:
+            events.append("reported")
+            raise
+
+    def record_exit(block: type, event: str) -> None:
+        leave = block.__exit__
+        monkeypatch.setattr(block, "__exit__", lambda *arguments: events.append(event) or leave(*arguments))
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(Watchdog, "reporting", reporting)
+    monkeypatch.setattr(trainer, "train_step", fail)
+    record_exit(Checkpoints, "waited for the save"), record_exit(Reporter, "waited for sinks")
+    config = at(replace(SMALL, parallel=ParallelConfig(ring=1, ulysses=1)), tmp_path)
+    with process_group(config) as device:
+        run = prepare(config, device)
+        with pytest.raises(ValueError):
+            train_loop(run)
+    assert events == ["reported", "waited for the save", "reported", "waited for sinks"]
 
 
 def early_save_keeps_the_first_step(config: Config) -> bool:

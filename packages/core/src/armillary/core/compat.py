@@ -1,4 +1,7 @@
-"""Interfaces of torch that are private, or differ between the supported releases (>= 2.11)."""
+"""Private interfaces of torch, and public ones that differ between the supported releases (>= 2.11).
+
+Other modules call torch's private functions only through this one, so that a new release is adapted to in one place.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Sets the time that an operation on `group` may wait. Public from torch 2.15 on."""
+    """Sets the time that an operation on `group` may wait."""
+    # Public from torch 2.15 on.
     public: Any = getattr(dist, "set_timeout", None)
     private: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     (public or private)(timeout, group)
@@ -42,18 +46,14 @@ def find_group(name: str) -> dist.ProcessGroup:
 
 
 def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Returns the time that the host may wait for an operation on `group`; None where the device waits instead.
-
-    gloo ignores the group's time-out in sends and receives, so `Work.wait` must be given it again.
-    """
+    """Returns the time that the host may wait for an operation on `group`; None on CUDA, where the stream waits."""
+    # gloo ignores the time-out of a group in sends and receives, so callers pass it to `Work.wait`.
     return group_timeout(group, device_type) if device_type == "cpu" else None
 
 
 def device_error() -> Exception | None:
-    """Returns the error that the current accelerator has met, such as a kernel's illegal access; None for no error.
-
-    Queries instead of synchronizing: after the loss of a rank, kernels of collectives may never end.
-    """
+    """Returns the error of the current accelerator, such as an illegal memory access of a kernel; None without one."""
+    # A query instead of a synchronization: after the loss of a rank, kernels of collectives may never end.
     try:
         torch.accelerator.current_stream().query()
     except torch.AcceleratorError as error:
@@ -62,11 +62,11 @@ def device_error() -> Exception | None:
 
 
 def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
-    """Returns options of a group whose NCCL communicators run on streams of high priority.
+    """Returns options for a process group whose NCCL kernels run on streams of high priority.
 
     Args:
-        max_ctas: upper limit of thread blocks of one NCCL kernel, each on a multiprocessor of its own. None: NCCL
-            decides.
+        max_ctas: upper limit of thread blocks of one NCCL kernel, of which each occupies a multiprocessor; by default
+            NCCL decides.
     """
     options: Any = cast(Any, dist).ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
@@ -84,10 +84,8 @@ def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
 
 
 def nccl_binds_devices() -> bool:
-    """Returns True if "nccl" binds each group to a device: the one given to `init_process_group`, or LOCAL_RANK's.
-
-    The backend nccl2 does, which torch 2.15 uses for "nccl" unless TORCH_DIST_USE_NCCL2=0.
-    """
+    """Returns True if "nccl" binds each group to a device: the one given to `init_process_group`, or LOCAL_RANK's."""
+    # The backend nccl2 does, which torch 2.15 uses for "nccl" unless TORCH_DIST_USE_NCCL2=0.
     c10d: Any = dist.distributed_c10d
     nccl2 = getattr(c10d, "_create_nccl2_process_group", None)
     if nccl2 is None:
@@ -101,18 +99,19 @@ def has_several_backends() -> bool:
     """Returns True if the default process group has separate backends for host and device tensors."""
     c10d: Any = dist.distributed_c10d
     backend, _ = c10d._world.pg_map[c10d._get_default_group()]
-    return "," in str(backend)
+    return "," in str(backend)  # such as "cpu:gloo,cuda:nccl"
 
 
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
-    """Creates a process group of some ranks of the world, which include this rank. Only these ranks call it.
+    """Creates a process group of some ranks of the world, including this rank. Only these ranks call it.
 
-    With the `priority_options` of another group as `like`, NCCL communicators get that group's priority and CTA limit.
-
-    `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has made,
-    so ranks that have made different numbers of groups would wait for each other forever. Here the caller chooses the
-    name.
+    Args:
+        name: name of the group, the same on all of its ranks and unique among their groups.
+        timeout: time that an operation on the group may wait; by default the backend's.
+        like: `priority_options` of another group, whose priority and CTA limit NCCL uses.
     """
+    # `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has
+    # made, so ranks that have made different numbers of groups would wait for each other forever.
     c10d: Any = dist.distributed_c10d
     default: Any = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
@@ -146,25 +145,25 @@ def define_op(
     run_like: Callable[..., Any],
     differentiable: Callable[..., Any] | None = None,
 ) -> OpOverload:
-    """Defines an op in namespace "armillary" that allocates its results and mutates nothing.
+    """Defines an op in namespace "armillary" that returns new tensors and mutates none.
 
     `torch.library.custom_op` costs the host some 0.1 ms more per call, forward and backward: it flattens lists as
-    pytrees and looks for memory shared by inputs and outputs. Tests check that ops defined here share none.
+    pytrees and searches inputs and outputs for shared memory. Tests check that ops defined here share none.
 
     Args:
         schema: schema of the op, with its name.
-        run: the implementation. Never traced, not even where torch.compile falls back to tracing a caller's callees.
+        run: the implementation, which torch.compile never traces, not even after a graph break in its caller.
         run_like: the fake implementation; returns empty tensors in the shapes of the results.
         differentiable: the implementation under autograd, which calls the op again `below_autograd`.
     """
     name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")
+    library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")  # all devices, below autograd
     torch.library.register_fake(f"armillary::{name}", run_like, lib=library)
     if differentiable is not None:
         library.impl(name, differentiable, "Autograd")
     op: OpOverload = getattr(torch.ops.armillary, name).default
-    _defined[op] = library, run  # the op goes when its library does
+    _defined[op] = library, run  # torch removes the op when its library is garbage-collected
     return op
 
 
@@ -182,7 +181,8 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors of one device in place, in one kernel. torch's optimizers use the same private op."""
+    """Multiplies tensors of one device in place, in one kernel."""
+    # Private, but torch's optimizers use it too.
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -205,7 +205,7 @@ def flatten_axes(axes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def parallel_ranks(mesh: DeviceMesh) -> list[list[int]]:
-    """Returns the ranks of a 1-D mesh and of every parallel 1-D mesh that was sliced from the same mesh with it."""
+    """Returns the global ranks of each 1-D mesh that the slicing of `mesh` from its root mesh has created."""
     private = cast(Any, mesh)
     ranks: Tensor = private._layout.remap_to_tensor(private._rank_map)
     return ranks.reshape(-1, mesh.size()).tolist()
@@ -217,17 +217,19 @@ def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts an all-gather of flat tensors. torch 2.13 renames the function and deprecates the old name."""
+    """Starts an all-gather of flat tensors."""
+    # torch 2.13 renames the function and deprecates the old name.
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
 
 
 def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Starts receives and sends of contiguous tensors, by rank of the group, in one batch if the backend has batches.
+    """Starts receives and sends of contiguous tensors by rank of the group, in one batch if the backend has batches.
 
-    `dist.batch_isend_irecv` without its objects and checks for each message, which take longer than the messages. For
-    an NCCL batch only one work is returned: its event is recorded after all messages, and it keeps their tensors alive.
+    Returns one work for each message; for an NCCL batch a single work, whose event is recorded after all messages and
+    which keeps their tensors alive.
     """
+    # `dist.batch_isend_irecv` without its objects and checks for each message, which take longer than small messages.
     tensors = receive or send
     if not tensors:
         return []
@@ -243,7 +245,7 @@ def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: M
 def above_autograd() -> AbstractContextManager[Any]:
     """Returns a context that turns autograd on again inside the implementation of an op."""
     private: Any = cast(Any, torch)._C
-    # The dispatcher excludes these keys once it has passed them on its way down to the implementation.
+    # The dispatcher excludes each of these keys after it has run the kernel of that key for the op.
     keys = private._dispatch_tls_local_exclude_set()
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         keys = keys.remove(getattr(private.DispatchKey, name))
@@ -263,7 +265,7 @@ def is_transformed(x: Tensor) -> bool:
 
 
 def fakes_tensors() -> bool:
-    """Returns True if new tensors are fake ones."""
+    """Returns True under FakeTensorMode."""
     private: Any = cast(Any, torch)._C
     return private._get_dispatch_mode(private._TorchDispatchModeKey.FAKE) is not None
 
@@ -271,9 +273,9 @@ def fakes_tensors() -> bool:
 def no_view(x: Tensor) -> Tensor:
     """Returns an alias of `x` that autograd does not treat as a view."""
     private: Any = cast(Any, torch)._C
-    # Views are recorded below this dispatch key: without it, autograd sees a new tensor.
-    without = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
-    with private._ExcludeDispatchKeyGuard(without):
+    # The kernels of this dispatch key record views. Without them autograd sees a new tensor.
+    view_tracking = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
+    with private._ExcludeDispatchKeyGuard(view_tracking):
         return torch.ops.aten.alias.default(x)
 
 
@@ -284,7 +286,7 @@ def references(x: Tensor) -> tuple[int, int]:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Returns True if two tensors have the same storage, even where they use different ranges of it."""
+    """Returns True if two tensors have the same storage, even if they use different ranges of it."""
     return cast(Any, torch)._C._is_alias_of(x, y)
 
 
@@ -294,7 +296,7 @@ def profiling() -> bool:
 
 
 def keeps_graph() -> bool:
-    """Returns True if the backward pass in progress was called with `retain_graph`."""
+    """Returns True if the backward pass in progress was started with `retain_graph=True`."""
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
 
 
@@ -306,18 +308,18 @@ def after_backward(action: Callable[[], None]) -> None:
 class OpRefused(NotImplementedError, ValueError):
     """An op that DTensors with some placement do not support.
 
-    A NotImplementedError, because DTensor re-raises these and rewrites the messages of other errors.
+    A NotImplementedError, because DTensor passes these on and rewrites the messages of other errors.
     """
 
 
 def guard_dtensors(
     op: Callable[[object, Sequence[Placement]], None], redistribution: Callable[[DTensor, Sequence[Placement]], None]
 ) -> None:
-    """Installs checks in DTensor, for placements that some ops and gradients would silently break.
+    """Installs checks in DTensor, for placements with which some ops or gradients would be silently wrong.
 
     Args:
-        op: called with each op and the placements of its tensors before sharding propagation. DTensor caches by op and
-            placements, so `op` must be a pure function of them.
+        op: called with each op and the placements of its tensors before sharding propagation. Must depend on these
+            alone, because DTensor caches the propagation.
         redistribution: called with a DTensor and its target placements before each explicit `redistribute`.
     """
     from torch.distributed.tensor import DTensor
@@ -334,7 +336,7 @@ def guard_dtensors(
         redistribution(x, placements)
         return forward(ctx, x, mesh, placements, *options)
 
-    # The second is a cache around the first. A new cache replaces it, since its entries have not been checked.
+    # `propagate_op_sharding` caches the non-cached function. An empty cache replaces it: its entries are unchecked.
     propagator.propagate_op_sharding_non_cached = propagate_checked
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)
     function.forward = staticmethod(forward_checked)
@@ -348,7 +350,8 @@ def placements_in(arguments: object) -> list[Placement]:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Returns True for a DTensor. Does not import DTensor, which takes seconds, to reject a plain tensor."""
+    """Returns True for a DTensor."""
+    # Without importing DTensor, which takes seconds, for a plain tensor.
     if type(x) is Tensor or type(x) is Parameter:
         return False
     from torch.distributed.tensor import DTensor
@@ -357,7 +360,7 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor; a plain tensor itself."""
+    """Returns the local tensor of a DTensor; a plain tensor unchanged."""
     return x.to_local() if is_dtensor(x) else x
 
 
@@ -368,22 +371,18 @@ def constant_when_traced(function: F) -> F:
 
 
 def with_dynamic_results(function: F) -> F:
-    """Returns a compiled function whose graphs may contain ops with results of unknown size.
-
-    By default Dynamo traces these only with `fullgraph=True`, and breaks the graph otherwise.
-    """
+    """Returns a compiled function whose graphs may contain ops with results of data-dependent size."""
+    # By default dynamo traces these only with `fullgraph=True`, and breaks the graph otherwise.
     import torch._dynamo
 
     return cast(F, cast(Any, torch._dynamo.config).patch(capture_dynamic_output_shape_ops=True)(function))
 
 
 def outside_graphs(function: F) -> F:
-    """Marks a function that torch.compile leaves out of its graphs.
-
-    A compiled caller breaks its graph here. Eager calls do not import dynamo, which takes seconds.
-    """
+    """Decorator of functions that torch.compile runs eagerly: a compiled caller breaks its graph at the call."""
     disabled = _disable_dynamo(function)
 
+    # `disabled` imports dynamo at its first call, which takes seconds: eager callers do without.
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
@@ -392,7 +391,7 @@ def outside_graphs(function: F) -> F:
 
 
 def dtensors_outside_graphs(function: F) -> F:
-    """Marks a function whose calls on a DTensor, the first argument, torch.compile leaves out of its graphs."""
+    """Decorator of functions that torch.compile runs eagerly if their first argument is a DTensor."""
     disabled = _disable_dynamo(function)
 
     @wraps(function)
@@ -404,7 +403,7 @@ def dtensors_outside_graphs(function: F) -> F:
 
 
 def outside_modes(function: F) -> F:
-    """Marks a function whose tensors are cached: they are real ones, also while FakeTensorMode is on."""
+    """Decorator of functions whose results are cached: they return real tensors even under FakeTensorMode."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -419,10 +418,10 @@ def outside_modes(function: F) -> F:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises a RuntimeError unless `condition` is true, without a host sync on CUDA, and inside graphs too."""
+    """Raises RuntimeError unless `condition` is true; on CUDA without synchronizing the host. Works inside graphs."""
     cast(Any, torch)._assert_async(condition, message)
 
 
 def traced_object(value: Any) -> Any:
-    """Returns the mesh or group behind the wrapper that torch.compile passes while tracing; other values unchanged."""
+    """Returns the mesh or group that torch.compile has wrapped while it traces; other values unchanged."""
     return getattr(value, "real_obj", value)

@@ -1,17 +1,17 @@
-"""`LogSumExpPartial`: the placement of attention over a subset of the keys, which `redistribute` merges.
+"""`LogSumExpPartial`: the DTensor placement of attention over each rank's keys, which `redistribute` merges.
 
     packed = pack_partial(out, lse)                                      # [B, N, H, D], [B, N, H] -> [B, N, H, D + 1]
     partial = DTensor.from_local(packed, mesh["ring"], [LogSumExpPartial()])
     out, lse = unpack_partial(partial.redistribute(placements=[Shard(1)]))
 
-Every rank of the axis has attended with the same queries to its own keys. The results are merged in rank order:
-out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row for which every rank has
-lse = -inf, since no rank has visible keys for it, gets out = 0 and lse = -inf.
+Every rank of the axis has computed attention of the same queries over its own keys. The results are merged in rank
+order: out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row for which no rank has
+visible keys has lse = -inf on every rank; its merged out is 0 and its lse -inf.
 
-Forward only. In backward torch treats everything partial as a sum, and would return gradients that are silently wrong,
-so tensors that require a gradient are refused; `merge_scatter` is the merge with a gradient. No op knows the placement
-either: all are refused except `redistribute`, `full_tensor` and `to_local`. This includes `clone` and `detach`, before
-which torch would merge in some releases (2.15) and not in others (2.11).
+Forward only: torch's backward treats every partial placement as a sum, and its gradients would be silently wrong.
+Tensors that require a gradient are refused; `merge_scatter` is the merge with a gradient. All ops on DTensors with this
+placement are refused too, except `redistribute`, `full_tensor` and `to_local`. This includes `clone` and `detach`,
+before which torch merges in some releases (2.15) and not in others (2.11).
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from armillary.core.placements import chunk_sizes, describe
 from armillary.core.validation import check_tensor
 
 PACKED, SEPARATE = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
-"""Reductions of our own: torch lets "sum" pass through many ops, and merges placements with equal names."""
+"""Names of the reduction. Not torch's: it lets "sum" pass through many ops, and treats equal names as one placement."""
 
 
 class LogSumExpPartial(Partial):
-    """Attention over each rank's own keys; the log-sum-exp merge over the ranks is pending.
+    """Attention over each rank's own keys, to be merged over the ranks by log-sum-exp.
 
     For DTensors of (out, lse) packed along the last dim (`pack_partial`), in float32 or wider. `redistribute` to
-    `Replicate` merges everywhere, to `Shard` only this rank's shard; over several axes too, and for uneven shards. No
-    axis may shard the last dim. `Partial("logsumexp")` is torch's, and another placement.
+    `Replicate` merges all rows on every rank, to `Shard` only the rows of the rank's shard. Several axes and uneven
+    shards are supported. No axis may shard the last dim. `Partial("logsumexp")` is a placement of torch, not this one.
 
     Args:
-        packed: False for `out` and `lse` as separate DTensors, as `merge_scatter` takes them. These cannot be
-            redistributed.
+        packed: False for `out` and `lse` as separate DTensors, which `merge_scatter` takes and `redistribute` refuses.
 
     Bytes sent on an axis of C ranks: to `Shard`, the other ranks' shards, kind "reduce_scatter"; to
     `Replicate`, (C - 1) / C of the local tensor twice, kinds "reduce_scatter" and "all_gather".
 
     Raises:
         ValueError: in `redistribute`, before any communication: a tensor that requires a gradient, has a dtype below
-            float32, or is or would be sharded along the last dim. In every other op, with its name.
+            float32, or is or would be sharded along the last dim. In every other op, with the op's name.
     """
 
     def __init__(self, packed: bool = True) -> None:
@@ -85,17 +84,18 @@ class LogSumExpPartial(Partial):
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         return repr(self), {"LogSumExpPartial": LogSumExpPartial}
 
-    # -- called by torch in redistribute -----------------------------------------------------------------------------
+    # -- hooks that torch calls in redistribute ----------------------------------------------------------------------
 
     def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         check_packed(tensor)
         axis, rows = Axis.on(mesh, mesh_dim), tensor.flatten(0, -2)
         sizes = chunk_sizes(len(rows), axis.size)
-        # All-reduce as reduce-scatter of rows, then all-gather: each row is merged once.
+        # To Replicate: an all-reduce as reduce-scatter of rows, then all-gather, so that each row is merged once.
         merged_rows = merge_parts(start_scatter_parts(rows, axis, sizes, 0).wait())
         return start_all_gather(merged_rows, axis, sizes, 0).wait().view(tensor.shape)
 
     def _reduce_shard_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Placement) -> Tensor:
+        # To Shard: each rank receives its shard of every other rank's partial result.
         check_packed(tensor)
         axis, dim = Axis.on(mesh, mesh_dim), cast(Shard, shard_spec).dim
         return merge_parts(start_scatter_parts(tensor, axis, chunk_sizes(tensor.shape[dim], axis.size), dim).wait())
@@ -107,7 +107,7 @@ class LogSumExpPartial(Partial):
 def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
     """Packs attention over some keys into one tensor: out [..., D] and lse [...] -> [..., D + 1].
 
-    The dtype is the wider one of the two, and at least float32.
+    The dtype of the result is the wider of both, and at least float32.
 
     Raises:
         ValueError: shapes that do not fit, dtypes that are not floating, or tensors that require a gradient.
@@ -126,17 +126,17 @@ def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def unpack_partial(packed: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Returns (out [..., D], lse [...]) from [..., D + 1], local or a merged DTensor; out in `dtype` if given."""
+    """Returns views (out [..., D], lse [...]) of [..., D + 1], local or a merged DTensor; out in `dtype` if given."""
     out, lse = packed[..., :-1], packed[..., -1]
     return (out if dtype is None else out.to(dtype)), lse
 
 
 def merge_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Merges packed attention over disjoint keys, in order.
+    """Returns the merge of packed attention over disjoint keys, in order.
 
-    A row without visible keys has weight 0, even if it is NaN.
+    A row without visible keys has weight 0, even if its out is NaN.
     """
-    # out of a row without visible keys may be NaN, and 0 * NaN would spread it.
+    # Weight 0 does not suffice: out of a row without visible keys may be NaN, and 0 * NaN is NaN.
     result, *later_parts = (
         torch.where(partial[..., -1:] == -torch.inf, _empty_row(partial), partial) for partial in parts
     )
@@ -146,7 +146,7 @@ def merge_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _empty_row(partial: Tensor) -> Tensor:
-    """Returns a row without visible keys: out = 0 and lse = -inf."""
+    """Returns the packed row of no keys: out = 0 and lse = -inf."""
     row = partial.new_zeros(partial.shape[-1])
     row[-1] = -torch.inf
     return row
@@ -165,19 +165,19 @@ def check_packed(x: Tensor) -> None:
 
 
 def check_op(op: object, placements: Sequence[Placement]) -> None:
-    """Raises OpRefused, a ValueError with the op's name, if a placement is a pending merge, which no op knows."""
-    pending = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
-    if pending is not None:
-        hint = "redistribute it first, to Replicate() or Shard(dim)" if pending.packed else "merge_scatter takes it"
-        raise compat.OpRefused(f"{op} cannot be applied to a DTensor that is {pending!r}: {hint}")
+    """Raises OpRefused, a ValueError with the op's name, if one of the placements is a `LogSumExpPartial`."""
+    partial = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
+    if partial is not None:
+        hint = "redistribute it first, to Replicate() or Shard(dim)" if partial.packed else "merge_scatter takes it"
+        raise compat.OpRefused(f"{op} cannot be applied to a DTensor that is {partial!r}: {hint}")
 
 
 def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
-    """Raises ValueError for redistributions of a pending merge that would be wrong."""
-    pending = [p for p in x.placements if isinstance(p, LogSumExpPartial)]
-    if not pending:
+    """Raises ValueError for redistributions of a `LogSumExpPartial` whose result or gradient would be wrong."""
+    partials = [p for p in x.placements if isinstance(p, LogSumExpPartial)]
+    if not partials:
         return
-    if not pending[0].packed:
+    if not partials[0].packed:
         raise ValueError(f"{describe(x)} is out or lse alone; merge_scatter(out, lse, axis) merges them")
     if x.requires_grad:
         raise ValueError(f"{describe(x)} {forward_only()}")

@@ -1,7 +1,8 @@
 """Segments of a row of tokens: packed documents, or the branches of a prefix tree.
 
-A layer with a state runs along paths. The token before position i is i - 1 inside a segment; at a segment's start it is
-the last token of the parent segment, and for a document, or the root of a tree, there is none.
+Layers with a state (convolutions, linear attention) and token shifts run along paths from a root. The token before
+position i is i - 1 inside a segment, and the last token of the parent at the start of a segment. Documents and roots
+have no parent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from armillary.core.slices import FAR, Integers, Slices
 from armillary.core.validation import documents_of
 
 NONE = -1
-"""Stands for a position or a segment that does not exist."""
+"""Index of a position or segment that does not exist, such as the parent of a document."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Segments:
 
     Args:
         ends: boundaries 0, end of the first segment, ..., N.
-        parents: the parent of each segment, an earlier one; -1 for documents and roots.
+        parents: index of each segment's parent, which precedes it; -1 for documents and roots.
     """
 
     ends: tuple[int, ...]
@@ -35,6 +36,7 @@ class Segments:
 
     @classmethod
     def documents(cls, ends: Sequence[int]) -> Segments:
+        """Returns the segments of packed documents with these boundaries."""
         return cls(tuple(ends), (NONE,) * (len(ends) - 1))
 
     @cached_property
@@ -53,55 +55,56 @@ class Segments:
         """
         ends, parents = self._arrays
         segment = np.searchsorted(ends, positions, side="right") - 1
-        if distance < 0:
+        if distance < 0:  # look ahead, which is unique only inside a segment
             later = positions - distance
             return np.where(later < ends[segment + 1], later, NONE)
         position, steps_left = positions.copy(), np.full_like(positions, distance)
-        # Each iteration moves the tokens whose ancestor lies before their segment to the end of the parent segment.
-        while (beyond := np.flatnonzero((steps_left > position - ends[segment]) & (position != NONE))).size:
-            parent = parents[segment[beyond]]
-            steps_left[beyond] -= position[beyond] - ends[segment[beyond]] + 1
-            position[beyond] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
-            segment[beyond] = parent
-            steps_left[beyond[parent == NONE]] = 0
+        # Climb the tree, all positions at once: those whose ancestor is above their segment step to the last token of
+        # the parent segment, or to -1 at a root. There are as many iterations as generations between a token and its
+        # ancestor.
+        while (climbing := np.flatnonzero((steps_left > position - ends[segment]) & (position != NONE))).size:
+            parent = parents[segment[climbing]]
+            steps_left[climbing] -= position[climbing] - ends[segment[climbing]] + 1
+            position[climbing] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
+            segment[climbing] = parent
+            steps_left[climbing[parent == NONE]] = 0
         return np.where(position == NONE, NONE, position - steps_left)
 
     @cached_property
     def last_descendants(self) -> list[int]:
-        """The last descendant of each segment, itself if it has none. Segments are in depth-first order."""
+        """The last descendant of each segment, or the segment itself. Segments are in depth-first order."""
         last = list(range(len(self.parents)))
+        # Backwards, so that a segment is complete before it is merged into its parent.
         for segment in range(len(last) - 1, 0, -1):
             if (parent := self.parents[segment]) != NONE:
                 last[parent] = max(last[parent], last[segment])
         return last
 
     def slices(self, length: int) -> list[Slices]:
-        """Returns the slices of the mask in which a token sees its path up to itself. Segments are depth first.
+        """Returns the slices of the mask in which a token sees its path up to itself.
 
-        One slice for each segment: its queries run from its start to the end of its last descendant. Segments in a
-        chain of only children, one after another, share a slice.
+        Segments must be in depth-first order. One slice per segment: its keys are the segment, its queries the
+        segment and all of its descendants. A chain of only children shares one slice.
         """
-        (ends, parents), children = self._arrays, np.zeros(len(self.parents), dtype=np.int64)
-        np.add.at(children, parents[parents != NONE], 1)
-        # Depth-first order: all descendants of a segment follow it without a gap.
-        only_child = (parents != NONE) & (parents == np.arange(-1, len(parents) - 1)) & (children[parents] == 1)
+        (ends, parents), child_counts = self._arrays, np.zeros(len(self.parents), dtype=np.int64)
+        np.add.at(child_counts, parents[parents != NONE], 1)
+        # In depth-first order the descendants of a segment follow it without a gap, so they are one range of queries.
+        only_child = (parents != NONE) & (parents == np.arange(-1, len(parents) - 1)) & (child_counts[parents] == 1)
+        # The first and the last segment of each chain.
         first = np.flatnonzero(~only_child)
         last = np.append(first[1:], len(parents)) - 1
         slices = np.empty((len(first), 6), dtype=np.int64)
         slices[:, 0] = slices[:, 2] = ends[first]
         slices[:, 1], slices[:, 3] = ends[np.array(self.last_descendants)[last] + 1], ends[last + 1]
-        slices[:, 4], slices[:, 5] = -FAR, 0
+        slices[:, 4], slices[:, 5] = -FAR, 0  # causal: j - i <= 0
         return [slices]
 
     def runs(self, spans: Iterable[range]) -> list[range]:
-        """Returns the runs of a shard's spans in local order: cut at the boundaries of segments and at steps."""
+        """Returns the runs of adjacent tokens of one segment in a shard's spans, in local order."""
         return [run for span in spans for run in self.cut(span)]
 
     def cut(self, span: range) -> list[range]:
-        """Cuts a span into runs of adjacent tokens of one segment.
-
-        A span with a step above 1 becomes runs of one token.
-        """
+        """Returns the runs of adjacent tokens of one segment in a span; single tokens if its step is above 1."""
         if span.step > 1:
             return [range(token, token + 1) for token in span]
         ends, _ = self._arrays
@@ -122,7 +125,7 @@ def misplaced_segment(parents: Sequence[int]) -> int | None:
 
     The parent of a segment must be the segment before it, an ancestor of that one, or -1.
     """
-    path: list[int] = []  # from the root to the previous segment, on which the next parent must be
+    path: list[int] = []  # from the root to the previous segment; the next parent must be one of these
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()
@@ -133,19 +136,15 @@ def misplaced_segment(parents: Sequence[int]) -> int | None:
 
 
 class Segmented(Protocol):
-    """A mask whose rows are segments: an attention mask of documents or of a tree."""
+    """An attention mask whose rows are segments: packed documents or a tree."""
 
     def segments(self, length: int) -> Sequence[Segments]:
-        """Returns the segments of each row that has its own, or of all rows alike."""
+        """Returns the segments of each row, or one entry for all rows."""
         ...
 
 
-def check_left(name: str, distance: int, rows: Sequence[Segments]) -> None:
-    """Raises ValueError for tokens that lie ahead (a negative distance) in a tree.
-
-    Args:
-        name: of the argument, for the error.
-    """
+def check_lookahead(name: str, distance: int, rows: Sequence[Segments]) -> None:
+    """Raises ValueError if argument `name` looks ahead (a negative distance) in a tree."""
     if distance < 0 and any(row.branching for row in rows):
         raise ValueError(
             f"{name} asks for {-distance} tokens ahead in a tree, where a token may have several successors"
@@ -153,10 +152,10 @@ def check_left(name: str, distance: int, rows: Sequence[Segments]) -> None:
 
 
 def segments_of(length: int, documents: object = None, mask: Segmented | None = None) -> tuple[Segments, ...]:
-    """Returns the segments of each row, or one entry for all rows alike.
+    """Returns the segments of each row, or one entry for all rows. By default all tokens are one document.
 
     Raises:
-        ValueError: documents beside a mask, boundaries that do not rise from 0 to `length`, or a mask without
+        ValueError: both documents and a mask, boundaries that do not rise from 0 to `length`, or a mask without
             segments.
     """
     if mask is not None:

@@ -1,7 +1,7 @@
-"""Argument validation: converts values of any numeric type, and raises ValueError for everything else.
+"""Argument validation: each function returns the value in its Python type, or raises ValueError.
 
-Integers may be numpy's, or tensors without dims; sequences may be tensors or arrays. Lookalikes are refused, with the
-value and the accepted values: True for 1, 3.0 for 3, and any text.
+Integers may be numpy's, or tensors without dims; sequences may be tensors or arrays. Values that merely compare equal
+are refused: True for 1, 3.0 for 3, and any text. Errors have the argument's name, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-"""(left, right) of a sliding window; None: unbounded on that side."""
+"""(left, right) of a sliding window; None for an unbounded side."""
 Boundaries = tuple[int, ...]
 """Document boundaries 0, end of the first document, ..., N."""
 
 
 def integer(name: str, value: object, minimum: int | None = None) -> int:
-    """Returns `value` as an int of at least `minimum`.
-
-    Raises:
-        ValueError: with the name and the value.
-    """
-    result = _index(value)
+    """Returns `value` as an int. Raises ValueError for other types, and below `minimum`."""
+    result = _as_int(value)
     if result is None or (minimum is not None and result < minimum):
         requirement = "" if minimum is None else f" of at least {minimum}"
         raise ValueError(f"{name}={_format(value)}: an integer{requirement} is needed")
@@ -36,23 +32,19 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """Returns `value` as a bool: True or False, numpy's too.
-
-    Raises:
-        ValueError: with the name and the value.
-    """
+    """Returns `value` as a bool: True or False, numpy's too. Raises ValueError for other types."""
     if value is True or value is False:
         return value
-    if type(value).__name__ in ("bool", "bool_") and getattr(value, "ndim", 1) == 0:
+    if type(value).__name__ in ("bool", "bool_") and getattr(value, "ndim", 1) == 0:  # the type's name in numpy 2 and 1
         return bool(value)
     raise ValueError(f"{name}={_format(value)}: True or False is needed")
 
 
 def number(name: str, value: object, hint: str = "") -> float:
-    """Returns `value` as a finite float. A tensor is refused: its gradient would be lost.
+    """Returns `value` as a finite float. Raises ValueError for other values, and tensors: their gradient would be lost.
 
-    Raises:
-        ValueError: with the name and the value.
+    Args:
+        hint: appended to the error.
     """
     result = math.nan
     if isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor)):
@@ -66,18 +58,14 @@ def number(name: str, value: object, hint: str = "") -> float:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
-    """Returns `value`, one of `choices`.
-
-    Raises:
-        ValueError: with the name, the value and the choices.
-    """
+    """Returns `value`. Raises ValueError unless it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={_format(value)}; known: {', '.join(choices)}")
     return value
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises ValueError, with the name and the type, unless `value` is a dense tensor."""
+    """Raises ValueError unless `value` is a dense tensor."""
     if not isinstance(value, Tensor):
         hint = "; convert it with torch.as_tensor" if hasattr(value, "__array__") else ""
         raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed{hint}")
@@ -98,7 +86,8 @@ def window_of(window: object) -> Window | None:
     if window is None:
         return None
     sides = _elements(window)
-    sides_or_none = [None if side is None else _index(side) for side in sides or ()]
+    sides_or_none = [None if side is None else _as_int(side) for side in sides or ()]
+    # None in `sides_or_none` is an unbounded side, or a value that is not an integer.
     invalid = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), sides_or_none, strict=True))
     if len(sides_or_none) != 2 or invalid:
         raise ValueError(
@@ -109,7 +98,7 @@ def window_of(window: object) -> Window | None:
 
 
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
-    """Returns document boundaries (0, end of the first, ..., N): for all rows of a batch, or one per row.
+    """Returns document boundaries (0, end of the first, ..., N) for all rows of a batch, or a tuple of them per row.
 
     Raises:
         ValueError: boundaries that are not integers, or do not rise from 0 (to `length`).
@@ -117,18 +106,18 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     if documents is None:
         return None
     values = _elements(documents)
-    if not values or set(map(type, values)) == {int}:
+    if not values or set(map(type, values)) == {int}:  # the usual case: one list of ints
         return boundaries_of(documents if values is None else values, length)
     rows = [_elements(row) for row in values]
-    if any(row is None for row in rows):  # boundaries of all rows; a mixture is refused with the whole value
+    if any(row is None for row in rows):  # integers of other types; numbers mixed with lists are refused there
         return boundaries_of(values, length)
     return tuple(boundaries_of(row, length) for row in rows)
 
 
 def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
-    """Returns the document boundaries of one row."""
+    """Returns the document boundaries of one row. Raises ValueError unless they are integers that rise from 0."""
     values = ends if isinstance(ends, (tuple, list)) else ()
-    ends_or_none = [end if type(end) is int else _index(end) for end in cast("Sequence[object]", values)]
+    ends_or_none = [end if type(end) is int else _as_int(end) for end in cast("Sequence[object]", values)]
     integers = [end for end in ends_or_none if end is not None]
     invalid = (
         len(ends_or_none) < 2
@@ -140,18 +129,18 @@ def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
         requirement = "start at 0 and rise" if length is None else f"rise from 0 to the length {length}"
         raise ValueError(
             f"document boundaries {_format(ends)} must {requirement}: integers 0, end of the first, "
-            "..., N, or one list a row"
+            "..., N, or one list per row"
         )
     return tuple(integers)
 
 
-def _index(value: object) -> int | None:
+def _as_int(value: object) -> int | None:
     """Returns `value` as an int, or None if it is not an integer."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool or getattr(value, "ndim", 0):
         return None
-    try:
+    try:  # numpy's integers and tensors without dims have __index__; floats and text do not
         return index(cast(Any, value))
     except TypeError:
         return None
@@ -170,7 +159,7 @@ def _elements(values: object) -> Sequence[object] | None:
 
 
 def _format(value: object) -> str:
-    """Formats a value for an error message, in one line."""
+    """Returns the value's repr on one line of at most 96 characters, for an error message."""
     text = f"tensor {value.tolist()}" if isinstance(value, Tensor) and value.numel() <= 8 else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 96 else f"{text[:93]}..."

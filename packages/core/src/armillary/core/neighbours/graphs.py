@@ -1,7 +1,7 @@
 """`neighbours.moves` inside `torch.compile` without a graph break: opaque ops, each with its gradient's op.
 
-Ops take tensors, numbers and strings, from which they look up the tables when the graph runs. One graph serves all
-masks: their documents and segments are a tensor.
+The arguments of an op are tensors, numbers and strings (`MoveKey`), from which it looks up its table when the graph
+runs. Documents and segments of a mask are a tensor, so one graph serves all masks (except for `halo`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from armillary.core.neighbours.convolution import convolve_runs
 from armillary.core.neighbours.move_key import KEY_SCHEMA, MoveKey, documents_segments, read_layout
 from armillary.core.neighbours.tables import FLAT, check_layout, halo_table, tokens_dim
 from armillary.core.observe.ledger import phase
-from armillary.core.segments import Segmented, Segments, check_left
+from armillary.core.segments import Segmented, Segments, check_lookahead
 
 # -- functions of `neighbours.moves` on local tensors, while a graph is traced ----------------------------------------
 
@@ -65,7 +65,7 @@ def halo(
 ) -> tuple[Tensor, ...]:
     check_layout(layout, axis)
     key = MoveKey.of("halo", axis, layout, documents, mask, (left, right))
-    # The graph is for this mask alone, on which the number of results depends.
+    # The mask decides how many tensors are returned, so the graph is compiled for its segments, as integers.
     segments = [] if mask is None else mask.segments(layout.length)
     ends = [[index(value) for value in row.ends] for row in segments]
     parents = [[index(value) for value in row.parents] for row in segments]
@@ -90,11 +90,11 @@ def short_convolution(
     return _convolve(x, weight, bias, *MoveKey.of("halo", axis, layout, documents, mask, (weight.shape[1] - 1, 0)))[0]
 
 
-# -- moves ------------------------------------------------------------------------------------------------------------
+# -- ops that move tokens ---------------------------------------------------------------------------------------------
 
 
 def _phase(backward: bool) -> AbstractContextManager[Any]:
-    # The ledger's phase is an argument: inside a graph no context manager is active.
+    # An argument of the op selects the ledger's phase, because no context manager is active inside a graph.
     return phase("backward") if backward else nullcontext()
 
 
@@ -112,13 +112,14 @@ def _run_return(grad: Tensor, dim: int, result_tokens: int, backward: bool, *key
     return own_memory(move.by_row(tokens, dim))
 
 
-def _like(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+def _move_like(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+    """Returns an empty tensor shaped like the result of either op, for fake tensors and graphs."""
     dim = 0 if dim == FLAT else dim
     return x.new_empty((*x.shape[:dim], result_tokens, *x.shape[dim + 1 :]))
 
 
 class _Moved(torch.autograd.Function):
-    """One of the two ops; the other is its gradient."""
+    """Autograd of `move_tokens` and `return_tokens`: each is the adjoint of the other."""
 
     @staticmethod
     def forward(
@@ -131,7 +132,7 @@ class _Moved(torch.autograd.Function):
         backward: bool,
         key: MoveKey,
     ) -> Tensor:
-        ctx.adjoint, ctx.fields = adjoint, key[1:-1]
+        ctx.adjoint, ctx.fields = adjoint, key[1:-1]  # without the mask's tensor and the fill, which is 0 in a gradient
         ctx.dim, ctx.tokens = dim, x.shape[max(dim, 0)]
         ctx.save_for_backward(key.mask_numbers)
         with compat.below_autograd():
@@ -155,10 +156,11 @@ def _return_differentiably(grad: Tensor, dim: int, result_tokens: int, backward:
 
 
 _CALL = f"Tensor x, SymInt dim, SymInt result_tokens, bool backward, {KEY_SCHEMA}"
-_move = compat.define_op(f"move_tokens({_CALL}) -> Tensor", _run_move, _like, _move_differentiably)
-_return = compat.define_op(f"return_tokens({_CALL}) -> Tensor", _run_return, _like, _return_differentiably)
+_move = compat.define_op(f"move_tokens({_CALL}) -> Tensor", _run_move, _move_like, _move_differentiably)
+_return = compat.define_op(f"return_tokens({_CALL}) -> Tensor", _run_return, _move_like, _return_differentiably)
 
 
+# dynamo cannot trace the tables. It takes the result as a constant, so arguments and result must be plain values.
 @compat.constant_when_traced
 def _halo_lengths(
     layout_text: str,
@@ -169,11 +171,11 @@ def _halo_lengths(
     right: int,
     rank: int,
 ) -> str:
-    """Returns the number of rows with segments of their own, and the length of each run with its halo."""
+    """Returns the number of rows with their own segments, then the length of each run with its halo, as text."""
     layout = read_layout(layout_text)
     rows = tuple(Segments(tuple(a), tuple(b)) for a, b in zip(ends, parents, strict=True))
     rows = rows or documents_segments(documents, layout.length)
-    check_left("right", -right, rows)
+    check_lookahead("right", -right, rows)
     return ",".join(map(str, (len(rows), *halo_table(layout, rows, left, right, rank)[1])))
 
 
@@ -181,7 +183,7 @@ def _halo_lengths(
 
 
 def _run_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
-    """Returns the outputs, and for backward the runs with their halos, flat [tokens, C]."""
+    """Returns the output, and the runs with their halos, flat [tokens, C], which are saved for backward."""
     move = MoveKey(*key).token_move(x)
     runs = start_move(move.tokens(x, 1), move.axis, move.table).wait()
     out = convolve_runs(runs, weight, bias, move.lengths)
@@ -189,16 +191,17 @@ def _run_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> 
 
 
 def _convolve_like(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
-    # The number of tokens in halos depends on the mask, which is unknown while a graph is traced.
+    # The number of tokens in halos depends on the mask, which is a tensor without values while a graph is traced.
     return [x.new_empty(x.shape), x.new_empty((torch.library.get_ctx().new_dynamic_size(), x.shape[2]))]
 
 
 def _run_convolve_backward(
     dout: Tensor, flat_runs: Tensor, weight: Tensor, bias: Tensor | None, *key: Any
 ) -> list[Tensor]:
-    """Returns the gradients of x, weight, and of bias if there is one."""
+    """Returns the gradients of x, of weight and, if there is one, of bias."""
     move = MoveKey(*key).token_move(dout)
     runs = flat_runs.unflatten(0, (-1, len(dout))) if move.rows == 1 else flat_runs
+    # Recomputes the local convolution under autograd, then returns the gradients of halo tokens to their owners.
     leaves = [x.detach().requires_grad_() for x in (runs, weight, bias) if x is not None]
     with compat.above_autograd(), torch.enable_grad():
         runs_leaf, weight_leaf, *bias_leaf = leaves
@@ -216,7 +219,7 @@ def _convolve_backward_like(
 
 
 class _Convolved(torch.autograd.Function):
-    """The op's autograd kernel."""
+    """Autograd of `short_convolution`."""
 
     @staticmethod
     def forward(ctx: Any, key: MoveKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -239,7 +242,7 @@ class _Convolved(torch.autograd.Function):
 
 
 def _convolve_differentiably(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
-    if not any(y is not None and y.requires_grad for y in (x, weight, bias)):
+    if not any(y is not None and y.requires_grad for y in (x, weight, bias)):  # saves nothing for backward
         with compat.below_autograd():
             return _convolve(x, weight, bias, *key)
     return list(cast(Any, _Convolved).apply(MoveKey(*key), x, weight, bias))

@@ -12,7 +12,7 @@ from torch import Tensor
 from armillary.core.collectives.compiled import TracedAxis, axis_of
 from armillary.core.layout import SequenceLayout
 from armillary.core.neighbours.tables import TokenMove, halo_table, relayout_table, shift_table
-from armillary.core.segments import Segmented, Segments, check_left, segments_of
+from armillary.core.segments import Segmented, Segments, check_lookahead, segments_of
 
 KEY_SCHEMA = (
     "Tensor? mask_numbers, str move, str axis, str group, str layout, str target, str documents, str mask, "
@@ -122,7 +122,7 @@ class MoveKey(NamedTuple):
             return TokenMove(axis, relayout_table(layout, read_layout(self.target), axis.rank))
         segments = self.segments(layout.length)
         if self.move == "shift":
-            check_left("offset", numbers[0], segments)
+            check_lookahead("offset", numbers[0], segments)
             table = shift_table(layout, segments, numbers[0], axis.rank)
             return TokenMove(axis, table, len(segments), fill=self.fill)
         table, lengths = halo_table(layout, segments, numbers[0], numbers[1], axis.rank)

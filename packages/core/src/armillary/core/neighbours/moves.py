@@ -1,14 +1,15 @@
-"""Access to tokens of other positions, on any layout: a new layout, shifted tokens, the tokens around a run.
+"""Communication of tokens between positions, for any layout.
 
     relayout            the same tokens, sharded by another layout
-    shift               y at i = x at i - offset along the path: labels, token shift, multi-token prediction
+    shift               y at i = x at i - offset of the same document: labels, token shift, multi-token prediction
     halo                each run of a shard with the tokens before and after it
     short_convolution   causal depthwise convolution, as in hybrid models
 
-A *run* is a range of adjacent tokens of one document on one rank; in a striped layout each token is a run. Functions
-take local tensors of this rank's tokens and a mesh axis, or DTensors that are sharded on that axis like the layout's
-shards. They are differentiable. All ranks of the axis must call them in the same order, in forward and in backward.
-If no rank needs a token of another, nothing is sent.
+A *run* is a range of adjacent tokens of one document on one rank; in a striped layout each token is a run. In a prefix
+tree, the token before a segment is the last one of its parent. Functions take local tensors of this rank's tokens and a
+mesh axis, or DTensors that the axis shards in the sizes of the layout. They are differentiable. All ranks of the axis
+must call them in the same order, in forward and in backward. If every rank has the tokens that it needs, nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -36,30 +37,31 @@ from armillary.core.neighbours.tables import (
     shift_table,
     tokens_dim,
 )
-from armillary.core.segments import Segmented, check_left, segments_of
+from armillary.core.segments import Segmented, check_lookahead, segments_of
 from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
+"""Document boundaries 0, end of the first, ..., N; or one list of boundaries per row."""
 
 
 @compat.dtensors_outside_graphs
 def relayout(
     x: Tensor, source: SequenceLayout, target: SequenceLayout, axis: DeviceMesh | Axis, dim: int = 1
 ) -> Tensor:
-    """Moves tokens to their shards in another layout. Differentiable; takes integer tensors too.
+    """Moves tokens from their shards in `source` to their shards in `target`. Differentiable.
 
     Args:
-        x: [B, T, ...], this rank's tokens by `source`.
+        x: [B, T, ...], this rank's tokens in `source`; any dtype, integers too.
         source, target: layouts of the same length over the ranks of the axis.
         dim: the dim of the tokens.
 
     Returns:
-        [B, T', ...], this rank's tokens by `target`.
+        [B, T', ...], this rank's tokens in `target`.
 
-    Bytes sent: this rank's tokens that change owner, kind "all_to_all"; backward the tokens that it received.
+    Bytes sent: this rank's tokens that change owner, kind "all_to_all"; in backward the tokens that it received.
 
     Raises:
-        ValueError: layouts, axis and x that do not match. Raised before any communication.
+        ValueError: layouts, axis or x that do not match. Raised before any communication.
     """
     if source.length != target.length:
         raise ValueError(f"source has {source.length} tokens and target {target.length}; both need the same length")
@@ -91,11 +93,11 @@ def shift(
 
     Args:
         x: [B, T, ...], this rank's tokens.
-        offset: tokens back along the path; negative offsets look ahead (labels are -1).
-        documents: boundaries 0, end of the first, ..., N, or a list of them for each row.
-        mask: an attention mask of documents or of a tree, in place of `documents`.
+        offset: number of tokens to look back, along the path of a tree; negative to look ahead (-1 for labels).
+        documents: document boundaries; by default one document.
+        mask: an attention mask of documents or of a tree, instead of `documents`.
 
-    Bytes sent: each token of this rank that another rank's shard needs, once per such rank, kind "all_to_all".
+    Bytes sent: each token of this rank once to every other rank that needs it, kind "all_to_all".
 
     Raises:
         ValueError: a negative offset in a tree, where a token may have several successors; arguments that do not
@@ -106,7 +108,7 @@ def shift(
         return graphs.shift(x, layout, traced_axis(axis), offset, documents, fill, dim, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_layout(layout, mesh_axis)
-    check_left("offset", offset, rows)
+    check_lookahead("offset", offset, rows)
     table = shift_table(layout, rows, offset, mesh_axis.rank)
     move = TokenMove(mesh_axis, table, len(rows), fill=fill)
     return _on_local(x, lambda local: _move(local, dim, move), mesh_axis, dim, (layout,))
@@ -123,12 +125,13 @@ def halo(
     *,
     mask: Segmented | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns each run of this rank's shard with `left` tokens before and `right` after it, zeros beyond its document.
+    """Returns each run of this rank's shard with its halo: `left` tokens before it and `right` after it.
 
-    In a tree the tokens before a segment are the last ones of its path.
+    Tokens beyond the run's document are zeros.
 
     Args:
-        x: [B, T, ...], this rank's tokens; local.
+        x: [B, T, ...], this rank's tokens; local, because halos overlap.
+        documents, dim, mask: as in `shift`.
 
     Returns:
         [B, left + n + right, ...] for each run of n tokens, in local order. If rows have different segments, the runs
@@ -137,18 +140,18 @@ def halo(
     Bytes sent: as `shift`.
 
     Raises:
-        ValueError: a negative side, tokens to the right in a tree, arguments that do not match. Raised before any
-        communication.
+        ValueError: a negative `left` or `right`, `right` above 0 in a tree, arguments that do not match. Raised before
+            any communication.
     """
     integer("left", left, 0)
     integer("right", right, 0)
     if compat.is_dtensor(x):
-        raise ValueError("x is a DTensor; runs with their halos are no shards of one: pass x.to_local()")
+        raise ValueError("x is a DTensor, but runs with halos overlap and have no placement; pass x.to_local()")
     if torch.compiler.is_compiling():
         return graphs.halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_layout(layout, mesh_axis)
-    check_left("right", -right, rows)
+    check_lookahead("right", -right, rows)
     table, lengths = halo_table(layout, rows, left, right, mesh_axis.rank)
     move = TokenMove(mesh_axis, table, len(rows))
     if len(rows) == 1:
@@ -167,14 +170,16 @@ def short_convolution(
     *,
     mask: Segmented | None = None,
 ) -> Tensor:
-    """Causal depthwise convolution: y at i = bias + sum_w weight[:, w] x at i - (W - 1 - w), of its own document.
+    """Causal depthwise convolution inside each document: y at i = bias + sum_w weight[:, w] x at i - (W - 1 - w).
 
     Args:
         x: [B, T, C], this rank's tokens.
-        weight: [C, W], replicated; its gradient is this rank's share of a sum, and so is the gradient of `bias` [C].
+        weight: [C, W], replicated. Its gradient and that of `bias` are this rank's addends: sum them over the axis.
+        bias: [C], replicated; None for none.
+        documents, mask: as in `shift`.
 
     Returns:
-        [B, T, C]. In a tree the W - 1 tokens before a segment are the last ones of its path.
+        [B, T, C].
 
     Bytes sent: as `halo` with left = W - 1.
 
@@ -190,8 +195,8 @@ def short_convolution(
         return graphs.short_convolution(x, weight, layout, traced_axis(axis), bias, documents, mask)
     mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
     check_layout(layout, mesh_axis)
+    # A window of W tokens needs a halo of W - 1 tokens before each run; then the convolution is local.
     table, lengths = halo_table(layout, rows, weight.shape[1] - 1, 0, mesh_axis.rank)
-
     move = TokenMove(mesh_axis, table, len(rows))
 
     def convolve(local: Tensor) -> Tensor:
@@ -204,7 +209,7 @@ def short_convolution(
 def _on_local(
     x: Tensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, layouts: Sequence[SequenceLayout]
 ) -> Tensor:
-    """Applies a function to a local tensor, or to the local tensor of a DTensor. The result has x's placements.
+    """Applies a function to a local tensor or a DTensor's local tensor. The result has the placements of `x`.
 
     Raises:
         ValueError: a DTensor that is not sharded on the axis along `dim`, or not in shards of these layouts' sizes.
@@ -217,7 +222,7 @@ def _on_local(
 
 
 def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:
-    """Moves tokens on a dim of a local tensor, differentiably."""
+    """Moves the tokens on `dim` of a local tensor. Differentiable."""
     if dim != FLAT:
         dim = tokens_dim(x, dim)
     return move.by_row(linear(move.tokens(x, dim), start_move, start_return, move.axis, move.table, move.fill), dim)

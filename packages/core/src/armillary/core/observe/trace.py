@@ -1,4 +1,7 @@
-"""Traces: computation and communication of every rank on one time line, in Chrome's trace format."""
+"""Traces: `Trace` records computation and communication of every rank on one time line, in Chrome's trace format.
+
+`span` records a computation, `record` the messages of a communication primitive.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from armillary.core.observe.clock import Clock, CudaClock, HostClock
 from armillary.core.observe.ledger import CommLedger, current_phase
 
 COMPUTE = "compute"
-"""The lane of computation. Communication has lanes "exchange ring", "exchange ulysses", ..."""
+"""The lane of computation. Communication has the lanes "exchange ring", "exchange ulysses", ..."""
 
 Event = dict[str, Any]
 """An entry of "traceEvents"."""
@@ -31,7 +34,7 @@ class TraceSpan:
     lane: str
     name: str
     category: str
-    facts: dict[str, Any]
+    arguments: dict[str, Any]
     start: Any
     end: Any = None
 
@@ -49,26 +52,25 @@ class TraceSpan:
 
 @dataclass
 class Trace:
-    """Records when this process computes and when its messages are in flight, while it is open.
+    """Context manager that records when this process computes and when its messages are in flight.
 
         with Trace() as trace:
             attend(q, k, v, mask=mask, layout=layout).backward(dout)
         trace.write(Path("trace.json"))  # on every rank; open it in ui.perfetto.dev or chrome://tracing
 
-    Each rank is a process of the picture. Its lane "compute" has the blocks of attention, the labels around them, and
-    "wait" where computation stands still for a message. Its lanes "exchange <axis>" have all messages of the primitives
-    of `armillary.core`, with bytes, kind, axis and phase, from the start to the end of the wait. They may have arrived
-    earlier: the time that computation did not hide is the wait. Concurrent exchanges of an axis have lanes of their
-    own.
+    Each rank is a process of the picture. Its lane "compute" shows blocks of attention, the labels around them, and
+    "wait" while computation waits for a message: the time that is not overlapped. Its lanes "exchange <axis>" show the
+    messages of all primitives of `armillary.core`, with bytes, kind, axis and phase, from their start to the end of the
+    wait for them (they may have arrived earlier). Concurrent exchanges of an axis are on separate lanes.
 
-    All ranks must open it together for the first time: their clocks start at a barrier, and differ by the times at
-    which the ranks leave it. It may be opened again, and then continues. Inside graphs of torch.compile only our own
-    ops appear.
+    All ranks must open a trace together for the first time: their clocks start at a barrier, and differ by the times at
+    which the ranks leave it. A closed trace may be opened again, and continues. Inside graphs of torch.compile only the
+    ops of Armillary appear.
 
     Args:
-        device: "cpu" records instants of the host. "cuda" records those of the current stream, by CUDA events, without
-            waiting for the device until the trace is written. An exchange then lasts from the point of the stream at
-            which it was started to the point at which the stream continues after it.
+        device: "cpu" records times of the host. "cuda" records times of the current stream by CUDA events, and waits
+            for the device only when the trace is written. An exchange then lasts from the point of the stream at which
+            it was started to the point at which the stream has waited for it.
     """
 
     device: str = "cpu"
@@ -76,12 +78,13 @@ class Trace:
     clock: Clock[Any] | None = None
 
     current: ClassVar[Trace | None] = None
+    """The open trace of this process."""
 
     def __enter__(self) -> Self:
         if Trace.current is not None:
             raise ValueError("another trace is open; close it first, or use that one")
         if self.clock is None:
-            for _ in range(2 if dist.is_initialized() else 0):  # the first one may have to connect the ranks
+            for _ in range(2 if dist.is_initialized() else 0):  # the first barrier may have to connect the ranks
                 dist.barrier()
             self.clock = CudaClock() if self.device == "cuda" else HostClock()
         Trace.current = self
@@ -90,11 +93,11 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         Trace.current = None
 
-    def begin(self, lane: str, name: str, category: str, facts: dict[str, Any]) -> TraceSpan:
+    def begin(self, lane: str, name: str, category: str, arguments: dict[str, Any]) -> TraceSpan:
         """Starts a span on a lane."""
         assert self.clock is not None
-        facts = {**facts, "phase": current_phase()}
-        span = TraceSpan(self.clock, lane, name, category, facts, self.clock.now())
+        arguments = {**arguments, "phase": current_phase()}
+        span = TraceSpan(self.clock, lane, name, category, arguments, self.clock.now())
         self.spans.append(span)
         return span
 
@@ -110,7 +113,7 @@ class Trace:
             events.append(_meta(rank, "thread_sort_index", number, sort_index=number))
             events += [
                 {"ph": "X", "pid": rank, "tid": number, "ts": start, "dur": end - start}
-                | {"name": span.name, "cat": span.category, "args": span.facts}
+                | {"name": span.name, "cat": span.category, "args": span.arguments}
                 for start, end, span in timed
             ]
         return events
@@ -121,23 +124,23 @@ class Trace:
         Raises:
             OSError: on rank 0, if the file cannot be written.
         """
-        own_events = self.events()
-        every = [own_events]
+        events = self.events()
+        events_by_rank = [events]
         if dist.is_initialized():
-            every = [own_events] * dist.get_world_size()
-            dist.gather_object(own_events, every if dist.get_rank() == 0 else None)
+            events_by_rank = [events] * dist.get_world_size()  # replaced by `gather_object`
+            dist.gather_object(events, events_by_rank if dist.get_rank() == 0 else None)
             if dist.get_rank() != 0:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path):
-            path.write_text(json.dumps({"traceEvents": sum(every, list[Event]()), "displayTimeUnit": "ms"}))
+            path.write_text(json.dumps({"traceEvents": sum(events_by_rank, list[Event]()), "displayTimeUnit": "ms"}))
 
     def _spans_in_microseconds(self) -> list[Timed]:
         clock = self.clock
-        if clock is None:
+        if clock is None:  # never opened
             return []
-        ended = [span for span in self.spans if span.end is not None]
-        return [(clock.microseconds(span.start), clock.microseconds(span.end), span) for span in ended]
+        ended_spans = [span for span in self.spans if span.end is not None]
+        return [(clock.microseconds(span.start), clock.microseconds(span.end), span) for span in ended_spans]
 
 
 Timed = tuple[float, float, TraceSpan]
@@ -145,38 +148,42 @@ Timed = tuple[float, float, TraceSpan]
 
 
 def _lanes(timed: Sequence[Timed]) -> list[tuple[str, list[Timed]]]:
-    """Lanes with their spans: that of what is computed first, then exchanges, no two of which overlap in one lane."""
+    """Returns (name, spans) of each lane: computation first, then exchanges."""
+    # Chrome draws overlapping spans of one lane only if they are nested. Computations are; an exchange that overlaps
+    # the last one of its lane goes to the next lane of its axis that is free.
     lanes: dict[tuple[str, int], list[Timed]] = {(COMPUTE, 1): []}
-    for each in sorted(timed, key=lambda each: each[:2]):
-        name, number = each[2].lane, 1
-        while name != COMPUTE and (name, number) in lanes and lanes[name, number][-1][1] > each[0]:
+    for timed_span in sorted(timed, key=lambda timed_span: timed_span[:2]):
+        start, _, span = timed_span
+        name, number = span.lane, 1
+        while name != COMPUTE and (name, number) in lanes and lanes[name, number][-1][1] > start:
             number += 1
-        lanes.setdefault((name, number), []).append(each)
+        lanes.setdefault((name, number), []).append(timed_span)
     order = sorted(lanes, key=lambda lane: (lane[0] != COMPUTE, lane))
     return [(name if number == 1 else f"{name} ({number})", lanes[name, number]) for name, number in order]
 
 
-def _meta(rank: int, event: str, thread: int, **facts: object) -> Event:
-    return {"ph": "M", "pid": rank, "tid": thread, "name": event, "args": facts}
+def _meta(rank: int, event: str, thread: int, **arguments: object) -> Event:
+    """Returns an event that names or sorts a rank (Chrome's process) or a lane (its thread)."""
+    return {"ph": "M", "pid": rank, "tid": thread, "name": event, "args": arguments}
 
 
-def span(name: str, category: str = COMPUTE, **facts: object) -> AbstractContextManager[object]:
-    """Context that shows a computation of this rank in the open trace, if there is one."""
+def span(name: str, category: str = COMPUTE, **arguments: object) -> AbstractContextManager[object]:
+    """Context manager that records a computation of this rank in the open trace, if there is one."""
     trace = Trace.current
     if trace is None or torch.compiler.is_compiling():
         return nullcontext()
-    return trace.begin(COMPUTE, name, category, facts)
+    return trace.begin(COMPUTE, name, category, arguments)
 
 
 IDLE: AbstractContextManager[None] = nullcontext()
-"""Stands in for a `span` without an open trace, for callers on the hot path, which check `Trace.current` first."""
+"""A `span` without an open trace, for callers on the hot path, which check `Trace.current` before they call `span`."""
 
 
 def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None:
-    """Records a primitive's messages to other ranks in ledgers and the trace, just before it sends them.
+    """Records messages to other ranks in open ledgers and the trace, just before a primitive sends them.
 
     Returns:
-        The span for `end_span_on_wait`; None without an open trace.
+        The span in flight, for `end_span_on_wait`; None without an open trace.
     """
     if CommLedger.opened:
         CommLedger.add(axis, kind, nbytes, messages)
@@ -185,21 +192,21 @@ def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None
     return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": nbytes})
 
 
-def end_span_on_wait(works: Sequence[dist.Work], traced: TraceSpan | None) -> tuple[dist.Work, ...]:
+def end_span_on_wait(works: Sequence[dist.Work], span: TraceSpan | None) -> tuple[dist.Work, ...]:
     """Returns the started works; the wait for the last of them ends the span."""
-    if traced is None or not works:
+    if span is None or not works:
         return tuple(works)
-    return (*works[:-1], cast(dist.Work, WatchedWork(works[-1], traced)))
+    return (*works[:-1], cast(dist.Work, TracedWork(works[-1], span)))
 
 
 @dataclass(frozen=True)
-class WatchedWork:
+class TracedWork:
     """A work whose wait ends a span."""
 
     work: dist.Work
-    traced: TraceSpan
+    span: TraceSpan
 
     def wait(self, *timeout: Any) -> bool:
         completed = self.work.wait(*timeout)
-        self.traced.finish()
+        self.span.finish()
         return completed

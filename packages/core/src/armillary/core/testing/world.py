@@ -1,7 +1,7 @@
-"""Test worlds: ranks that start quickly, stay up for many calls and never hang for ever.
+"""Test worlds: a `World` is a set of ranks on this machine that start quickly and serve many calls.
 
-Ranks are forked from a server that has imported torch once. When one fails or hangs, the error names it and the stack
-of each rank, and a fresh world replaces this one at the next call.
+Ranks are forked from a server that has imported torch once. If a rank fails or hangs, `run` raises an error with the
+traceback or stack of each rank, and the next call starts new ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from armillary.core.testing.rank import STACKS, serve, stack_file
 R = TypeVar("R")
 
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor.compile_fx")
-"""Modules that the server imports once, instead of each rank that builds a mesh or compiles."""
+"""Modules that the server imports once for all ranks."""
 
 TEST_PACKAGES = ("accelerate", "armillary", "datasets", "diffusers", "hypothesis", "pytest", "transformers", "trl")
-"""Packages whose modules the server imports as well, if this process has imported them: tests' ranks need them.
+"""Packages whose modules the server imports too, if this process has imported them.
 
-Test modules themselves are left out: they may query GPUs, and after that a process cannot fork ranks that use GPUs.
+Test modules are not imported: they may query GPUs, and after that a process cannot fork ranks that use GPUs.
 """
 
 
 def fork_context() -> ForkServerContext:
-    """Returns the context of processes that are forked from a server with all imports of this process's tests."""
+    """Returns a context whose processes are forked from a server that has imported `PRELOAD` and `TEST_PACKAGES`."""
     context = multiprocessing.get_context("forkserver")
     packages = sorted(name for name in sys.modules if name.partition(".")[0] in TEST_PACKAGES)
     context.set_forkserver_preload([*PRELOAD, *packages])
@@ -47,7 +47,7 @@ MAX_CALLS = 100
 """Calls after which `Worlds` replaces the ranks of a world."""
 
 GRACE = 2.0
-"""Seconds for the other ranks after the first failure: enough to fail for their own reasons."""
+"""Seconds that other ranks get after the first failure to report errors of their own."""
 
 
 class RankFailed(RuntimeError):
@@ -84,20 +84,20 @@ class World:
             RankFailed: a rank raised, died, or did not answer within `timeout` seconds.
         """
         limit = self.timeout if timeout is None else timeout
-        # Pickled before any rank starts: an error here leaves the world as it is.
+        # Pickled before it is sent to any rank, so that a value that cannot be pickled does not leave a call half sent.
         request = pickle.dumps((function, args, kwargs))
         if not self._ranks:
             self._start()
         for _, connection in self._ranks:
             connection.send_bytes(request)
-        answers = self._collect(time.monotonic() + limit)
+        answers = self._receive(time.monotonic() + limit)
         if all(answers.get(rank, ("missing",))[0] == "ok" for rank in range(self.size)):
             if len({answers[rank][2] for rank in range(self.size)}) > 1:
-                # Ranks have created different numbers of process groups: their next groups would have different names,
-                # and wait for each other forever.
+                # An "ok" answer ends with the number of process groups of the rank. If these differ, the next groups
+                # would have different names and wait for each other forever.
                 self.close()
             return [answers[rank][1] for rank in range(self.size)]
-        message = self._explain(answers, limit)
+        message = self._error_message(answers, limit)
         self.close(kill=True)
         raise RankFailed(message)
 
@@ -123,10 +123,10 @@ class World:
             arguments = (rank, self.size, self._folder, rank_connection, self.timeout, self.backend)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            rank_connection.close()
+            rank_connection.close()  # the child has the only copy, so that its death closes the connection
             self._ranks.append((process, connection))
 
-    def _collect(self, deadline: float) -> dict[int, tuple[Any, ...]]:
+    def _receive(self, deadline: float) -> dict[int, tuple[Any, ...]]:
         """Returns the answers by rank, until the deadline or `GRACE` seconds after the first failure."""
         answers: dict[int, tuple[Any, ...]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
@@ -139,15 +139,16 @@ class World:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _explain(self, answers: dict[int, tuple[Any, ...]], limit: float) -> str:
-        failed = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"}
-        dead = [rank for rank, answer in answers.items() if answer[0] == "dead"]
-        missing = [rank for rank in range(self.size) if rank not in answers]
-        lines = [f"rank {rank} died (exit code {self._exit_code(rank)})" for rank in dead]
-        lines += [f"rank {rank} raised:\n{text}" for rank, text in failed.items()]
-        locations = self._innermost_frames(missing)
-        late = "had not answered when another rank failed" if failed or dead else f"did not answer within {limit:g} s"
-        lines += [f"rank {rank} {late}; it is in {locations[rank]}" for rank in missing]
+    def _error_message(self, answers: dict[int, tuple[Any, ...]], limit: float) -> str:
+        tracebacks = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"}
+        dead_ranks = [rank for rank, answer in answers.items() if answer[0] == "dead"]
+        silent_ranks = [rank for rank in range(self.size) if rank not in answers]
+        lines = [f"rank {rank} died (exit code {self._exit_code(rank)})" for rank in dead_ranks]
+        lines += [f"rank {rank} raised:\n{traceback}" for rank, traceback in tracebacks.items()]
+        stacks = self._stacks(silent_ranks)
+        other_failed = tracebacks or dead_ranks
+        reason = "had not answered when another rank failed" if other_failed else f"did not answer within {limit:g} s"
+        lines += [f"rank {rank} {reason}; it is in {stacks[rank]}" for rank in silent_ranks]
         return f"{len(lines)} of {self.size} ranks failed\n" + "\n".join(lines)
 
     def _exit_code(self, rank: int) -> int | None:
@@ -155,22 +156,22 @@ class World:
         process.join(1)
         return process.exitcode
 
-    def _innermost_frames(self, ranks: list[int]) -> dict[int, str]:
-        """Returns the innermost frames outside torch and the standard library, for each rank."""
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Returns the innermost Python frames of each rank."""
         assert self._folder is not None
         for rank in ranks:
             pid = self._ranks[rank][0].pid
             if pid is not None and self._ranks[rank][0].is_alive():
                 os.kill(pid, STACKS)
-        time.sleep(0.3 if ranks else 0)
-        return {rank: _innermost(stack_file(self._folder, rank)) for rank in ranks}
+        time.sleep(0.3 if ranks else 0)  # the signal handler of each rank writes its stack to a file
+        return {rank: _innermost_frames(stack_file(self._folder, rank)) for rank in ranks}
 
 
 class Worlds:
-    """Worlds of each requested size, kept for some calls: `worlds(4).run(...)`.
+    """Worlds by size, reused for `MAX_CALLS` calls: `worlds(4).run(...)`.
 
-    The first call in fresh ranks takes several times as long as later ones. But tests leave state behind, so worlds are
-    replaced after some calls.
+    The first call in new ranks takes several times as long as later ones. But tests leave state in the ranks, so worlds
+    are replaced from time to time.
     """
 
     def __init__(self) -> None:
@@ -197,8 +198,8 @@ def _read(connection: Connection) -> tuple[Any, ...]:
         return "dead", None
 
 
-def _innermost(stack: Path) -> str:
-    """Returns the innermost frames outside torch and multiprocessing, innermost first, from a faulthandler dump."""
+def _innermost_frames(stack: Path) -> str:
+    """Returns the 4 innermost frames outside torch and multiprocessing, innermost first, from a faulthandler dump."""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read_text() if stack.exists() else "")
     own_frames = [f for f in frames if not {"torch", "multiprocessing"} & set(Path(f[0]).parts)]
     shown = [f"{name} ({Path(file).name}:{line})" for file, line, name in own_frames[:4]]
