@@ -94,6 +94,7 @@ def widen(counts: Integers, rows: int, columns: int) -> Integers:
 
 def mirror(slices: Slices) -> Slices:
     """Returns the slices with queries and keys exchanged."""
+    # low <= j - i <= high is -high <= i - j <= -low.
     transposed_slices = slices[:, [2, 3, 0, 1, 5, 4]]
     transposed_slices[:, 4:] *= -1
     return transposed_slices

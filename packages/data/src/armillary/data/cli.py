@@ -1,4 +1,4 @@
-"""The command line: `armillary-data prepare`, `info`, `pack` and `inspect`."""
+"""The commands `armillary-data prepare`, `info`, `pack` and `inspect`: one dataclass of flags each, parsed by tyro."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from armillary.data.progress import Bar
 
 PROGRAM = "armillary-data"
 COLUMN = "input_ids"
+"""Default column of tokens in a saved dataset."""
 
 
 @dataclass(frozen=True)
 class Prepare(Preparation):
-    """Makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files.
+    """Makes a token store from text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files.
 
     Four ways to start:
-      # bytes of a folder of text
+      # a folder of text, as bytes
       armillary-data prepare my/texts --output store
       # a tokenizer trained on the input
       armillary-data prepare my/texts --output store --tokenizer bpe --vocab-size 32Ki
@@ -58,7 +59,7 @@ class Prepare(Preparation):
         with Bar(in_bytes=True, lines=True) as bar:
 
             def report(progress: Progress) -> None:
-                total = progress.total_bytes if progress.done_bytes else None
+                total = progress.total_bytes if progress.done_bytes else None  # no bar while a tokenizer is trained
                 note = f"{progress.tokens:,} tokens" if progress.tokens else ""
                 bar.show(progress.step, progress.done_bytes, total, note)
 
@@ -96,7 +97,7 @@ class Info:
         store = open_store(self.store, column=self.column)
         if self.column != COLUMN and not is_arrow(self.store):
             raise ValueError(
-                f"--column {self.column}: {self.store} is no saved dataset, and has no columns; leave it out"
+                f"--column {self.column}: {self.store} is not a saved dataset and has no columns; omit --column"
             )
         if self.verify:
             verify(self.store)
@@ -148,7 +149,7 @@ class Inspect:
     Two ways to start:
       # rows of 65,536 tokens, each sharded over 8 ranks
       armillary-data inspect store --length 64Ki --shards 8
-      # for a model with 4 key heads; and a picture of one row in each layout
+      # for a model with 4 key/value heads, with a picture of one row in each layout
       armillary-data inspect store --length 64Ki --kv-heads 4 --plot layouts.png
 
     Args:
@@ -156,7 +157,7 @@ class Inspect:
         length: tokens in a row.
         shards: ranks that share a row.
         rows: number of rows to measure.
-        packing: how documents are packed into rows.
+        packing: packing of documents into rows.
         kv_heads: key/value heads of the model.
         head_dim: size of a head.
         plot: write a picture of the first row to this PNG.
@@ -197,7 +198,7 @@ class Inspect:
 class DataCommand:
     """usage: armillary-data COMMAND [options]
 
-      # text into tokens; after an interruption, the same command resumes
+      # tokenize text; after an interruption, the same command resumes
       armillary-data prepare my/texts --output store --tokenizer bpe
       # number of documents, their lengths, and tokens saved by trees
       armillary-data info store
@@ -207,7 +208,7 @@ class DataCommand:
       armillary-data inspect store --length 64Ki
 
     commands:
-      prepare  makes a token store of text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files
+      prepare  makes a token store from text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files
       info     shows the number of documents and tokens of a store, and the lengths of documents
       pack     shows the cost of each packing, and how evenly the attention of its rows is spread over shards
       inspect  shows the bytes sent and the balance of each sequence layout on the rows of a store
@@ -219,9 +220,12 @@ class DataCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command. On errors exits with one line: 2 for bad input, 1 for a failing disk or worker, 130 for ^C."""
+    """Entry point of `armillary-data`.
+
+    Prints an error in one line and exits with 2 for invalid input, 1 for a failed disk or worker, 130 for ^C.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] in (["-h"], ["--help"]):  # tyro would print the examples of all commands too
+    if words[:1] in (["-h"], ["--help"]):  # tyro would print the examples of all commands
         print(cleandoc(DataCommand.__doc__ or ""))
         return
     with exit_on_error(PROGRAM):
@@ -229,10 +233,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def verify(path: Path) -> None:
-    """Reads all bytes of a store with a progress bar.
+    """Compares the checksums of a store, with a progress bar.
 
     Raises:
-        ValueError: a store without checksums, or a block that differs from its checksum.
+        ValueError: a store without checksums, or a block that does not match its checksum.
     """
     if not is_folder(path):
         raise ValueError(f"{path} has no checksums; only stores of `armillary-data prepare` can be verified")

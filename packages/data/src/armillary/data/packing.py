@@ -108,6 +108,7 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
     for size, items in zip((-negative_sizes).tolist(), np.split(order, firsts[1:]), strict=True):
         while len(items):
             room = free.smallest_room(size)  # of the fullest rows that have room for an item; None: no row has
+            # Each chosen row takes as many items of this size as fit, as best fit would one item at a time.
             per_row = (room or row_size) // size
             row_need = -(-len(items) // per_row)
             if room is None:

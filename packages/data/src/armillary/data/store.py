@@ -1,4 +1,4 @@
-"""Token stores: documents as tokens, in memory-mapped files or in memory."""
+"""`TokenStore`: tokenized documents, in memory-mapped files or in memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary of a store's tokens; fields that its files do not record are None.
+    """Vocabulary of a store's tokens. Fields that the files of the store do not record are None.
 
     Args:
         tokenizer: `identity` of the tokenizer.
-        size: V; every token is smaller.
-        end_of_document: last token of each document.
+        size: number of tokens in the vocabulary, V; tokens are 0..V - 1.
+        end_of_document: the token at the end of each document.
     """
 
     tokenizer: str | None = None
@@ -40,18 +40,19 @@ class Vocabulary:
 
 @dataclass(eq=False)
 class TokenStore:
-    """Documents as tokens, which are read on demand.
+    """Tokenized documents, read on demand.
 
     `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. A store takes at most 24
     bytes of memory per document, in addition to the tokens that are read.
 
     Args:
         name: name in error messages; usually a path.
-        segments: 1-D arrays of integers, addressed as one sequence of tokens. No document crosses their boundaries.
-        starts, stops: int64 [D], token range of each document, with its end of document.
+        segments: 1-D arrays of integers, whose concatenation is the sequence of all tokens. Every document is in one.
+        starts, stops: int64 [D], range of each document in this sequence, with its end-of-document token.
         vocabulary: vocabulary of the tokens.
         content: identity of the tokens: stores with equal `content` have equal documents.
-        hashes: uint64 [D], hash of each document's text, on which `split` is based; by default, of its number.
+        hashes: uint64 [D], hash of each document's text, by which `split` chooses a side; by default the hash of its
+            index.
         trees: segments of documents that are trees, such as prompts with several completions; by default none.
     """
 
@@ -67,8 +68,8 @@ class TokenStore:
     """Bytes of tokens that `read` has copied."""
 
     def __post_init__(self) -> None:
-        self._bases = np.cumsum([0, *map(len, self.segments)])
-        self._arrays = [np.asarray(segment) for segment in self.segments]  # slicing a memmap is slow
+        self._segment_starts = np.cumsum([0, *map(len, self.segments)])
+        self._arrays = [np.asarray(segment) for segment in self.segments]  # a slice of np.memmap costs much more
         negative = np.flatnonzero(self.stops < self.starts)
         if len(negative):
             i = int(negative[0])
@@ -79,7 +80,7 @@ class TokenStore:
 
     @classmethod
     def of(cls, documents: Iterable[Document], tokenizer: Tokenizer, name: str = "documents") -> TokenStore:
-        """Tokenizes documents in memory; empty ones are left out.
+        """Tokenizes documents in memory. Documents without text are left out.
 
         Raises:
             ValueError: no document has text.
@@ -113,20 +114,21 @@ class TokenStore:
         return int(self.lengths.sum())
 
     def read(self, document: int, start: int, stop: int, step: int = 1) -> Integers:
-        """Copies tokens `start`, `start + step`, ... before `stop` of a document, in the dtype of the files.
+        """Returns a copy of tokens `start`, `start + step`, ... before `stop` of a document, in the dtype of the files.
 
         Raises:
             IndexError: a range outside of the document.
-            DamagedInput: a token outside of the vocabulary, because the files were changed; names both.
+            DamagedInput: a token outside of the vocabulary, because the files were changed; with token and document.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
             raise IndexError(
                 f"{self.name}: document {document} has {end - first} tokens; {start}:{stop} is out of range"
             )
-        segment = min(int(np.searchsorted(self._bases, first, "right")), len(self.segments)) - 1
-        base = first - int(self._bases[segment])
-        tokens = np.array(self._arrays[segment][base + start : base + stop : step])
+        # The last segment that starts at or before the document. Empty documents may start at the end of all segments.
+        segment = min(int(np.searchsorted(self._segment_starts, first, "right")), len(self.segments)) - 1
+        offset = first - int(self._segment_starts[segment])
+        tokens = np.array(self._arrays[segment][offset + start : offset + stop : step])
         self.bytes_read += tokens.nbytes
         self._check_tokens(tokens, document, start, step)
         return tokens
@@ -144,7 +146,7 @@ class TokenStore:
         )
 
     def tree(self, document: int) -> SegmentTree:
-        """Returns the segments of a document; a single one if the store has no trees."""
+        """Returns the tree of a document; a single segment if the store has no trees."""
         start, stop = int(self.starts[document]), int(self.stops[document])
         if self.trees is not None:
             return self.trees.tree(start, stop)
@@ -157,29 +159,29 @@ class TokenStore:
         return replace(self, vocabulary=replace(self.vocabulary, size=size))
 
     def select(self, keep: npt.NDArray[np.bool_]) -> TokenStore:
-        """Returns the documents for which `keep` [D] is true, in the same order. No token is copied."""
+        """Returns a store with the documents for which `keep` [D] is true, in order. Copies no tokens."""
         hashes = None if self.hashes is None else self.hashes[keep]
         return self._with_ranges(self.starts[keep], self.stops[keep], hashes)
 
     def split(self, validation_fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
-        """Splits documents into training and validation, deterministically; neither store is empty.
+        """Splits documents into (training, validation), deterministically. Neither store is empty.
 
-        The side of a document depends only on the hash of its text: not on other documents, their order or the
-        tokenizer. Copies of a text are on the same side, unless there is no other text. A side that would be empty gets
-        the document whose hash is nearest to the threshold. Stores without hashes split by the numbers of documents.
-        Empty documents are left out. The fraction counts documents, not tokens. A single document is cut: its last
-        `validation_fraction` tokens are the validation document.
+        A document's hash alone decides its side, independently of other documents, their order and the tokenizer.
+        Copies of a text are on the same side, unless there is no other text. A side that would be empty gets the
+        documents with the hash nearest to the threshold. Empty documents are left out. The fraction counts documents,
+        not tokens. A single document is cut: its last `validation_fraction` of tokens is the validation document.
 
         Raises:
             ValueError: nothing to split, or a fraction that is not between 0 and 1.
         """
         if not 0 < validation_fraction < 1:
             raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
-        if not self.lengths.all():
+        if not self.lengths.all():  # some documents are empty
             return self.select(self.lengths > 0).split(validation_fraction)
         if len(self) < 2:
             return self._split_tokens(validation_fraction)
         hashes = random_bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
+        # Hashes are uniform in 0..2^64 - 1, so this fraction of them is below the threshold.
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
         if not validation.any():
             validation = hashes == hashes.min()
@@ -190,6 +192,7 @@ class TokenStore:
         return self.select(~validation), self.select(validation)
 
     def _split_tokens(self, fraction: float) -> tuple[TokenStore, TokenStore]:
+        """Cuts the only document of the store in two."""
         size = self.tokens
         if self.trees is not None:
             raise ValueError(f"{self.name} has one tree, which cannot be split; give at least 2")
@@ -199,6 +202,7 @@ class TokenStore:
         return self._with_ranges(self.starts, split, self.hashes), self._with_ranges(split, self.stops, self.hashes)
 
     def _with_ranges(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
+        # A selection of documents has another `content`, so that a loader does not resume on other documents.
         checksum = crc32(np.ascontiguousarray(stops).data, crc32(np.ascontiguousarray(starts).data))
         return replace(self, starts=starts, stops=stops, hashes=hashes, content=f"{self.content}/{checksum:08x}")
 

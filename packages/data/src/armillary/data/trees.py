@@ -78,19 +78,20 @@ class SegmentTree:
         """
         if self.tokens <= length:
             return [self]
-        groups: list[set[int]] = []
-        tokens = 0
+        groups: list[set[int]] = []  # the segments of each new tree
+        tokens = 0  # of the last group
         for leaf in sorted({*range(len(self))} - {*self.parents}):
-            if self.depths[leaf] >= length:
+            if self.depths[leaf] >= length:  # nothing of the leaf would remain
                 continue
-            # A sequence adds only the segments that the current tree does not have yet.
+            # Greedy, in depth-first order: consecutive sequences share most segments, and a sequence adds only those
+            # that the current tree does not have yet.
             path = self.path(leaf)
             new_segments = {*path} - (groups[-1] if groups else {*()})
             added_tokens = int(self.lengths[[*new_segments]].sum())
             if groups and tokens + added_tokens <= length:
                 groups[-1] |= new_segments
                 tokens += added_tokens
-            else:
+            else:  # a new tree, which repeats the whole path of its first sequence
                 groups.append({*path})
                 tokens = self.depths[leaf] + int(self.lengths[leaf])
         return [self._select(sorted(group), length) for group in groups]
@@ -98,6 +99,7 @@ class SegmentTree:
     def _select(self, segments: list[int], length: int) -> SegmentTree:
         """Returns the tree of some segments and their ancestors, cut after `length` tokens of each path."""
         number = {segment: i for i, segment in enumerate(segments)} | {-1: -1}
+        # Only a sequence that is alone in its tree may be longer than `length`, so only its leaf is cut.
         room = length - np.array([self.depths[s] for s in segments])
         return SegmentTree(
             self.starts[segments],

@@ -39,13 +39,13 @@ class Division:
 
     @property
     def longest(self) -> int:
-        """Number of spans of the shard with the most."""
+        """Largest number of spans on one shard."""
         return max(map(len, self.spans), default=0)
 
     def worse_than(self, unevenness: float, longest: int) -> bool:
-        """Returns True if a division of this unevenness and number of spans is better.
+        """Returns True if a division with this unevenness, and `longest` spans on one shard, is better.
 
-        Of two that are even enough, the one with fewer spans; otherwise the more even one, by at least `GAIN`.
+        If both are even enough, fewer spans are better; otherwise lower unevenness is, by at least `GAIN`.
         """
         if max(unevenness, self.unevenness) <= GOAL:
             return longest < self.longest

@@ -50,6 +50,7 @@ def exchange(work: Integers, kinds: Integers, owner: Integers, loads: Integers) 
     side, heavy = np.unravel_index(loads.argmax(), loads.shape)
     partners_by_load = np.argsort(loads[side], kind="stable")
     partners_by_load = partners_by_load[partners_by_load != heavy]
+    # A swap with one of the least loaded shards usually helps; the others are tried only if it does not.
     for partners in (partners_by_load[:PARTNERS], partners_by_load[PARTNERS:]):
         heavy_pieces, partner_pieces = np.flatnonzero(owner == heavy), np.flatnonzero(np.isin(owner, partners))
         # Change of the heavy shard's loads for each pair of pieces; the partner's loads change by the opposite.
@@ -57,6 +58,7 @@ def exchange(work: Integers, kinds: Integers, owner: Integers, loads: Integers) 
         new_peaks = np.maximum(
             loads[:, heavy, None, None] + change, loads[:, None, owner[partner_pieces]] - change
         ).max(0)
+        # A swap must leave each shard its number of pieces of each kind.
         new_peaks[kinds[heavy_pieces, None] != kinds[partner_pieces]] = peak
         if new_peaks.min(initial=peak) < peak:
             a, b = np.unravel_index(new_peaks.argmin(), new_peaks.shape)

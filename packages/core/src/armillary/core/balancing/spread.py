@@ -254,7 +254,7 @@ class DocumentAssigner:
         return self._pieces(ends, owners)
 
     def _pieces(self, ends: Integers, owners: Integers) -> DocumentPieces:
-        nonempty = np.diff(ends) > 0
+        nonempty = np.diff(ends) > 0  # a full rank's piece may have been rounded to no token
         ends, owners = np.append(ends[:-1][nonempty], ends[-1]), owners[nonempty]
         return DocumentPieces(ends, owners, np.diff(self._without_reserve(self.ring.before(ends))))
 

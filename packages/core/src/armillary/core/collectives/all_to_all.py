@@ -123,7 +123,7 @@ def start_head_to_parts(
     send_buffer, buffer, works = start_parts(axis, send_values, [token * size for size in sizes], receive, "all_to_all")
 
     def assemble() -> tuple[Tensor, ...]:
-        if per_rank == 1:
+        if per_rank == 1:  # the ranks are the head dim: a permuted view joins all heads without a copy
             return (buffer.view(len(counts), *shape, dim).permute(1, 2, 0, 3),)
         if per_rank:
             return buffer.view(len(counts), *shape, per_rank, dim).unbind(0)

@@ -64,7 +64,7 @@ class _MergeScatter(torch.autograd.Function):
         (dout, dlse), (out, lse, merged_out, merged_lse), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
         # Two numbers per row: lse, and d(lse) - d(out) . out.
         rows = torch.stack([merged_lse, dlse - (dout.to(lse.dtype) * merged_out).sum(-1)], dim=-1)
-        with phase("backward"):
+        with phase("backward"):  # both gathers are in flight together
             gathers = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
         dout, rows = gathers[0].wait(), gathers[1].wait()
         # w_r of every row; 0 if no rank has visible keys.

@@ -126,7 +126,7 @@ def _all_to_all(
 
 
 def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
-    """Returns the heads of each rank of the axis. 0 is the first head of those that outer axes left to this rank."""
+    """Returns the range of heads of each rank of the axis, counted within this rank's shard on the outer axes."""
     outer_heads = outer_length(x, 2, axis_dim)
     inner_ranks = prod(
         x.device_mesh.size(i) for i in range(axis_dim + 1, x.device_mesh.ndim) if x.placements[i] == Shard(2)

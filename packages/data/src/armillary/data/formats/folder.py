@@ -1,11 +1,13 @@
-"""The format of `armillary-data prepare`: a folder of plain files and a header, which is written last.
+"""The format of `armillary-data prepare`: a folder of plain files, and a header that is written last.
 
-- `tokens.bin`: tokens of all documents, little-endian, each document with its end of document.
-- `documents.bin`: int64 [D + 1], tokens before each document, and before the end.
+- `tokens.bin`: tokens of all documents, little-endian, each document with its end-of-document token.
+- `documents.bin`: int64 [D + 1], boundaries of the documents: 0, end of the first, ..., number of tokens.
 - `hashes.bin`: uint64 [D], a hash of each document's text.
 - `segments.bin`: segments of documents that are trees (`armillary.data.trees.SEGMENT`), 24 bytes each.
-- `store.json`: vocabulary, sizes of the files, and a CRC-32 of every 64 MiB of them.
-- `tokenizer.json`, `tokenizer_config.json`: the tokenizer, if it has such files.
+- `store.json`: vocabulary, sizes of the files, and a CRC-32 of every 64 MiB of each file.
+- `tokenizer.json`, `tokenizer_config.json`: the tokenizer, unless it is "bytes".
+
+`open_folder` maps a store, `verify_folder` compares its checksums.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from armillary.data.trees import SEGMENT, SegmentTable
 
 FORMAT = "armillary token store"
 VERSIONS = {False: 1, True: 2}
-"""Versions without and with trees: code that does not know trees refuses version 2."""
+"""Versions of stores without and with trees, so that readers of version 1 refuse trees."""
 HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin", "hashes.bin"
 SEGMENTS = "segments.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -46,7 +48,7 @@ class Header:
         tokens, documents: number of tokens, number of documents.
         vocabulary: vocabulary of the tokens.
         checksums: for each file, a CRC-32 of every block of `BLOCK` bytes.
-        summary: counts of documents by outcome of the preparation, which `info` prints.
+        summary: key of the preparation, and counts of omitted and changed documents, which `info` prints.
         segments: number of segments of trees; 0 for stores without trees.
     """
 
@@ -73,14 +75,15 @@ class Header:
 
     @property
     def content(self) -> str:
-        """Identifies the tokens: a hash of counts and checksums."""
+        """Identity of the tokens: a hash of counts and checksums."""
+        # Without the hashes of texts, so that stores with the same tokens are equal.
         checksums = [self.checksums[name] for name in self.sizes() if name != HASHES]
         return f"{crc32(json.dumps([self.tokens, self.documents, *checksums]).encode()):08x}"
 
     def write(self, folder: Path) -> None:
-        """Writes the header, which makes the folder a store; it is on disk when this returns."""
+        """Writes the header atomically, which makes the folder a store."""
         values = asdict(self)
-        if not self.segments:
+        if not self.segments:  # version 1 does not have the field
             del values["segments"]
         text = json.dumps({"format": FORMAT, "version": VERSIONS[self.segments > 0]} | values, indent=1) + "\n"
         write_file(folder / HEADER, text.encode())
@@ -106,10 +109,10 @@ class Header:
 
     def _check(self) -> None:
         """Raises ValueError for values of a wrong type or range, which JSON does not exclude."""
-        vocabulary, optional_counts = self.vocabulary, ("empty", "binary", "replaced", "skipped")
+        vocabulary, summary_counts = self.vocabulary, ("empty", "binary", "replaced", "skipped")
         counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
-        optional |= {f"summary.{name}": self.summary.get(name) for name in optional_counts}
+        optional |= {f"summary.{name}": self.summary.get(name) for name in summary_counts}
         for name, value in (counts | {n: x for n, x in optional.items() if x is not None}).items():
             integer(name, value, 0)
         if self.token_type.kind not in "iu" or type(vocabulary.tokenizer) not in (str, type(None)):
@@ -121,7 +124,7 @@ class Header:
 
 @contextmanager
 def readable(path: Path) -> Generator[None, None, None]:
-    """Raises every OSError of the block as a ValueError that names the file."""
+    """Context manager that raises an OSError as a ValueError with the name of the file."""
     try:
         yield
     except OSError as error:
@@ -130,7 +133,7 @@ def readable(path: Path) -> Generator[None, None, None]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file atomically; it is on disk when this returns."""
+    """Writes a file atomically, and returns when it is on disk."""
     partial = path.with_name(path.name + ".new")
     with partial.open("wb") as file:
         file.write(data)
@@ -149,10 +152,10 @@ def is_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path) -> TokenStore:
-    """Maps the store in a folder. Checks sizes and index, but not the checksums: see `verify_folder`.
+    """Maps the store in a folder into memory. Checks sizes and index, but no checksums (`verify_folder` does).
 
     Raises:
-        ValueError: another format; a file that is missing, cut off or too long; or an index that decreases.
+        ValueError: another format; a file that is missing, cut off or too long; an index that decreases.
     """
     header = Header.read(path)
     _check_sizes(path, header)
@@ -165,10 +168,10 @@ def open_folder(path: Path) -> TokenStore:
 
 
 def verify_folder(path: Path) -> Iterator[int]:
-    """Reads every byte of a store and compares checksums; yields the size of each block.
+    """Reads all bytes of a store and compares checksums. Yields the size of each block.
 
     Raises:
-        ValueError: a block that differs from its checksum, with its bytes, or a token outside of the vocabulary.
+        ValueError: a block that does not match its checksum, with its bytes; a token outside of the vocabulary.
     """
     header = Header.read(path)
     _check_sizes(path, header)
@@ -187,6 +190,7 @@ def verify_folder(path: Path) -> Iterator[int]:
 
 
 def _check_block(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
+    """Raises ValueError for tokens of block number `block` that are not in a vocabulary of `size`."""
     if size is not None and tokens.max() >= size:
         i = int(np.argmax(tokens >= size))
         byte = block * BLOCK + i * tokens.itemsize
@@ -204,7 +208,7 @@ def _check_sizes(folder: Path, header: Header) -> None:
 
 
 def check_size(path: Path, size: int, expected: int, source: str) -> None:
-    """Raises ValueError if a file does not have the size that its header or index, the `source`, implies."""
+    """Raises ValueError unless a file has the size that its `source`, a header or index, says."""
     if size < expected:
         raise ValueError(f"{path} is cut off at byte {size}; its {source} says {expected} bytes")
     if size > expected:

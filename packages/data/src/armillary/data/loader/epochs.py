@@ -1,4 +1,4 @@
-"""Rows of one store over all epochs, and the tokens that a shard reads of a row."""
+"""`Epochs`: the rows of one store over all epochs. `read_shard`: the tokens and labels of a shard of a row."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from armillary.data.store import TokenStore
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """The slices of documents in a row of N tokens; no token is read yet.
+    """A row of N tokens as slices of documents, before tokens are read.
 
     Args:
         slices: slices of documents of `store`, in order.
-        ends: boundaries of the slices in the row (0, end of the first, ..., N); padding is one more piece.
+        ends: boundaries of the slices in the row, 0, end of the first, ..., N. Padding counts as one more slice.
     """
 
     store: TokenStore
@@ -33,12 +33,12 @@ class PackedRow:
 
     @property
     def origins(self) -> Sequence[int]:
-        """The position in the row at which each slice's own positions start from 0 (with `reset_positions`)."""
+        """For each slice, the position in the row that has position 0 with `reset_positions`."""
         return self.ends
 
     @property
     def padding(self) -> int:
-        """Number of tokens at the end that belong to no document."""
+        """Number of padding tokens, at the end of the row."""
         return self.ends[-1] - self.ends[len(self.slices)]
 
 
@@ -48,9 +48,9 @@ class Waste:
 
     Args:
         rows: number of rows of N tokens.
-        padding: fraction of their tokens that belong to no document.
+        padding: fraction of the rows' tokens that are padding.
         dropped: fraction of the documents' tokens that are in no row.
-        cut: fraction of the documents that are in several rows, or incomplete.
+        cut: fraction of the documents that are cut over several rows or incomplete.
     """
 
     rows: int
@@ -60,11 +60,11 @@ class Waste:
 
 
 class Epochs:
-    """The rows of a store over endless epochs, numbered consecutively. Each epoch packs the documents in another order.
+    """The rows of a store, numbered over all epochs. An epoch shuffles the documents, packs them and shuffles the rows.
 
     Args:
         length: tokens of a row, N.
-        key: key of all shuffles, which holds the seed.
+        key: key of all shuffles, which contains the seed.
 
     Raises:
         ValueError: a store without tokens.
@@ -75,7 +75,7 @@ class Epochs:
         self._documents, self._sizes = self._items()
         if not len(self._documents):
             raise ValueError(f"{store.name} has no tokens; give a store with at least one document")
-        # The cache has two epochs: at the end of one, the prefetching thread already reads rows of the next.
+        # Two epochs: at the end of an epoch the prefetching thread already reads rows of the next one.
         self._packed = lru_cache(maxsize=2)(self._pack)
         self._lock = Lock()
         self.rows = len(self._epoch(0)[0])
@@ -93,7 +93,7 @@ class Epochs:
         return self._row_of(packed_rows.row(int(order[index])))
 
     def _row_of(self, slices: Sequence[DocumentSlice]) -> PackedRow:
-        """Returns the row of some slices, whose `document` is an index among the packed documents (`_items`)."""
+        """Returns the row of some slices of items; their `document` is an index into `_items`."""
         slices = [
             DocumentSlice(int(self._documents[item_slice.document]), item_slice.start, item_slice.length)
             for item_slice in slices
@@ -110,8 +110,8 @@ class Epochs:
         return Waste(len(packed_rows), padding, 1 - packed_tokens / int(sizes.sum()), 1 - uncut / len(sizes))
 
     def _epoch(self, number: int) -> tuple[Packed, Index]:
-        """Returns the rows of an epoch, and their shuffled order."""
-        with self._lock:  # a second caller waits, instead of packing the same epoch again
+        """Returns the rows of an epoch and the order in which they are read."""
+        with self._lock:  # a second thread waits, instead of packing the same epoch again
             return self._packed(number)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
@@ -120,6 +120,7 @@ class Epochs:
         # `row` derives the epoch from the number of a row, so every epoch must have the same number of rows.
         if epoch and len(packed_rows) != self.rows:
             raise ValueError(f"the packing made {len(packed_rows)} rows of epoch {epoch}, but {self.rows} of epoch 0")
+        # Tokens of each row. A packing may be a user's function, so its rows are checked.
         sizes = np.diff(np.concatenate([[0], np.cumsum(packed_rows.lengths)])[packed_rows.first])
         if sizes.min() < 1 or sizes.max() > self._length:
             row = int(np.argmax((sizes < 1) | (sizes > self._length)))
@@ -134,9 +135,10 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
     store does not record it.
 
     Args:
-        starts: filled with the row positions from which reset positions of the tokens are counted.
+        starts: if given, filled with the position in the row that has position 0 with `reset_positions`, for each
+            token.
     """
-    # Only documents that overlap the spans are read, in the order of the shard.
+    # Only tokens of the shard are read: slice by slice, in local order.
     offset, origins = 0, row.origins
     for span in spans:
         for number, positions in _cut_at(span, row.ends):
@@ -145,12 +147,12 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
             if starts is not None:
                 starts[target] = origins[number]
             if number < len(row.slices):
-                _read_part(row, number, positions, tokens[target], labels[target])
-            else:
+                _read_slice(row, number, positions, tokens[target], labels[target])
+            else:  # padding
                 tokens[target], labels[target] = row.store.vocabulary.end_of_document or 0, IGNORE
 
 
-def _read_part(row: PackedRow, number: int, positions: range, tokens: Index, labels: Index) -> None:
+def _read_slice(row: PackedRow, number: int, positions: range, tokens: Index, labels: Index) -> None:
     """Reads the tokens and labels at some row positions, all in slice `number`."""
     source, store = row.slices[number], row.store
     shift = source.start - row.ends[number]  # from positions in the row to token indices in the document
@@ -168,12 +170,12 @@ def _read_part(row: PackedRow, number: int, positions: range, tokens: Index, lab
 
 
 def _cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
-    """Cuts a span at document boundaries; returns (document, positions) for each piece."""
+    """Cuts a span at the boundaries of a row's slices. Returns (slice, positions) for each piece."""
     pieces: list[tuple[int, range]] = []
     while span:
-        document = bisect_right(ends, span[0]) - 1
-        # Number of the span's positions before the document ends, rounded up because span[0] itself counts.
-        count = -(-(ends[document + 1] - span[0]) // span.step)
-        pieces.append((document, span[:count]))
+        number = bisect_right(ends, span[0]) - 1
+        # Positions of the span before the slice ends, rounded up because span[0] counts too.
+        count = -(-(ends[number + 1] - span[0]) // span.step)
+        pieces.append((number, span[:count]))
         span = span[count:]
     return pieces

@@ -1,4 +1,4 @@
-"""Rows of N tokens packed from documents; each rank reads its own shard."""
+"""`PackedSequences`: batches of rows of N tokens packed from documents, of which each rank reads its own shard."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from armillary.data.shuffle import items_until, source_at
 from armillary.data.store import TokenStore
 
 ORDER_VERSION = 1
-"""Increased when equal stores, weights, N, packing and seed give other rows than before."""
+"""Part of the state. Increased when a release makes other rows of the same stores, weights, N, packing and seed."""
 
 
 class PackedSequences(Batches):
-    """Batches of rows of exactly N tokens, packed from one or several stores; each rank gets its own shard.
+    """Batches of rows of exactly N tokens, packed from one or several stores; each rank reads its own shard.
 
-    An epoch reads every document once, shuffled and packed again. Several stores are mixed row by row, by weight, each
+    An epoch reads every document once, in a new order and packing. Several stores are mixed row by row, by weight, each
     with its own epochs. The tokens of row r depend only on the stores, N, the packing, the weights and the seed, which
-    must be equal on all ranks; layouts and the number of ranks decide which rank holds which token. A rank reads the
-    tokens of its shard, plus one for the label of each span's last token (in spans with a step, labels are read
-    separately): 2 to 4 bytes per token. No communication. Packing an epoch takes 24 bytes of memory per document.
+    must be equal on all ranks; layouts and the number of ranks decide which rank holds which token. A rank reads 2 to 4
+    bytes for each token of its shard, and one token more per span, for a label (in spans with a step, labels are read
+    separately). No communication. Packing an epoch takes 24 bytes of memory per document.
 
-    If any store has trees, labels are `LabelTriples` in all batches, documents weigh 1, and positions in rows of trees
-    are counted along the path from the root. Trees are never cut: one longer than a row is split into several, each
-    with as many sequences as fit, and shared segments are repeated.
+    If any store has trees, labels are `LabelTriples` in all batches, with weight 1 in documents, and positions in rows
+    of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into several
+    trees with as many sequences as fit, which repeat the segments that they share.
 
-    Iteration continues from the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
+    Iteration continues after the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
 
     Args:
         stores: one or several stores of the same tokenizer.
@@ -43,15 +43,15 @@ class PackedSequences(Batches):
         rows_per_batch: rows of one replica's batch, B.
         weights: relative number of rows from each store; by default the rows of its epoch, so that the epochs of all
             stores end together.
-        replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
-            with shards of the same rows have the same `replica`.
+        replica, replicas: index of this rank's data-parallel group and number of these groups. Each reads its own
+            `rows_per_batch` rows of a global batch.
         packing: a packing function; its name is part of the state. best_fit or one_per_row for trees.
-        reset_positions: count positions from the start of each document in the row, instead of the row.
-        layout_for: returns the layout of a batch for its `documents`, such as a balanced one, with the length and
-            shards of `layout`. If any store has trees, the batch's `parents` are the second argument. It must return
-            the same layout on all ranks. `layout_for` and `packing` run in a thread and must not call collectives.
-        plan: called in that thread with each batch that was read, such as to plan its attention (`attend.plan_ahead`).
-        ahead: number of batches to prefetch in a thread.
+        reset_positions: count positions from the start of each document instead of the start of the row.
+        layout_for: returns the layout of a batch, such as a balanced one, from its `documents`; if any store has trees,
+            from its `documents` and `parents`. It must have the length and shards of `layout` and be the same on all
+            ranks. `layout_for` and `packing` run in the prefetching thread and must not call collectives.
+        plan: called in the prefetching thread with each batch, such as to plan its attention (`attend.plan_ahead`).
+        ahead: number of batches to prefetch.
 
     Raises:
         ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0, no documents,
@@ -84,9 +84,9 @@ class PackedSequences(Batches):
         self._has_trees = any(store.trees is not None for store in stores)
         self._epochs: list[Epochs] = []
         for i, store in enumerate(stores):
-            kind = Epochs if store.trees is None else TreeEpochs
-            self._epochs.append(kind(store, layout.length, packing, f"store {i}, seed {seed}"))
-        # Exact fractions: the order of a mixture must not depend on rounding.
+            epochs_class = Epochs if store.trees is None else TreeEpochs
+            self._epochs.append(epochs_class(store, layout.length, packing, f"store {i}, seed {seed}"))
+        # Exact fractions, so that the order of a mixture does not depend on rounding.
         proportions = [epochs.rows for epochs in self._epochs] if weights is None else list(weights)
         if len(proportions) != len(stores) or not all(0 < weight < float("inf") for weight in proportions):
             raise ValueError(f"weights {weights}: give one above 0 for each of the {len(stores)} stores")
@@ -103,8 +103,8 @@ class PackedSequences(Batches):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows in which every document of every store is read at least once, over all replicas."""
-        # Rows are the items of the mixture: the last one of a store's epoch has the time (rows - 1/2) / weight.
+        """Rows, over all replicas, after which every document of every store has been read at least once."""
+        # `source_at` mixes rows in the order of their times: row i of a store has the time (i + 1/2) / weight.
         last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
         return sum(items_until(last, self._weights))
 
@@ -113,13 +113,13 @@ class PackedSequences(Batches):
         return [epochs.waste() for epochs in self._epochs]
 
     def row(self, number: int) -> PackedRow:
-        """Returns the slices of documents in row `number` of all rows."""
+        """Returns row `number`, counted over all epochs, stores and replicas."""
         source, store_row = source_at(number, self._weights)
         return self._epochs[source].row(store_row)
 
     def describe(self, row: int) -> str:
         packed_row = self.row(row)
-        # Token numbers of the store, since documents of a selection have other numbers than in its files.
+        # Indices of tokens in the store's files, because a selection of documents numbers them anew.
         starts = [
             int(packed_row.store.starts[document_slice.document]) + document_slice.start
             for document_slice in packed_row.slices
@@ -140,12 +140,13 @@ class PackedSequences(Batches):
         shape = len(packed_rows), layout.sizes[self._shard]
         tokens, next_tokens, starts = (np.zeros(shape, np.int64) for _ in range(3))
         for i, row in enumerate(packed_rows):
-            resets = self._reset_positions or isinstance(row, TreeRow)
-            read_shard(row, layout.spans(self._shard), tokens[i], next_tokens[i], starts[i] if resets else None)
+            resets_positions = self._reset_positions or isinstance(row, TreeRow)
+            row_starts = starts[i] if resets_positions else None
+            read_shard(row, layout.spans(self._shard), tokens[i], next_tokens[i], row_starts)
         labels = torch.from_numpy(next_tokens)
         if self._has_trees:
             labels = label_triples(packed_rows, positions.numpy(), next_tokens)
-        # The difference is a new tensor: a batch changed in place must not change later ones.
+        # A new tensor even without resets, so that a caller who writes to a batch does not change later ones.
         positions = positions - torch.from_numpy(starts)
         batch = Batch(torch.from_numpy(tokens), labels, positions, documents, layout, rows, parents)
         if self._plan is not None:

@@ -1,4 +1,7 @@
-"""Rows of trees: the trees of a row, their mask, and the labels of a shard's tokens."""
+"""Rows of trees: `TreeEpochs` packs the trees of a store into `TreeRow`s, `label_triples` returns a shard's labels.
+
+A token of a tree may have several labels: the last token of a segment predicts the first token of each child.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ Weights = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TreeRow(PackedRow):
-    """A row of trees; its slices are their segments, depth first.
+    """A row of trees. Its slices are their segments in depth-first order; padding is one more segment.
 
     Args:
-        parents: the parent of each segment, as an index among all segments of the row; -1 for roots and padding.
-        weights: float64, weight of the labels in each segment. Padding is the last segment, with weight 0.
+        parents: index in the row of each segment's parent; -1 for roots and padding.
+        weights: float64, weight of the labels in each segment; 0 for padding.
         depths: number of tokens before each segment on its path.
     """
 
@@ -37,17 +40,17 @@ class TreeRow(PackedRow):
 
     @classmethod
     def of(cls, store: TokenStore, trees: Sequence[tuple[int, SegmentTree]], length: int) -> TreeRow:
-        """Returns the row of some (document, tree) pairs in order, padded to `length`."""
+        """Returns the row of these (document, tree) pairs in order, padded to `length`."""
         slices, parents, depths = list[DocumentSlice](), list[int](), list[int]()
         for document, tree in trees:
-            # Parents of a tree count from its first segment; in the row, from the first segment of all trees.
+            # From indices in the tree to indices in the row.
             parents += [parent + len(slices) if parent >= 0 else -1 for parent in tree.parents]
             depths += tree.depths
             segments = zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)
             slices += [DocumentSlice(document, start, size) for start, size in segments]
         ends = tuple(accumulate((segment_slice.length for segment_slice in slices), initial=0))
         weights = [tree.label_weights for _, tree in trees]
-        if ends[-1] < length:
+        if ends[-1] < length:  # padding
             ends, parents, depths, weights = (*ends, length), [*parents, -1], [*depths, 0], [*weights, np.zeros(1)]
         return cls(store, slices, ends, tuple(parents), np.concatenate(weights), tuple(depths))
 
@@ -58,59 +61,65 @@ class TreeRow(PackedRow):
 
     @property
     def origins(self) -> Sequence[int]:
-        return [end - depth for end, depth in zip(self.ends[:-1], self.depths, strict=True)]
+        # The first token of a segment has its depth as position.
+        return [start - depth for start, depth in zip(self.ends[:-1], self.depths, strict=True)]
 
 
 class TreeEpochs(Epochs):
-    """Epochs of a store of trees. A tree longer than a row is split (`SegmentTree.split`), never cut.
+    """Epochs of a store of trees. A tree longer than a row is split into several trees, never cut.
 
-    Items to pack are the documents that fit into a row, and then the split trees of longer ones.
+    Items to pack are the trees that fit into a row, then the trees into which `SegmentTree.split` splits longer ones.
 
     Raises:
-        ValueError: a packing that cuts documents, or a store without a tree to pack.
+        ValueError: a packing that cuts documents, or a store without tokens.
     """
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
         if packing is greedy:
-            raise ValueError(
-                f"{store.name} holds trees, and packing greedy cuts documents; use best_fit or one_per_row"
-            )
+            raise ValueError(f"{store.name} has trees, and packing greedy cuts documents; use best_fit or one_per_row")
         long_documents = np.flatnonzero(store.lengths > length).tolist()
-        self._split = [(document, tree) for document in long_documents for tree in store.tree(document).split(length)]
+        # Set before the constructor, which calls `_items`.
+        self._split_trees = [
+            (document, tree) for document in long_documents for tree in store.tree(document).split(length)
+        ]
         super().__init__(store, length, packing, key)
 
     def _items(self) -> tuple[Index, Index]:
         lengths = self._store.lengths
-        unsplit = np.flatnonzero((lengths > 0) & (lengths <= self._length))
-        documents = np.array([document for document, _ in self._split], np.int64)
-        sizes = np.array([tree.tokens for _, tree in self._split], np.int64)
-        return np.concatenate([unsplit, documents]), np.concatenate([lengths[unsplit], sizes])
+        unsplit_documents = np.flatnonzero((lengths > 0) & (lengths <= self._length))
+        split_documents = np.array([document for document, _ in self._split_trees], np.int64)
+        split_sizes = np.array([tree.tokens for _, tree in self._split_trees], np.int64)
+        documents = np.concatenate([unsplit_documents, split_documents])
+        return documents, np.concatenate([lengths[unsplit_documents], split_sizes])
 
     def _row_of(self, slices: Sequence[DocumentSlice]) -> TreeRow:
-        unsplit = len(self._documents) - len(self._split)
+        unsplit_count = len(self._documents) - len(self._split_trees)
         trees: list[tuple[int, SegmentTree]] = []
         for item in (tree_slice.document for tree_slice in slices):
-            document = int(self._documents[item])
-            trees.append((document, self._store.tree(document)) if item < unsplit else self._split[item - unsplit])
+            if item < unsplit_count:
+                document = int(self._documents[item])
+                trees.append((document, self._store.tree(document)))
+            else:
+                trees.append(self._split_trees[item - unsplit_count])
         return TreeRow.of(self._store, trees, self._length)
 
     def waste(self) -> Waste:
-        """Cost of the packing. Repeated tokens do not count as padding; dropped tokens are in no row."""
+        """Returns the cost of the packing in the first epoch. Repeated tokens do not count as padding."""
         packed_rows, lengths = self._epoch(0)[0], self._store.lengths
         padding = 1 - int(packed_rows.lengths.sum()) / (len(packed_rows) * self._length)
-        # Parts of a split tree repeat shared segments. A segment counts once, with the tokens of its longest copy.
-        copies: dict[tuple[int, int], int] = {}
-        for document, tree in self._split:
+        # The trees of one document repeat segments. A segment counts once, with the tokens of its longest copy.
+        segment_tokens: dict[tuple[int, int], int] = {}
+        for document, tree in self._split_trees:
             for start, size in zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True):
-                copies[document, start] = max(size, copies.get((document, start), 0))
-        packed_tokens = int(lengths[lengths <= self._length].sum()) + sum(copies.values())
-        split_documents = int((lengths > self._length).sum()) / int((lengths > 0).sum())
-        return Waste(len(packed_rows), padding, 1 - packed_tokens / self._store.tokens, split_documents)
+                segment_tokens[document, start] = max(size, segment_tokens.get((document, start), 0))
+        packed_tokens = int(lengths[lengths <= self._length].sum()) + sum(segment_tokens.values())
+        split_fraction = int((lengths > self._length).sum()) / int((lengths > 0).sum())
+        return Waste(len(packed_rows), padding, 1 - packed_tokens / self._store.tokens, split_fraction)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
         packed_rows, order = super()._pack(epoch)
         if packed_rows.starts.any() or (packed_rows.lengths != self._sizes[packed_rows.documents]).any():
-            raise ValueError(f"{self._store.name} holds trees, and the packing cuts documents; use one that cuts none")
+            raise ValueError(f"{self._store.name} has trees, and the packing cuts documents; use one that cuts none")
         return packed_rows, order
 
 
@@ -118,32 +127,32 @@ def label_triples(rows: Sequence[PackedRow], positions: Index, next_tokens: Inde
     """Returns the labels of a batch with rows of trees.
 
     Args:
-        positions: int64 [T], the shard's tokens in a row.
+        positions: int64 [T], positions in a row of the shard's tokens.
         next_tokens: int64 [B, T], the next token of the document, or `IGNORE`, as `read_shard` returns it.
     """
-    columns = [_row_labels(row, positions, labels) for row, labels in zip(rows, next_tokens, strict=True)]
-    indices, labels, weights = (
-        torch.from_numpy(np.concatenate(column))
-        for column in zip(
-            *((i * len(positions) + column[0], *column[1:]) for i, column in enumerate(columns)), strict=True
-        )
+    triples_by_row = [_row_labels(row, positions, labels) for row, labels in zip(rows, next_tokens, strict=True)]
+    # Indices count over the whole batch, row by row.
+    columns = zip(
+        *((i * len(positions) + indices, *other) for i, (indices, *other) in enumerate(triples_by_row)), strict=True
     )
+    indices, labels, weights = (torch.from_numpy(np.concatenate(column)) for column in columns)
     return LabelTriples(indices, labels, weights, next_tokens.shape)
 
 
 def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[Index, Index, Weights]:
     """Returns the labels of the shard's tokens in one row: (indices into `positions`, labels, weights), [M] each."""
-    if not isinstance(row, TreeRow):
+    if not isinstance(row, TreeRow):  # a row of documents, in a mixture with trees
         indices = np.flatnonzero(next_tokens != IGNORE)
         return indices, next_tokens[indices], np.ones(len(indices))
     ends = np.array(row.ends)
     segment = np.searchsorted(ends, positions, "right") - 1
     is_last = positions + 1 == ends[segment + 1]
+    # Inside a segment the label of a token is the next token, with the weight of the segment.
     inner = np.flatnonzero((next_tokens != IGNORE) & ~is_last & (row.weights[segment] > 0))
-    # The last token of a segment predicts the first token of each of its children, so it may have several labels.
+    # The last token of a segment has a label for each child: the child's first token, with the child's weight.
     last_token_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
-    # The zip is not strict, because padding has a parent and a weight, but no slice.
-    children = [
+    # The zip is not strict, because padding has a parent and a weight but no slice.
+    child_labels = [
         (
             last_token_of[parent],
             int(row.store.read(segment_slice.document, segment_slice.start, segment_slice.start + 1)[0]),
@@ -152,7 +161,7 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
         for parent, segment_slice, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)
         if parent in last_token_of and weight > 0
     ]
-    indices, labels, weights = zip(*children, strict=True) if children else ((), (), ())
+    indices, labels, weights = zip(*child_labels, strict=True) if child_labels else ((), (), ())
     return (
         np.concatenate([inner, np.array(indices, np.int64)]),
         np.concatenate([next_tokens[inner], np.array(labels, np.int64)]),
@@ -161,5 +170,5 @@ def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[I
 
 
 def parents_of(rows: Sequence[PackedRow]) -> tuple[tuple[int, ...], ...]:
-    """Returns the parent of each piece of each row; -1 for documents and padding."""
+    """Returns the parents of the segments in each row; -1 for documents and padding."""
     return tuple(row.parents if isinstance(row, TreeRow) else (-1,) * (len(row.ends) - 1) for row in rows)

@@ -97,7 +97,7 @@ def cut_dataset(folders: Sequence[File], field: str | None, size: int) -> Iterat
         dataset = load_dataset(folder.path)
         _check_column(folder.path, field, dataset.data.schema)
         rows, total = len(dataset), dataset.data.column(field).nbytes
-        step = max(1, rows * size // max(total, 1))
+        step = max(1, rows * size // max(total, 1))  # rows per chunk, from the mean size of a row
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             yield InputChunk(read_dataset, (folder,), start, stop, total * stop // rows - total * start // rows, field)

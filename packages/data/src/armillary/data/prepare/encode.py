@@ -71,7 +71,7 @@ class Encoder:
                 counts.binary += 1
             elif isinstance(document, Invalid):
                 self.skip(document, counts)
-            if size >= BATCH_BYTES:
+            if size >= BATCH_BYTES:  # bounds the memory of the library's result
                 encoded_parts.append(self.encode(batch, tokenizer, counts))
                 batch, size = [], 0
         return Part.concatenate([*encoded_parts, self.encode(batch, tokenizer, counts)]), counts

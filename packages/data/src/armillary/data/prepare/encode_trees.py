@@ -78,6 +78,7 @@ def template_segments(
         raise ValueError("messages need a chat template, which the tokenizer's folder has not; give text, or another")
     paths, last_segments, count = list[tuple[Message, ...]](), list[int](), 0
     for node in nodes:
+        # A template may depend on earlier messages, so the path to the node is rendered, and only the node's part used.
         messages = cast(tuple[Message, ...], node.content)
         for message in messages:
             if (name := tokenizer.special_in(str(message.get("content")))) is not None:
@@ -86,6 +87,7 @@ def template_segments(
         pieces = template.render((*ancestors, *messages), len(ancestors))
         if not pieces:
             raise ValueError("the chat template writes nothing for some messages")
+        # The pieces of a node are a chain of segments; the weight of its sequence belongs to the last one.
         for i, (text, is_assistant) in enumerate(pieces):
             weight = node.weight if i == len(pieces) - 1 else 0.0
             yield TextSegment(text, parent, node.train and is_assistant, weight)
@@ -95,7 +97,8 @@ def template_segments(
 
 
 def segment_tokens(trees: Sequence[SegmentedTree], tokenizer: Tokenizer) -> Iterator[Integers]:
-    """Returns the tokens of all segments. Begin tokens are kept in front of roots alone."""
+    """Yields the tokens of all segments, tree by tree. Only roots keep their begin tokens."""
+    # All texts are encoded in one batch each for plain text and templates, then yielded in the order of the segments.
     texts = [s.text.encode() for tree in trees if not tree.from_template for s in tree.segments]
     template_texts = [s.text for tree in trees if tree.from_template for s in tree.segments]
     has_template = isinstance(tokenizer, TextTokenizer)

@@ -1,4 +1,4 @@
-"""The documents of one chunk of the input: a reader for each kind of file."""
+"""Readers of input chunks: one for each format of files, which yields the documents of an `InputChunk`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from armillary.data.prepare.tree_records import tree_record
 from armillary.data.text.corpus import Document, binary
 
 ROWS = 64
-"""Rows read at a time: few, since each may be a long document."""
+"""Rows per read: few, because each may be a long document."""
 
 
 @dataclass(frozen=True)
 class Invalid:
-    """A record without a document, and the reason. The caller decides whether to skip it.
+    """A record without a document, and the reason. The caller skips or refuses it.
 
     Args:
-        binary: it is a binary file in a folder, which is always skipped.
+        binary: True for a binary file in a folder, which is always skipped.
     """
 
     name: str
@@ -38,7 +38,7 @@ class File:
     Args:
         name: prefix of the names of its documents.
         bytes: size on disk.
-        chosen: the user named this file itself, not its folder, so it is read even if it looks binary.
+        chosen: True if the file is an input of its own, so that it is read even if it seems to be binary.
     """
 
     path: Path
@@ -49,14 +49,14 @@ class File:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """A part of the input that a worker process reads by itself. Can be pickled.
+    """A part of the input, small enough for one task of a worker process. Can be pickled.
 
     Args:
-        read: one of the readers below.
+        read: the reader of its format, one of the functions below.
         files: one file, or several text files with one document each.
         start, stop: range of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
-        bytes: approximate size of its text; of a .gz file, the packed size.
-        text_field: field or column of documents; None for lines with trees.
+        bytes: approximate size of its text; the compressed size of a .gz file.
+        text_field: field or column with the text; None for JSONL of trees.
     """
 
     read: Callable[[InputChunk], Iterator[Document | Invalid]]
@@ -77,7 +77,7 @@ class InputChunk:
         return self.files[0].name
 
 
-# Names of readers are part of the key by which an interrupted preparation is recognized.
+# The names of these functions are part of `fingerprint`: after a renaming, interrupted preparations start over.
 
 
 def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
@@ -94,7 +94,8 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the lines that start in the chunk, so that each line belongs to exactly one chunk."""
     with chunk.path.open("rb") as file:
         if chunk.start:
-            # Skips to the first line break, reading at most the chunk: a longer line starts in none of it.
+            # The line at the start belongs to the chunk before, unless a line break precedes it. Reading stops at the
+            # end of the chunk: if there is no line break in it, no line starts in it.
             file.seek(chunk.start - 1)
             if not file.readline(chunk.stop - chunk.start).endswith(b"\n"):
                 return
@@ -102,13 +103,13 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def read_gzip_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads all lines of a .gz file. Names of documents count unpacked bytes."""
+    """Reads all lines of a .gz file. Names of documents count uncompressed bytes."""
     with gzip.open(chunk.path, "rb") as file:
         yield from _read_lines(cast(IO[bytes], file), chunk, 0, None)
 
 
 def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads the rows of some row groups, numbered over the whole file."""
+    """Reads the rows of a range of row groups. Names of documents count the rows of the whole file."""
     with optional("pyarrow.parquet", "parquet").ParquetFile(chunk.path) as file:
         first = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
         groups = range(chunk.start, chunk.stop)
@@ -117,7 +118,7 @@ def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads some rows of a folder written by `datasets.Dataset.save_to_disk`."""
+    """Reads a range of rows of a folder written by `datasets.Dataset.save_to_disk`."""
     dataset = load_dataset(chunk.path).with_format("arrow")
     starts = range(chunk.start, chunk.stop, ROWS)
     tables = (dataset[start : min(start + ROWS, chunk.stop)] for start in starts)
@@ -125,7 +126,7 @@ def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
-    """Reads the lines from byte `start`, the position of the file, up to the last one that begins before `stop`."""
+    """Reads the lines that start in bytes `start` to `stop`; `file` is at byte `start`."""
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
             yield _parse_line(f"{chunk.name}:byte {start}", line, chunk.text_field)
@@ -134,9 +135,9 @@ def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None
 
 def _parse_line(name: str, line: bytes, field: str | None) -> Document | Invalid:
     try:
-        # Decoded here, since `json.loads` guesses encodings. Editors may write a byte order mark, hence utf-8-sig.
+        # `json.loads` of bytes would guess the encoding. utf-8-sig drops the byte order mark that some editors write.
         record: object = json.loads(line.decode("utf-8-sig"))
-        # An escape such as \ud800 is half of a surrogate pair, which cannot be encoded: that raises, as it should.
+        # `encode` raises for half of a surrogate pair (the escape \ud800), which makes the record invalid.
         return tree_record(name, record) if field is None else Document(name, _text_of(record, field).encode())
     except (ValueError, RecursionError) as error:
         return Invalid(name, str(error))
@@ -156,9 +157,9 @@ def _text_of(record: object, field: str) -> str:
 
 
 def _read_columns(name: str, first: int, columns: Iterable[Any]) -> Iterator[Document | Invalid]:
-    """Reads the strings of Arrow columns as documents named by their rows, counted from `first`."""
+    """Yields the strings of Arrow columns as documents, named by rows counted from `first`."""
     arrow = optional("pyarrow", "parquet")
-    # As bytes: Arrow does not check that its strings are UTF-8, and decoding would fail on them.
+    # As bytes, because Arrow does not guarantee that its strings are UTF-8, and `as_py` would raise on those.
     texts = (text for column in columns for text in column.cast(arrow.large_string()).cast(arrow.large_binary()))
     for row, text in enumerate(texts, start=first):
         if text.is_valid:

@@ -1,4 +1,8 @@
-"""Preparation of a store: from input files to a complete folder."""
+"""`prepare`: tokenizes input files into the folder of a store, in several processes and resumable.
+
+The output is first a folder `path.partial`, with a key of inputs and settings. A run with the same key resumes it; a
+complete store is moved into place at once.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ class Preparation:
     Args:
         inputs: files and folders.
         output: folder of the store.
-        tokenizer: "bytes", "bpe" (trained on the input first), or a tokenizer.json or the folder that has one.
+        tokenizer: "bytes", "bpe" (trained on the input), or the path of a tokenizer.json or of its folder.
         vocab_size: vocabulary size of a trained tokenizer.
         end_of_document: name of the token after each document; by default from the tokenizer's files.
         begin_of_document: name of a token before each document; by default none.
@@ -45,7 +49,7 @@ class Preparation:
             completions.
         text_field: JSONL field or column with the text.
         invalid: policy for text that is not UTF-8; broken records are refused or skipped.
-        overwrite: start over, and replace the store at the output once the new one is complete.
+        overwrite: start over, and replace the store at the output when the new one is complete.
         chunk_bytes: size of the text chunks that workers tokenize.
     """
 
@@ -76,10 +80,10 @@ class Progress:
 def prepare(
     plan: Preparation, workers: int | None = None, report: Callable[[Progress], None] = lambda _: None
 ) -> Header:
-    """Makes a store, or resumes an interrupted preparation; returns the header.
+    """Prepares a store, or resumes an interrupted preparation. Returns the header of the store.
 
     The same input gives the same bytes, for any number of workers and interruptions. A complete store of the same input
-    and settings is kept. Worker processes import the caller's main module, so scripts call this under
+    and settings is returned unchanged. Worker processes import the caller's main module, so scripts call this under
     `if __name__ == "__main__":`.
 
     Args:
@@ -87,7 +91,7 @@ def prepare(
         report: called after each chunk.
 
     Raises:
-        ValueError: invalid input, tokenizer or settings; other files at `output`; another process with this output.
+        ValueError: invalid input, tokenizer or settings; other files at `output`; another process writes this output.
         OSError: the disk is full or gone, or a worker was killed. Finished parts are kept, and the same call resumes.
     """
     workers = cpu_count() if workers is None else workers
@@ -98,7 +102,7 @@ def prepare(
     input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
     key = plan_key(plan, input_chunks)
     try:
-        # Tested before locking: a lock that cannot be created looks like one that another process has.
+        # Raises if the folder is not writable. `lock_output` would report a missing lock file as another process.
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=plan.output.parent).close()
         with lock_output(plan.output):
@@ -137,7 +141,8 @@ def _chat_template(plan: Preparation) -> ChatTemplate | None:
 
 
 def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> Tokenizer:
-    """Puts the tokenizer, trained if necessary, into the folder of the store, and reads it from there."""
+    """Writes the tokenizer, trained if necessary, to the folder of the store, and returns it as read from there."""
+    # Workers and resumed runs read it from the folder too, so that all parts have the same tokens.
     folder = partial_folder(plan.output)
     if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
         is_trained = plan.tokenizer == "bpe"
@@ -151,14 +156,15 @@ def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> To
 
 
 def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
-    """Reads at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
+    """Yields at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
+    # Every k-th chunk, where the input has k times as many bytes; each contributes the same number of bytes.
     sampled_chunks = input_chunks[:: -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)]
     for chunk in sampled_chunks:
-        room = -(-TRAINING_BYTES // len(sampled_chunks))
+        remaining_bytes = -(-TRAINING_BYTES // len(sampled_chunks))
         for document in documents(chunk):
-            if not isinstance(document, Invalid) and room > 0:
-                yield decode_utf8(document.text[:room])[0]
-                room -= len(document.text)
+            if not isinstance(document, Invalid) and remaining_bytes > 0:
+                yield decode_utf8(document.text[:remaining_bytes])[0]
+                remaining_bytes -= len(document.text)
 
 
 def _encode(
@@ -169,10 +175,10 @@ def _encode(
     workers: int,
     report: Callable[[Progress], None],
 ) -> Header:
-    """Tokenizes the remaining chunks, and moves the complete store into place.
+    """Tokenizes the chunks that no earlier run has finished, and moves the complete store into place.
 
     Raises:
-        ValueError: an input without documents, or a file that changed meanwhile.
+        ValueError: an input without documents, or an input file that changed during the run.
     """
     trees = plan.format == "trees"
     encoder = (TreeEncoder if trees else Encoder)(partial_folder(plan.output), plan.invalid)
@@ -188,7 +194,7 @@ def _encode(
             writer.add(encoded_part, asdict(counts))
             progress.done_bytes, progress.tokens = progress.done_bytes + chunk.bytes, writer.tokens
             report(progress)
-        # Sizes and times of the input files are part of the key.
+        # The key has sizes and modification times of the input files.
         if plan_key(plan, input_chunks) != key:
             raise ValueError("an input file has changed while it was read; start over with --overwrite")
         if not writer.documents:
@@ -198,13 +204,14 @@ def _encode(
 
 
 def _check_settings(plan: Preparation, workers: int) -> None:
-    """Raises ValueError for settings that would fail halfway, or have no effect."""
+    """Raises ValueError for settings that would fail during the run, or have no effect."""
     if plan.invalid not in get_args(OnInvalid):
         raise ValueError(f"invalid={plan.invalid!r} is not one of {', '.join(map(repr, get_args(OnInvalid)))}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1; got {workers}")
     if plan.tokenizer == "bpe":
         check_vocab_size(plan.vocab_size)
+    # Special tokens of the tokenizers without files; those in files are checked when they are read.
     names = {"bytes": (None,), "bpe": (None, TRAINED_END)}.get(plan.tokenizer)
     for setting in ("end_of_document", "begin_of_document"):
         if names and (name := getattr(plan, setting)) not in names:
@@ -215,7 +222,7 @@ def _check_settings(plan: Preparation, workers: int) -> None:
 
 
 def _check_paths(plan: Preparation) -> None:
-    """Raises ValueError for inputs that are stores, or lie in the output, or contain it."""
+    """Raises ValueError for inputs that are stores, are inside the output, or contain it."""
     output = _resolve(plan.output)
     if not plan.output.name:
         raise ValueError(f"the output {plan.output} has no name of its own; give the path of a new folder")
@@ -238,7 +245,7 @@ def _resolve(path: Path) -> Path:
         target = Path(os.path.realpath(path))
     except ValueError as error:
         raise ValueError(f"{path} is not a valid path: {error}") from error
-    if target.is_symlink():  # realpath stops here; Path.resolve raises, but only before Python 3.13
+    if target.is_symlink():  # realpath does not resolve circular links; Path.resolve raises only before Python 3.13
         raise ValueError(f"{path} is a circular link")
     return target
 
@@ -247,7 +254,7 @@ def _existing_store(plan: Preparation, key: str) -> Header | None:
     """Returns the header of a complete store at the output, or None if `overwrite` replaces it.
 
     Raises:
-        ValueError: the output is not a store, or a store of other input or settings without `overwrite`.
+        ValueError: the output is not a store, or without `overwrite` a store of other input or settings.
     """
     if not is_folder(plan.output):
         raise ValueError(f"{plan.output} exists and is not a token store; name another output, or move it away")
@@ -258,6 +265,6 @@ def _existing_store(plan: Preparation, key: str) -> Header | None:
         raise ValueError(
             f"{plan.output} is a store of other input or settings; name another output, or give --overwrite"
         )
-    if (plan.output / PROGRESS).exists():  # killed after the move, before the removal of the older store
+    if (plan.output / PROGRESS).exists():  # a run was killed after it had moved the store, before the final clean-up
         remove_older(plan.output)
     return header

@@ -1,4 +1,7 @@
-"""Input files as chunks that worker processes read by themselves, in an order that depends on the input alone."""
+"""Input of a preparation: `chunks` cuts files into chunks, `documents` reads the documents of one chunk.
+
+Worker processes read chunks independently. The order of chunks depends on the input alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from armillary.data.prepare.readers import File, InputChunk, Invalid
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
 SNIFFED_BYTES = 2**20
-"""Bytes of a file by which it is recognized as text."""
+"""Bytes at the beginning of a file that decide if it is text."""
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
 
@@ -25,27 +28,27 @@ def chunks(
 ) -> list[InputChunk]:
     """Cuts the input into chunks of about `size` bytes of text each, in order.
 
-    An input is a file or a folder. A folder stands for its files at any depth, sorted by name, without those that
-    `read_documents` leaves out. The suffix of a file decides how it is read:
+    An input is a file or a folder. A folder contributes its files at any depth, sorted by name, except those that
+    `read_documents` leaves out. With format "auto" the suffix of a file selects its format:
 
-    - .jsonl and .ndjson: one object a line. A chunk is a range of bytes, and owns the lines that start in it. The same
-      with .gz behind it is one chunk.
-    - .parquet: a chunk is some row groups.
-    - other suffixes: text, one document. Small files share a chunk, a large file has its own. A binary file is left out
-      of a folder; named by itself, it is refused unless the format is "text".
+    - .jsonl and .ndjson: one JSON object per line. A chunk is a range of bytes and has the lines that start in it. A
+      compressed file (.jsonl.gz) is one chunk.
+    - .parquet: a chunk is a range of row groups.
+    - other suffixes: text, one document per file. Small files share a chunk; a large file is a chunk. A binary file in
+      a folder is left out; as an input of its own it is refused unless the format is "text".
 
-    A folder written by `datasets.Dataset.save_to_disk` is cut by rows. Names of documents are relative to their folder,
+    A folder written by `datasets.Dataset.save_to_disk` is cut by rows. Names of documents are relative to their input,
     so they may repeat between inputs.
 
     Args:
-        format: format of every file, regardless of its suffix and of saved datasets. "trees" are JSONL whose lines are
-            trees (`tree_records`).
+        format: "auto", or the format of all files, for any suffix and also in saved datasets. "trees" is JSONL with a
+            tree per line (`tree_records`).
         text_field: field of JSONL objects, or column, with the text of documents.
 
     Raises:
-        ValueError: a path that does not exist, cannot be read or holds no text; a missing column, or one without
-            strings; a file in two inputs; a .zst file; a saved dataset with several splits; choose one of them.
-        ImportError: Parquet or a saved dataset, and the package that reads it is not installed.
+        ValueError: a path that does not exist, cannot be read or has no text; a column that is missing or has no
+            strings; a file in two inputs; a .zst file; a saved dataset with several splits.
+        ImportError: the package that reads Parquet or saved datasets is not installed.
     """
     if not inputs:
         raise ValueError(f"there are no inputs; {_ACCEPTED}")
@@ -57,7 +60,7 @@ def chunks(
     _check_unique(files_of_inputs)
     files = (file for group in files_of_inputs for file in group)
     field, input_chunks = None if format == "trees" else text_field, list[InputChunk]()
-    # Only consecutive files share a chunk, so that documents keep the order of their names.
+    # `groupby` without sorting: only consecutive files share a chunk, so that documents stay in the order of the files.
     for cutter, group in groupby(files, key=lambda file: cutter_of(file, format)):
         input_chunks += cutter(list(group), field, size)
     if not input_chunks:
@@ -66,13 +69,13 @@ def chunks(
 
 
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads the documents of a chunk in order, named by file and, for records, `:byte 1234` or `:row 17`.
+    """Reads the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
 
-    A record without a document is `Invalid`: JSON that does not parse, a missing or null field, a binary file in a
-    folder. Documents may be empty.
+    `Invalid` stands for a record without a document: JSON that does not parse, a missing or null field, a binary file
+    in a folder. Documents may be empty.
 
     Raises:
-        ValueError: a file that can no longer be read.
+        ValueError: a file that cannot be read.
     """
     try:
         yield from chunk.read(chunk)
@@ -81,7 +84,7 @@ def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def fingerprint(chunks: Sequence[InputChunk]) -> str:
-    """Returns 64 hex digits that depend on the names, sizes and modification times of files, and on their chunks.
+    """Returns a hash of the names, sizes and modification times of all files, and of the chunks: 64 hex digits.
 
     Raises:
         ValueError: a file that no longer exists.
@@ -109,7 +112,7 @@ def _files(path: Path, format: Format) -> list[File]:
             files = [_file(file, file.relative_to(path).as_posix(), chosen=False) for file in paths]
             files.sort(key=lambda file: file.name)
             for file in files if format == "auto" else ():
-                # As text, each file of a saved dataset further down would become a broken record.
+                # Otherwise each Arrow file of a saved dataset in a subfolder would be read as text.
                 if file.path.name in ("state.json", "dataset_dict.json") and _is_dataset(file.path.parent):
                     folder = file.path.parent
                     raise ValueError(f"{path} has a saved dataset in it; give it as an input of its own: {folder}")
@@ -122,16 +125,16 @@ def _files(path: Path, format: Format) -> list[File]:
 
 
 def _file(path: Path, name: str, *, chosen: bool) -> File:
-    # Checked at the start, so that a long preparation does not stop halfway.
+    # Checked before the preparation starts, which may take hours.
     if path.exists() and not os.access(path, os.R_OK):
         raise PermissionError(13, "Permission denied", str(path))
-    if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+    if path.exists() and not path.is_file():  # such as a pipe, whose reader would wait for its writer
         raise ValueError(f"{path} is no file or folder; {_ACCEPTED}")
     return File(path, name, path.stat().st_size, chosen)
 
 
 def _check_text(file: File, format: Format) -> None:
-    """Raises ValueError for a binary file whose format the user has not stated."""
+    """Raises ValueError for a binary file that is its own input, unless the user has given its format."""
     if format == "auto" and cutter_of(file, format) is cut_text:
         with file.path.open("rb") as text_file:
             reason = binary(text_file.read(SNIFFED_BYTES))
@@ -140,10 +143,10 @@ def _check_text(file: File, format: Format) -> None:
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Returns True if `datasets` wrote the folder.
+    """Returns True for a folder written by `Dataset.save_to_disk`.
 
     Raises:
-        ValueError: it has several splits; choose one of them.
+        ValueError: the folder of a `DatasetDict`, which has several splits.
     """
     splits = folder / "dataset_dict.json"
     if splits.is_file():
@@ -157,17 +160,18 @@ def _is_dataset(folder: Path) -> bool:
 
 def _check_unique(files_of_inputs: Sequence[Sequence[File]]) -> None:
     """Raises ValueError if two inputs contain the same file."""
-    owners: dict[tuple[int, int], tuple[int, Path]] = {}
+    # By device and inode, so that a link is recognized as its file. Two links in one input are allowed.
+    first_inputs: dict[tuple[int, int], tuple[int, Path]] = {}
     for index, files in enumerate(files_of_inputs):
         for file in files:
             stat = file.path.stat()
-            owner, path = owners.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
-            if owner != index:
+            first_index, path = first_inputs.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
+            if first_index != index:
                 raise ValueError(f"{file.path} is given twice, first as {path}; give each file once")
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Name, size and modification time (ns) of a file, or of all files in the folder of a saved dataset."""
+    """Returns name, size and modification time (ns) of a file, or of each file of a saved dataset."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
 

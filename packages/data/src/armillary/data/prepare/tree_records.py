@@ -79,6 +79,7 @@ def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> 
     content, children = _content(fields[kind], f"{path}{kind}"), fields.get(branches, [])
     if not isinstance(children, list) or (kind == "prompt" and not children):
         raise ValueError(f"field '{path}{branches}' must be a list of one or more; got {children!r}"[:200])
+    # A prompt is context by default, and all other nodes are trained.
     train, weight = fields.get("train", kind != "prompt"), fields.get("weight")
     if not isinstance(train, bool):
         raise ValueError(f"field '{path}train' is {train!r}; give true or false")
@@ -87,7 +88,7 @@ def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> 
     weight = 1.0 if weight is None else weight
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not isfinite(weight) or weight < 0:
         raise ValueError(f"field '{path}weight' is {weight!r}; give a number of at least 0")
-    number = len(nodes)
+    number = len(nodes)  # the parent of the children; appending before recursion gives depth-first order
     nodes.append(TreeNode(content, parent, train, 0.0 if children else float(weight)))
     for i, child in enumerate(cast(list[object], children)):
         _add_nodes(nodes, child, f"{path}{branches}[{i}].", number)
@@ -103,6 +104,7 @@ def _fields(value: object, path: str) -> dict[str, Any]:
         subject = f"'{path.rstrip('.')}' is" if path else "the line is a"
         raise ValueError(f"{subject} {_type_name(value)}; give an object with a prompt, text or messages")
     fields = cast(dict[str, Any], value)
+    # A single message: its fields stay, because "train" and "weight" may be among them.
     return {"messages": [fields], **fields} if path and "role" in fields and "messages" not in fields else fields
 
 

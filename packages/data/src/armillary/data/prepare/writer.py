@@ -1,7 +1,8 @@
-"""Writing a store part by part, such that a killed process loses only the most recent parts.
+"""`StoreWriter`: appends tokenized parts to a store, such that a killed process loses at most the last seconds of work.
 
-Files grow in the folder `path.partial` until the store is complete. Its `progress.json` records the valid size of each
-file. It is replaced atomically, after the files are on disk; a run that resumes truncates the files to these sizes.
+Files grow in the folder `path.partial` until the store is complete. `progress.json` in this folder records the valid
+size of each file. It is replaced atomically after the files have been flushed to disk, and a run that resumes truncates
+the files to these sizes.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from armillary.data.store import Integers, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentArray
 
 SYNC_SECONDS = 2.0
-"""Maximum seconds of work that a kill can lose."""
+"""Seconds between flushes to disk: the work that a killed process loses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Tokenized documents.
+    """Tokenized documents, such as those of an input chunk.
 
     Args:
-        tokens: the documents one after another, each with its end of document.
+        tokens: the concatenated documents, each with its end-of-document token.
         lengths: int64 [d], number of tokens of each document.
         hashes: uint64 [d], hash of each document's text.
-        segments: `SEGMENT` [s], segments of documents that are trees; ends count from the part's first token.
+        segments: `SEGMENT` [s], segments of documents that are trees; their ends count from the part's first token.
     """
 
     tokens: Integers
@@ -57,18 +58,18 @@ class Part:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Part]) -> Part:
-        """Joins parts; all or none of them have segments."""
+        """Returns the concatenation of parts, all with segments or all without."""
         segments, offset = list[SegmentArray](), 0
         for part in parts:
             if part.segments is not None:
                 segments.append(part.shifted_segments(offset))
             offset += len(part.tokens)
         tokens, lengths, hashes = zip(*((part.tokens, part.lengths, part.hashes) for part in parts), strict=True)
-        segment_ends = np.concatenate(segments) if segments else None
-        return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), segment_ends)
+        all_segments = np.concatenate(segments) if segments else None
+        return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), all_segments)
 
     def shifted_segments(self, offset: int) -> SegmentArray:
-        """Returns the segments of a part that begins with token `offset`."""
+        """Returns the segments with ends that count from a token `offset` tokens before the part."""
         assert self.segments is not None
         segments = self.segments.copy()
         segments["end"] += offset
@@ -76,7 +77,11 @@ class Part:
 
 
 class BlockFile:
-    """A file that is only appended to, with a CRC-32 for every `BLOCK` bytes.
+    """An append-only file with a CRC-32 of every `BLOCK` bytes.
+
+    Args:
+        size: valid bytes of an existing file; the rest is truncated.
+        checksums: CRC-32 of each block of the valid bytes.
 
     Raises:
         ValueError: the file is shorter than `size`.
@@ -91,8 +96,10 @@ class BlockFile:
         self._file.seek(size)
 
     def add(self, array: npt.NDArray[Any]) -> None:
+        """Appends the bytes of an array."""
         data = array.view(np.uint8).data
         while data:
+            # Writes at most to the end of the block, so that each write belongs to one checksum.
             written_bytes = self._file.write(data[: BLOCK - self.size % BLOCK])
             if self.size % BLOCK == 0:
                 self.checksums.append(0)
@@ -120,7 +127,7 @@ class StoreWriter:
         sizes = self._progress["files"]
         names = (TOKENS, DOCUMENTS, HASHES, *([SEGMENTS] if trees else []))
         self._files = {name: BlockFile(self.folder / name, *sizes.get(name, (0, []))) for name in names}
-        if not self._files[DOCUMENTS].size:
+        if not self._files[DOCUMENTS].size:  # a new store: the first document starts at token 0
             self._files[DOCUMENTS].add(np.zeros(1, "<i8"))
         self._synced = time.monotonic()
 
@@ -131,7 +138,7 @@ class StoreWriter:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts given to the last `add`."""
+        """The counts of the last `add`."""
         return self._progress["counts"]
 
     @property
@@ -143,21 +150,21 @@ class StoreWriter:
         return self._files[DOCUMENTS].size // 8 - 1
 
     def add(self, part: Part, counts: dict[str, Any]) -> None:
-        """Appends a part, which is on disk after the next `sync`. `counts` are totals over all parts so far."""
+        """Appends a part, which survives a kill after the next `sync`. `counts` are totals over all parts so far."""
         ends = self.tokens + np.cumsum(part.lengths)
         if part.segments is not None:
             self._files[SEGMENTS].add(part.shifted_segments(self.tokens))
         self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
         self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
         self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
-        # Recorded after all files have grown: on a full disk, progress still describes complete parts.
+        # Recorded after all files have been written: if the disk is full, progress still describes complete parts.
         files = {name: (file.size, list(file.checksums)) for name, file in self._files.items()}
         self._progress |= {"parts": self.parts + 1, "counts": counts, "files": files}
         if time.monotonic() > self._synced + SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Flushes files to disk, then records their sizes."""
+        """Flushes the files to disk, then replaces `progress.json`, so that it never describes bytes that are lost."""
         for file in self._files.values():
             file.sync()
         write_file(self.folder / PROGRESS, json.dumps(self._progress).encode())
@@ -167,9 +174,9 @@ class StoreWriter:
         """Writes the header and moves the folder into place, replacing an older store."""
         self.sync()
         checksums = {name: file.checksums for name, file in self._files.items()}
-        name = self._dtype.newbyteorder("=").name
-        segments = self._files[SEGMENTS].size // SEGMENT.itemsize if SEGMENTS in self._files else 0
-        header = Header(name, self.tokens, self.documents, vocabulary, checksums, summary, segments)
+        dtype_name = self._dtype.newbyteorder("=").name  # without the byte order, as "uint16"
+        segment_count = self._files[SEGMENTS].size // SEGMENT.itemsize if SEGMENTS in self._files else 0
+        header = Header(dtype_name, self.tokens, self.documents, vocabulary, checksums, summary, segment_count)
         header.write(self.folder)
         put_in_place(self.path)
         return header
@@ -179,7 +186,7 @@ class StoreWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            with suppress(OSError):  # a full disk has no room for this either; the last sync is valid
+            with suppress(OSError):  # a full disk fails here too, and the last sync stays valid
                 self.sync()
         for file in self._files.values():
             file.close()

@@ -1,4 +1,4 @@
-"""Tokenizers defined by a tokenizer.json of the `tokenizers` library."""
+"""`TextTokenizer`: a tokenizer defined by a tokenizer.json of the `tokenizers` library. `train_bpe` trains one."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from armillary.data.text.splitting import Tokens, split_text
 from armillary.data.text.tokenizer_json import BEGIN, build, check_name, choose_end, parse_definition, read_name
 
 TRAINED_END = "<|endoftext|>"
-"""End of document of tokenizers that are trained here."""
+"""End-of-document token of `train_bpe`."""
 MAX_VOCAB_SIZE = 2**24
-"""Limit for training: the library allocates the vocabulary at once, and aborts the process if that fails."""
+"""Maximum vocabulary of `train_bpe`. The library allocates it at once, and aborts the process if that fails."""
 
 _BATCH = 16
-"""Texts per call of the library, which encodes them in threads. Its result takes about 100 bytes a character."""
+"""Texts per call of the library, which encodes them in threads. Its result takes about 100 bytes per character."""
 
 
 class TextTokenizer:
     """Tokenizer of a tokenizer.json.
 
-    A text is encoded without special tokens, except a begin of document if there is one. Text that contains the name of
-    a special token gets the tokens of its letters, never the special token. Truncation, padding and dropout of the
-    definition are disabled. Copies in other processes (pickle) are built from `definition`.
+    `encode` adds no special token except the begin of document, if one is given. The name of a special token in a text
+    is encoded as ordinary text, never as the special token. Truncation, padding and dropout of the definition are
+    disabled. A pickled tokenizer is built again from its definition.
 
     Args:
-        definition: bytes of a tokenizer.json, kept unchanged.
-        end_of_document: name of the token after each document; by default the first usual name in the vocabulary.
-        begin_of_document: name of a token in front of each text; by default none.
-        part_size: longer texts, in characters, are encoded in parts if that gives the same tokens.
+        definition: bytes of a tokenizer.json.
+        end_of_document: name of the token after each document; by default the first common name in the vocabulary.
+        begin_of_document: name of a token before each text; by default none.
+        part_size: characters above which a text is encoded in parts, where this does not change its tokens.
 
     Raises:
         ValueError: not a tokenizer.json, a name that is not in the vocabulary, or part_size below 1.
@@ -71,13 +71,14 @@ class TextTokenizer:
         self._dtype = np.dtype(np.min_scalar_type(self.vocab_size - 1))
         added_tokens = cast(dict[int, Any], self._inner.get_added_tokens_decoder())
         self._special_names = sorted(token.content for token in added_tokens.values() if token.special)
-        special_tokens = [number for number, token in added_tokens.items() if token.special]
+        special_tokens = [token_id for token_id, token in added_tokens.items() if token.special]
         self._is_special = self._special_mask([*special_tokens, self.end_of_document, *self._begin], settings["model"])
 
     def _special_mask(self, special_tokens: list[int], model: dict[str, Any]) -> NDArray[np.bool_]:
-        """Mask [V] of special tokens, which no text may produce, except the token for unknown words."""
+        """Returns the mask [V] of special tokens that `encode` must not produce from text."""
         mask = np.zeros(self.vocab_size, np.bool_)
         mask[special_tokens] = True
+        # Ordinary text may produce the token for unknown words. Unigram models have its id, others its name.
         unknown = model["unk_id"] if "unk_id" in model else self._inner.token_to_id(model.get("unk_token") or "")
         if unknown is not None:
             mask[unknown] = False
@@ -90,9 +91,9 @@ class TextTokenizer:
         end_of_document: str | None = None,
         begin_of_document: str | None = None,
     ) -> TextTokenizer:
-        """Reads a tokenizer.json, or the one in a folder.
+        """Reads a tokenizer.json from its path or folder.
 
-        The end of document is by default the `eos_token` of a tokenizer_config.json beside it.
+        The end of document is by default the `eos_token` of a tokenizer_config.json in the same folder.
 
         Raises:
             ValueError: as the constructor, or a file that cannot be read.
@@ -111,16 +112,17 @@ class TextTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = {"end_of_document": self.end_name, "begin_of_document": self.begin_name}
+        # A partial, because the other arguments of the constructor are keywords.
         return partial(type(self), part_size=self._part_size, **names), (self.definition,)
 
     @property
     def identity(self) -> str:
-        """Hash of the definition and of both names: equal for tokenizers that give the same tokens."""
+        """Hash of the definition and both names. Tokenizers with equal identities encode alike."""
         names = json.dumps([self.begin_name, self.end_name]).encode()
         return f"sha256:{hashlib.sha256(names + self.definition).hexdigest()}"
 
     def encode(self, text: bytes | str) -> Tensor:
-        """Returns a tensor [T] of uint8, int16 or int32, without the end of document. Broken UTF-8 becomes U+FFFD.
+        """Returns a tensor [T] of uint8, int16 or int32, without the end of document. Invalid UTF-8 becomes U+FFFD.
 
         Raises:
             ValueError: a str with half of a surrogate pair, which has no UTF-8 form.
@@ -131,15 +133,18 @@ class TextTokenizer:
         return torch.from_numpy(tokens.astype(np.int32)).to(dtype)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes texts in one batch: an array [T] of uint8, uint16 or uint32 for each, otherwise as `encode`."""
-        split = [split_text(text, self._part_size, lambda part: next(self._encode_parts([part]))) for text in texts]
-        tokens = self._encode_parts([piece for pieces in split for piece in pieces])
+        """Encodes several texts at once. Returns an array [T] of uint8, uint16 or uint32 for each of them."""
+        parts_by_text = [
+            split_text(text, self._part_size, lambda part: next(self._encode_parts([part]))) for text in texts
+        ]
+        # Parts of all texts share batches of the library; then each text takes as many results as it has parts.
+        tokens = self._encode_parts([part for parts in parts_by_text for part in parts])
         begin = np.array(self._begin, self._dtype)
-        return [np.concatenate([begin, *islice(tokens, len(pieces))]) for pieces in split]
+        return [np.concatenate([begin, *islice(tokens, len(parts))]) for parts in parts_by_text]
 
     def encode_template(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes the output of a chat template: names of special tokens become these tokens, and no begin is added."""
-        if not texts:  # building the second tokenizer takes seconds
+        """Encodes outputs of a chat template: names of special tokens become these tokens, and no begin is added."""
+        if not texts:  # without a template, saves the seconds that the second tokenizer takes to build
             return []
         encodings = self._template_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(text.ids, self._dtype) for text in encodings]
@@ -151,12 +156,12 @@ class TextTokenizer:
         return tokenizer
 
     def special_in(self, text: str) -> str | None:
-        """Returns the name of a special token that the text contains, or None."""
+        """Returns the first name of a special token that the text contains, or None."""
         return next((name for name in self._special_names if name in text), None)
 
     @property
     def begin_tokens(self) -> int:
-        """Number of tokens in front of each text."""
+        """Number of tokens that `encode` adds before each text."""
         return len(self._begin)
 
     def decode(self, tokens: Tensor) -> str:
@@ -170,6 +175,7 @@ class TextTokenizer:
         return self._inner.decode(values, skip_special_tokens=False)
 
     def _encode_parts(self, texts: Sequence[str]) -> Iterator[Tokens]:
+        """Yields the tokens of each text, without a begin of document."""
         for start in range(0, len(texts), _BATCH):
             try:
                 encodings = self._inner.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
@@ -180,21 +186,23 @@ class TextTokenizer:
                 yield self._spell_specials(tokens) if self._is_special[tokens].any() else tokens
 
     def _spell_specials(self, tokens: Tokens) -> Tokens:
-        """Replaces special tokens by the tokens of their letters, as a Unigram model may have their names as words."""
+        """Replaces special tokens by the tokens of their names as ordinary text."""
+        # `encode_special_tokens` of the library excludes special tokens, but a Unigram model may have their names as
+        # ordinary words.
         token_ids: list[int] = []
         for token in tokens.tolist():
             if not self._is_special[token]:
                 token_ids.append(token)
                 continue
             name = cast(str, self._inner.id_to_token(token))
-            # In two pieces: the model would map the complete name to the special token again.
+            # In two pieces, because the model would map the complete name to the special token again.
             for piece in filter(None, (name[:1], name[1:])):
                 token_ids += [part.id for part in self._inner.model.tokenize(piece)]
         return np.array(token_ids, self._dtype)
 
 
 def decode_utf8(text: bytes) -> tuple[str, bool]:
-    """Returns `text` with U+FFFD for invalid UTF-8, and True if there was any."""
+    """Returns (the text, with U+FFFD for invalid UTF-8; True if it was invalid)."""
     try:
         return text.decode(), False
     except UnicodeDecodeError:
@@ -204,8 +212,8 @@ def decode_utf8(text: bytes) -> tuple[str, bool]:
 def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
     """Trains a byte-level BPE tokenizer, which encodes any text without loss.
 
-    The vocabulary is the end of document `<|endoftext|>`, the 256 bytes, and the most frequent merges; fewer than
-    `vocab_size` tokens if there is too little text. Equal texts give equal definitions.
+    The vocabulary is the end of document `<|endoftext|>`, the 256 bytes and the most frequent merges. It has fewer than
+    `vocab_size` tokens if the texts are too short. Equal texts give equal definitions.
 
     Raises:
         ValueError: a vocab_size below 257 or above `MAX_VOCAB_SIZE`.
