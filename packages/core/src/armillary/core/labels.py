@@ -86,5 +86,6 @@ class LabelTriples:
 
     def within(self, first: int, stop: int) -> slice:
         """Returns the slice of the triples with positions `first` to `stop - 1`."""
-        bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()  # on the host, so nothing waits
+        # On the host copy of the positions, so that the device is not synchronized.
+        bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()
         return slice(*bounds)

@@ -1,8 +1,8 @@
-"""Placements of DTensors at the edge of our functions: checks before, explicit placements after.
+"""Placements of DTensors: checks of a function's arguments, and its results as DTensors with explicit placements.
 
 A sequence shard is `Shard(1)`, a head shard `Shard(2)`. The global view of a sequence-sharded DTensor has the tokens in
-shard order, which a zigzag layout permutes. Shards have DTensor's own sizes (`chunk_sizes`). Every tensor and every
-gradient that is returned has explicit placements.
+shard order, which a zigzag layout permutes. Shards have the sizes of DTensor's chunks (`chunk_sizes`). Gradients have
+explicit placements too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
 
 
 def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis: str) -> None:
-    """Raises ValueError, with both, unless shard sizes are DTensor's own.
+    """Raises ValueError unless the shard sizes over an axis are those of DTensor's chunks.
 
     Args:
         name: name of the sizes, for the error.
         sizes: one for each rank.
-        expected: DTensor's sizes.
+        expected: sizes of DTensor's chunks.
         axis: name of the axis.
     """
     if tuple(sizes) != tuple(expected):
@@ -52,10 +52,10 @@ def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis:
 
 
 def mesh_dim(x: DTensor | Placed, axis: Axis) -> int:
-    """Returns the dim of `x`'s mesh that is the axis.
+    """Returns the mesh dim of `x` that is the axis.
 
     Raises:
-        ValueError: the mesh has no axis of that name, or one over other ranks.
+        ValueError: the mesh has no axis of this name, or one over other ranks.
     """
     names = x.device_mesh.mesh_dim_names or ()
     if axis.name not in names:
@@ -78,7 +78,7 @@ def check_placement(name: str, x: DTensor | Placed, dim: int, expected: Placemen
 
 
 def check_other_axes(name: str, x: DTensor | Placed, dim: int) -> None:
-    """Raises ValueError for partial sums and strided shards on any mesh dim but `dim`."""
+    """Raises ValueError for partial sums and strided shards on mesh dims other than `dim`."""
     for mesh_dim, placement in enumerate(x.placements):
         if mesh_dim != dim and not (placement == Replicate() or type(placement) is Shard):
             axis = (x.device_mesh.mesh_dim_names or ())[mesh_dim]
@@ -88,10 +88,8 @@ def check_other_axes(name: str, x: DTensor | Placed, dim: int) -> None:
 
 
 def check_innermost(name: str, x: DTensor | Placed, mesh_dim: int, dim: int) -> None:
-    """Raises ValueError if an axis inside mesh dim `mesh_dim` shards the same tensor dim.
-
-    The shards of neighbouring ranks would not be adjacent.
-    """
+    """Raises ValueError if an axis inside mesh dim `mesh_dim` shards the same tensor dim."""
+    # The shards of neighbouring ranks on `mesh_dim` would not be adjacent in the tensor.
     names = x.device_mesh.mesh_dim_names or ()
     for inner in range(mesh_dim + 1, x.device_mesh.ndim):
         if x.placements[inner] == Shard(dim) and x.device_mesh.size(inner) > 1:
@@ -102,7 +100,7 @@ def check_innermost(name: str, x: DTensor | Placed, mesh_dim: int, dim: int) -> 
 
 
 def outer_length(x: DTensor | Placed, dim: int, mesh_dim: int) -> int:
-    """Returns the size of tensor dim `dim` before a mesh dim cuts it, after the mesh dims outside have cut it."""
+    """Returns the size of tensor dim `dim` in this rank's shard over the mesh dims outside `mesh_dim`."""
     length = x.shape[dim]
     for outer in range(mesh_dim):
         if x.placements[outer] == Shard(dim):
@@ -134,7 +132,7 @@ def dtensor_like(
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """Returns the DTensor of global `shape` with shard `local` on this rank. Communicates nothing."""
+    """Returns the DTensor of global `shape` with shard `local` on this rank. No communication."""
     # Without shape and stride, DTensor.from_local would communicate to learn them.
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

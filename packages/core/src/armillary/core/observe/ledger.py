@@ -38,8 +38,8 @@ class CommLedger:
     ulysses  all_to_all           65,536  64.000 KiB           65,536  64.000 KiB          131,072 128.000 KiB         8
     total                        114,688 112.000 KiB          188,416 184.000 KiB          303,104 296.000 KiB        17
 
-    It counts in all threads of the process, because autograd runs backward passes on threads of its own. Bytes that a
-    rank keeps for itself do not count. Ledgers may be nested; each counts everything.
+    It counts in all threads of the process, because autograd runs backward passes on threads of its own. Data that a
+    rank keeps does not count. Ledgers may be nested; each counts all bytes.
     """
 
     entries: Counter[Key] = field(default_factory=Counter[Key])
@@ -120,7 +120,7 @@ def current_phase() -> str:
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """Context that counts the bytes sent by this thread under the phase `name`."""
+    """Context manager that counts the bytes sent by this thread under the phase `name`."""
     token = _phase.set(name)
     try:
         yield

@@ -28,10 +28,10 @@ class LayoutStatistics:
 
     Args:
         rows: number of rows that have such a layout; "uncut documents" needs as many documents as shards.
-        hops: ranks that a token travels to in one pass of keys around a ring, per token.
-        sent_bytes: that a rank sends in one layer, forward and backward.
-        pairs, worst_pairs: (query, key) pairs of the slowest shard over the mean; on average and in the worst row.
-        tokens, worst_tokens: the same of tokens.
+        hops: hops of a token in one pass of keys around a ring.
+        sent_bytes: bytes that a rank sends in one layer, forward and backward.
+        pairs, worst_pairs: (query, key) pairs of the most loaded shard over the mean; on average and in the worst row.
+        tokens, worst_tokens: tokens of the largest shard over the mean; on average and in the worst row.
         spans: largest number of spans of a shard.
     """
 
@@ -63,7 +63,7 @@ def mask_of(row: PackedRow) -> dict[str, Any]:
 
 
 def layout_for(name: str, row: PackedRow, shards: int) -> SequenceLayout | None:
-    """Returns the layout of this name for a row; None if documents cannot stay uncut."""
+    """Returns the layout of this name for a row; None if uncut documents leave a shard empty."""
     length = row.ends[-1]
     if name == "balanced":
         return SequenceLayout.balanced(length, shards, **mask_of(row))
@@ -84,8 +84,8 @@ def measure_layouts(
     """Measures layouts on rows.
 
     Args:
-        token_bytes: sent for one token and hop, forward and backward.
-        progress: called with the number of measured rows, and of all.
+        token_bytes: bytes sent per token and hop, forward and backward.
+        progress: called with the number of measured rows and the number of all rows.
 
     Raises:
         ValueError: no rows, or more shards than tokens.

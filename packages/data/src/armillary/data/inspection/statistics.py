@@ -72,7 +72,7 @@ class PackingStatistics:
         documents: mean number of documents or pieces of them, or of segments of trees, in a row.
         zigzag, balanced: mean balance of rows under these layouts; `worst_zigzag` and `worst_balanced` of one row.
         spans: largest number of spans of a shard under the balanced layout.
-        zigzag_hops, contiguous_hops, balanced_hops: hops that a token makes around a ring of the shards, on average.
+        zigzag_hops, contiguous_hops, balanced_hops: mean hops of a token in one pass of keys around a ring.
     """
 
     packing: str
@@ -99,7 +99,7 @@ def measure_packings(
 
     Args:
         rows: number of rows to measure the balance of.
-        progress: called with the number of measured rows, and of all.
+        progress: called with the number of measured rows and the number of all rows.
 
     Raises:
         ValueError: no rows, or any argument that `PackedSequences` or a layout refuses.
@@ -114,6 +114,7 @@ def measure_packings(
         sequences = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, packing=packing)
         sample = [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
 
+        # The progress of all packings together.
         def show(done: int, total: int, i: int = i) -> None:
             progress(i * total + done, len(packings) * total)
 

@@ -67,6 +67,7 @@ class ChatTemplate:
         pieces, before = list[tuple[str, bool]](), self._render(messages[:start], False) if start else ""
         for i in range(start, len(messages)):
             is_assistant = messages[i]["role"] == ASSISTANT
+            # The generation prompt, such as "<|assistant|>", is not text of the assistant: it gets no labels.
             if is_assistant and i:
                 before = _append(pieces, before, self._render(messages[:i], True), False)
             before = _append(pieces, before, self._render(messages[: i + 1], False), is_assistant)
@@ -84,6 +85,7 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> Any:
         jinja, sandbox = import_module("jinja2"), import_module("jinja2.sandbox")
+        # The settings of transformers' `apply_chat_template`, for which published templates are written.
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

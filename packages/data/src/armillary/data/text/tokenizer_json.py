@@ -72,7 +72,9 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
         ValueError: the library cannot read the definition.
         ImportError: it is not installed.
     """
+    # BPE dropout would make encoding random.
     model = {**settings["model"], **({"dropout": None} if settings["model"].get("dropout") else {})}
+    # `encode_special_tokens` below has an effect on tokens that are marked as special only.
     added_tokens = [
         {**token, "special": token["special"] or token["content"] in special} for token in _added_tokens(settings)
     ]
