@@ -1,4 +1,4 @@
-"""Context parallelism in TRL's GRPOTrainer and DPOTrainer: a mixin before either.
+"""Context parallelism in TRL's GRPOTrainer and DPOTrainer: a mixin, listed as a base class before them.
 
 Only a model's forward and backward are sharded. Every rank gathers their per-token results, such as log-probabilities,
 for whole rows, and TRL computes its loss and metrics from these as on one rank.
@@ -35,8 +35,8 @@ class ShardedForward:
     The gradient of each value is multiplied by the number of ranks that share a sequence, so that FSDP2's or DDP's
     average is the complete gradient.
 
-    Bytes sent in addition to the model's: a `segment_sum` of B N values for each of `PER_TOKEN` in use, and
-    fingerprints of the rows.
+    Bytes sent in addition to the model's: a `segment_sum` of B N values for each of `PER_TOKEN` in use, and checksums
+    of the rows, by which ranks notice that theirs differ.
     """
 
     def __init__(self, model: Any, cp: ContextParallel) -> None:
@@ -101,7 +101,7 @@ class GroupAccelerator:
 
 
 class _PolicyTrainer(SharedRowsTrainer):
-    """Base of both mixins: ranks of a sequence share rows, and losses are of per-token values of whole rows."""
+    """Base of both mixins: ranks of a sequence share rows, and losses take per-token values of whole rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,16 +138,16 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
 
         LongGRPOTrainer(model, reward_funcs, args, train_dataset=prompts).train()
 
-    Losses, gradients and logged metrics are those of a run with one rank per group of ranks that share a sequence, and
-    `per_device_train_batch_size` counts rows of a group. Every rank of a group generates the same completions, with
-    transformers, from whole prompts. Rewards are those of the group's first rank.
+    A group is the ranks that share a sequence. Losses, gradients and logged metrics equal those of an unsharded run
+    with one rank for each group, and `per_device_train_batch_size` counts rows of a group. Every rank of a group
+    generates the same completions, with transformers, from whole prompts. Rewards are those of the group's first rank.
 
     Bytes sent in addition to the model's: see `ShardedForward`.
 
     Raises:
         ValueError: on every rank, by the constructor: settings that are wrong or untested on shards, such as use_vllm,
-            or a batch size of a group that `num_generations` does not divide. At a batch: different rows on the ranks
-            of a group.
+            or rows per generation over all groups that `num_generations` does not divide. At a batch: different rows
+            on the ranks of a group.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates from whole prompts with local attention, because attention over shards has no KV cache."""
+        """Generates from whole prompts with unsharded attention, because attention over shards has no KV cache."""
         model = self.accelerator.unwrap_model(self.model)
         implementation = model.config._attn_implementation
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -221,8 +221,8 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
 
         LongDPOTrainer(cp.prepare(model), cp.prepare(ref_model), args, train_dataset=preferences, ...).train()
 
-    Losses, gradients and logged metrics are those of a run with one rank per group of ranks that share a sequence, and
-    `per_device_train_batch_size` counts rows of a group.
+    A group is the ranks that share a sequence. Losses, gradients and logged metrics equal those of an unsharded run
+    with one rank for each group, and `per_device_train_batch_size` counts rows of a group.
 
     Bytes sent in addition to the model's: see `ShardedForward`.
 
@@ -235,7 +235,7 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
     def _refusals(self, cp: ContextParallel) -> Generator[str]:
         yield from super()._refusals(cp)
         if self.ref_model is None:
-            yield "ref_model=None: an adapter's base model is not called on shards; pass a ref_model"
+            yield "ref_model=None: TRL would call the model without its adapter, untested on shards; pass a ref_model"
 
     def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
         if self.cp is None:  # TRL computes them before the trainer knows the method

@@ -36,7 +36,7 @@ class ContextParallel:
     """Context parallelism for a training loop of your own.
 
         cp = ContextParallel("ring", mesh)
-        for ids in rows:  # [B, N], the same on all ranks of a sequence
+        for ids in rows:  # [B, N], the same on all ranks that share a sequence
             batch = cp.shard(ids)
             logits = model(batch.ids, batch.position_ids, attention=batch.attend)
             loss = cp.loss(logits, batch)  # the mean over all labels, the same on every rank
@@ -47,12 +47,13 @@ class ContextParallel:
 
     Args:
         method: a method, or the name of one (`build_attention`).
-        mesh: a mesh with the axes of the method, such as `build_mesh` returns. Optional for a method without `data`.
+        mesh: a mesh with the axes of the method, such as `build_mesh` returns. Not needed if `method` is a `Method` and
+            `data` is empty.
         data: names of the mesh's axes over which rows differ.
 
     Attributes:
         method: the method.
-        axes: those of the method and of `data`, of more than one rank each.
+        axes: the axes of the method and of `data` that have more than one rank.
         padding_idx: position ids count from padding_idx + 1 (RoBERTa) and not from 0; None: from 0. `prepare` sets it.
 
     Raises:
@@ -104,11 +105,11 @@ class ContextParallel:
         token of a document gets no label.
 
         Args:
-            ids: [B, N], the whole rows; the same on all ranks of a sequence.
+            ids: [B, N], the whole rows; the same on all ranks that share a sequence.
             labels: [B, N], unshifted: each token itself, or -100. By default `ids`.
             mask: mask of attention. By default causal for `batch.attend`, and the model's own inside `with batch`.
                 `documents` are added to it.
-            layout: by default `method.layout(N)`, over all ranks of the method or its sequence axis.
+            layout: over all ranks of the method, or over its sequence axis only; by default `method.layout(N)`.
             documents: boundaries, as `AttentionMask` takes them. By default documents start wherever position ids are
                 0 (or padding_idx + 1), or each row is one.
             position_ids: [B or 1, N]; by default they count from the start of each document.
@@ -122,10 +123,10 @@ class ContextParallel:
 
         Raises:
             ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N; a layout of
-                another length or number of shards; `labelled` below 1; labels beside shift_labels; a mask of slices or
-                a tree without position_ids and shift_labels; an attention_mask that hides tokens between those of one
-                document, or before them without position_ids; shift_labels of hidden tokens; visible ids equal to
-                padding_idx.
+                another length or number of shards; `labelled` below 1; both labels and shift_labels; a tree or a mask
+                from slices, if position_ids or shift_labels are missing; an attention_mask with zeros inside a
+                document, or at the start of a row if position_ids are missing; shift_labels of hidden tokens; visible
+                ids equal to padding_idx.
         """
         check_layout("layout", layout)
         if labelled is not None:
@@ -201,8 +202,8 @@ class ContextParallel:
             sum_dtype = torch.promote_types(flat.dtype, torch.float32)
             total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
             local_share = total / batch.labelled
-        # Backward sums too: each rank gets P times the gradient of its share, and FSDP2's or DDP's average over the P
-        # ranks is the gradient of the whole loss.
+        # Backward sums too: each rank gets `self.ranks` times the gradient of its share, and FSDP2's or DDP's average
+        # over these ranks is the gradient of the whole loss.
         return sum_over_axes(local_share, self.axes)
 
     @torch.no_grad()

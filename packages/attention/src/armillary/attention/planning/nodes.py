@@ -1,4 +1,4 @@
-"""Plans of a `Ring` between nodes around a method on the devices of each node."""
+"""Communication and memory of `Ring(nodes, inner=method)`: a ring between nodes, another method within each node."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class NodeRingPlan(SequencePlan):
 
     @property
     def balanced_by(self) -> None:
+        """None: no balanced layout is made for two levels of axes."""
         return None
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
@@ -80,25 +81,27 @@ class NodeRingPlan(SequencePlan):
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak at a step above 0: keys between nodes, merged results, and the inner method with visiting keys."""
+        """Peak of the first step, or of a later one: keys between nodes, merged results, and the inner method."""
         devices, inner = self.devices(ranks), self.inner
         if self.nodes == 1 or devices == 1:
             return inner.forward_memory(x, devices) if self.nodes == 1 else rotate_keys_forward(x, ranks)
-        # Visiting keys and the next ones; with two nodes nothing is received at the second and last step, and the
-        # result of the first step is not yet in the accumulation dtype.
+        # k and v of the visiting shard, of the one that arrives, and half of the one that was just sent: 2.5 pairs.
+        # With two nodes nothing arrives at the second and last step, and out of the first step is still in its own
+        # dtype.
         buffers = 2 * x.k * (1 if self.nodes == 2 else 2.5)
         merge_bytes = (1 if self.nodes == 2 else x.w) * x.q + x.lse
         first_step = 3 * x.k + inner.forward_memory(x, devices)
         return max(first_step, buffers + merge_bytes + self.other_node_forward(x, devices))
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak at a step above 0: shards in flight between nodes, sums of gradients, and the inner method."""
+        """Peak of a later step than the first: shards in flight between nodes, sums of gradients, the inner method."""
         devices, inner = self.devices(ranks), self.inner
         if self.nodes == 1 or devices == 1:
             return (
                 inner.backward_memory(x, devices) if self.nodes == 1 else ring_backward_memory(x, ranks, self.backward)
             )
-        # With more than two nodes, shards and sums of gradients are received, computed with and sent at once.
+        # With more than two nodes, three shards and three sums of gradients exist at the same time: one that arrives,
+        # one in use and one that is sent. Of the shard that is sent, half is free again on average.
         shard_copies, sum_copies = (2.5, 3) if self.nodes > 2 else (1, 1)
         if rotates_queries(x, self.backward):
             outer = x.rotating * shard_copies + x.w * x.q * sum_copies + 2 * x.w * x.k
@@ -107,7 +110,7 @@ class NodeRingPlan(SequencePlan):
         return outer + self.other_node_backward(x, devices)
 
     def other_node_forward(self, x: Sizes, devices: int) -> float:
-        """Returns the peak of the inner method's forward with keys of another node: no block is a causal square."""
+        """Returns the peak of the inner method's forward with keys of another node: none of its blocks is causal."""
         return self.inner.forward_memory(x, devices) + self.wide_query_sums(x, devices)
 
     def other_node_backward(self, x: Sizes, devices: int) -> float:
@@ -115,16 +118,16 @@ class NodeRingPlan(SequencePlan):
         return self.inner.backward_memory(x, devices)
 
     def wide_query_sums(self, x: Sizes, devices: int) -> float:
-        """Returns the extra bytes of sums of queries that start in the accumulation dtype, if that is at the peak.
+        """Returns the extra bytes of out or dq in the accumulation dtype; 0 if they are not in memory at the peak.
 
-        With keys of another node there is no first block of all queries whose result they could start from.
+        With keys of another node, no first block covers all queries, so no kernel result can serve as the first sum.
         """
         return (x.w - 1) * x.q if devices == 2 else 0
 
 
 @dataclass(frozen=True)
 class NodeSteps:
-    """Steps of a ring between nodes, on all ranks. Each step has the steps of the inner method in every node.
+    """Steps of a ring between nodes, on all ranks. During each of them every node runs all steps of the inner method.
 
     Args:
         inner_plan: plan of the inner method for the queries and keys that meet in a node.
@@ -177,7 +180,7 @@ class NodeSteps:
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:
-    """Returns the inner method's steps on axis "devices", with blocks of the shards that meet."""
+    """Returns the inner method's steps on axis "devices", with blocks numbered by shards of the whole sequence."""
 
     def on_devices(moves: Iterable[Move]) -> tuple[Move, ...]:
         return tuple(move._replace(axis="devices") for move in moves)

@@ -39,7 +39,7 @@ class Rule(NamedTuple):
     chunk: int | None = None
     """Size of a chunk; None without chunks."""
     bidirectional: bool = False
-    """True for a bidirectional mask, in which transformers ignores documents in position ids."""
+    """True for a bidirectional mask: transformers does not infer documents for it from position ids that restart."""
 
     @property
     def causal(self) -> bool:
@@ -48,7 +48,7 @@ class Rule(NamedTuple):
 
     @property
     def window(self) -> Window | None:
-        """The window that `other_keys` implies, besides causality. A side of None, or None alone, is unbounded."""
+        """The window that `other_keys` implies, besides causality. None for a side, or for the pair, is unbounded."""
         low, high = self.other_keys or (0, 0)
         sides = (None if low <= -FAR else -low, None if high >= FAR or self.causal else high)
         return None if sides == (None, None) else sides
@@ -147,7 +147,7 @@ def _probe(function: Callable[..., Any], rule: Rule, name: str) -> None:
     """Raises UnknownMaskError if a model's own function differs from the rule at or beside the ends of its band."""
     low, high = rule.other_keys or (0, 0)
     offsets = torch.tensor([low - 1, low, 0, high, high + 1])
-    queries = torch.full_like(offsets, high - low + 2)
+    queries = torch.full_like(offsets, high - low + 2)  # far enough from 0 that no key index is negative
     index = torch.tensor(0)
     if function(index, index, queries, queries + offsets).tolist() != [False, True, True, True, False]:
         raise UnknownMaskError(name)

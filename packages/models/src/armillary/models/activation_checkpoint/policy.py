@@ -5,18 +5,18 @@
     layer               x                       everything
     attention_output    x, out, lse             everything except attention (DistFlashAttention, arXiv 2310.03294)
 
-`inputs` and `outputs` reduce the number of blocks that keep x, or out and lse: see `segments`. For a block without x,
-backward runs the token-wise part of the block below once more, but not its attention: the attention output of that
-block is kept when it is recomputed, in memory that the blocks above have released.
+`inputs` and `outputs` reduce the number of blocks that keep x, or out and lse: see `segments`. If a block does not keep
+x, backward recomputes it from the previous block: that block's token-wise part runs once more. Its attention does not,
+because its first recomputation keeps the output, in memory that the later blocks have freed.
 
-A layer with a state keeps x under both policies. Its output alone would not save its recomputation: its backward also
-needs states and chunks, which it recomputes from x.
+A recurrent layer (`armillary.attention.states`) keeps x under "layer" and "attention_output". Its output alone would
+not avoid recomputing it: its backward also needs states and chunks, which it recomputes from x.
 
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
 are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
-only two to four tensors of the size of x [B, T, E] are alive at once: in forward x and out, whose memory becomes the
-result (a third tensor under "attention_output", or if the shapes of x and out differ); in backward x, out, dy = dx and
-dout. In 16 bits dx is rounded each time that a stage of heads adds to it.
+only two to four tensors of the size of x [B, T, E] are alive at once. Forward: x and out; the result is written over
+out, or into a third tensor under "attention_output" and if the shapes of x and out differ. Backward: x, out, dout, and
+dy, which is overwritten by dx. In 16 bits dx is rounded each time that a stage of heads adds to it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Checkpointing:
     Args:
         policy: the tensors that each block keeps for backward.
         offload: keep them in the host's memory.
-        prefetch: copy them back during backward of the block above. Without it, copies start after that block: the peak
+        prefetch: copy them back during backward of the next block. Without it, copies start after that block: the peak
             is one tensor [B, T, E] lower, but the copies overlap with less computation.
         tiled: run the token-wise part in chunks that backward recomputes, even under policy "none".
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
             `armillary.attention.call.token_chunks`.
-        inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the block
-            below. layers / n keeps about every n-th input.
+        inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the
+            previous block. layers / n keeps about every n-th input.
         outputs: under "attention_output", number of last blocks that keep attention's output, all by default.
         on_device: number of last blocks whose tensors stay on the device despite offload.
 
@@ -119,7 +119,8 @@ class Checkpointing:
                 raise ValueError(f"{name} {count}: the model has {layers} blocks")
         if self.on_device >= inputs < layers:
             raise ValueError(
-                f"inputs {inputs}: the last {self.on_device} blocks (on_device) and the first one keep theirs"
+                f"inputs {inputs} must be above on_device {self.on_device}: the last {self.on_device} blocks and the "
+                "first one keep their input"
             )
         return tensors_by_block(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
@@ -154,7 +155,7 @@ class Checkpointing:
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Runs a block under autograd, which keeps only x and out of the token-wise part: backward recomputes it."""
+    """Runs a block under autograd. Of the token-wise part it keeps the inputs `x` and `out`; backward recomputes it."""
     out = attend(block, x, context)
     with label("mlp"):
         return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)

@@ -1,6 +1,6 @@
 """Labels of a chunk of tokens, one per token or several with weights: selects their logits, computes d(logits).
 
-Letters: C tokens of a chunk, m labels, V_r rows of the vocabulary on this rank.
+Letters: C tokens of a chunk, m labels, R ranks of the axis, V_r rows of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 class ChunkLabels(Protocol):
     """The labels of C tokens.
 
-    weights: [C, 1], the sum of the weights of a token's labels; booleans if it is 0 or 1.
+    weights: [C, 1], the sum of the weights of a token's labels; bool if each token has at most one label.
     """
 
     @property
     def weights(self) -> Tensor: ...
 
     def logits_of(self, logits: Tensor) -> Tensor:
-        """Returns the weighted sum of a token's label logits, [C, V_r] -> [C, 1]; labels of other ranks count 0."""
+        """Returns the weighted sum of a token's label logits, [C, V_r] -> [C, 1]; 0 for labels of another rank."""
         ...
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
         """Writes the gradient of cross entropy by the logits: softmax [C, V_r] times factor [C, 1], minus weights.
 
-        Weights are subtracted in the columns of their labels. `softmax` is overwritten; `gradient` may share its
+        `factor` has the weight of each token, the z-loss, and the softmax's normalization over all ranks. Weights are
+        subtracted in the columns of their labels. `softmax` is overwritten; `gradient` may share its
         memory, or have another dtype.
         """
         ...
 
 
 class TokenLabels(Protocol):
-    """The labels of T tokens of all ranks of an axis, padded to a multiple of the ranks."""
+    """The labels of the tokens of all ranks of an axis, padded to a multiple of the ranks."""
 
     @property
     def count(self) -> Tensor:
@@ -60,12 +61,12 @@ class TokenLabels(Protocol):
         ...
 
     def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
-        """Returns the labels of these tokens of every rank, rank by rank, in the dtype of sums."""
+        """Returns the labels of these tokens of every rank, rank by rank, with weights in `dtype`."""
         ...
 
 
 def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> TokenLabels:
-    """Returns the lookup of labels [B, T], or triples, for tokens interleaved over R ranks."""
+    """Returns labels by chunk, from [B, T] or (position, label, weight); tokens are interleaved over R ranks."""
     if isinstance(labels, LabelTriples):
         return MultiLabels.of(labels, ranks)
     if labels.is_floating_point() or labels.ndim != 2:
@@ -75,7 +76,7 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
 
 
 def gathered_index(positions: Tensor, chunk: slice, ranks: int) -> Tensor:
-    """Returns the index, in a chunk gathered from R ranks, of tokens at `positions` among those of all ranks.
+    """Converts positions in the whole sequence to indices in a chunk that was gathered from R ranks.
 
     Tokens are interleaved: position i R + r is token i of rank r. The gathered chunk is ordered by rank.
     """
@@ -132,7 +133,7 @@ class SingleChunkLabels:
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
         at_labels = softmax.gather(1, self.columns) * factor - self.is_local.to(softmax.dtype)
-        # A CUDA op casts as it writes. On the CPU it materializes its result first, and so does bfloat16's scatter.
+        # On the CPU, `mul` into another dtype allocates a temporary, and so does a scatter in bfloat16. CUDA casts.
         product = torch.mul(softmax, factor, out=softmax if softmax.device.type == "cpu" else gradient)
         # Scattered instead of added with atomics: deterministic on a GPU.
         product.scatter_(1, self.columns, at_labels.to(product.dtype))

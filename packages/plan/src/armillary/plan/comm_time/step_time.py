@@ -70,9 +70,10 @@ class Passes:
     Args:
         overlap: False if nothing is sent while forward computes.
         sent_bytes: bytes that each rank sends, in forward and in backward.
-        states: passes of a block with each mixer that has a state.
-        relayout: one move of hidden states between the layouts of attention and of states, and of their gradients.
-        relayouts: number of such moves in a step, in both directions.
+        states: the same for a block of each recurrent mixer.
+        relayout: one exchange of activations between attention's layout and that of recurrent layers (forward), and of
+            the gradients of these activations (backward).
+        relayouts: number of such exchanges in a step, in both directions.
     """
 
     forward: PassTime
@@ -105,7 +106,8 @@ class Passes:
     ) -> Passes:
         """Times the plan, run by `copies` groups of ranks side by side.
 
-        Forward of a persistent kernel without a margin hides no communication: NCCL's kernels start when it ends.
+        If a persistent kernel leaves NCCL no multiprocessors (margin 0), forward hides no communication: NCCL's kernels
+        start when it ends.
 
         Args:
             tokens, kernel, margin: as in `Accelerator.attention_shares`.
@@ -114,11 +116,12 @@ class Passes:
         device = cluster.accelerator
         overlap = margin > 0 or not device.is_persistent(kernel)
         forward_share, backward_share = device.attention_shares(tokens, kernel, margin)
-        forward = FORWARD * head_dim / (device.flops * forward_share)
-        backward = BACKWARD * head_dim / (device.flops * backward_share)
+        # Seconds for one (query, key) pair of one head.
+        forward_pair = FORWARD * head_dim / (device.flops * forward_share)
+        backward_pair = BACKWARD * head_dim / (device.flops * backward_share)
         return cls(
-            plan_seconds(plan.forward, cluster, forward, copies, overlap, stride),
-            plan_seconds(plan.backward, cluster, backward, copies, stride=stride),
+            plan_seconds(plan.forward, cluster, forward_pair, copies, overlap, stride),
+            plan_seconds(plan.backward, cluster, backward_pair, copies, stride=stride),
             overlap,
             sent_bytes(plan, cluster.ranks // copies),
         )
@@ -135,7 +138,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 
     FSDP2 gathers parameters one block ahead and reduces gradients while the next block computes; checkpoints are copied
     at the same time. So a block's computation hides these transfers, except for the time in which it already hides
-    attention's exchanges. Exposed are copies of checkpoints without prefetch, and transfers of recomputed segments.
+    attention's exchanges. Exposed are copies of checkpoints without prefetch, and transfers of
+    recomputed segments (the blocks from one kept input to the next).
 
     Raises:
         ValueError: as `estimate`.
@@ -145,8 +149,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     tokens, layers = step.rows * step.tokens, step.model.layers
     # 1. Computation, summed over the blocks of each mixer.
     dense = recomputed = 0.0
-    attention, recomputed_attention = PassTime() if passes.relayout is None else passes.relayout.both(), PassTime()
-    attention = attention.times(passes.relayouts)
+    attention = PassTime() if passes.relayout is None else passes.relayout.both().times(passes.relayouts)
+    recomputed_attention = PassTime()
     computing, gathers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
     segment_ends = {segment[-1] for segment in step.segments}
     for sizes, blocks in step.by_mixer(range(layers)):
@@ -208,8 +212,8 @@ def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int]
     """Seconds of matrix products that backward recomputes in the blocks of one mixer.
 
     - Policy "none" recomputes the projections of staged methods, and chunked MLPs.
-    - With a block's input, all its products are recomputed.
-    - Without its input, the part after attention of the block below is recomputed once more.
+    - A block that keeps its input recomputes all its products.
+    - One that does not also recomputes the part after attention of the previous block once more.
 
     Args:
         sizes: sizes of these blocks.

@@ -88,7 +88,8 @@ class Choice:
 
     Args:
         job: one rank's step, as `armillary.plan.memory` simulates it.
-        sent_bytes: bytes that the busiest rank sends in a step for attention, states and moves between layouts.
+        sent_bytes: bytes that the busiest rank sends in a step for attention, recurrent states, and exchanges between
+            the layouts of a hybrid.
     """
 
     candidate: Candidate
@@ -241,7 +242,8 @@ def passes_of(
         dtype=precision,
         batch=rows // mesh.replicas,
     )
-    # Groups along replicate, shard and tp run the same plan side by side and share the links between nodes.
+    # Groups along replicate, shard and tp run the same plan side by side and share the links between nodes. `replicas`
+    # counts groups with rows of their own: replicate x shard.
     plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     copies = mesh.replicas * tp

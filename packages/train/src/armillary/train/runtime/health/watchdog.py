@@ -2,7 +2,7 @@
 
 A rank that waits in a collective cannot be interrupted. So each rank has a thread that posts heartbeats in the store of
 the rendezvous, and raises an alarm when a step takes too long. After an alarm, every live rank posts its state; then
-each thread names the missing ranks and ends its process.
+each thread names the missing ranks, those that the others wait for (dead or hung), and ends its process.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Watchdog:
         return f"stacks of this rank: {path}"
 
     def _end(self) -> None:
-        """Ends a process whose training hangs, or has failed while another thread keeps the process."""
+        """Ends a process whose training hangs, or has failed while another thread keeps the process alive."""
         time.sleep(SILENCE / 2)  # training may still raise an error here, because of the same missing rank
         if self._ended:
             return
