@@ -363,7 +363,7 @@ def test_invalid_plans_are_refused(flags, words):
 
 
 def test_hybrids_are_predicted_in_every_layout_with_a_process_group():
-    model = replace(BIG.model, mixers=("mamba2", "attention"), layers=6)
+    model = replace(BIG.model, mixers=("delta_rule", "mamba2", "attention"), layers=6)
     run = replace(BIG, model=model, data=DataConfig(sequence_length=16_384, global_batch_size=1))
     plan = TunePlan(run=run, cluster="8xh100")
     rings = [each for each in all_candidates(plan, 8) if each.mesh.ring == 8 and each.attention.name == "ring"]
