@@ -1,6 +1,8 @@
 """All-gather and reduce-scatter inside `torch.compile` without a graph break: opaque ops, each the other's gradient.
 
-Ops take only tensors, numbers and strings, so the axis is passed as its name and its group's name and looked up again.
+`collectives.differentiable` calls them while a graph is traced. Ops take only tensors, numbers and strings, so an axis
+is passed as its name and its group's name, and `axis_of` looks it up when the graph runs. `TracedAxis`, `axis_of` and
+`own_memory` serve all other ops of armillary too.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ def _scatter_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int,
 
 
 class _TracedCollective(torch.autograd.Function):
-    """One of the two ops; the other is its gradient."""
+    """Autograd of `all_gather` and `reduce_scatter`: each is the adjoint of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: OpOverload, adjoint: OpOverload, *call: Any) -> Tensor:
-        ctx.adjoint, ctx.call = adjoint, call[:-1]
+        ctx.adjoint, ctx.call = adjoint, call[:-1]  # without `backward`, which is True in the gradient
         with compat.below_autograd():
             return op(x, *call)
 
@@ -85,7 +87,7 @@ _reduce_scatter = compat.define_op(
 
 
 class TracedAxis(NamedTuple):
-    """An axis while a graph is traced: its process group by name, empty if one rank has none."""
+    """An axis while a graph is traced. `group` names its process group; "" for `Axis.alone`, without one."""
 
     name: str
     rank: int
@@ -104,6 +106,7 @@ def traced_axis(axis: DeviceMesh | Axis) -> TracedAxis:
 
 @compat.constant_when_traced
 def _axis_text(mesh: DeviceMesh) -> str:
+    # One string, which dynamo takes as a constant of the graph.
     axis = Axis.of(compat.traced_object(mesh))
     return f"{axis.name}|{axis.rank}|{axis.size}|{axis.group.group_name}"
 
@@ -119,10 +122,11 @@ def axis_of(name: str, group: str, x: Tensor) -> Axis:
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """Returns `x`, contiguous and in memory of its own, as results of ops must be; copies views of a larger buffer.
+    """Returns `x` as the result of an op must be: contiguous, in memory of its own, and not a view.
 
-    The result is not a view, so that it may be written to.
+    It is not a view, so that the caller may write to it.
     """
+    # A part of a larger buffer is copied, an `x` that fills its storage is not.
     fills_storage = x.untyped_storage().nbytes() == x.nbytes
     result = x.contiguous() if fills_storage else x.clone(memory_format=torch.contiguous_format)
     return compat.no_view(result) if result._is_view() else result
