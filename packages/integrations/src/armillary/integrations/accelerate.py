@@ -27,7 +27,7 @@ class RowGroups:
         index: number of this rank's group.
         count: number of groups.
         peers: process group of this rank and the ranks of the same shard in other groups; None for one group.
-        order: ranks of `peers` in the order of groups.
+        order: rank within `peers` of each group's member, in the order of groups.
     """
 
     index: int
@@ -57,13 +57,13 @@ def find_row_groups(method: Method) -> RowGroups:
     """Returns the groups of ranks that share a sequence. Every rank of the default process group must call it.
 
     Raises:
-        ValueError: on every rank, if the ranks of methods do not divide up all ranks, or groups differ in size.
+        ValueError: on every rank, if a rank is in no group or in two, or groups differ in size.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return RowGroups(0, 1)
     # 1. The ranks of this rank's group, by shard, over the method's own axes.
-    own_row = [[method.shard, dist.get_rank()]]
-    shards = sorted(gather_integers(own_row, method)) if method.shards > 1 else own_row
+    own_pair = [[method.shard, dist.get_rank()]]
+    shards = sorted(gather_integers(own_pair, method)) if method.shards > 1 else own_pair
     # 2. The groups of all ranks, over the default process group.
     shards_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shards_of_ranks, shards)
@@ -98,15 +98,15 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         model, optimizer, loader = accelerator.prepare(cp.prepare(model), optimizer, loader)
 
     Call it on every rank, before `prepare` gets a data loader. `accelerator.gather_for_metrics` then takes tensors that
-    are equal on all ranks of a sequence, such as whole predictions, and returns each row once. Every rank reads its
-    loader: random choice and augmentation of rows must be the same on the ranks of a sequence.
+    are equal on all ranks of a sequence, such as whole predictions, and returns each row once. Every rank loads
+    its rows itself, so random sampling and augmentation must be the same on all ranks that share a sequence.
 
     Returns:
         The groups of ranks.
 
     Raises:
-        ValueError: the accelerator runs other processes than there are ranks, dispatches batches from one of them, or
-            has context or tensor parallelism of its own; the ranks of methods do not divide up all ranks.
+        ValueError: the accelerator has another number of processes than there are ranks, dispatches batches from one of
+            them, or has context or tensor parallelism of its own; a rank is in no group or in two.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:

@@ -9,7 +9,7 @@ from typing import Any
 
 from armillary.attention.methods.base import Method
 from armillary.integrations.accelerate import check_parallelism
-from armillary.integrations.transformers.models import ROUTERS, methods_of, parts_of
+from armillary.integrations.transformers.models import ROUTER_LOSS_ERROR, methods_of, parts_of
 
 LOSS_OWNERS = {"transformers.trainer.Trainer": "num_processes", "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head"}
 """Classes whose `compute_loss` works on shards: with shift_labels and num_items_in_batch it sums over the given tokens.
@@ -72,7 +72,7 @@ def _setting_refusals(trainer: Any) -> Iterator[str]:
     args = trainer.args
     # Losses that are not a sum over tokens divided by num_items_in_batch.
     if any(getattr(part, "output_router_logits", False) for part in parts_of(trainer.model.config)):
-        yield ROUTERS
+        yield ROUTER_LOSS_ERROR
     # Options that depend on the local length, or are not tested on shards.
     if getattr(args, "neftune_noise_alpha", None) is not None:
         yield "neftune_noise_alpha scales its noise by the local length, that of a shard: remove it"

@@ -51,7 +51,8 @@ class Context:
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
     to reach the tensors inside. Cosines in bfloat16 have too few digits for long sequences.
 
-    `previous_checkpoint`, a list shared by all blocks, contains the checkpoint of the previous block, if it has one.
+    `previous_checkpoint` is a list of at most one element, shared by all blocks: the activation checkpoint of the
+    previous block, if it has one.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Context:
         return self.changed(mask=with_window(self.mask, block.window - 1))
 
     def for_states(self, method: Method, contiguous: bool) -> Context:
-        """Returns the context of blocks with a state, whose layout is over all ranks of attention.
+        """Returns the context of recurrent blocks, whose layout has a shard for each rank of all axes of attention.
 
         Args:
             contiguous: gives these blocks contiguous shards, whatever layout the call has.
         """
         if self.layout is None and method.shards > 1:
-            return self  # the layer raises an error for it
+            return self  # the layer raises an error for the missing layout
         layout = over_all_ranks(self.layout or SequenceLayout.contiguous(self.tokens, 1), method)
         if contiguous:
             layout = SequenceLayout.contiguous(layout.length, layout.shards)
@@ -134,7 +135,7 @@ class Block(nn.Module):
         self.mixer.attention = attention
 
     def projections(self, context: Context, normed: bool) -> HeadProjections:
-        """Returns the projections to q, k and v: of x after `norm` if `normed`, else of x, with the norm included."""
+        """Returns the projections to q, k and v. Their input is norm(x) if `normed`, else x: they apply the norm."""
         return cast(ProjectionModule, self.mixer).projections(context.rotation, None if normed else self.norm)
 
     @abstractmethod
@@ -152,7 +153,7 @@ def attend(block: Block, x: Tensor, context: Context) -> Tensor:
         if isinstance(mixer, StateMixer):
             return mixer(normed_x, mask=context.mask, layout=context.layout)
         projections = mixer.projections(context.rotation, norm=None)
-        if isinstance(mixer.attention, TakesProjections):  # UPipe projects a few heads at a time, others overlap
+        if isinstance(mixer.attention, TakesProjections):  # UPipe projects stage by stage; others overlap sends
             return mixer.attention.projected(normed_x, projections, mask=context.mask, layout=context.layout)
         q = projections.q(normed_x, range(projections.heads))
         k, v = projections.kv(normed_x, range(projections.key_heads))
@@ -238,7 +239,7 @@ def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLay
         ValueError: positions that do not match the ids, or are missing on a shard.
     """
     if compat.is_dtensor(ids) or compat.is_dtensor(positions):
-        raise ValueError("ids or positions are a DTensor; the decoder takes local tensors, and the model DTensors")
+        raise ValueError("ids or positions are a DTensor; pass it to the model: the decoder takes only local tensors")
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
     if positions is None and layout is not None and layout.shards > 1:

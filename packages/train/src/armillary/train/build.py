@@ -40,7 +40,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     # 1. Checks that need no other rank come first: a rank that is refused here leaves none waiting in a collective.
     check(config)
     if config.train.device != "cpu":
-        set_connections(config.cuda)  # CUDA reads this variable when it starts
+        set_connections(config.cuda)  # a variable that CUDA reads when it starts
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
@@ -69,7 +69,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     if config.model.pretrained is not None:
         weight_map(config.model.pretrained)  # refuses a folder without weights before memory is allocated for them
     mesh = mesh_of(config, device, axes)
-    # 2. The model, with as many embeddings as the data has tokens, sharded on "meta": nothing is allocated yet.
+    # 2. The model, with an embedding for each token of the data's vocabulary, sharded on "meta": not allocated yet.
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
     stores = [store.with_vocabulary(vocab_size) for store in stores]
@@ -79,13 +79,13 @@ def prepare(config: Config, device: torch.device) -> Run:
     check_output(config)
     # 3. The rows. Ranks of one replica (ring x ulysses x tp) share the same rows; each replica has rows of its own.
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
-    task = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
+    load = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
     if config.data.task is None:
         training, validation = load_rows(config, stores, attention, replica)
     else:
-        training, validation = (task(config.data.task, held_out=held_out) for held_out in (False, True))
+        training, validation = (load(config.data.task, held_out=held_out) for held_out in (False, True))
     check_consistent("data", training.state_dict())  # hosts may have other files at the same path
-    tasks = {name: task(name, held_out=True) for name in config.validation.tasks}
+    tasks = {name: load(name, held_out=True) for name in config.validation.tasks}
     # 4. Weights and optimizer. Each rank allocates and fills only its shards.
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     if config.model.pretrained is None:
@@ -93,8 +93,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     else:
         load_pretrained(model, config.model.pretrained)
     optimizer = build_optimizer(model, config.optimizer)
-    data = Axis.of(data_mesh(mesh))
-    return Run(config, device, data, batch_mesh(mesh), model, optimizer, training, validation, tasks)
+    data_axis = Axis.of(data_mesh(mesh))  # all ranks that have different tokens
+    return Run(config, device, data_axis, batch_mesh(mesh), model, optimizer, training, validation, tasks)
 
 
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
@@ -112,7 +112,7 @@ def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> Devic
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Returns the time-out of collectives: longer than a step's, so that the watchdog can name late ranks first."""
+    """Returns the time-out of collectives: above that of a step, so that the watchdog names late ranks first."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 

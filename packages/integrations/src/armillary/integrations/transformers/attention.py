@@ -1,7 +1,7 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
 A model first creates a mask for each kind of layer, then passes it to every layer of that kind. Our mask function
-returns a `ShardMask`, which carries the layout and documents of the `sequence` block. So a layer that is recomputed in
+returns a `ShardMask`, which carries the layout and documents of `with sequence(...)`. So a layer that is recomputed in
 backward, in any thread, uses those of its own forward.
 """
 
@@ -24,7 +24,7 @@ from armillary.integrations.transformers.groups import GroupFinder
 from armillary.integrations.transformers.llama4 import scale_by_position
 from armillary.integrations.transformers.masks import rule_of
 from armillary.integrations.transformers.models import (
-    ROUTERS,
+    ROUTER_LOSS_ERROR,
     check_layers,
     check_modules,
     padding_idx_of,
@@ -66,12 +66,13 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     Every rank has all parameters (or FSDP's shard of them). Each layer keeps its own mask, which is read from the
     model's mask functions: windows, chunks, images whose tokens see each other, or a full mask; `sequence(mask=...)`
     replaces it. Softcap and sinks are the model's own. Layers with a state (Mamba-2, the gated delta rule, Kimi's delta
-    attention, short convolutions) take the block's documents or tree; a striped layout is refused.
+    attention, short convolutions) take the documents or tree of `sequence`; they refuse a striped layout.
 
     Documents of packed rows come from `sequence(documents=...)`; without it, from the full sequence's cu_seq_lens_q;
-    without both, from position ids that restart at 0. With documents in the block, position ids may start anywhere and
-    skip positions, as long as they rise within each document. Bidirectional models and M-RoPE's position ids [3, B, T]
-    take documents only from the block; without it, each row is one document, as in transformers.
+    without both, from position ids that restart at 0. With documents from `sequence`, position ids may start anywhere
+    and skip positions, as long as they rise within each document. Bidirectional models and M-RoPE's position ids
+    [3, B, T] take documents only from `sequence(documents=...)`; without them, each row is one document, as in
+    transformers.
 
     The `sequence` block (`with batch`) is needed around the model's forward. Backward needs it only if the whole model
     is inside one checkpoint.
@@ -81,13 +82,15 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     and `short_convolution`.
 
     Raises:
-        ImportError: transformers is not installed, or too old to have the two registries.
+        ImportError: transformers is not installed, or has no ALL_ATTENTION_FUNCTIONS or
+            ALL_MASK_ATTENTION_FUNCTIONS.
         ValueError: when a model gets the implementation: it mixes tokens in other ways (Mamba-1, RWKV, other linear
             attention, other convolutions), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-
             attention, masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout,
-            attention weights as output, position ids that do not fit the layout, that are below the model's first one
-            (`padding_idx`) or that the model would count itself, a pooler of the first token, labels without
-            shift_labels and num_items_in_batch. Raised on every rank, unless the arguments of one rank alone are wrong.
+            attention weights as output, position ids that do not fit the layout, that are below the model's first
+            position (`padding_idx` + 1) or that the model would count itself, a pooler of the first token, labels
+            without shift_labels and num_items_in_batch. Raised on every rank, unless the arguments of one rank alone
+            are wrong.
     """
     check_method(attend)
     try:
@@ -142,7 +145,7 @@ class Implementation(ShardedImplementation):
         position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not context.padded:
             self._check_padding(attention_mask)
-        # 3. The rule. An unknown mask is refused by the first layer that gets it, because no layer may use it.
+        # 3. The rule. An unknown mask is refused only when a layer receives it: perhaps none does.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
@@ -191,7 +194,7 @@ class Implementation(ShardedImplementation):
         _check_options(name, options)
         # output_router_logits may be an argument of the call, which the checks of the config do not see.
         if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
-            raise ValueError(ROUTERS)
+            raise ValueError(ROUTER_LOSS_ERROR)
         # Documents, from most to least explicit: the block's, cu_seq_lens, position ids.
         layout, documents = attention_mask.layout, attention_mask.context.documents
         if documents is None and cu_seq_lens_q is not None:

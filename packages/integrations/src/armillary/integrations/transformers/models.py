@@ -243,7 +243,7 @@ def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         )
 
 
-ROUTERS = (
+ROUTER_LOSS_ERROR = (
     "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
     "add up to that of the sequence; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
 )
@@ -292,5 +292,5 @@ def _checked_loss(function: Callable[..., Any], config: Any, *args: Any, **kwarg
             "sum of losses is divided by the count of all ranks. `cp.shard(ids).inputs` has both"
         )
     if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
-        raise ValueError(ROUTERS)
+        raise ValueError(ROUTER_LOSS_ERROR)
     return function(*args, **kwargs)

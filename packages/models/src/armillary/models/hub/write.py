@@ -98,9 +98,9 @@ def tensors_of_files(
     config: LlamaConfig | GPTConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[FileTensor]:
     """Returns the tensors of all files, in the model's order."""
-    our_slices = file_slices(config, {name: tensor.shape for name, tensor in tensors.items()})
+    slices_by_name = file_slices(config, {name: tensor.shape for name, tensor in tensors.items()})
     file_tensors: dict[str, FileTensor] = {}
-    for name, file_slice in our_slices.items():
+    for name, file_slice in slices_by_name.items():
         file_dtype = tensors[name].dtype if dtype is None else dtype
         file_tensor = file_tensors.setdefault(
             file_slice.name, FileTensor(file_slice.name, file_slice.shape, file_dtype, [])
@@ -188,7 +188,7 @@ def commit(
     config_fields: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> None:
-    """Replaces the old files by the partial ones: weights first, the index and `config.json` last. Runs on one rank.
+    """Renames the complete new files over the old ones: weights first, index and `config.json` last. Runs on one rank.
 
     Meanwhile a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
     """

@@ -27,7 +27,7 @@ BLOCK = 2**24
 """Bytes of a block when a file is read."""
 
 MAX_FILE_BYTES = 2**32
-"""Maximum bytes of tensors in a file with several: readers map complete files into memory."""
+"""Maximum bytes of tensors in a file, unless one tensor is larger: readers map complete files into memory."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -82,8 +82,8 @@ class TensorWriter(StorageWriter):
     More than `MAX_FILE_BYTES` of tensors continue in `rank-N-1.safetensors` and so on. Files are flushed to disk.
 
     `HuggingFaceStorageReader` reads these files. torch's `HuggingFaceStorageWriter` writes the same format, but needs
-    memory for two more copies of a file's tensors and twice the time. A state with a non-tensor makes its file
-    unreadable, without an error.
+    memory for two more copies of a file's tensors and twice the time. It also writes an unreadable file, without an
+    error, if a value of the state is not a tensor.
 
     Args:
         folder: existing folder for the files.
@@ -96,7 +96,7 @@ class TensorWriter(StorageWriter):
         self.files: dict[str, FileRecord] = {}
         """Records of the files of all ranks, by name; on rank 0, once they are written."""
 
-    # DCP calls the methods below in this order. Plans and `write_data` run on every rank, `finish` on rank 0.
+    # DCP calls the methods below in this order: on every rank, but `prepare_global_plan` and `finish` on rank 0.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -154,7 +154,7 @@ class TensorWriter(StorageWriter):
 
 
 def check_items(items: Sequence[WriteItem]) -> None:
-    """Raises ValueError for items that a safetensors file cannot store: only one tensor per name."""
+    """Raises ValueError for items that a safetensors file cannot store: non-tensors, and a second chunk of a name."""
     for item in items:
         name = item.index.fqn
         if item.tensor_data is None:
@@ -207,8 +207,8 @@ def chunk_bytes(data: TensorWriteData) -> int:
 def header(chunks: dict[str, TensorWriteData]) -> bytes:
     """Returns the header of a safetensors file with these chunks, in order.
 
-    A file is the length of a JSON text (8 bytes), the text, and the data of all tensors. torch's metadata in the text
-    has the offsets of each chunk in its tensor.
+    A file contains, in order: the length of a JSON text (8 bytes), the text, and the data of all tensors. torch's
+    metadata in the text has the offsets of each chunk in its tensor.
     """
     entries: dict[str, Any] = {}
     start = 0
