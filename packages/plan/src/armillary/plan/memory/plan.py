@@ -54,13 +54,13 @@ class MemoryPlan:
     heads_per_stage: CountOrNone = None
     """upipe: query heads per stage; by default one for each rank of the head axis."""
     shard: Count = 1
-    """Data-parallel ranks (FSDP2 without context parallelism)."""
+    """Size of the mesh axis `shard`: groups of ranks with different sequences."""
     ring: CountOrNone = None
     """Ranks on the sequence axis; by default all ranks besides shard and ulysses."""
     ulysses: CountOrNone = None
-    """Ranks on the head axis; by default all, or with a ring the most in a node that divide the key/value heads."""
+    """Ranks on the head axis; by default all. With a ring, the most in a node that divide the key/value heads."""
     rows: Count = 1
-    """Sequences per rank."""
+    """Sequences in the batch of each group of ranks that share them."""
     checkpointing: Checkpointing = field(
         default_factory=lambda: Checkpointing(policy="layer", offload=True, prefetch=False)
     )
@@ -100,7 +100,7 @@ class MemoryResult:
 
     @property
     def job(self) -> Job:
-        """The simulated step."""
+        """The training step that was simulated."""
         return job_of(self.plan, self.axes, self.length)
 
 
@@ -137,16 +137,18 @@ def plan_memory(
         two, three = (
             simulate(replace(job, model=replace(job.model, layers=n)), partial(progress, title)) for n in (2, 3)
         )
-        block_count = job.model.layers - 2
-        device, host = (a + block_count * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
+        further_blocks = job.model.layers - 2
+        device, host = (a + further_blocks * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
         return replace(three, device=device, host=host)
 
     check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
-    step = 1024 * cluster.ranks  # lengths to choose from divide evenly over the ranks
+    granularity = 1024 * cluster.ranks  # lengths to choose from divide evenly over the ranks
     try:
-        fit = longest_fit(simulate_length, predict_length, room, step, start=length) if plan.max_context else None
+        fit = (
+            longest_fit(simulate_length, predict_length, room, granularity, start=length) if plan.max_context else None
+        )
     except DoesNotFitError as error:
-        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, step), cluster, room)}") from error
+        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, granularity), cluster, room)}") from error
     length = length if fit is None else fit.length
     return MemoryResult(
         plan=plan,
@@ -162,7 +164,7 @@ def plan_memory(
 
 
 def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
-    """The step to simulate."""
+    """The training step to simulate."""
     return Job(
         model=model_of(plan.model, length),
         axes=axes,

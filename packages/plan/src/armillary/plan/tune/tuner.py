@@ -27,7 +27,7 @@ NOISE = 1.05
 """Candidates within this factor of the fastest are compared again: the difference may be noise."""
 FINALISTS = 3
 ATTEMPTS = 2
-"""Maximum starts of a candidate. One that ends every run, for example by exhausting host memory, is then skipped."""
+"""Maximum starts of a candidate. One that kills the tuner each time, for example by exhausting host memory, is then skipped."""
 
 
 Measure = Callable[[Config, Candidate, torch.device, int], Measurement]
@@ -99,9 +99,12 @@ class Tuner:
                     lambda: self.measure(plan.measured_run, candidate, device, plan.iterations), ranks
                 )
             else:
-                measurement, reason = None, f"has ended {starts} runs; remove it from the file to try again"
+                measurement, reason = (
+                    None,
+                    f"has killed the tuner {starts} times; to try again, remove it from {plan.measurements}",
+                )
             measurement = measurement or Measurement(candidate, reason=reason)
-            # The candidate has ended, so its attempts no longer count.
+            # The candidate has a result now, so its attempts no longer count.
             attempts = {
                 candidate_name: count for candidate_name, count in state.attempts.items() if candidate_name != name
             }
@@ -204,7 +207,7 @@ def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], Tun
 
 
 def write_files(plan: TunePlan, state: TunerState) -> None:
-    """Writes the measurements, and if there is a choice, the run with it.
+    """Writes the measurements and, if a candidate is chosen, the configuration of the run with it.
 
     Raises:
         ValueError: a file cannot be written.
