@@ -309,7 +309,7 @@ def test_invalid_options_are_refused(options, reason):
         (replace(LAYER, inputs=8), "inputs 8: the model has 7 blocks"),
         (replace(OUTPUT, outputs=9), "outputs 9: the model has 7 blocks"),
         (replace(LAYER, offload=True, on_device=8), "on_device 8: the model has 7 blocks"),
-        (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3: the last 3 blocks"),
+        (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3 must be above on_device 3"),
     ],
 )
 def test_counts_above_the_number_of_blocks_are_refused(options, reason):

@@ -35,6 +35,8 @@ def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: f
     share_device()
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    # Until all ranks are connected: a function that destroys the group at once would make gloo fail on a slower rank.
+    dist.all_reduce(torch.zeros(1))
     while (request := _receive(connection)) is not None:
         connection.send_bytes(_answer(request))
     if dist.is_initialized():

@@ -142,13 +142,11 @@ def plan_memory(
         return replace(three, device=device, host=host)
 
     check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
-    granularity = 1024 * cluster.ranks  # lengths to choose from divide evenly over the ranks
+    multiple = 1024 * cluster.ranks  # of which lengths are chosen: they divide evenly over the ranks
     try:
-        fit = (
-            longest_fit(simulate_length, predict_length, room, granularity, start=length) if plan.max_context else None
-        )
+        fit = longest_fit(simulate_length, predict_length, room, multiple, start=length) if plan.max_context else None
     except DoesNotFitError as error:
-        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, granularity), cluster, room)}") from error
+        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, multiple), cluster, room)}") from error
     length = length if fit is None else fit.length
     return MemoryResult(
         plan=plan,

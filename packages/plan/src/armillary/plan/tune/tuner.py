@@ -27,7 +27,7 @@ NOISE = 1.05
 """Candidates within this factor of the fastest are compared again: the difference may be noise."""
 FINALISTS = 3
 ATTEMPTS = 2
-"""Maximum starts of a candidate. One that kills the tuner each time, for example by exhausting host memory, is then skipped."""
+"""Maximum starts of a candidate. One that kills the tuner each time, as by exhausting host memory, is then skipped."""
 
 
 Measure = Callable[[Config, Candidate, torch.device, int], Measurement]
