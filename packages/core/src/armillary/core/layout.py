@@ -129,9 +129,9 @@ class SequenceLayout:
 
         Documents that fit on a shard are not cut; a longer one is cut over as few consecutive shards as possible. Every
         shard has at most 1.10 times the mean number of tokens, and of (query, key) pairs as counted by `balanced_by`.
-        The layout sends no more than zigzag, contiguous or uncut documents, if one of these is as balanced. If the
-        search fails, or with `traffic=0`, sizes differ by at most one, pairs of queries and of keys are as even as
-        possible, and spans are few.
+        The layout sends no more than zigzag, contiguous or the layout without cut documents, if one of these is as
+        balanced. If the search fails, or with `traffic=0`, sizes differ by at most one, pairs are as even as possible,
+        counted by queries and by keys, and spans are few.
 
         Args:
             window: (left, right), each None or at least 0, as in an attention mask.
@@ -330,7 +330,7 @@ def _slices_by_row(
     documents: Sequence[int] | Sequence[Sequence[int]] | None,
     mask: Sliced | None,
 ) -> Sequence[Slices]:
-    """Returns the slices of `mask`, or of the mask that the other arguments describe: one entry per row, or for all."""
+    """Returns the slices of `mask`, or of the mask that the other arguments describe, per row or once for all rows."""
     if mask is None:
         return mask_slices(length, causal, window, documents)
     if not (flag("causal", causal) and window is documents is None):

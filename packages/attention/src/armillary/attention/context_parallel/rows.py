@@ -55,17 +55,17 @@ def complete_rows(
     first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, minimum=0)
     if padding_idx is not None and position_ids is None:
         _check_padding_hidden(ids, padding_idx, attention_mask)
-    # Packed rows of collators come without boundaries: their position ids restart.
+    # Collators that pack rows give no boundaries, but position ids that restart in each document.
     if documents is None and position_ids is not None:
         documents = _documents_of_positions(position_ids - first)
     mask = AttentionMask(documents=(0, length) if documents is None else documents)
     mask.check(length, length, row_count)
-    # Padding becomes documents of its own: no token sees it, without a mask per pair of tokens.
+    # Each run of padding becomes a separate document: then no other token sees it, and no [N, N] mask is needed.
     if attention_mask is not None:
         mask = AttentionMask(documents=_with_padding(mask, attention_mask, counts_positions=position_ids is None))
     boundaries = [mask.boundaries(row) or (0, length) for row in range(row_count)]
     if position_ids is None:
-        rows = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
+        rows = [torch.cat([torch.arange(end - start) for start, end in pairwise(row)]) for row in boundaries]
         position_ids = torch.stack(rows).to(ids.device) + first
     shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
     if attention_mask is not None:
@@ -106,8 +106,8 @@ def _check_shapes(
         raise ValueError(f"attention_mask has {value}; 1 for tokens and 0 for padding are accepted")
     if shift_labels is not None and bool(((attention_mask == 0) & (shift_labels != IGNORED)).any()):
         raise ValueError(
-            f"tokens that attention_mask hides have labels, whose losses would count on one device: set labels of "
-            f"padding to {IGNORED}"
+            "tokens that attention_mask hides have labels, so an unsharded model would count their losses: set labels "
+            f"of padding to {IGNORED}"
         )
 
 
@@ -116,8 +116,8 @@ def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor 
     is_padding = ids == padding_idx
     if bool((is_padding if attention_mask is None else is_padding & (attention_mask != 0)).any()):
         raise ValueError(
-            f"ids have padding_idx={padding_idx}, which no attention_mask hides and the model would not count; give "
-            "attention_mask, or position_ids"
+            f"ids have padding_idx={padding_idx}, which attention_mask does not hide and the model's positions would "
+            "skip; give attention_mask, or position_ids"
         )
 
 
@@ -142,7 +142,8 @@ def _with_padding(mask: AttentionMask, attention_mask: Tensor, counts_positions:
 
     Args:
         mask: the documents without padding.
-        counts_positions: position ids will count from the start of each document, so none may begin with padding.
+        counts_positions: position ids will count from the start of each document, so none of them may begin with
+            padding.
 
     Raises:
         ValueError: hidden tokens between visible ones of a document, or before them if positions are counted.
@@ -160,7 +161,7 @@ def _with_padding(mask: AttentionMask, attention_mask: Tensor, counts_positions:
                 first, end = document_changes[len(leading)], document_changes[len(leading) + 1]
                 raise ValueError(
                     f"row {row} of attention_mask hides tokens {first} to {end - 1} between others of one document, "
-                    "which see each other past them; only padding at an end can be a document of its own"
+                    "which attend to each other; only padding at an end can be a document of its own"
                 )
             if leading and counts_positions:
                 raise ValueError(

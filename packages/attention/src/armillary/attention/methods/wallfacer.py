@@ -1,10 +1,12 @@
 """WallFacer (arXiv 2407.00611; later named StarTrail): teams of C ranks share the work of a ring.
 
-P ranks form teams of C, and R = P / C^2. Rank (team t, member a) does the steps of the paper's algorithm 1:
+P ranks form teams of C, and R = P / C^2 consecutive teams form a group: there are C groups. Rank (team t, member a)
+does the steps of the paper's algorithm 1:
 
     1. gather    q, k, v of the team: every member has q_team, k_team and v_team of C shards
-    2. place     k_team, v_team are sent to r_send: group a, team a R + t // C, member t % C
-    3. ring      R ranks, one of each team of a group, rotate keys; the members of a team together see all P / C teams
+    2. place     k_team, v_team are sent to r_send: member t % C of team a R + t // C, which is in group a
+    3. ring      the same member of each of a group's R teams: they rotate keys; the members of a team together see all
+                 P / C teams
     4. scatter   partial results are merged by log-sum-exp, and each member receives its own tokens
 
 C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring has R - 1 hops, Ring Attention P - 1.
@@ -45,19 +47,20 @@ PendingGather = Callable[[], tuple[Tensor, ...]]
 class WallFacer(Method):
     """WallFacer over one mesh axis of P ranks, in teams of C; C^2 divides P.
 
-    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
-    S / P tokens of it. Any layout is exact; `layout` returns a balanced one.
+    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
+    queries and S keys of it. Any layout is exact; `layout` returns one with even work, zigzag by default.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. Communicators are created on it and for its teams, so every rank of
             the axis must construct the method. Construct it once and share it between layers.
         team: C.
         placement: "collect_intra" makes the members of a team neighbours, "p2p_intra" the ranks of a ring.
-        backward: the side that rotates in backward: keys, or queries as published; "auto" sends fewer bytes.
+        backward: the side that rotates in backward: keys, or queries as published; "auto" takes the one that
+            sends fewer bytes.
         gather_keys: gathers the team's keys, then sends them together, as published. False: each rank sends its own
             keys to the C target ranks: (C - 1) 2 B T K D e less within teams, the same bytes between teams.
 
-    Bytes sent by a rank, with Dv = D and S = N. Forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e
+    Bytes sent by a rank, with Dv = D and N_k = N. Forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e
     for each of up to R exchanges p2p, (C - 1) (B T H D e + B T H a) reduce-scatter. Backward:
     (C - 1) (3 B T H D e + B T H a) all-gather; keys gathered and placed again; the ring, with C times the bytes of
     `Ring` a step; then (C - 1) 2 B T K D a and C 2 B T K D a to return dk and dv, and (C - 1) B T H D a for dq. The
@@ -79,7 +82,7 @@ class WallFacer(Method):
         self.axis = Axis.of(axis)
         self.teams = Teams(self.axis.size, team, placement)
         self.gather_keys = flag("gather_keys", gather_keys)
-        self.seat = self.teams.seat(self.axis.rank)
+        self.seat = self.teams.seat(self.axis.rank)  # (team, member)
         self.team_ring = TeamRing(self.axis, self.teams, backward)
         self.team_axis = self.axis.part(self.teams.team_ranks(self.seat[0]))
         self.shards = self.sequence_shards = self.axis.size
@@ -125,7 +128,7 @@ class WallFacer(Method):
         return pending_dq.wait(), dk, dv
 
     def _team_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the call of the ring, whose shards are teams. Cached per spec."""
+        """Returns the spec of the ring's attention, whose layouts have a shard for each team. Cached per spec."""
         by_teams = self.teams.by_teams
         return spec.cached(
             "teams", lambda: replace(spec, layout=by_teams(spec.layout), key_layout=by_teams(spec.key_layout))
@@ -141,7 +144,7 @@ class WallFacer(Method):
         return lambda: tuple(transfer.wait() for transfer in pending)
 
     def _place_keys(self, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensors:
-        """Returns k, v [B, C T, K, D] of the team that this rank's ring starts from (steps 1 and 2 for keys)."""
+        """Returns k, v [B, C T, K, D] of the team whose keys this rank has at the ring's first step (steps 1, 2)."""
         teams, (source_team, source_member) = self.teams, self.teams.key_source(*self.seat)
         source_sizes = self._sizes(spec.key_layout, source_team)
         if self.gather_keys:

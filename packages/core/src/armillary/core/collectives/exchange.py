@@ -30,7 +30,7 @@ class FlatBuffer(NamedTuple):
 
     Args:
         buffer: the stacked tensors, if they have one shape and dtype; otherwise a flat tensor of their bytes.
-        views: the tensors as views of a buffer of bytes, or a single tensor; empty for stacked tensors.
+        views: the tensors: views of a buffer of bytes, or the only tensor; empty if `buffer` has them stacked.
     """
 
     buffer: Tensor
@@ -245,7 +245,7 @@ def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) 
     except torch.AcceleratorError:
         raise  # a subclass of RuntimeError: an earlier kernel failed, and CUDA reports its error at the next call
     except RuntimeError as error:
-        # The backend may report a failed kernel of this rank as an error of its own, which would blame a peer.
+        # The backend may report a failed kernel of this rank as a communication error, which would blame a peer.
         if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
             raise kernel_error from error
         if not LOST_PEER.search(str(error)):

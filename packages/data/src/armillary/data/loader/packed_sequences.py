@@ -18,7 +18,7 @@ from armillary.data.shuffle import items_until, source_at
 from armillary.data.store import TokenStore
 
 ORDER_VERSION = 1
-"""Part of the state. Increased when a release makes other rows of the same stores, weights, N, packing and seed."""
+"""Part of the state. Increased when a release packs other rows from the same stores, weights, N, packing and seed."""
 
 
 class PackedSequences(Batches):
@@ -30,11 +30,12 @@ class PackedSequences(Batches):
     bytes for each token of its shard, and one token more per span, for a label (in spans with a step, labels are read
     separately). No communication. Packing an epoch takes 24 bytes of memory per document.
 
-    If any store has trees, labels are `LabelTriples` in all batches, with weight 1 in documents, and positions in rows
-    of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into several
+    If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
+    rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into several
     trees with as many sequences as fit, which repeat the segments that they share.
 
-    Iteration continues after the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
+    A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
+    the batch of any step.
 
     Args:
         stores: one or several stores of the same tokenizer.
@@ -104,7 +105,7 @@ class PackedSequences(Batches):
     @property
     def rows_per_epoch(self) -> int:
         """Rows, over all replicas, after which every document of every store has been read at least once."""
-        # `source_at` mixes rows in the order of their times: row i of a store has the time (i + 1/2) / weight.
+        # `source_at` orders the rows of all stores by a number: row i of a store has (i + 1/2) / weight.
         last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
         return sum(items_until(last, self._weights))
 
@@ -119,7 +120,7 @@ class PackedSequences(Batches):
 
     def describe(self, row: int) -> str:
         packed_row = self.row(row)
-        # Indices of tokens in the store's files, because a selection of documents numbers them anew.
+        # Indices of tokens in the store's files: a selection, such as a split, numbers its documents from 0.
         starts = [
             int(packed_row.store.starts[document_slice.document]) + document_slice.start
             for document_slice in packed_row.slices

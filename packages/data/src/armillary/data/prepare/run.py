@@ -102,7 +102,8 @@ def prepare(
     input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
     key = plan_key(plan, input_chunks)
     try:
-        # Raises if the folder is not writable. `lock_output` would report a missing lock file as another process.
+        # Raises if the folder is not writable: `lock_output` could not create its file, and would report another
+        # process.
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=plan.output.parent).close()
         with lock_output(plan.output):
@@ -133,7 +134,7 @@ def _read_tokenizer(plan: Preparation) -> TextTokenizer:
 
 
 def _chat_template(plan: Preparation) -> ChatTemplate | None:
-    """Returns the chat template in the tokenizer's folder; only trees have messages."""
+    """Returns the chat template in the tokenizer's folder; only format "trees" can have chat messages."""
     if plan.format != "trees" or plan.tokenizer in ("bytes", "bpe"):
         return None
     path = Path(plan.tokenizer)
@@ -211,7 +212,7 @@ def _check_settings(plan: Preparation, workers: int) -> None:
         raise ValueError(f"workers must be at least 1; got {workers}")
     if plan.tokenizer == "bpe":
         check_vocab_size(plan.vocab_size)
-    # Special tokens of the tokenizers without files; those in files are checked when they are read.
+    # "bytes" and "bpe" have fixed special tokens; those of a tokenizer's files are checked when they are read.
     names = {"bytes": (None,), "bpe": (None, TRAINED_END)}.get(plan.tokenizer)
     for setting in ("end_of_document", "begin_of_document"):
         if names and (name := getattr(plan, setting)) not in names:
