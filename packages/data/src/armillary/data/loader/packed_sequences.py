@@ -31,8 +31,8 @@ class PackedSequences(Batches):
     separately). No communication. Packing an epoch takes 24 bytes of memory per document.
 
     If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
-    rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into several
-    trees with as many sequences as fit, which repeat the segments that they share.
+    rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into
+    several trees with as many sequences as fit, which repeat the segments that they share.
 
     A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
     the batch of any step.
