@@ -64,7 +64,10 @@ HERE = str(Path(__file__).parent.parent / "packages")
 
 
 class Nothing(Kernel):
-    """Returns uninitialized memory and supports every band, so that a block is one call."""
+    """Returns zeros and supports every band, so that a block is one call.
+
+    Uninitialized memory would be faster, but its values can make the merge twice as slow.
+    """
 
     name = "nothing"
     frames = 0
@@ -76,10 +79,10 @@ class Nothing(Kernel):
         return (tile,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Any, scores: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
 class FrameCounter(Nothing):
@@ -159,10 +162,10 @@ def of_torch(calls: int) -> dict[str, Any]:
     q, k, v = (x.detach().transpose(1, 2) for x in inputs())
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
     def gradients(*_: Any, query: Tensor, key: Tensor, value: Tensor, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
     def forward() -> Any:
         return cp._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True, dropout_p=0.0)
@@ -238,7 +241,11 @@ def rows_of_checkout(checkout: Path, *flags: str) -> list[dict[str, Any]]:
     """Runs this script with `flags` in a process with the packages of `checkout`, and returns its rows."""
     path = os.pathsep.join(str(src) for src in sorted(checkout.resolve().glob("packages/*/src")))
     command = [sys.executable, __file__, *flags, "--json"]
-    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    # glibc would return freed memory to the system after some calls and not after others, depending on the addresses;
+    # the page faults that follow were 8% of a ring's forward in one checkout and none in the other.
+    keep_memory = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+    env = os.environ | keep_memory | {"PYTHONPATH": path}
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     return json.loads(process.stdout)
 
 

@@ -129,8 +129,9 @@ class ReceiveBuffers:
 
     def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
         self.tensors, self.tokens = tensors, list(tokens)
-        self._last: Tensor | None = None
-        self._other: Tensor | None = None
+        # Each block of memory, with the buffer that it was last used as.
+        self._last: tuple[Tensor, FlatBuffer] | None = None
+        self._other: tuple[Tensor, FlatBuffer] | None = None
 
     def take(self, last_in_use: bool) -> FlatBuffer | None:
         """Returns an uninitialized buffer for the tokens of the next step; None if no tokens arrive.
@@ -148,10 +149,13 @@ class ReceiveBuffers:
             # Large enough for every later step, so that a block is never reallocated.
             token_bytes = sum(x.element_size() * x.shape[0] * prod(x.shape[2:]) for x in self.tensors)
             size = token_bytes * max(count, *self.tokens, 0)
-            block = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
+            memory = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
+            block = memory, FlatBuffer.like(self.tensors, count, memory)
+        elif block[1].tokens != count:
+            block = block[0], FlatBuffer.like(self.tensors, count, block[0])
         # After the last step this object drops its blocks, so that they are freed with the caller's buffers.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)
-        return FlatBuffer.like(self.tensors, count, block)
+        return block[1]
 
 
 @lru_cache(maxsize=256)
