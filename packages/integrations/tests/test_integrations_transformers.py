@@ -199,7 +199,7 @@ PACKED = [
     ("gpt-oss", "zigzag", PER_ROW, "restarts"),
     ("llama", "zigzag", PER_ROW, "sequence"),
     ("mistral, wider than a shard", "contiguous", ENDS, "cu_seq_lens"),
-    ("gpt-oss", "zigzag", ENDS, "restarts", True, False),  # checkpointed: recomputed outside of the block
+    ("gpt-oss", "zigzag", ENDS, "restarts", True, False),  # checkpointed: recomputed outside of `sequence`
     ("gpt-oss", "zigzag", ENDS, "sequence", True, False),
 ]
 

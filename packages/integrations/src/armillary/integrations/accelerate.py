@@ -1,7 +1,7 @@
 """`share_rows`: under Hugging Face accelerate, ranks that share a sequence read the same rows.
 
-Accelerate gives each process rows of its own, and gathers predictions from all of them. `share_rows` makes an
-accelerator count groups of ranks instead of ranks.
+By default accelerate gives each process different rows, and gathers predictions from all processes. `share_rows` makes
+an accelerator treat each group of ranks that share a sequence as one process.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from armillary.attention.context_parallel.communication import gather_integers
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Numbered groups of ranks that share a sequence. Each group reads rows of its own.
+    """Numbered groups of ranks that share a sequence. Different groups read different rows.
 
     Args:
         index: number of this rank's group.
         count: number of groups.
-        peers: process group of this rank and the ranks of the same shard in other groups; None for one group.
-        order: rank within `peers` of each group's member, in the order of groups.
+        peers: process group of this rank and the ranks of the same shard in other groups; None if there is one group.
+        order: for each group, in order, the rank within `peers` (0 to count - 1) of its member.
     """
 
     index: int
@@ -56,28 +56,32 @@ class RowGroups:
 def find_row_groups(method: Method) -> RowGroups:
     """Returns the groups of ranks that share a sequence. Every rank of the default process group must call it.
 
+    Bytes sent: two integers to each rank of the sequence, and a pickled list of them to every rank.
+
     Raises:
         ValueError: on every rank, if a rank is in no group or in two, or groups differ in size.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return RowGroups(0, 1)
-    # 1. The ranks of this rank's group, by shard, over the method's own axes.
-    own_pair = [[method.shard, dist.get_rank()]]
-    shards = sorted(gather_integers(own_pair, method)) if method.shards > 1 else own_pair
-    # 2. The groups of all ranks, over the default process group.
-    shards_of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shards_of_ranks, shards)
-    groups = sorted({tuple(rank for _, rank in shards) for shards in shards_of_ranks})
-    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(shards_of_ranks))):
+    # 1. The ranks of this rank's group in the order of their shards, gathered over the method's axes.
+    shard_and_rank = [[method.shard, dist.get_rank()]]
+    pairs = gather_integers(shard_and_rank, method) if method.shards > 1 else shard_and_rank
+    own_group = tuple(rank for _, rank in sorted(pairs))
+    # 2. The groups of all ranks, gathered over the default process group.
+    world_size = dist.get_world_size()
+    group_of_rank: list[Any] = [None] * world_size
+    dist.all_gather_object(group_of_rank, own_group)
+    groups = sorted(set(group_of_rank))
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(world_size)):
         raise ValueError(
-            f"ranks {groups} each share a sequence: all {len(shards_of_ranks)} ranks need to be in one of these "
-            "groups, once"
+            f"ranks {groups} each share a sequence: each of the {world_size} ranks must be in exactly one of these "
+            "groups"
         )
     if len({len(ranks) for ranks in groups}) > 1:
         raise ValueError(f"ranks {groups} each share a sequence: groups of one size are needed")
     if len(groups) == 1:
         return RowGroups(0, 1)
-    # 3. A process group across groups for each shard. `new_group` is collective: every rank makes all of them.
+    # 3. For each shard, a process group of the ranks that have it. `new_group` is collective: every rank makes all.
     peers = [[ranks[shard] for ranks in groups] for shard in range(method.shards)]
     process_groups: list[Any] = [dist.new_group(ranks) for ranks in peers]
     own_peers = peers[method.shard]
@@ -90,7 +94,7 @@ def find_row_groups(method: Method) -> RowGroups:
 
 
 def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
-    """Makes an `accelerate.Accelerator` give all ranks of a sequence the same rows, and each group rows of its own.
+    """Makes an `accelerate.Accelerator` give the ranks that share a sequence the same rows, and other ranks other rows.
 
         cp = ContextParallel("ring", build_mesh(device, shard=2, ring=4), data="shard")
         accelerator = Accelerator()
@@ -105,8 +109,8 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         The groups of ranks.
 
     Raises:
-        ValueError: the accelerator has another number of processes than there are ranks, dispatches batches from one of
-            them, or has context or tensor parallelism of its own; a rank is in no group or in two.
+        ValueError: the accelerator's number of processes is not the number of ranks; its process 0 would dispatch
+            batches to the others; its context or tensor parallelism is enabled; a rank is in no group or in two.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:
@@ -119,7 +123,7 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         raise ValueError("dispatch_batches=True: one process would send its rows to all; remove it")
     check_parallelism(accelerator)
     groups = find_row_groups(cp.method)
-    # Replaced on the instance: other accelerators of the process keep their own rows.
+    # Methods of this instance only: other accelerators in the process are not changed.
     accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, groups)
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, groups)
     return groups
@@ -167,12 +171,12 @@ def _prepare_data_loader(
 
 
 def _gather_for_metrics(accelerator: Any, groups: RowGroups, data: Any, use_gather_object: bool = False) -> Any:
-    """Replaces `Accelerator.gather_for_metrics`: gathers over groups, without the rows that pad their last batches."""
+    """Replaces `Accelerator.gather_for_metrics`: gathers over groups, without the rows that fill up the last batch."""
     recursively_apply: Any = import_module("accelerate.utils").recursively_apply
     objects = use_gather_object or not _only_tensors(data)
     gathered = groups.gather_objects(data) if objects else recursively_apply(groups.gather, data)
     state = accelerator.gradient_state
-    # `remainder` counts the rows of the last batch over all groups; accelerate repeated rows to make it even.
+    # The last batch of all groups has `remainder` rows; accelerate has repeated rows to fill it up.
     if not state.end_of_dataloader or state.remainder <= 0:
         return gathered
     if objects:

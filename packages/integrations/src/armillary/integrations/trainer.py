@@ -1,4 +1,4 @@
-"""Context parallelism in Hugging Face's Trainer and in TRL's SFTTrainer: a mixin before either."""
+"""Context parallelism in Hugging Face's Trainer and TRL's SFTTrainer: a mixin, listed as a base class before them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ else:
 
 
 class SharedRowsTrainer(Trainer):
-    """Base of the mixins before a Trainer, by which the ranks of a method read the same rows.
+    """Base of all mixins for trainers: makes the ranks that share a sequence read the same rows.
 
     Attributes:
-        cp: the `ContextParallel` of the model's method; None until the Trainer has been initialized.
+        cp: the `ContextParallel` of the model's method; None until the trainer's constructor has run.
         groups: the groups of ranks that read the same rows.
     """
 
@@ -36,7 +36,9 @@ class SharedRowsTrainer(Trainer):
     groups: RowGroups
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates the accelerator: in `__init__`, before the method is known, and in each hyperparameter trial."""
+        """Creates the accelerator. Trainer calls this in its constructor, where `cp` is not known yet, and again in
+        each trial of a hyperparameter search.
+        """
         super().create_accelerator_and_postprocess()
         if self.cp is not None:
             self.share_rows(self.cp)
@@ -45,17 +47,17 @@ class SharedRowsTrainer(Trainer):
         """Makes the trainer's accelerator count groups of ranks that share a sequence."""
         cp.padding_idx = padding_idx_of(self.model)
         self.cp, self.groups = cp, share_rows(self.accelerator, cp)
-        # The trainer kept the accelerator's own function when it was created.
+        # Trainer's constructor stored the accelerator's function before `share_rows` replaced it.
         objects = self.args.eval_use_gather_object
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def get_cp_size(self) -> int:
-        """Returns the number of ranks that have the same rows; the trainer divides its count of labels by it."""
+        """Returns the number of ranks with the same rows, by which the trainer divides its count of labels."""
         return self.cp.ranks
 
 
 class ContextParallelTrainer(SharedRowsTrainer):
-    """A mixin before a Trainer: the ranks of a method share each row of the data.
+    """A mixin, listed before a Trainer: the ranks of a method share each row of the data.
 
         cp = ContextParallel("ring", mesh)
         model = cp.prepare(AutoModelForCausalLM.from_pretrained(folder))
@@ -65,16 +67,16 @@ class ContextParallelTrainer(SharedRowsTrainer):
         LongTrainer(model, args, train_dataset=rows).train()
 
     The method is that of the model's attention implementation. Ranks that are not on its axes are data-parallel: with
-    `build_mesh(device, shard=2, ring=4)` each of two groups of 4 ranks reads rows of its own, and
+    `build_mesh(device, shard=2, ring=4)` two groups of 4 ranks read different rows, and
     `per_device_train_batch_size` counts rows of a group. Logged, evaluated, predicted, clipped and saved values are
-    those of a run with one rank per group: losses and gradient norms are of whole rows, predictions are gathered in
+    those of a run with one rank per group: losses and gradient norms are of whole rows, and predictions are gathered in
     sequence order. DDP or FSDP2 averages gradients as always.
 
     Padding (`attention_mask`), packed rows (position ids that restart, or cu_seq_lens) and labels mean the same as on
     one rank. The model's output at padding is meaningless.
 
-    Bytes sent, beside those of the model: fingerprints of each batch (88 bytes to each rank of the sequence) and one
-    number's all-reduce in forward and backward. `predict` gathers logits.
+    Bytes sent, beside those of the model: fingerprints of each batch (88 bytes to each rank of the sequence), and an
+    all-reduce of one number in forward and in backward. `predict` gathers logits.
 
     Attributes:
         takes_shards: set it to True on a class whose own `compute_loss` takes one rank's tokens with shifted labels,
@@ -83,11 +85,10 @@ class ContextParallelTrainer(SharedRowsTrainer):
         cp: the `ContextParallel` of the model's method.
 
     Raises:
-        ValueError: on every rank, when it is created: a model with another attention implementation, or whose loss
-            cannot be summed over shards (`compute_loss_func`, routers' auxiliary loss); NEFTune, Liger kernels,
-            DeepSpeed, FSDP1, DataParallel, accelerate's own context or tensor parallelism, dispatched or rebalanced
-            batches. At a batch: different rows on the ranks of a sequence, inputs that are not per token, padding
-            between tokens.
+        ValueError: on every rank. In the constructor: a model with another attention implementation; a loss that cannot
+            be summed over shards (`compute_loss_func`, routers' auxiliary loss); NEFTune, Liger kernels, DeepSpeed,
+            FSDP1, DataParallel, accelerate's own context or tensor parallelism, dispatched or rebalanced batches. In a
+            step: different rows on the ranks of a sequence, inputs that are not per token, padding between tokens.
     """
 
     takes_shards = False
@@ -97,9 +98,10 @@ class ContextParallelTrainer(SharedRowsTrainer):
         cp = ContextParallel(method_of(self.model))
         check_trainer(self, ContextParallelTrainer)
         self.share_rows(cp)
-        # The trainer makes its label smoother shift the labels of causal models; those of a shard are shifted already.
+        # Trainer tells its label smoother to shift the labels of a causal model, but a shard's labels are shifted
+        # already.
         smoother: Any = self.label_smoother
-        self.label_smoother = smoother and partial(_smooth_unshifted, smoother)
+        self.label_smoother = smoother and partial(_smooth_without_shift, smoother)
 
     def compute_loss(
         self,
@@ -108,18 +110,19 @@ class ContextParallelTrainer(SharedRowsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Returns the loss of whole rows, with the gradient of this rank's share; outputs are of its tokens."""
+        """Returns the loss of whole rows, whose gradient is that of this rank's share; outputs of local tokens."""
         batch, shard = shard_inputs(self.cp, inputs)
         if num_items_in_batch is None:
-            # A mean over this batch. The trainer's loss is to be cp.ranks times this rank's share, for DDP's average;
-            # with average_tokens_across_devices, the trainer multiplies losses by the number of all ranks.
-            ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            num_items_in_batch = torch.tensor(batch.labelled * ranks / self.cp.ranks, device=batch.ids.device)
+            # The loss is then a mean over the labels of this batch. DDP averages over ranks, so the trainer's loss must
+            # be cp.ranks times this rank's share, (sum of its losses) / labelled. With average_tokens_across_devices,
+            # the trainer itself multiplies the loss by the number of all ranks, which the divisor cancels.
+            trainer_factor = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            num_items_in_batch = torch.tensor(batch.labelled * trainer_factor / self.cp.ranks, device=batch.ids.device)
         with batch, _gathering_shards(self.accelerator):
             result = super().compute_loss(model, shard, return_outputs, num_items_in_batch)
         loss, outputs = result if return_outputs else (result, None)
-        # The trainer scaled the share so that DDP's average over all ranks is right. cp.loss multiplies its gradient by
-        # the ranks of a sequence, so the division keeps that gradient.
+        # `loss` is cp.ranks times this rank's share, and has the gradient that DDP must average. The division makes it
+        # the share. cp.loss sums shares and multiplies their gradient by cp.ranks, which restores that gradient.
         loss = self.cp.loss(loss / self.cp.ranks, batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -148,18 +151,20 @@ class ContextParallelTrainer(SharedRowsTrainer):
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # sums over all ranks, which have whole rows here
+        super()._track_num_input_tokens(inputs)  # counts each row on each of its ranks
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.cp.ranks
 
 
-def _smooth_unshifted(smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
-    """Calls a label smoother with labels that are shifted already."""
+def _smooth_without_shift(
+    smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any
+) -> Tensor:
+    """Calls a label smoother on labels that are shifted already, whatever `shift_labels` is."""
     return smoother(outputs, labels, shift_labels=False, **kwargs)
 
 
 @contextmanager
 def _gathering_shards(accelerator: Any) -> Generator[None]:
-    """Context in which gather_for_metrics gathers over all ranks: TRL sums its metrics over local tokens."""
+    """Context in which gather_for_metrics gathers from every rank, because TRL's metrics are sums over local tokens."""
     gather_rows = accelerator.gather_for_metrics
     accelerator.gather_for_metrics = accelerator.gather
     try:

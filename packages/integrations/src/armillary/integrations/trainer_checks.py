@@ -11,16 +11,19 @@ from armillary.attention.methods.base import Method
 from armillary.integrations.accelerate import check_parallelism
 from armillary.integrations.transformers.models import ROUTER_LOSS_ERROR, methods_of, parts_of
 
-LOSS_OWNERS = {"transformers.trainer.Trainer": "num_processes", "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head"}
+SHARDED_LOSSES = {
+    "transformers.trainer.Trainer": "num_processes",
+    "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head",
+}
 """Classes whose `compute_loss` works on shards: with shift_labels and num_items_in_batch it sums over the given tokens.
-Only newer releases do; the value is a word that the source of their `compute_loss` contains."""
+Older releases of these classes do not. The value is a word that only the source of a new `compute_loss` contains."""
 
 
 def method_of(model: Any) -> Method:
-    """Returns the method that a model attends by.
+    """Returns the method by which a model attends.
 
     Raises:
-        ValueError: none of ours, or several.
+        ValueError: the model attends by no `Method`, or by several.
     """
     config = getattr(model, "config", None)
     methods = [] if config is None else methods_of(config)
@@ -47,7 +50,7 @@ def check_settings(trainer: Any, refusals: Iterable[str] = ()) -> None:
 
 def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
     owner = loss_owner(type(trainer), mixin)
-    word = LOSS_OWNERS.get(f"{owner.__module__}.{owner.__qualname__}")
+    word = SHARDED_LOSSES.get(f"{owner.__module__}.{owner.__qualname__}")
     # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
     count_labels: Any = getattr(trainer, "_get_num_items_in_batch", None)
     if count_labels is None or "get_cp_size" not in getsource(count_labels):
@@ -94,10 +97,10 @@ def _setting_refusals(trainer: Any) -> Iterator[str]:
 
 
 def loss_owner(trainer: type, mixin: type) -> Any:
-    """Returns the class after the mixin whose `compute_loss` the mixin calls.
+    """Returns the class whose `compute_loss` the mixin calls: the first one after the mixin that defines it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no class after the mixin defines it.
     """
     bases = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
     owner = next((base for base in bases if "compute_loss" in vars(base)), None)

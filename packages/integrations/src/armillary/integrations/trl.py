@@ -1,7 +1,7 @@
 """Context parallelism in TRL's GRPOTrainer and DPOTrainer: a mixin, listed as a base class before them.
 
-Only a model's forward and backward are sharded. Every rank gathers their per-token results, such as log-probabilities,
-for whole rows, and TRL computes its loss and metrics from these as on one rank.
+Only the model's forward and backward are sharded. Every rank gathers the model's per-token results, such as
+log-probabilities, of whole rows, and TRL computes its loss and metrics from them as on one rank.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ PER_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs
 
 
 class ShardedForward:
-    """A model with TRL's fused LM head: takes whole rows, computes this rank's shard, returns values of whole rows.
+    """A model with TRL's fused LM head that takes whole rows, computes this rank's shard and returns values of whole
+    rows.
 
     The gradient of each value is multiplied by the number of ranks that share a sequence, so that FSDP2's or DDP's
     average is the complete gradient.
 
-    Bytes sent in addition to the model's: a `segment_sum` of B N values for each of `PER_TOKEN` in use, and checksums
-    of the rows, by which ranks notice that theirs differ.
+    Bytes sent in addition to the model's: a `segment_sum` of B N values for each output of `PER_TOKEN` in use, and
+    fingerprints of the rows (see `shard_inputs`).
     """
 
     def __init__(self, model: Any, cp: ContextParallel) -> None:
@@ -60,8 +61,8 @@ class ShardedForward:
             outputs = self.model(**shard, fused_lm_head=True)
         values = {name: x for name in PER_TOKEN if (x := getattr(outputs, name, None)) is not None}
         columns = torch.stack([x.to(outputs.log_probs.dtype) for x in values.values()], -1)
-        # 2. A differentiable gather: with every token a segment of its own, the sum over ranks copies each value from
-        # the rank that has it.
+        # 2. A differentiable gather: each token is a segment of one token, so the sum over ranks is the value of the
+        # rank that has this token.
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
         token_indices = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
         row_values = segment_sum(columns, token_indices, rows * length, self.cp.method, gradients="averaged")
@@ -73,7 +74,7 @@ class ShardedForward:
 
 
 class GroupAccelerator:
-    """An accelerator that counts a group of ranks, which share a sequence, as one process."""
+    """An accelerator that treats each group of ranks that share a sequence as one process."""
 
     def __init__(self, accelerator: Any, groups: RowGroups) -> None:
         self._accelerator, self._groups = accelerator, groups
@@ -145,15 +146,15 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
     Bytes sent in addition to the model's: see `ShardedForward`.
 
     Raises:
-        ValueError: on every rank, by the constructor: settings that are wrong or untested on shards, such as use_vllm,
-            or rows per generation over all groups that `num_generations` does not divide. At a batch: different rows
-            on the ranks of a group.
+        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as use_vllm;
+            a number of rows per generation, over all groups, that is not divisible by `num_generations`. In a step:
+            different rows on the ranks of a group.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = self.args
-        # TRL has multiplied by the number of ranks; here a group of ranks reads the same rows.
+        # TRL has multiplied by the number of ranks, but only groups have different rows.
         settings.generation_batch_size = (
             settings.per_device_train_batch_size * self.groups.count * settings.steps_per_generation
         )
@@ -169,7 +170,7 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
                 f"per_device_eval_batch_size={settings.per_device_eval_batch_size} for {self.groups.count} groups of "
                 f"ranks must be divisible by {self.num_generations_eval} generations"
             )
-        # Ranks of a group sample the same completions, different groups different ones.
+        # One seed per group: its ranks sample the same completions, and other groups sample others.
         set_seed: Any = import_module("accelerate.utils").set_seed
         set_seed(settings.seed + self.groups.index)
 
@@ -197,12 +198,12 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
             model.set_attn_implementation(implementation)
 
     def _calculate_rewards(self, inputs: Any, prompts: Sequence[Any], *args: Any) -> Tensor:
-        """Returns the rewards of the rows of all groups; TRL's own have the rows of all ranks."""
+        """Returns the rewards of the rows of all groups. TRL's function returns them for the rows of all ranks."""
         all_rewards = super()._calculate_rewards(inputs, prompts, *args)
         rank = dist.get_rank() if dist.is_initialized() else 0
         own_rewards = all_rewards.view(-1, len(prompts), all_rewards.shape[1])[rank]
-        # A reward function may be random or a remote judge: all ranks of a group take the first rank's rewards. The
-        # sum of these and of the others' zeros is a broadcast.
+        # A reward function may be random, or call a remote judge, so every rank of a group takes the rewards of its
+        # first rank. The sum broadcasts them, because the other ranks contribute zeros.
         first_rewards = own_rewards if self.cp.method.shard == 0 else torch.zeros_like(own_rewards)
         return self.groups.gather(sum_over_axes(first_rewards, method_axes(self.cp.method)))
 
@@ -227,8 +228,8 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
     Bytes sent in addition to the model's: see `ShardedForward`.
 
     Raises:
-        ValueError: on every rank, by the constructor: settings that are wrong or untested on shards, such as
-            precompute_ref_log_probs or an adapter without a ref_model. At a batch: different rows on the ranks of a
+        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as
+            precompute_ref_log_probs or an adapter without a ref_model. In a step: different rows on the ranks of a
             group.
     """
 
@@ -238,7 +239,7 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
             yield "ref_model=None: TRL would call the model without its adapter, untested on shards; pass a ref_model"
 
     def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
-        if self.cp is None:  # TRL computes them before the trainer knows the method
+        if self.cp is None:  # called by TRL's constructor, which precomputes them
             raise ValueError("precompute_ref_log_probs=True has not been tested on shards: set it to False")
         return super().compute_ref_log_probs(ShardedForward(model, self.cp), inputs)
 

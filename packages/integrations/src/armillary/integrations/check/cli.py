@@ -60,7 +60,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> None:
-    """Entry point of `armillary-check`. Exits with 0 if all is right, 1 if not, 2 and one line if it cannot check."""
+    """Entry point of `armillary-check`. Exits with 0 if all results are right, with 1 if one is wrong, and with 2 and a
+    line that says why if the model cannot be checked.
+    """
     options = parse(argv)
     try:
         report = check(options, lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr, flush=True), worlds)
@@ -97,7 +99,7 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
         return check_model(_import_function(options.model), world_size=options.ranks or 4, **shared)
     if options.ranks is not None:
         raise ValueError("--ranks is for module:function; a Hugging Face model takes --ring and --ulysses")
-    if options.compile:  # float64 is kept by a function mode, which dynamo does not trace
+    if options.compile:  # copies stay in float64 by a TorchFunctionMode, which dynamo does not trace
         raise ValueError("--compile is for module:function; copies of Hugging Face models are not compiled")
     return check_architecture(options.model, options.method, options.ring, options.ulysses, **shared)
 
@@ -111,7 +113,7 @@ def check_architecture(
         source: folder, config.json or model type.
         options: options of `check_model`.
     """
-    # transformers is imported first, so that ranks are forked with it.
+    # Imports transformers before ranks are started: they are forked, and need not import it again.
     from armillary.integrations.check.step import Architecture, on_shards, one_rank
     from armillary.integrations.check.tiny import VOCABULARY, check_size, describe, load_config, tiny_config
 
@@ -136,12 +138,12 @@ def check_architecture(
 
 
 def document_boundaries(tokens: int) -> tuple[int, ...]:
-    """Returns boundaries within shards, at about 1/5, 1/2 and 5/6 of the sequence, and a document of one token."""
+    """Returns boundaries at about 1/5, 1/2 and 5/6 of the sequence, inside of shards. One document has one token."""
     return tuple(sorted({0, tokens // 5 + 1, tokens // 2 + 3, tokens * 5 // 6, tokens * 5 // 6 + 1, tokens}))
 
 
 def _import_function(name: str) -> Any:
-    """Returns the function of "module:function"; modules of the working directory are found too."""
+    """Returns the function named "module:function". The working directory is searched first."""
     module, _, function = name.partition(":")
     sys.path.insert(0, getcwd())
     try:

@@ -19,7 +19,7 @@ from armillary.core.testing import mesh
 from armillary.integrations.check.tiny import VOCABULARY, model_class
 
 SPREAD = 0.1
-"""Size of the random numbers that are added to all weights, so that those that start at 0 or 1 matter too."""
+"""Standard deviation of the noise that is added to all weights, so that weights that start at 0 or 1 matter too."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Architecture:
 
 
 class InFloat64(TorchFunctionMode):
-    """Mode that ignores a model's casts to float32, so that errors of shards are not lost in rounding."""
+    """Mode that ignores a model's casts from float64 to float32, so that rounding does not hide errors of shards."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -62,7 +62,7 @@ def new_model(architecture: Architecture) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=SPREAD)
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
-    for module in (model, *layers):  # layers by themselves too, because backward recomputes them
+    for module in (model, *layers):  # each layer too, because backward recomputes it outside of the model's forward
         module.forward = _in_float64(module.forward)
     return model
 
@@ -77,7 +77,7 @@ def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
-    """Returns the model and its step on one rank: eager attention, each document in a forward pass of its own."""
+    """Returns the model and its step on one rank: eager attention, one forward pass per document."""
     return new_model(architecture), one_rank_step
 
 
@@ -114,7 +114,7 @@ def _cache_option(model: Any) -> dict[str, Any]:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    """Returns logits [B, T, V]. A model without a head gets a random one."""
+    """Returns logits [B, T, V]. If the model has no LM head, a random one is applied to its hidden states."""
     if "logits" in output:
         return output.logits
     hidden = output[0]

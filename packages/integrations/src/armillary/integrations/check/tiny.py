@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 
 HEAD_DIM, WIDE_HEAD_DIM = 8, 16
-"""Head dims. With rotary embeddings of a part of each head, the wide one gives this part an even number of dims."""
+"""Head dims. A model whose rotary embeddings rotate a part of each head has the wide one: the part must be even."""
 VOCABULARY = 64
 MAX_LAYERS = 8
 MAX_PARAMETERS = 20_000_000
-"""If a copy is larger, its config has a size that no rule below shrinks."""
+"""A larger copy is an error: its config has a size that no rule below shrinks."""
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_size", "lstm_hidden_size")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
@@ -42,11 +42,11 @@ AT_MOST: Mapping[str, int] = {
 """Maximum values by the name of the field."""
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 """Parts of the names of fields that are set to 0: shards draw other random numbers than one rank."""
-NEEDED: Mapping[str, Mapping[str, Any]] = {
+REQUIRED: Mapping[str, Mapping[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
 }
-"""Fields without which a model type cannot be built from its own defaults."""
+"""Fields that a model type needs in addition to its defaults, by model type."""
 
 
 def load_config(source: str) -> Any:
@@ -65,7 +65,7 @@ def load_config(source: str) -> Any:
             raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
     elif source in transformers.CONFIG_MAPPING:
         try:
-            config = transformers.CONFIG_MAPPING[source](**NEEDED.get(source, {}))
+            config = transformers.CONFIG_MAPPING[source](**REQUIRED.get(source, {}))
         except Exception as error:  # a model made of other models has no defaults
             raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
     else:
@@ -80,7 +80,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
     third of the sequence. Dropout is 0.
 
     Raises:
-        ValueError: the class refuses these sizes.
+        ValueError: the config class refuses the sizes.
     """
     fields: dict[str, Any] = config.to_dict()
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
@@ -109,10 +109,11 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
     key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
     group_size = min(max(heads // key_heads, 1), 8)
+    # Multi-query attention keeps one key/value head, grouped-query attention has two, others four.
     new_key_heads = 1 if key_heads == 1 and heads > 1 else 2 if group_size > 1 else 4
     if new_key_heads * group_size % 4:  # so that 4 ranks can share the heads
         new_key_heads *= 2
-    if "kv_lora_rank" in fields:  # multi-head latent attention: each head has keys of its own
+    if "kv_lora_rank" in fields:  # multi-head latent attention: one key/value head per query head
         new_key_heads, group_size = 4, 1
     partly_rotary = "partial_rotary_factor" in str(fields) or "rotary_pct" in fields or "mrope_section" in str(fields)
     head_dim, new_heads = WIDE_HEAD_DIM if partly_rotary else HEAD_DIM, new_key_heads * group_size
@@ -124,7 +125,7 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """Returns lengths and sizes of rotary embeddings, whose scaling starts within the sequence."""
+    """Returns maximum lengths and rotary dims. RoPE scaling starts in mid-sequence, so that a check covers it."""
     old_dim, new_dim = _rotary_dim(fields), _rotary_dim({**fields, **changes})
     sizes: dict[str, Any] = {
         name: 4 * tokens + 2 for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields
@@ -146,7 +147,7 @@ def _rotary_dim(fields: Mapping[str, Any]) -> int:
 
 
 def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str, Any]:
-    """Returns rotary parameters for a head dim that is multiplied by `ratio`."""
+    """Returns the rotary parameters of a config after its rotated dims are multiplied by `ratio`."""
     shrunk = dict[str, Any]()
     for name, value in rope.items():
         if isinstance(value, dict):  # one dictionary per kind of layer
@@ -180,7 +181,7 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     kinds = [str([*(values[i] for values in per_layer.values()), overrides.get(i)]) for i in range(count)]
     first_of_kind = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     layers = sorted(first_of_kind.values())[: MAX_LAYERS - 2]
-    # Another layer of the first kind, behind the other kinds.
+    # Another layer of the first kind, after all other kinds.
     layers.append(next((i for i in range(layers[-1] + 1, count) if kinds[i] == kinds[0]), layers[0]))
     if kinds[-1] != kinds[0]:  # Gemma 4 needs a certain kind there
         layers.append(count - 1)
@@ -197,18 +198,18 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _in_ratio(value: Any, old: Any, new: Any) -> Any:
-    """Returns one layer's size, shrunk by the ratio of the model's new size to its old one."""
+    """Returns one layer's size, multiplied by new / old, the ratio by which the model's size shrinks."""
     sizes = (value, old, new)
     return max(value * new // old, 1) if all(type(size) is int for size in sizes) else value
 
 
 def _are_indices(values: Any) -> bool:
-    """Returns True for a list of different numbers."""
+    """Returns True for a list of two or more different integers."""
     return isinstance(values, list) and len(set(map(str, values))) == len(values) > 1 and type(values[0]) is int
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """Returns the value of the first of these fields that is an integer; None without one."""
+    """Returns the value of the first of these fields that is an integer; None if there is none."""
     return next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
 
 
@@ -226,7 +227,7 @@ def describe(config: Any) -> str:
 
 
 def model_class(config: Any) -> Any:
-    """Returns the Auto class by which the architecture is built: causal, masked, or without a head."""
+    """Returns the Auto class that builds the architecture: causal LM, masked LM, or a model without a head."""
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -247,6 +248,6 @@ def check_size(config: Any) -> None:
 
 
 def _build_error(config: Any, error: Exception) -> ValueError:
-    """Returns a ValueError for sizes that depend on each other in a way that no rule above knows."""
+    """Returns the error for a config whose sizes depend on each other in a way that no rule above knows."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}")

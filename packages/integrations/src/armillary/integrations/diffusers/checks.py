@@ -16,7 +16,7 @@ from armillary.core import compat
 from armillary.integrations.diffusers.plans import Plan, attention_modules, find_modules
 
 MARK = "armillary_sharded"
-"""Attribute of every changed module, on copies of the model too."""
+"""Attribute of every module that `prepare_diffusers` changed. A copy of the model has it too."""
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -46,11 +46,11 @@ def check_processor(name: str, module: Any, plan: Plan) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raises ValueError for modules and hooks that draw random numbers or decide by the local tokens."""
+    """Raises ValueError for modules that draw random numbers, and for hooks that may decide by the local tokens."""
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is under diffusers' enable_parallelism too, which shards it a second time; remove "
-            "it"
+            "that call"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p:
@@ -83,7 +83,7 @@ def check_options(options: Mapping[str, Any] | None, plan: Plan) -> None:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Returns trained parameters that are replicated: adapters, which each rank initializes at random."""
+    """Returns trained parameters that are replicated, such as adapters, which each rank may initialize differently."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and not compat.is_dtensor(p)}
 
 
@@ -102,7 +102,7 @@ def check_equal_over_ranks(arguments: Mapping[str, Any], method: Method) -> None
     digests: dict[int, list[int]] = {}
     for i, digest in gather_integers([[i, _digest(x)] for i, (_, x) in enumerate(values)], method):
         digests.setdefault(i, []).append(digest)
-    # A rank with fewer values sends fewer digests.
+    # A rank that was passed fewer values has sent fewer digests.
     different = [i for i, ranks in digests.items() if len(set(ranks)) > 1 or len(ranks) < method.shards]
     if different:
         names = sorted({values[i][0] if i < len(values) else "arguments of other ranks" for i in different})

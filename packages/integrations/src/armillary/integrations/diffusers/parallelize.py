@@ -1,7 +1,7 @@
 """`prepare_diffusers`: shards the tokens of a diffusers transformer inside its forward.
 
-Callers pass whole tensors and get the whole output. Hooks on the modules of a `Plan` shard arguments and results on the
-way in, route attention, and gather the output.
+Callers pass whole tensors and get the whole output. Hooks on the modules of a `Plan` shard the arguments and results of
+the first modules, route attention, and gather the output.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
     for each compared value.
 
     Args:
-        compare: ranks compare the arguments of every call, and trained parameters at the first; this reads all of them
-            on the host.
+        compare: True: ranks compare the arguments of every call, and their trained parameters at the first call. This
+            copies all of these tensors to the host.
 
     Raises:
         ValueError: a model of another class, or with attention of another kind (IP-Adapter); a model that is prepared
-            already. At a call: dropout, caches and other hooks of diffusers that look at a rank's tokens, a text mask
-            with holes, options for processors other than LoRA's scale, tensors of other lengths, fewer tokens than
-            ranks, a processor or module that was replaced; arguments that differ between ranks.
+            already. At a call: dropout; caches and other hooks of diffusers that read the tokens of one rank; a text
+            mask that hides tokens before visible ones; options for processors other than LoRA's scale; tensors that are
+            not whole; fewer image tokens than ranks; a processor or module that was replaced; arguments that differ
+            between ranks.
     """
     plan, state = Plan.of(model), ForwardState(cp.method)
     check_model(model, plan)
@@ -91,7 +92,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
             _route_attention(name, module, JointRouting(state, order), plan)
     for _, module in find_modules(model, plan.output):
         module.register_forward_hook(_gather_hook(state))
-    # A copy of the model shares the hooks, so the mark on each module tells which of them were replaced since.
+    # Hooks stay on a model's copies. The mark on each module shows at a call whether the module was replaced since.
     for _, module in changed_modules(model, plan):
         setattr(module, MARK, True)
     _wrap_forward(model, plan, state, compare)
@@ -114,7 +115,7 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
         if compare:
             weights = {} if state.compared_weights else trained_parameters(module)
             check_equal_over_ranks({**arguments, **weights}, state.method)
-        state.compared_weights = True  # equal gradients keep them equal
+        state.compared_weights = True  # once is enough: equal gradients keep weights equal
         streams = _make_streams(module, arguments, plan, state.method)
         # diffusers may set its checkpointing function at any time before the call.
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -127,7 +128,7 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
 
     @wraps(forward)
     def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # pyright does not know the signature that `disable` keeps.
+        # pyright does not know that `disable` keeps the signature.
         streams, args, kwargs = check_and_shard(module, args, kwargs)  # pyright: ignore[reportCallIssue]
         with state.running(streams):
             return forward(module, *args, **kwargs)
@@ -212,7 +213,7 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
 def _change_arguments(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, with functions applied to those of these names that were passed."""
+    """Returns the arguments of a call. Each function in `changes` is applied to the argument of its name, if passed."""
     positional, kwargs = list(args), dict(kwargs)
     for name, change in changes.items():
         if name in kwargs:

@@ -1,4 +1,4 @@
-"""Plans of diffusers' transformers: where whole tensors become this rank's, and the attention that sees all tokens."""
+"""Plans of diffusers' transformers: the tensors to shard, and the modules that attend to all tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Plan:
 
     Args:
         attention: modules that attend to all tokens -> their streams, in the order in which a rank concatenates them.
-        processors: diffusers' attention processors that attend once, to these tokens alone.
-        arguments: module -> its whole arguments to shard; "" is the model.
-        results: module -> its whole results to shard.
-        whole_keys: modules whose keys are replicated, so that each rank attends without communication.
-        text_mask: the model's argument that marks padding of the text.
-        options: the model's argument with options for processors.
-        output: the module whose output is gathered.
+        processors: class names of diffusers' attention processors that call attention once, on these tokens only.
+        arguments: module -> its arguments that get whole tensors, which are sharded before its forward; "" is the
+            model.
+        results: module -> the splits of its results, whole tensors that are sharded after its forward.
+        whole_keys: cross-attention modules: every rank has all of their keys and attends without communication.
+        text_mask: name of the model's argument that marks padding of the text.
+        options: name of the model's argument with options for processors.
+        output: the module whose output is gathered from all ranks.
     """
 
     attention: dict[str, tuple[str, ...]]
@@ -47,7 +48,7 @@ class Plan:
         """Returns the plan of a model's class, or of the diffusers class whose forward it inherits.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the class has no plan.
         """
         for base in type(model).__mro__:
             # A subclass that overrides forward may use tokens in ways that the plan does not know.

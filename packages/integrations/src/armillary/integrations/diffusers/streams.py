@@ -1,4 +1,4 @@
-"""Token streams of a diffusers model, image and text, and the piece of each on this rank during a forward."""
+"""The two token streams of a diffusers model, image and text, and the piece of each stream that is on this rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Streams:
     Everything is computed in the constructor, because compiled graphs only read attributes.
 
     Args:
-        image, text: number of tokens of each.
-        orders: the orders in which modules concatenate them; see `Plan.attention`.
-        text_mask: [B, text], True for visible text; the remainder is padding.
+        image, text: number of tokens of the whole stream.
+        orders: the orders in which modules concatenate streams; see `Plan.attention`.
+        text_mask: [B, text], True for visible text, False for padding.
 
     Raises:
         ValueError: an image with fewer tokens than there are ranks; a mask of another length, or with holes.
@@ -105,8 +105,8 @@ class Streams:
 @lru_cache(maxsize=256)
 def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
     """Returns the tokens of image and text on each rank. Text may be shorter than the number of ranks."""
-    # Image tokens are cut evenly, and text fills up each rank to an even share of both together. So numbers of tokens
-    # differ by at most one, and a head axis finds the sizes into which it cuts a sequence itself.
+    # The image is cut evenly, and each rank gets as much text as makes an even share of all tokens. So the totals of
+    # ranks differ by at most one, and are those of `cut`, by which a head axis divides a sequence.
     image_pieces = cut(range(image), shards)
     text_sizes = [
         len(both) - len(piece) for both, piece in zip(cut(range(image + text), shards), image_pieces, strict=True)
@@ -124,7 +124,7 @@ def joint_layout(image: int, text: int, order: tuple[str, ...], shards: int) -> 
 
 
 def visible_text(mask: Tensor) -> list[int] | None:
-    """Returns the number of visible tokens in each row of a mask [B, N], which must be the first ones; None for all.
+    """Returns the number of visible tokens in each row of a mask [B, N], where they must come first; None if all are.
 
     Raises:
         ValueError: hidden tokens before visible ones.
@@ -141,7 +141,10 @@ def visible_text(mask: Tensor) -> list[int] | None:
 
 
 class ForwardState:
-    """State that the modules of one model share: the streams of the forward that runs or is recomputed."""
+    """State that the modules of one model share: the streams of the forward that runs or is recomputed.
+
+    `compared_weights` is True once ranks have compared their trained parameters.
+    """
 
     def __init__(self, method: Method) -> None:
         self.method, self.compared_weights = method, False
@@ -193,6 +196,7 @@ def keep_streams(checkpoint: Callable[..., Any], state: ForwardState) -> Callabl
 
 
 KEEPS_STREAMS = "armillary_keeps_streams"
+"""Attribute of a checkpointing function that is wrapped already."""
 
 
 class _BlockWithStreams:

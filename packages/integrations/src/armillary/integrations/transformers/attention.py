@@ -1,8 +1,8 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
 A model first creates a mask for each kind of layer, then passes it to every layer of that kind. Our mask function
-returns a `ShardMask`, which carries the layout and documents of `with sequence(...)`. So a layer that is recomputed in
-backward, in any thread, uses those of its own forward.
+returns a `ShardMask` with the layout and documents given to `with sequence(...)`. When backward recomputes a layer, in
+any thread, the layer therefore has the same layout and documents as in forward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     Raises:
         ValueError: as `register_transformers`.
     """
-    # A name per method: models prepared with different methods can run side by side.
+    # Each method is registered under its own name, so that models with different methods can run side by side.
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
     register_transformers(cp.method, name)
     model.set_attn_implementation(name)
@@ -59,23 +59,24 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             loss = cp.loss(model(**batch.inputs).loss, batch)
         loss.backward()
 
-    `cp.prepare(model)` registers and selects an implementation for one model, and reads its padding_idx. Registering by
-    name is for models with one sharded part (`attn_implementation={"text_config": "armillary"}`). Registering another
-    method under the same name replaces the first, for existing models too.
+    `cp.prepare(model)` registers and selects an implementation for one model, and reads its padding_idx. Call
+    `register_transformers` to shard only one part of a model (`attn_implementation={"text_config": "armillary"}`).
+    Registering another method under the same name replaces the first, for existing models too.
 
     Every rank has all parameters (or FSDP's shard of them). Each layer keeps its own mask, which is read from the
-    model's mask functions: windows, chunks, images whose tokens see each other, or a full mask; `sequence(mask=...)`
-    replaces it. Softcap and sinks are the model's own. Layers with a state (Mamba-2, the gated delta rule, Kimi's delta
-    attention, short convolutions) take the documents or tree of `sequence`; they refuse a striped layout.
+    model's mask functions: windows, chunks, images whose tokens see each other, or no mask at all. A mask given to
+    `sequence(mask=...)` replaces it. The model passes softcap and sinks. Layers with a state (Mamba-2, the gated delta
+    rule, Kimi's delta attention, short convolutions) take the documents or tree given to `sequence`; they refuse a
+    striped layout.
 
-    Documents of packed rows come from `sequence(documents=...)`; without it, from the full sequence's cu_seq_lens_q;
-    without both, from position ids that restart at 0. With documents from `sequence`, position ids may start anywhere
-    and skip positions, as long as they rise within each document. Bidirectional models and M-RoPE's position ids
-    [3, B, T] take documents only from `sequence(documents=...)`; without them, each row is one document, as in
-    transformers.
+    Documents of packed rows are those of `sequence(documents=...)`. If none are given there, they are read from
+    cu_seq_lens_q of the whole sequence, or else from position ids that restart at 0. With documents from `sequence`,
+    position ids may start anywhere and skip positions, as long as they rise within each document. Bidirectional models
+    and models with M-RoPE's position ids [3, B, T] take documents only from `sequence(documents=...)`; if none are
+    given, each row is one document, as in transformers.
 
-    The `sequence` block (`with batch`) is needed around the model's forward. Backward needs it only if the whole model
-    is inside one checkpoint.
+    Run the model's forward inside `with sequence(...)`, or inside `with batch`, which is the same. Run backward inside
+    it, too, if the whole model is one activation checkpoint.
 
     Bytes sent in addition to the method's: a few integers to each rank for each new position_ids tensor (create the
     tensor once, not in every step), the token types of models with images, and the states of `gated_delta_rule`, `ssd`
@@ -84,13 +85,13 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     Raises:
         ImportError: transformers is not installed, or has no ALL_ATTENTION_FUNCTIONS or
             ALL_MASK_ATTENTION_FUNCTIONS.
-        ValueError: when a model gets the implementation: it mixes tokens in other ways (Mamba-1, RWKV, other linear
-            attention, other convolutions), or computes attention itself (Falcon, GPT-J, BLOOM). At a call: cross-
-            attention, masks of a model's own, padding outside of a batch, a filled KV cache, attention dropout,
-            attention weights as output, position ids that do not fit the layout, that are below the model's first
-            position (`padding_idx` + 1) or that the model would count itself, a pooler of the first token, labels
-            without shift_labels and num_items_in_batch. Raised on every rank, unless the arguments of one rank alone
-            are wrong.
+        ValueError: when a model selects the implementation: its tokens see each other in other ways (Mamba-1, RWKV,
+            other linear attention, other convolutions), or it computes attention itself (Falcon, GPT-J, BLOOM). At a
+            call: cross-attention, a mask tensor that the model made, an attention_mask that hides tokens outside of
+            `with batch`, a filled KV cache, attention dropout, attention weights as output, position ids that do not
+            fit the layout or are below the model's first position (`padding_idx` + 1), a model that would count
+            positions itself, a pooler of the first token, labels without shift_labels and num_items_in_batch. Raised
+            on every rank, except for arguments that are wrong on one rank only.
     """
     check_method(attend)
     try:
@@ -110,9 +111,9 @@ class Implementation(ShardedImplementation):
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
-        self.documents, self.groups = DocumentFinder(method), GroupFinder(method)
+        self.document_finder, self.group_finder = DocumentFinder(method), GroupFinder(method)
         self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        """Checked models, and the position id of a document's first token in each."""
+        """Maps each checked model to the position id that it gives a document's first token."""
 
     def mask(
         self,
@@ -132,12 +133,13 @@ class Implementation(ShardedImplementation):
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
                 "has no KV cache and no cross-attention; call the model on the whole sequence with use_cache=False"
             )
-        # 1. The model. transformers does not pass it, position ids or token types: they are read from callers' frames.
+        # 1. The model. transformers passes neither the model nor position ids nor token types to a mask function, so
+        # they are read from the stack frames of its callers.
         callers = calling_functions()
         if any(caller.locals.get("encoder_hidden_states") is not None for caller in callers[:1]):
             raise ValueError("the model asks for a mask of cross-attention, which is not supported on shards")
         model = calling_module(callers)
-        check_layers(config, states=model is not None and has_sharded_states(type(model)))
+        check_layers(config, accept_states=model is not None and has_sharded_states(type(model)))
         first_position = self._check_model(model)
         # 2. The whole sequence.
         context = current_sequence() or SequenceContext()
@@ -145,11 +147,11 @@ class Implementation(ShardedImplementation):
         position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
         if attention_mask is not None and not context.padded:
             self._check_padding(attention_mask)
-        # 3. The rule. An unknown mask is refused only when a layer receives it: perhaps none does.
+        # 3. The rule. An unknown mask becomes an error only when a layer receives it: perhaps none does.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
-            groups = None if context.mask is not None else self.groups.find(rule, callers, layout)
+            groups = None if context.mask is not None else self.group_finder.find(rule, callers, layout)
         except ValueError as error:
             refusal = None if context.mask is not None else str(error)
         return ShardMask(context, layout, rule, groups, position_ids, counts_from_shard, first_position, refusal)
@@ -174,7 +176,7 @@ class Implementation(ShardedImplementation):
     ) -> tuple[Tensor, None]:
         """An attention function of transformers: query, key, value [B, heads, T, D] -> ([B, T, heads, D], None)."""
         name = type(module).__name__
-        # Without these checks, attention would be over the shard alone, or differ from the model's, without an error.
+        # Without these checks, a layer would silently attend to its shard only, or differently from the model.
         if dropout:
             raise ValueError(f"{name} asks for attention dropout {dropout}: set attention_dropout=0 in the config")
         if key.shape[2] != query.shape[2]:
@@ -195,20 +197,20 @@ class Implementation(ShardedImplementation):
         # output_router_logits may be an argument of the call, which the checks of the config do not see.
         if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
             raise ValueError(ROUTER_LOSS_ERROR)
-        # Documents, from most to least explicit: the block's, cu_seq_lens, position ids.
+        # Documents, from most to least explicit: those given to `sequence`, cu_seq_lens, position ids.
         layout, documents = attention_mask.layout, attention_mask.context.documents
         if documents is None and cu_seq_lens_q is not None:
             documents = documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, layout)
-        documents = self.documents.find(name, attention_mask, query.shape[2], position_ids, documents)
+        documents = self.document_finder.find(name, attention_mask, query.shape[2], position_ids, documents)
         mask = attention_mask.with_documents(documents)
-        # Llama 4 has scaled the queries by positions counted from the shard's first token: corrects them.
+        # Llama 4 has already scaled the queries, by positions counted from the shard's first token.
         query = scale_by_position(module, query, layout.positions(self.method.shard))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.method(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
 
     def _check_model(self, model: Any) -> int:
         """Checks the modules of a model once; returns the position id of a document's first token."""
-        if not isinstance(model, nn.Module):  # a mask made outside of a model
+        if not isinstance(model, nn.Module):  # the mask function was called outside of a model
             return 0
         if model not in self.first_positions:
             check_modules(model, self.method.shards)
@@ -217,9 +219,9 @@ class Implementation(ShardedImplementation):
         return self.first_positions[model]
 
     def _check_padding(self, attention_mask: Tensor) -> None:
-        """Raises ValueError on every rank if an attention_mask of one rank hides tokens."""
-        padding = not bool(attention_mask.bool().all())
-        if any(flag for (flag,) in gather_integers([[int(padding)]], self.method)):
+        """Raises ValueError on every rank if the attention_mask of any rank hides tokens."""
+        hides_tokens = not bool(attention_mask.bool().all())
+        if any(flag for (flag,) in gather_integers([[int(hides_tokens)]], self.method)):
             raise ValueError(
                 "attention_mask hides tokens of a shard: pass it to cp.shard, or pack rows with "
                 "sequence(documents=...), where padding is one more document whose labels are -100"
@@ -229,8 +231,8 @@ class Implementation(ShardedImplementation):
 def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
     """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
 
-    Some models pass position ids only to the function that makes masks, some neither to it nor to layers. In a model
-    without tokens, such as an image tower, the sequence is sharded after the module that adds positions.
+    Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A model
+    without input_ids and inputs_embeds, such as an image tower, counts no positions after its tokens are sharded.
 
     Raises:
         ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
@@ -268,7 +270,7 @@ HARMLESS = frozenset(
     | {"output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "training", "use_cache"}
     | {"seq_idx", "shift_labels", OPTION}
 )
-"""Options of layers that do not change attention. `seq_idx` is for layers that carry a state."""
+"""Options of layers that do not change attention. Only layers with a state use `seq_idx`."""
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:

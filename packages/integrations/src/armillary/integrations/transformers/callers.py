@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 MAX_FRAMES = 12
+"""More calls than there are between a model's forward and a mask function."""
 
 
 class Caller(NamedTuple):
-    """A running function, with its module's name, its variables and the names of its parameters."""
+    """A running function: the name of its Python module, its variables and the names of its parameters."""
 
     module: str
     locals: dict[str, Any]
@@ -26,7 +27,7 @@ class Caller(NamedTuple):
 def calling_functions() -> list[Caller]:
     """Returns the callers of the function that calls this one, innermost first.
 
-    The last ones are the adjacent methods of the innermost `nn.Module`. At most MAX_FRAMES functions.
+    The list ends after the methods of the innermost `nn.Module`, and has at most MAX_FRAMES functions.
     """
     callers: list[Caller] = []
     frame: FrameType | None = currentframe()
@@ -36,7 +37,7 @@ def calling_functions() -> list[Caller]:
         code = frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         caller = Caller(str(frame.f_globals.get("__name__", "")), frame.f_locals, frame.f_globals, parameters)
-        # The innermost module is the one that makes the mask; its callers may have other tokens.
+        # The innermost module makes the mask. Modules that call it may have other tokens, so the search stops there.
         module = calling_module(callers)
         if module is not None and caller.locals.get("self") is not module:
             break

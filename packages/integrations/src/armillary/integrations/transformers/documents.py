@@ -35,19 +35,19 @@ class DocumentFinder:
             name: name of the layer, for error messages.
             tokens: tokens of this rank.
             position_ids: position ids of the layer, if it gets any.
-            documents: documents of the `sequence` block or cu_seq_lens.
+            documents: documents given to `sequence` or by cu_seq_lens; None if neither was given.
 
         Raises:
-            ValueError: position ids that do not fit, or none if they are needed; on every rank.
+            ValueError: on every rank: position ids do not fit the layout or the documents, or are missing but needed.
         """
-        # Some models pass no position ids to their layers, or M-RoPE's three rows. The mask function may have found
-        # usable ones in the model's frame.
+        # Some models pass their layers no position ids, or M-RoPE's [3, B, T]. The mask function may have found
+        # position ids [B, T] in the model's frame.
         if position_ids is None or position_ids.ndim != 2:
             position_ids = mask.position_ids
         if position_ids is None or not (position_ids.ndim == 2 or (position_ids.ndim == 3 and len(position_ids) == 3)):
             return self._find_without_positions(name, mask, tokens, documents)
         bidirectional = mask.rule is not None and mask.rule.bidirectional
-        # Inference tensors have no version, so that changes in place cannot be seen: check these every time.
+        # An inference tensor has no version counter, so a change in place cannot be noticed: it is checked every time.
         version = None if position_ids.is_inference() else position_ids._version
         key = (version, mask.layout, documents, bidirectional)
         cached = self.cache.get(position_ids)
@@ -89,10 +89,12 @@ class DocumentFinder:
         """Returns the given documents for a layer that gets no position ids. Raises ValueError if it needs some."""
         check_tokens(self.method.shard, tokens, mask.layout)
         if mask.counts_from_shard and self.method.shards > 1:
-            first = mask.first_position
+            hint = POSITIONS_HINT
+            if mask.first_position:
+                hint = f"padding_idx={mask.first_position - 1}: {PADDED_POSITIONS_HINT}"
             raise ValueError(
                 f"{name} gets no position ids, and the model counts its tokens as if they were the first of the "
-                f"sequence; {f'padding_idx={first - 1}: {PADDED_POSITIONS_HINT}' if first else POSITIONS_HINT}"
+                f"sequence; {hint}"
             )
         if documents is None and not (mask.rule is not None and mask.rule.bidirectional):
             raise ValueError(
@@ -106,9 +108,9 @@ PADDED_POSITIONS_HINT = "after cp.prepare(model), cp.shard(ids) has position ids
 
 
 def check_first_position(name: str, position_ids: Tensor, first: int, method: Method) -> None:
-    """Raises ValueError on every rank for position ids below a model's first one (RoBERTa: padding_idx + 1).
+    """Raises ValueError on every rank if position ids are below `first`, the model's lowest (RoBERTa: padding_idx + 1).
 
-    Every rank of the method must call it: it sends one integer to each.
+    Every rank of the method must call it. Bytes sent: one integer to each other rank.
     """
     lowest = min(rank_lowest for (rank_lowest,) in gather_integers([[int(position_ids.min())]], method))
     if lowest < first:
@@ -118,14 +120,16 @@ def check_first_position(name: str, position_ids: Tensor, first: int, method: Me
         )
 
 
-def documents_of_boundaries(queries: Tensor, keys: Tensor | None, layout: SequenceLayout) -> Documents | None:
-    """Returns the documents of flash attention's cu_seq_lens of the whole sequence."""
-    documents = AttentionMask(documents=queries).documents
-    if keys is not None and AttentionMask(documents=keys).documents != documents:
+def documents_of_boundaries(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, layout: SequenceLayout
+) -> Documents | None:
+    """Returns the documents whose boundaries in the whole sequence are cu_seq_lens, as in flash attention."""
+    documents = AttentionMask(documents=cu_seq_lens_q).documents
+    if cu_seq_lens_k is not None and AttentionMask(documents=cu_seq_lens_k).documents != documents:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
-    if int(queries[-1]) != layout.length:
+    if int(cu_seq_lens_q[-1]) != layout.length:
         raise ValueError(
-            f"cu_seq_lens_q ends at {int(queries[-1])}; it must end with the whole sequence, at {layout.length}"
+            f"cu_seq_lens_q ends at {int(cu_seq_lens_q[-1])}; it must end with the whole sequence, at {layout.length}"
         )
     return documents
 
@@ -133,9 +137,9 @@ def documents_of_boundaries(queries: Tensor, keys: Tensor | None, layout: Sequen
 def check_multimodal(position_ids: Tensor, layout: SequenceLayout, method: Method) -> None:
     """Raises ValueError unless position ids [3, B, T] of time, height and width (M-RoPE) fit the layout's tokens.
 
-    The ids of a token are greater than those of the token before it, compared by time, then height, then width. An
-    exception is the first token after a video: time advances faster than positions there, so its ids need only be
-    greater than the last height and width.
+    The ids of a token must be greater than those of the token before it, compared by time, then height, then width. An
+    exception is the first token after a video. In a video, time can be ahead of height and width, and the next token's
+    ids need only be greater than the last height and width.
 
     Bytes sent: those of `gather_tokens`. Every rank of the method must call it.
 

@@ -23,17 +23,18 @@ Runs = list[tuple[int, range]]
 """Adjacent tokens of one group, in order: (group, or -1 for none; positions)."""
 
 MAX_SLICES = 2**16
-"""Maximum number of slices of a row."""
+"""Maximum number of slices in the mask of one row."""
 
 TYPE_IS_GROUP = frozenset({"hrm_text"})
 """Models of transformers in which a token's type alone is its group."""
 
 
 class GroupFinder:
-    """Finds the groups of all tokens of a sequence, with the numbers that they have on one device.
+    """Finds the group of each token of a sequence, numbered as on one device.
 
-    Models number images by their order in the row, which a shard does not show. So ranks gather the token types of the
-    whole row, and the model's own function numbers them. Results are cached by the tensor of token types.
+    Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the token
+    types of the whole row and calls the model's own numbering function on them. Results are cached by the tensor of
+    token types.
     """
 
     def __init__(self, method: Method) -> None:
@@ -54,7 +55,7 @@ class GroupFinder:
         if self.method.shards == 1:
             return rule.groups.cpu()
         types, number_groups = _find_numbering(rule.groups, callers)
-        # Inference tensors have no version, so changes in place could not be seen: gather these every time.
+        # An inference tensor has no version counter, so a change in place cannot be noticed: it is gathered every time.
         version = None if types.is_inference() else types._version
         cached = self.cache.get(types)
         if cached is not None and version is not None and cached[0] == (version, layout):
@@ -69,7 +70,8 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
     """Returns (token types [B, T] in a caller's frame, the function that numbers groups by them)."""
     for caller in callers:
         if caller.module.removeprefix("transformers.models.").split(".")[0] in TYPE_IS_GROUP:
-            return groups, torch.clone
+            return groups, torch.clone  # the groups are the token types, so there is nothing to compute
+        # The function of transformers from token types to groups, if the caller's file imports it.
         number_groups = caller.globals.get("get_block_sequence_ids_for_mask")
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = caller.locals.get(name)
@@ -93,12 +95,14 @@ def mask_of(
     """Returns the mask of a rule for a sequence of `length` tokens packed from documents, each masked as if alone.
 
     Raises:
-        ValueError: groups in so many parts that their mask would have more than MAX_SLICES slices.
+        ValueError: groups so scattered that the mask would have more than MAX_SLICES slices; chunks in a bidirectional
+            model or with groups.
     """
     if rule.chunk is not None:
         if groups is not None or not rule.causal:
             raise ValueError(f"chunks of {rule.chunk} that are not causal, or contain images, are not supported")
-        return AttentionMask.chunked(rule.chunk, documents).narrow((rule.window or (None, None))[0])
+        left, _ = rule.window or (None, None)
+        return AttentionMask.chunked(rule.chunk, documents).narrow(left)
     if groups is None:
         return AttentionMask(causal=rule.causal, window=rule.window, documents=documents)
     packed = AttentionMask(documents=documents)
@@ -109,15 +113,15 @@ def mask_of(
 def _mask_of_row(rule: Rule, groups: Tensor, documents: Sequence[int] | None, length: int) -> AttentionMask:
     """Returns the mask of a row with groups [N], packed from documents."""
     runs_of_documents = [_runs(groups, low, high) for low, high in pairwise(documents or (0, length))]
-    # The usual case has a compact form: causal, and each image is one run whose tokens see all of it.
+    # The usual case has a compact form, `image_spans`: the layer is causal, each image is one run, and its tokens see
+    # the whole image. The band of keys in the group is then that of other keys, without an upper bound.
     contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
     if rule.causal and rule.other_keys and contiguous and rule.group_keys == (rule.other_keys[0], FAR):
         images = [span for runs in runs_of_documents for group, span in runs if group >= 0 and len(span) > 1]
         if not images:
             return AttentionMask(window=rule.window, documents=documents)
-        left_window = (rule.window or (None,))[0]
-        window = None if left_window is None else (left_window, None)
-        return AttentionMask.image_spans(images, documents, window=window)
+        left, _ = rule.window or (None, None)
+        return AttentionMask.image_spans(images, documents, window=None if left is None else (left, None))
     return AttentionMask.of_slices(_slices(rule, runs_of_documents))
 
 
@@ -135,7 +139,7 @@ def _runs(groups: Tensor, low: int, high: int) -> Runs:
 
 
 def _slices(rule: Rule, runs_of_documents: Sequence[Runs]) -> list[Slice]:
-    """Returns the slices of a row: each run of queries with keys of its group, and with other keys of its document."""
+    """Returns the slices of a row: each run of queries with its group's keys, and with its document's other keys."""
     slices: list[Slice] = []
     for runs in runs_of_documents:
         for group, queries in runs:
@@ -159,7 +163,8 @@ def _split_keys(group: int, runs: Runs) -> list[tuple[bool, range]]:
 
 
 def _slice(queries: range, keys: range, band: Band | None) -> list[Slice]:
-    """Returns the slice of these queries, keys and band, in a list that is empty if no pair is visible."""
+    """Returns a list with the slice of these queries, keys and band; an empty list if no query sees a key."""
+    # key - query lies between keys[0] - queries[-1] and keys[-1] - queries[0].
     if band is None or band[0] > keys[-1] - queries[0] or band[1] < keys[0] - queries[-1]:
         return []
     low, high = (None if abs(bound) >= FAR else bound for bound in band)

@@ -21,18 +21,19 @@ TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids
 """Inputs with one value per token, which are sharded."""
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Inputs that describe the documents of a packed row. A shard of them is not passed on: the batch has the documents."""
+"""Inputs that describe the documents of a packed row. The model does not get them: `sequence` has the documents."""
 
 
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
     """Returns this rank's batch and its inputs to the model; labels only if the inputs have labels.
 
-    Bytes sent: 11 integers to each rank of the sequence. Every rank of it must call it.
+    Bytes sent: 11 integers to each rank of the sequence. All of these ranks must call it.
 
     Raises:
-        ValueError: ranks were given different rows; inputs whose shard is unknown; errors of `ContextParallel.shard`.
+        ValueError: ranks have different rows; an input is a tensor that cannot be sharded; errors of
+            `ContextParallel.shard`.
     """
-    # Before all other checks: ranks with different rows would raise different errors, or hang in attention.
+    # This check comes first: ranks with different rows would fail different checks, or hang in attention.
     check_same_rows(cp.method, inputs)
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):
@@ -45,7 +46,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
         )
     position_ids = inputs.get("position_ids")
     if position_ids is None and inputs.get("cu_seq_lens_q") is not None:
-        # With boundaries alone, transformers counts positions through the documents of a row.
+        # If a row has cu_seq_lens but no position ids, transformers counts positions from its start, across documents.
         first = 0 if cp.padding_idx is None else cp.padding_idx + 1
         position_ids = torch.arange(ids.shape[1], device=ids.device)[None] + first
     batch = cp.shard(
@@ -55,23 +56,23 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
         attention_mask=inputs.get("attention_mask"),
         shift_labels=_next_labels(inputs),
     )
-    flags = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
-    # The trainer passes a num_items_in_batch of its own.
-    omitted_names = {"num_items_in_batch"}
+    other_inputs = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
+    omitted_names = {"num_items_in_batch"}  # the trainer passes its own
     if inputs.get("labels") is None:
         omitted_names |= {"labels", "shift_labels"}
     shard = {name: x for name, x in batch.inputs.items() if name not in omitted_names}
-    return batch, {**flags, **shard, "use_cache": False}
+    return batch, {**other_inputs, **shard, "use_cache": False}
 
 
 def check_same_rows(method: Method, inputs: Mapping[str, Any]) -> None:
     """Raises ValueError on every rank, with the input and two shards, if ranks of a sequence have different batches."""
     if method.shards == 1:
         return
+    # One line of integers per rank: its shard, then (size, hash) of each input.
     fingerprints = [method.shard, *(value for name in TOKENS for value in _fingerprint(inputs.get(name)))]
-    ranks = sorted(gather_integers([fingerprints], method))
+    lines = sorted(gather_integers([fingerprints], method))
     for i, name in enumerate(TOKENS):
-        values = [rank[1 + 2 * i : 3 + 2 * i] for rank in ranks]
+        values = [line[1 + 2 * i : 3 + 2 * i] for line in lines]
         different = [shard for shard, value in enumerate(values) if value != values[0]]
         if different:
             raise ValueError(
@@ -82,10 +83,11 @@ def check_same_rows(method: Method, inputs: Mapping[str, Any]) -> None:
 
 
 def _fingerprint(x: Any) -> tuple[int, int]:
-    """Returns the size and a hash of a tensor of integers (torch's integers wrap around)."""
+    """Returns the size and a hash of a tensor of integers; (-1, 0) for None. Overflowing products wrap around."""
     if not isinstance(x, Tensor):
         return -1, 0
-    # Weights depend on the position, so that rows in another order have another hash.
+    # Each position has another odd weight, so that rows in another order have another hash. The constant is 2**60
+    # divided by the golden ratio (Fibonacci hashing).
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x9E3779B97F4A7C1 | 1
     mixed = (x.flatten().long() + x.shape[-1]) * weights
     return x.numel(), int((mixed ^ (mixed >> 29)).sum())
@@ -103,7 +105,7 @@ def _next_labels(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]]:
-    """Returns the documents of packed rows by transformers' rule: cu_seq_lens, or position ids without a mask."""
+    """Returns the documents of packed rows as transformers does: from cu_seq_lens, or position ids without a mask."""
     ids, positions, ends = inputs["input_ids"], inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
     if ends is not None:
         if ids.shape[0] != 1:
@@ -125,7 +127,7 @@ def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]
                 "attention_mask out of packed rows"
             )
         return [0, length]
-    # transformers begins a document wherever positions do not continue, also if they do not restart at 0.
+    # transformers begins a document wherever a position is not that of the previous token plus 1.
     starts = [(row.nonzero().flatten() + 1).tolist() for row in (positions.diff(dim=1) != 1).cpu()]
     boundaries = [[0, *row, length] for row in starts]
     return boundaries if len(boundaries) > 1 else boundaries[0]

@@ -11,7 +11,8 @@ from torch import Tensor
 def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Returns queries [B, H, T, D] of such a layer scaled by their positions in the sequence [T]; others unchanged.
 
-    The layer has scaled them by their positions in the shard already, so this multiplies by the ratio of both scales.
+    The layer has already scaled its queries by their positions in the shard, so this multiplies by the ratio of the two
+    scales.
     """
     if not getattr(module, "attn_temperature_tuning", None) or getattr(module, "use_rope", True):
         return query

@@ -2,7 +2,8 @@
 
 Mask functions are nested closures over (batch, head, query, key) indices: sliding windows, images and chunks, joined by
 `and` and `or`. Evaluating them on a shard would be wrong, because local indices are not those of the sequence. So each
-closure is recognized by the name of the function that made it, and its variables are read. Unknown ones are refused.
+closure is recognized by the name of the function that made it, and its variables are read. Unknown closures are
+refused.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Rule(NamedTuple):
 
     @property
     def window(self) -> Window | None:
-        """The window that `other_keys` implies, besides causality. None for a side, or for the pair, is unbounded."""
+        """The window (left, right) of `other_keys`. A side is None if it is unbounded or causal; None if both are."""
         low, high = self.other_keys or (0, 0)
         sides = (None if low <= -FAR else -low, None if high >= FAR or self.causal else high)
         return None if sides == (None, None) else sides
@@ -61,7 +62,7 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     documents too; `DocumentFinder` finds them.
 
     Raises:
-        ValueError: a part is unknown, or cannot be joined with the others; sliding_window below 1.
+        ValueError: a part of the mask is unknown, or cannot be joined with the other parts; sliding_window below 1.
     """
     try:
         rule = _read(mask_function)
@@ -77,7 +78,7 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
 
 
 class UnknownMaskError(Exception):
-    """An unknown part of a mask function, by name."""
+    """A part of a mask function is unknown. The message is its name."""
 
 
 def _read(function: Any) -> Rule:
@@ -119,8 +120,8 @@ PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for
 def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
     """Returns the parts of an `and` without the documents that transformers found in position ids.
 
-    transformers adds the packed mask together with `PACKED_POSITIONS`. A packed mask alone comes from the caller, and
-    stays.
+    transformers adds the packed mask together with `PACKED_POSITIONS`. A packed mask without it comes from the user,
+    and is not removed.
     """
     names = [_maker(function) for function in functions]
     if PACKED_POSITIONS not in names:
@@ -181,7 +182,7 @@ MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "blockwise_overlay": lambda closure: Rule(None, EVERYTHING, groups=closure["block_sequence_ids"]),
     "chunked_overlay": lambda closure: Rule(EVERYTHING, EVERYTHING, chunk=int(closure["chunk_size"])),
 }
-"""From the variables of a closure to its rule, by the name of the function in transformers that made the closure."""
+"""Functions from a closure's variables to its rule, by the name of the transformers function that made the closure."""
 
 
 def _intersect(a: Rule, b: Rule) -> Rule:
@@ -206,6 +207,7 @@ def _unite(a: Rule, b: Rule) -> Rule:
 
 
 def _common_groups(a: Rule, b: Rule) -> Tensor | None:
+    """Returns the groups of two rules of which one may have none."""
     # Compared by identity: two tensors that are equal on this rank may differ on another one.
     if a.groups is not None and b.groups is not None and a.groups is not b.groups:
         raise UnknownMaskError("blocks of two kinds")

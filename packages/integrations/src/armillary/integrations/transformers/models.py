@@ -1,7 +1,7 @@
-"""Checks of models of Hugging Face transformers, so that models that cannot run on shards raise when they are built.
+"""Checks of models of Hugging Face transformers: a model that cannot run on shards raises an error when it is built.
 
-transformers has no hook for this. A model that selects an attention implementation, when it is built or later, calls
-`get_correct_attn_implementation`, so `wrap_models` wraps this method, once, and the property `loss_function`.
+transformers has no hook for this. But a model that selects an attention implementation, when it is built or later,
+calls `get_correct_attn_implementation`. `wrap_models` wraps this method and the property `loss_function`, once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = frozenset(
 
 
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
-"""Matches class names of modules that mix tokens by a state or a convolution of their own."""
+"""Matches class names of modules that mix tokens by a recurrence or a convolution."""
 
 MIXING_SETTINGS = {
     "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
@@ -75,7 +75,7 @@ def wrap_models(models: Any) -> None:
 
     def loss_function(model: Any) -> Callable[..., Any]:
         function = loss.fget(model)
-        # `_loss_function` is only set by users, whose own loss is not checked.
+        # Only users set `_loss_function`. A user's loss is not checked.
         unchecked = shards_of(model.config) == 1 or hasattr(model, "_loss_function")
         return function if unchecked else partial(_checked_loss, function, model.config)
 
@@ -92,7 +92,7 @@ def check_model(model: type, config: Any) -> None:
             Mamba-1), has layers of an unknown kind, or computes attention itself (Falcon, GPT-J, BLOOM).
     """
     states = has_sharded_states(model)
-    kinds = check_layers(config, model.__name__, states)
+    kinds = check_layers(config, model.__name__, accept_states=states)
     if not kinds and not states and getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
@@ -106,16 +106,17 @@ def check_model(model: type, config: Any) -> None:
         )
 
 
-def check_layers(config: Any, name: str | None = None, states: bool = False) -> set[str]:
+def check_layers(config: Any, name: str | None = None, *, accept_states: bool) -> set[str]:
     """Returns the kinds of layers in a config; raises ValueError for kinds that do not see other ranks' tokens.
 
     Args:
-        states: True accepts layers with a state, each of which `check_modules` checks.
+        name: the model's name in the error; None for the name of the config's class.
+        accept_states: True accepts layers with a state. `check_modules` then checks each of these layers.
     """
     kinds: set[str] = set()
     for field in ("layer_types", "layers_block_type"):
         kinds |= {str(kind) for kind in getattr(config, field, None) or ()}
-    if unknown := sorted(kinds - LAYERS - (STATE_LAYERS if states else frozenset[str]())):
+    if unknown := sorted(kinds - LAYERS - (STATE_LAYERS if accept_states else frozenset[str]())):
         raise ValueError(
             f"{name or type(config).__name__} has layers of kind {', '.join(unknown)}, which do not see other ranks' "
             "tokens; only models whose tokens see each other by attention alone can be sharded"
@@ -124,17 +125,18 @@ def check_layers(config: Any, name: str | None = None, states: bool = False) -> 
 
 
 def check_modules(model: nn.Module, shards: int = 1) -> None:
-    """Raises ValueError for modules that mix tokens along the sequence, independently of the config.
+    """Raises ValueError for modules that mix tokens other than by attention, whatever the config says.
 
     Parts that select another implementation, such as the image tower, are not checked.
     """
-    states = {name for name, module in sharded_modules(model) if shards_states(type(module))}
+    state_layers = {name for name, module in sharded_modules(model) if shards_states(type(module))}
     for name, module in sharded_modules(model):
-        if name in states or name.rpartition(".")[0] in states:  # a layer with replaced functions, or its convolution
+        # `route_states` replaces the functions of these layers; a layer's convolution is only a holder of weights.
+        if name in state_layers or name.rpartition(".")[0] in state_layers:
             continue
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
-        # A convolution over one token is a linear layer.
-        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)  # kernel size 1 is a linear layer
+        # In files with sharded states the functions that a module calls decide, elsewhere the name of its class.
         mixes = (
             mixes_unknown(type(module)) if has_sharded_states(type(module)) else MIXERS.search(type(module).__name__)
         )
@@ -148,7 +150,7 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
 
 def _check_sharded(label: str, module: nn.Module) -> None:
-    """Raises ValueError for a module that gives right results only on one rank."""
+    """Raises ValueError for a module whose results are wrong if a sequence is on several ranks."""
     if type(module).__name__.endswith("Pooler"):
         raise ValueError(
             f"{label} takes the first token of each shard, not of the sequence: create the model with "
@@ -165,7 +167,7 @@ def _check_sharded(label: str, module: nn.Module) -> None:
 
 
 def padding_idx_of(model: nn.Module) -> int | None:
-    """Returns the padding_idx after which a model counts position ids (RoBERTa and related); None if it counts from 0.
+    """Returns padding_idx if the model's position ids start at padding_idx + 1 (RoBERTa), and None if they start at 0.
 
     Raises:
         ValueError: the model counts position ids by an unknown rule.
@@ -179,13 +181,13 @@ def padding_idx_of(model: nn.Module) -> int | None:
 
 
 def _padding_idx(module: nn.Module) -> int | None:
-    """Returns the padding_idx after which a module counts position ids; None if it makes none."""
+    """Returns padding_idx if a module makes position ids that start at padding_idx + 1, and None if it makes none."""
     forward, padding_idx = unwrap(type(module).forward), getattr(module, "padding_idx", None)
     calls_rule = POSITION_RULE in getattr(getattr(forward, "__code__", None), "co_names", ())
     # ESM with rotary embeddings calls the function and does not use its result.
     if padding_idx is None or not calls_rule or getattr(module, "position_embedding_type", "absolute") != "absolute":
         return None
-    # The rule is tried on three tokens, because releases of transformers may change it behind its name.
+    # Tries the function on (token, padding, token), because a release of transformers may change it and keep its name.
     rule = getattr(module, POSITION_RULE, None) or forward.__globals__[POSITION_RULE]
     token = padding_idx + 1
     if rule(torch.tensor([[token, padding_idx, token]]), padding_idx).tolist() != [[token, padding_idx, token + 1]]:
@@ -212,13 +214,13 @@ def _is_unsharded(module: nn.Module) -> bool:
 
 def calls_attention(model: type) -> bool:
     """Returns False if the source of a class defines attention without transformers' attention interface."""
-    # A user's subclass inherits attention from a file further up.
+    # An attention class in a user's file may inherit from one in transformers, so the files of all bases are read.
     for base in model.__mro__:
         if base.__module__ == "transformers.modeling_utils":
-            return False  # no class before it has the interface in its file
+            return False  # reached PreTrainedModel: no file of the model's own classes uses the interface
         try:
             source = getsource(sys.modules[base.__module__])
-        except (KeyError, OSError, TypeError):  # without source, as in a notebook, the layers' own checks remain
+        except (KeyError, OSError, TypeError):  # no source, as in a notebook: only the checks at each call remain
             return True
         if "ALL_ATTENTION_FUNCTIONS" in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
             return True

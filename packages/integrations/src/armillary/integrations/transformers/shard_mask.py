@@ -20,10 +20,10 @@ class ShardMask:
     """The mask of all layers of one kind, with the layout and documents of the sequence.
 
     Args:
-        context: the `sequence` block of the forward.
+        context: layout, documents and mask given to `with sequence(...)` around the forward.
         layout: layout over all ranks of the method.
-        rule: the model's mask function; None if it is unknown and the block's mask replaces it.
-        groups: [B, N], the rule's groups for the whole sequence.
+        rule: the model's mask function; None if it is unknown, so that only a mask given to `sequence` can be used.
+        groups: [B, N], the group of each token of the whole sequence, if the rule has groups.
         position_ids: position ids read from the frames of the mask function's callers.
         counts_from_shard: True if the model got no position ids, so that it counts from the shard's first token.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
@@ -86,7 +86,7 @@ class ShardMask:
 
 
 def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
-    """Returns a mask for all layers, narrowed by the window of the layers of one kind.
+    """Returns the user's mask, which is for all layers, narrowed by the window of the layers of one kind.
 
     Raises:
         ValueError: the mask contradicts the model.
@@ -94,7 +94,7 @@ def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
     if rule.chunk is not None:
         raise ValueError(
             f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot have the "
-            "chunks of some; remove mask, the model has its own"
+            "chunks of some; remove `mask`: the model's own masks are used"
         )
     if mask.causal and not rule.causal:
         raise ValueError(f"sequence(mask=...) has causal=True, but the model is bidirectional: {mask}")

@@ -2,8 +2,8 @@
 
 In transformers these layers call module-level functions of their model's file, under the same names in all files.
 `route_states` replaces them by functions that call ours for sharded sequences and the original ones otherwise. Layout
-and documents travel as an option of the model's forward (`StateSequence`), which a model passes to all of its layers.
-So a layer that is recomputed in backward, in any thread, uses the layout and documents of its own forward.
+and documents are passed as an option of the model's forward (`StateSequence`), which a model passes on to all layers.
+When backward recomputes a layer, in any thread, the layer therefore has the same layout and documents as in forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 
 
 class StateSequence(NamedTuple):
-    """The sequence of a call: layout over the ranks of an axis, and a mask with its documents or tree."""
+    """A sharded sequence: its layout over the ranks of `axis`, and a mask with its documents or tree; None without."""
 
     layout: SequenceLayout
     axis: Axis
@@ -45,7 +45,7 @@ class StateSequence(NamedTuple):
 def convolve(
     sequence: StateSequence, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """`causal_conv1d_fn` of transformers: hidden_states [B, C, T], weight [C, W] -> [B, C, T]."""
+    """`causal_conv1d_fn` of transformers: hidden_states [B, C, T], weight [C, taps] -> [B, C, T], with C channels."""
     x = hidden_states.transpose(1, 2).to(weight.dtype)
     out = short_convolution(x, weight, sequence.layout, sequence.axis, bias, mask=sequence.mask)
     if activation is not None:
@@ -90,7 +90,10 @@ def chunk_scan(
     return_final_states: bool,
     z: Tensor | None = None,
 ) -> Tensor:
-    """`mamba2_chunk_scan`: hidden_states [B, T, H, D], B and C [B, T, G, N] -> [B, T, H, D] in float32 or wider."""
+    """`mamba2_chunk_scan`: hidden_states [batch, T, H, D], B and C [batch, T, G, N] -> [batch, T, H, D].
+
+    H heads share G groups of B and C; N is the state size. The output is in float32 or wider.
+    """
     _refuse_cache(initial_states, return_final_states)
     if z is not None:
         raise ValueError("a gate z inside of mamba2_chunk_scan is not supported on shards")
@@ -113,18 +116,18 @@ FUNCTIONS: Mapping[str, Callable[..., Any] | None] = {
     "mamba2_chunk_scan": chunk_scan,
     "mamba2_split_conv1d_scan_combined": None,
 }
-"""Our function for each function of transformers. None: the call returns None, as without the fused kernel, and the
-layer calls the separate functions."""
+"""Our function for each function of transformers. A fused function has None: its replacement returns None, as the
+original does if its kernel is not installed, and the layer then calls the separate functions."""
 
 
 STEPS = frozenset(
     {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
     | {"mamba2_selective_state_update"}
 )
-"""Functions that continue from a cache by one token. A sharded sequence has no cache, so they are never called."""
+"""Functions that compute one more token from a cache. A sharded sequence has no cache, so they are never called."""
 
 MIXING = re.compile("^(?!.*mask).*(conv1d|scan|delta|recurren|selective|state_update|linear_attn|retention)")
-"""Names of functions that mix tokens."""
+"""Matches names of functions that mix tokens. Names with "mask" are of functions that make masks."""
 
 
 def shards_states(layer: type) -> bool:
@@ -145,20 +148,20 @@ def _mixing_functions(layer: type) -> list[str]:
 
 
 def has_sharded_states(model: type) -> bool:
-    """Returns True if the file of a model has layers with a state that can be sharded, and no others."""
+    """Returns True if a model's file has layers with a state and all of them can be sharded."""
     return any(_states_of_file(base.__module__) for base in model.__mro__ if base.__module__ in sys.modules)
 
 
 @cache
 def _states_of_file(file: str) -> bool:
-    """Returns True for a file whose layers with a state can all be sharded, if it has any."""
+    """Returns True if a file has layers with a state and all of them can be sharded."""
     values = list(vars(sys.modules[file]).values()) if file.startswith("transformers.models.") else []
     layers = [x for x in values if isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == file]
     return any(map(shards_states, layers)) and not any(map(mixes_unknown, layers))
 
 
 def route_states(model: type) -> None:
-    """Replaces the `FUNCTIONS` of the files of a model's classes, once."""
+    """Replaces the `FUNCTIONS` in the files that define a model's classes, unless they are replaced already."""
     for file in {base.__module__ for base in model.__mro__}:
         namespace = vars(sys.modules[file]) if file.startswith("transformers.models.") else {}
         for name, replacement in FUNCTIONS.items():
@@ -177,13 +180,13 @@ def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None)
         if sequence is None:
             if current_sequence() is not None:
                 raise ValueError(
-                    f"{original.__name__} inside a `sequence` block got no `sequence`: its model has another attention "
+                    f"{original.__name__} inside `with sequence(...)` got no layout: its model has another attention "
                     "implementation, or does not pass its options to its layers"
                 )
             return original(*args, **kwargs)
         if replacement is None:
             return None
-        # By name: a replacement takes some of the original's arguments, of which a few may be in its **kwargs.
+        # A replacement takes some of the original's arguments, by name. The original may take them by its **kwargs.
         bound = parameters.bind(*args, **kwargs)
         bound.apply_defaults()
         values = {**bound.arguments, **bound.arguments.get("kwargs", {})}
@@ -194,19 +197,25 @@ def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None)
 
 
 class StateHook:
-    """Pre-forward hook of a model: adds the option for its layers with a state."""
+    """Pre-forward hook of a model: adds the option `OPTION`, a `StateSequence`, for its layers with a state.
+
+    Args:
+        method_of: returns the method that a config selects, or None.
+        check_modules: called once per model, with the model and the number of shards; raises ValueError for modules
+            that cannot be sharded.
+    """
 
     def __init__(
         self, method_of: Callable[[Any], Method | None], check_modules: Callable[[nn.Module, int], None]
     ) -> None:
         self.method_of, self.check_modules = method_of, check_modules
         self.checked_models: WeakSet[nn.Module] = WeakSet()
-        self.checked: Any = WeakTensorKeyDictionary()
-        """Position ids without restarts -> (version, layout)."""
+        self.checked_positions: Any = WeakTensorKeyDictionary()
+        """Position ids that do not restart -> (version, layout)."""
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Submodels have this hook too: an outer one may have added the option already. On one rank without a block the
-        # original functions run.
+        # A submodel has this hook too, and the hook of the outer model may have added the option already. On one rank,
+        # outside of `sequence`, the original functions run.
         method = self.method_of(model.config)
         if method is None or OPTION in kwargs or (current_sequence() is None and method.shards == 1):
             return None
@@ -224,14 +233,14 @@ class StateHook:
         return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
 
     def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
-        """Raises ValueError on every rank if position ids restart: only attention would see these documents."""
-        if self.checked.get(position_ids) == (position_ids._version, layout):
+        """Raises ValueError on every rank if position ids restart: only attention finds documents in position ids."""
+        if self.checked_positions.get(position_ids) == (position_ids._version, layout):
             return
         expected = layout.positions(method.shard).to(position_ids.device)
-        restart = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
-        if any(flag for (flag,) in gather_integers([[int(restart)]], method)):
+        restarts = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
+        if any(flag for (flag,) in gather_integers([[int(restarts)]], method)):
             raise ValueError(
                 "position_ids are not those of one document from position 0 on, and layers with a state do not take "
                 "documents from them: give documents= to cp.shard or to `sequence`"
             )
-        self.checked[position_ids] = position_ids._version, layout
+        self.checked_positions[position_ids] = position_ids._version, layout
