@@ -1,7 +1,7 @@
 """Visibility of each pair of tokens under a mask, by the definition of each pattern. Used by `reference_attention`.
 
-An independent oracle for tests: it reads the constructor's arguments of a mask and shares no code with slices, tiles
-and counts of pairs.
+An independent oracle for tests: it reads the arguments from which a mask was constructed, and shares no code with
+slices, tiles and counts of pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Boundaries = tuple[int, ...]
 
 
 def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: Tensor, batch: int = 1) -> Tensor:
-    """Returns visibility, bool [1, T, S], or [B, T, S] if the rows of the batch have masks of their own.
+    """Returns visibility, bool [1, T, S], or [B, T, S] if rows of the batch have different masks or documents.
 
     Args:
         query_positions: [T], global.
@@ -31,7 +31,7 @@ def visible_pairs(mask: AttentionMask, query_positions: Tensor, key_positions: T
 
 
 def _row_count(mask: AttentionMask, batch: int) -> int:
-    """Returns the number of rows with masks of their own; 1 if all rows have one mask."""
+    """Returns the number of rows for which the mask has separate masks or documents; 1 if it is the same for all."""
     if isinstance(mask.pattern, RowMasks):
         count, kind = len(mask.pattern.masks), "masks"
     elif mask.documents and isinstance(mask.documents[0], tuple):
@@ -45,7 +45,7 @@ def _row_count(mask: AttentionMask, batch: int) -> int:
 
 def _visible(mask: AttentionMask, i: Tensor, j: Tensor, row: int) -> Tensor:
     """Returns True where the query at i [T, 1] sees the key at j [1, S] in one row; broadcasts to [T, S]."""
-    # `RowMasks` has one mask per row; its own window and causality apply on top of these.
+    # `RowMasks` has one mask per row. The window and causality of the outer mask apply in addition.
     if isinstance(mask.pattern, RowMasks):
         row_mask = mask.pattern.masks[row]
         visible, distance = _visible(row_mask, i, j, 0), _distance(row_mask, i, j)
@@ -142,6 +142,7 @@ def _check_within(x: Tensor, end: int) -> None:
 
 
 def _in_prefix(x: Tensor, documents: Boundaries | None, prefixes: tuple[int, ...]) -> Tensor:
+    """Returns True for positions in the prefix of their document; `prefixes` are lengths."""
     document, offset = _locate(x, documents)
     return offset < torch.tensor(prefixes, device=x.device)[document]
 
@@ -151,11 +152,13 @@ def _in(x: Tensor, run: range) -> Tensor:
 
 
 def _band(offset: Tensor, low: int | None, high: int | None) -> Tensor:
+    """Returns low <= offset <= high, where None is unbounded."""
     not_below = torch.ones_like(offset, dtype=torch.bool) if low is None else offset >= low
     return not_below if high is None else not_below & (offset <= high)
 
 
 def _union(i: Tensor, j: Tensor, conditions: list[Tensor]) -> Tensor:
+    """Returns True where any condition is, [T, S]; False everywhere without conditions."""
     union = torch.zeros_like(i - j, dtype=torch.bool)
     for condition in conditions:
         union = union | condition

@@ -1,6 +1,6 @@
-"""Errors of all ranks' records against the record of one rank, by tensor, by token and by parameter.
+"""Errors of the records of ranks, compared with the record of one rank, by tensor, by token and by parameter.
 
-Besides its size, an error keeps the numbers by which `diagnose.py` tells mistakes apart: the tokens that are wrong, and
+Besides its size, an error has the numbers from which `diagnose.py` finds the mistake: the tokens that are wrong, and
 the factor between a wrong gradient and the right one.
 """
 
@@ -16,11 +16,14 @@ from armillary.attention.check.method import relative_error, root_mean_square
 from armillary.attention.check.step import CheckRun, RankRecord
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Maximum relative error of a tensor, by dtype. Rounding errors of the model itself raise it (`NOISE_FACTOR`)."""
+"""Maximum relative error of a tensor, by dtype. It is higher for a model that amplifies rounding: see `NOISE_FACTOR`.
+"""
 NOISE_FACTOR = 4.0
-"""Maximum error, relative to the rounding error of one rank in the same dtype."""
+"""Maximum error, divided by the rounding error of one rank in the same dtype, if that allows more than `LIMITS`."""
+SMALLEST_LOSS = 1e-300
+"""Errors of a loss that is zero are relative to this number."""
 GRADIENT_FLOOR = 1e-3
-"""Errors of a gradient that is nearly zero are relative to this share of the root mean square of all gradients."""
+"""Errors of a gradient that is nearly zero are relative to this fraction of the root mean square of all gradients."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class TokenError(TensorError):
     Args:
         by_token: [N], the error of each token, relative to the root mean square of all tokens. Gradients are first
             divided by a factor common to all ranks, because FSDP2 and DDP average over ranks later.
-        factors: for gradients, the factor of each rank between its gradient and the right one.
+        factors: for gradients, each rank's gradient divided by the right one: the median over the rank's tokens.
         by_token_per_rank: `by_token` with each rank's gradient divided by its own factor instead.
     """
 
@@ -80,8 +83,8 @@ class Comparison:
         tokens: errors of logits, of their gradient, and of the gradient of the embeddings' output, if both sides have
             them.
         activations: errors of activations, in the order of the forward pass.
-        shards: the positions of each rank, or () if the step does not report them.
-        untrained: parameters whose gradient is zero on one rank: nothing can be compared.
+        shards: global positions of each rank's tokens, or () if the step does not report them.
+        untrained: parameters without a gradient on one rank, which cannot be compared.
         loss_is_share: True if ranks report shares of the loss, which sum or average to the right one.
     """
 
@@ -134,12 +137,13 @@ def compare(
     rounded: RankRecord | None,
     limit: float | None = None,
 ) -> Comparison:
-    """Compares ranks with one rank.
+    """Compares the records of a world's ranks with the record of one rank.
 
     Args:
         expected: record of one rank in float64.
-        rounded: record of one rank with other rounding; errors up to `NOISE_FACTOR` times its own are right.
-        limit: maximum relative error, in place of that for the dtype.
+        rounded: record of one rank with other rounding. Errors up to `NOISE_FACTOR` times the errors of this record
+            count as right.
+        limit: maximum relative error; by default `LIMITS` of the dtype.
     """
     dtype_limit = LIMITS[run.dtype] if limit is None else limit
     # A deep or badly scaled model amplifies rounding, on one rank as on many.
@@ -150,9 +154,9 @@ def compare(
 
     loss, is_share = _loss_error([x.loss for x in records], expected.loss, limit_of("loss"))
     tokens = list[TokenError]()
-    for name, attribute, scaled in TOKEN_TENSORS:
+    for name, attribute, allow_factor in TOKEN_TENSORS:
         shards = [getattr(x, attribute) for x in records]
-        error = _token_error(name, records, shards, getattr(expected, attribute), limit_of(name), scaled)
+        error = _token_error(name, records, shards, getattr(expected, attribute), limit_of(name), allow_factor)
         tokens += [] if error is None else [error]
     activations = list[TokenError]()
     for name, exact in expected.activations.items():
@@ -171,12 +175,12 @@ TOKEN_TENSORS = (
     ("gradient of logits", "logits_gradient", True),
     ("gradient of embeddings' output", "input_gradient", True),
 )
-"""(name, attribute of a record, True if a factor common to all ranks is allowed): FSDP2 and DDP average parameters'
-gradients, so gradients of activations are larger by the number of ranks."""
+"""(name, attribute of a record, True if a factor common to all ranks is allowed). FSDP2 and DDP average the gradients
+of parameters, so the gradients of activations are larger by the number of ranks."""
 
 
 def _rounding_errors(rounded: RankRecord, expected: RankRecord) -> dict[str, float]:
-    """Returns the error of one rank by name of the tensor."""
+    """Returns the error of the record with other rounding, by name of the tensor."""
     floor = gradient_floor(expected.gradients)
     pairs = {name: (getattr(rounded, key), getattr(expected, key), 0.0) for name, key, _ in TOKEN_TENSORS}
     pairs |= {name: (rounded.activations.get(name), exact, 0.0) for name, exact in expected.activations.items()}
@@ -186,24 +190,24 @@ def _rounding_errors(rounded: RankRecord, expected: RankRecord) -> dict[str, flo
         for name, (x, exact, floor) in pairs.items()
         if x is not None and exact is not None and x.shape == exact.shape
     }
-    return errors | {"loss": abs(rounded.loss - expected.loss) / max(abs(expected.loss), 1e-300)}
+    return errors | {"loss": abs(rounded.loss - expected.loss) / max(abs(expected.loss), SMALLEST_LOSS)}
 
 
 def gradient_floor(gradients: Mapping[str, Tensor | None]) -> float:
-    """Returns the smallest size that errors of gradients are relative to."""
+    """Returns the least root mean square by which errors of gradients are divided."""
     sizes = [root_mean_square(x) for x in gradients.values() if x is not None and x.numel()]
     return GRADIENT_FLOOR * (sum(size**2 for size in sizes) / max(len(sizes), 1)) ** 0.5
 
 
 def _loss_error(losses: Sequence[float], expected: float, limit: float) -> tuple[TensorError, bool]:
     """Returns the loss's error, and True if ranks report shares of the right loss, which sum or average to it."""
-    size = max(abs(expected), 1e-300)
+    size = max(abs(expected), SMALLEST_LOSS)
 
     def error(values: Sequence[float]) -> float:
         largest = max(abs(value - expected) for value in values) / size
         return float("inf") if any(value != value for value in values) else largest  # max() may drop a NaN
 
-    # A step may report its share, to be summed, or its local mean, if all ranks have as many labels.
+    # A step may report this rank's share of the loss, or the mean over local labels if all ranks have as many.
     total = sum(losses)
     for combined in ([total], [total / len(losses)]):
         if error(losses) > limit and len(set(losses)) > 1 and error(combined) <= limit:
@@ -217,14 +221,14 @@ def _token_error(
     shards: Sequence[Tensor | None],
     expected: Tensor | None,
     limit: float,
-    scaled: bool,
+    allow_factor: bool,
 ) -> TokenError | None:
-    """Returns the error of a tensor by token; None if a shard is missing or has another shape than one rank's tokens.
+    """Returns the error of a tensor by token; None if a shard is missing, or its shape does not match.
 
     Args:
         shards: [B, T, ...] of each rank.
         expected: [B, N, ...] of one rank.
-        scaled: True if a factor common to all ranks is allowed.
+        allow_factor: True divides gradients by a factor common to all ranks.
     """
     if expected is None:
         return None
@@ -238,8 +242,8 @@ def _token_error(
         if x.shape != exact.shape:
             return None
         pairs.append((x, exact, record.positions))
-    common_factor = _median_factor([(x, exact) for x, exact, _ in pairs], 1.0) if scaled else 1.0
-    factors = [_median_factor([(x, exact)], common_factor) if scaled else 1.0 for x, exact, _ in pairs]
+    common_factor = _median_factor([(x, exact) for x, exact, _ in pairs], 1.0) if allow_factor else 1.0
+    factors = [_median_factor([(x, exact)], common_factor) if allow_factor else 1.0 for x, exact, _ in pairs]
     by_token, by_token_per_rank = torch.zeros(2, expected.shape[1], dtype=torch.float64)
     for (x, exact, positions), factor in zip(pairs, factors, strict=True):
         for errors, divisor in ((by_token, common_factor), (by_token_per_rank, factor)):
@@ -248,12 +252,13 @@ def _token_error(
             errors[positions] = torch.maximum(errors[positions], difference)
     size = root_mean_square(expected) or 1.0
     error = float(by_token.square().mean().sqrt()) / size
-    return TokenError(name, error, limit, by_token / size, tuple(factors) if scaled else (), by_token_per_rank / size)
+    ratios = tuple(factors) if allow_factor else ()
+    return TokenError(name, error, limit, by_token / size, ratios, by_token_per_rank / size)
 
 
 def _median_factor(pairs: Sequence[tuple[Tensor, Tensor]], default: float) -> float:
-    """Returns the median over tokens of the factor between two tensors; `default` if it is 0 or the tensors are."""
-    # The median and not the mean: a few wrong tokens must not change the factor by which the right ones are judged.
+    """Returns the median over tokens of the factor x / exact for pairs (x, exact); `default` if 0 or undefined."""
+    # The median and not the mean: a few wrong tokens must not change the factor by which right tokens are divided.
     ratios = list[Tensor]()
     for x, exact in pairs:
         norms = exact.square().sum((0, 2))
@@ -266,7 +271,9 @@ def _median_factor(pairs: Sequence[tuple[Tensor, Tensor]], default: float) -> fl
 def _gradient_errors(
     records: Sequence[RankRecord], expected: RankRecord, limit_of: Callable[[str], float]
 ) -> tuple[tuple[GradientError, ...], tuple[str, ...]]:
-    """Returns (errors of the parameters' gradients, names of parameters without a gradient on one rank and on all)."""
+    """Returns (errors of the parameters' gradients, names of parameters without a gradient both on one rank and on
+    all).
+    """
     floor = gradient_floor(expected.gradients)
     errors, untrained = list[GradientError](), list[str]()
     for name, gradient in expected.gradients.items():

@@ -1,6 +1,6 @@
 """Diagnosis of wrong results: the mistake that a run's errors look like.
 
-Each mistake has a signature in the errors, and one rule that detects it. A rule's docstring is the signature. If
+Each mistake has a signature in the errors, and one rule that detects it. The docstring of a rule is the signature. If
 the measured numbers fit, the rule returns them as text, else None. Rules for gradients apply only if the logits are
 right, because wrong logits make every gradient wrong.
 """
@@ -24,7 +24,7 @@ ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 SMALL = 2e-2
 """Largest error that rounding explains."""
 MIN_GROWTH = 1.02
-"""Minimum ratio of mean errors on more and on fewer ranks, if rounding causes them. Other errors do not grow."""
+"""Minimum ratio of the mean error on more ranks to that on fewer ranks, if the errors are rounding errors."""
 MIN_SCALE = 1e-4
 """Minimum difference from 1 of a factor on all gradients. One label more or less makes a larger difference."""
 SAME_FACTOR = 1e-6
@@ -70,12 +70,12 @@ class Evidence:
     """All comparisons of one check.
 
     Args:
-        plain: one document per row.
-        documents: packed documents, if there are any.
+        plain: the run with one document per row.
+        documents: the run with packed documents, if there is one.
         variants: recompute, compile and two micro-batches, by name.
         other_ranks: the plain run on another number of ranks.
         longer: the plain run on twice the tokens.
-        first_token_reaches: False if a changed first token changes no logits on other ranks.
+        first_token_reaches: True if changing the first token changes logits on other ranks; None if not tried.
     """
 
     plain: Comparison
@@ -170,8 +170,8 @@ def labels_shifted_late(evidence: Evidence) -> str | None:
     gradient = comparison.token_error("gradient of logits")
     if gradient is None or not comparison.shards:
         return None
-    # Shifted within a shard, its last token has no label, or that of its first token. Then the number of labels, and so
-    # the factor of each rank, changes too, which `by_token_per_rank` divides out.
+    # If labels are shifted within a shard, the shard's last token has no label, or the label of the shard's first
+    # token. The number of labels changes too, and so the factor of each rank, which `by_token_per_rank` divides out.
     wrong = gradient.by_token_per_rank > gradient.limit
     if not wrong.any() or (wrong & ~shard_ends(comparison.shards)).any():
         return None
@@ -186,7 +186,7 @@ def locally_averaged_loss(evidence: Evidence) -> str | None:
         return None
     wrong = gradient.by_token_per_rank > gradient.limit
     spread = max(gradient.factors) - min(gradient.factors)
-    # Errors at shard ends do not count: labels may be shifted too late as well.
+    # Errors at shard ends are ignored: labels may in addition be shifted too late.
     if spread <= SAME_FACTOR * max(map(abs, gradient.factors)) or (wrong & ~shard_ends(comparison.shards)).any():
         return None
     factors = ", ".join(f"{x:.4g}" for x in gradient.factors)
@@ -226,7 +226,7 @@ def low_precision(evidence: Evidence) -> str | None:
     if not all(isfinite(x) for x in errors) or max(errors) > SMALL:
         return None
     error, sizes = comparison.mean_error, list[str]()
-    # Errors of a few tokens (at shard ends) shrink in the mean over more tokens; rounding errors do not.
+    # Errors of a few tokens, such as shard ends, shrink in the mean over more tokens. Rounding errors keep their order.
     if longer is not None:
         if not 0.3 < longer.mean_error / error < 3:
             return None
@@ -237,7 +237,7 @@ def low_precision(evidence: Evidence) -> str | None:
         if more_ranks.mean_error < MIN_GROWTH * fewer_ranks.mean_error:
             return None
         sizes.append(f"{other.mean_error:.1e} on {other.run.ranks} ranks")
-    # The first wrong activation has been rounded fewest times, so its error is closest to that of one rounding.
+    # The first wrong activation was rounded the fewest times, so its error is closest to that of a single rounding.
     first = comparison.first_wrong_activation
     size = error if first is None else first.error
     dtype = min(ROUNDINGS, key=lambda name: abs(log(size / ROUNDINGS[name])))
@@ -263,7 +263,7 @@ def no_halo(evidence: Evidence) -> str | None:
         return None
     wrong, distance = activation.wrong_tokens, distance_from_ends(comparison.shards)
     reach = int(distance[wrong].max())
-    # In short runs every token is near an end, which would prove nothing.
+    # In a short run every token is near an end, so wrong tokens near ends would prove nothing.
     _, lengths = owners(comparison.shards).unique_consecutive(return_counts=True)
     if reach > min(HALO, int(lengths.min()) // 3):
         return None

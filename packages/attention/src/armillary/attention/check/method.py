@@ -1,4 +1,4 @@
-"""Checks an attention method of your own against `reference_attention`, on the ranks that it runs on.
+"""Checks your own attention method against `reference_attention`, on the ranks of its mesh.
 
 def on_every_rank() -> None:
     attend = MyMethod(mesh(ring=4)["ring"])
@@ -112,7 +112,7 @@ def check_method(
         rank_results = _gather_results((attend.shard, first, second))
         shards = {shard: results for shard, results, _ in rank_results}
         for tensor, exact in _oracle_results(tensors, mask).items():
-            # Both runs, on all ranks with a shard, must agree to the bit: sums in order of arrival would differ.
+            # Both runs, on all ranks that have the shard, must agree to the bit. Sums in order of arrival would not.
             copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in rank_results for x in runs]
             if not all(torch.equal(a, b) for a, b in copies):
                 differing.append(f"{name} {kind}: {tensor}")
@@ -122,9 +122,9 @@ def check_method(
 
 
 def relative_error(result: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the root mean square of the difference over that of `expected`, or over `floor` if that is larger.
+    """Returns the root mean square of the difference, divided by that of `expected`, or by `floor` if that is larger.
 
-    Infinite for a NaN, and for an infinity that is not in `expected`: an lse is -inf where a query sees no key.
+    Infinite for a NaN, and if -inf is not at the same places in both: an lse is -inf where a query sees no key.
     """
     unseen = expected == -torch.inf
     if not torch.equal(result == -torch.inf, unseen):

@@ -1,4 +1,4 @@
-"""Checks a training step on shards, by whatever library, against the same step on one rank.
+"""Checks a training step on shards, with any library, against the same step on one rank.
 
 def build() -> nn.Module: ...
 
@@ -67,7 +67,7 @@ def check_model(
         reference: builds (model, step) for one rank, if it differs from `build` and `step`.
         variants: any of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches".
         vocabulary: token ids are below it.
-        limit: largest relative error, by default by dtype and by the rounding errors of one rank.
+        limit: largest relative error; by default it depends on the dtype and on the rounding errors of one rank.
         timeout: seconds for one run.
         progress: called with a line about each run before it starts.
 
@@ -91,7 +91,7 @@ def check_model(
         boundaries = None if documents is None else tuple(int(end) for end in documents)
         packed_run = replace(plain_run, documents=boundaries)
         packed = None if boundaries is None else one_rank.compare(packed_run, sharded.records(packed_run))
-        # 3. Variants, each of which a model may not support.
+        # 3. Variants. A model may not support all of them, so a failure is only noted.
         notes = _notes(plain)
         compared = dict[str, Comparison]()
         for variant in variants:
@@ -138,7 +138,7 @@ class _Runner(NamedTuple):
 
 
 class _OneRank:
-    """Compares records with one rank in float64. One rank's records are computed once for each batch."""
+    """Compares records with those of one rank in float64, which are computed once for each batch."""
 
     def __init__(self, runner: _Runner, limit: float | None) -> None:
         self.runner, self.limit = runner, limit
@@ -150,7 +150,7 @@ class _OneRank:
         variant = run.variant if run.variant == "two micro-batches" else "plain"
         exact_run = replace(run, ranks=1, variant=variant, dtype=torch.float64)
         if exact_run not in self.cache:
-            # Rounding errors are measured by the run's dtype, in float64 by weights changed in the last digits.
+            # A second record with other rounding: in the run's dtype, or for float64 with weights changed by ROUNDING.
             rounded_run = replace(exact_run, dtype=run.dtype, perturbed=run.dtype is torch.float64)
             (exact,) = self.runner.records(exact_run)
             (rounded,) = self.runner.records(rounded_run) if self.limit is None else (None,)
@@ -162,7 +162,7 @@ class _OneRank:
 def _add_diagnostic_runs(
     evidence: Evidence, records: Sequence[RankRecord], one_rank: _OneRank, sharded: _Runner
 ) -> Evidence:
-    """Adds the runs by which `diagnose` tells mistakes apart: other ranks, more tokens, another first token.
+    """Adds the runs by which `diagnose` tells mistakes apart: on other ranks, on more tokens, with another first token.
 
     Args:
         records: each rank's record of the plain run.
@@ -175,7 +175,7 @@ def _add_diagnostic_runs(
     for variation in (other, longer):
         try:
             comparisons.append(one_rank.compare(variation, sharded.records(variation)))
-        except RankFailed:  # a step may be written for this number of ranks or tokens alone
+        except RankFailed:  # the step may work only with the given number of ranks or tokens
             comparisons.append(None)
     # If attention stays within shards, the first token does not reach logits of ranks without it.
     reaches = None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def owners(shards: Sequence[Tensor]) -> Tensor:
-    """Returns the first rank that has each token, [N]."""
+    """Returns the rank that has each token, [N]; the first one if several have it."""
     owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
     for rank in reversed(range(len(shards))):
         owner[shards[rank]] = rank
@@ -23,10 +23,11 @@ def shard_ends(shards: Sequence[Tensor]) -> Tensor:
 
 
 def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
-    """Returns the distance of each token from the nearest boundary between shards, [N]: 1 on both of its sides."""
+    """Returns the distance of each token from the nearest boundary between shards, [N]: 1 for the tokens next to it."""
     tokens, ends = torch.arange(len(owners(shards))), shard_ends(shards).nonzero().flatten()
     if not len(ends):
         return torch.full_like(tokens, len(tokens))
+    # For each boundary, which lies behind the token `end`: positive distances of the tokens before and after it.
     before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
     return torch.where(before > 0, before, after).amin(0)
 

@@ -1,4 +1,4 @@
-"""One training step on one rank of a world: the batch that it gets, and the record of all that it computes."""
+"""One training step on one rank of a world: its batch, and the record of the tensors that it computes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from armillary.core import compat
 VOCABULARY = 64
 """Default vocabulary size of `check_model`; token ids are smaller."""
 FINGERPRINT = 4
-"""Number of random projections of a token's activation that are compared, so that records are small at any width."""
+"""Number of random projections of each token's activation that are recorded, so that records are small at any width."""
 ROUNDING = 1e-15
-"""Relative change of weights in float64, by which a model's amplification of rounding errors is measured."""
+"""Relative change of weights in float64. The effect on the results shows how much a model amplifies rounding errors."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
 """Matches the parts of module and parameter names that wrappers add."""
 
@@ -52,8 +52,8 @@ class CheckBatch:
     @property
     def shifted_labels(self) -> Tensor:
         """Labels [B, N] of the next token; -100 at the last token of each document."""
-        shifted = self.labels.roll(-1, 1)
-        shifted[:, [end - 1 for end in (self.documents or (0, self.ids.shape[1]))[1:]]] = IGNORED
+        shifted, ends = self.labels.roll(-1, 1), self.documents or (0, self.ids.shape[1])
+        shifted[:, [end - 1 for end in ends[1:]]] = IGNORED
         return shifted
 
 
@@ -102,13 +102,13 @@ class CheckRun:
         first = self._batch(self.seed, self.documents)
         if self.variant != "two micro-batches":
             return [first]
-        # Mirrored boundaries: state that stays from the first micro-batch is wrong for the second.
+        # Mirrored boundaries: documents kept from the first micro-batch would be wrong for the second.
         mirrored = self.documents and tuple(self.tokens - end for end in reversed(self.documents))
         return [first, self._batch(self.seed + 1, mirrored)]
 
     def _batch(self, seed: int, documents: tuple[int, ...] | None) -> CheckBatch:
         generator = torch.Generator().manual_seed(seed)
-        # From 3 on, because 0 to 2 are often special tokens, such as padding.
+        # Token ids start at 3, because 0 to 2 are often special tokens, such as padding.
         ids = torch.randint(3, self.vocabulary, (self.rows, self.tokens), generator=generator)
         if self.changed_token:
             ids[:, 0] = 3 + (ids[:, 0] - 2) % (self.vocabulary - 3)
@@ -152,7 +152,7 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
     else:
         model = training
     assert step is not None
-    # Through `weight_dtype` first: the float64 reference then has the same weights, and only activations differ.
+    # Rounds weights to `weight_dtype` first, so that the float64 reference has the same weights as the checked run.
     model = model.to(run.weight_dtype).to(run.dtype).train()
     if run.perturbed:
         _perturb(model)
@@ -167,7 +167,7 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
         recorder.clear()
         output = step(model, batch)
         result = output if isinstance(output, StepOutput) else StepOutput(output)
-        # Only the first micro-batch shows it: later ones find the gradients of the first.
+        # Only after the first micro-batch: later on, the gradients may be those of the first.
         if step_runs_backward is None:
             step_runs_backward = any(parameter.grad is not None for parameter in model.parameters())
         if result.loss.requires_grad and not step_runs_backward:
@@ -199,7 +199,12 @@ def _checkpoint_layers(model: nn.Module) -> int:
 
 
 class _Recorder:
-    """Forward hooks that keep a model's logits, the embeddings' output, and fingerprints of all activations."""
+    """Forward hooks that keep a model's logits, the embeddings' output, and fingerprints of all activations.
+
+    Args:
+        hooks: False registers no hooks.
+        activations: True keeps fingerprints.
+    """
 
     def __init__(self, model: nn.Module, hooks: bool, activations: bool) -> None:
         self.model = model
@@ -276,9 +281,9 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def _full_outputs(calls: list[Tensor], tokens: int) -> list[Tensor]:
-    """Returns the outputs [B, T, ...] of calls on all of the rank's tokens; none if calls leave tokens out.
+    """Returns a module's outputs [B, T, ...] that have all of the rank's tokens; none if its calls leave tokens out.
 
-    A module that is called chunk by chunk has one output: the concatenation of the chunks.
+    If a module is called chunk by chunk, its output is the concatenation of the chunks.
     """
     if all(x.shape[1] == tokens for x in calls):
         return calls

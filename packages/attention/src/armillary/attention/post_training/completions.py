@@ -16,7 +16,7 @@ from armillary.core.validation import check_tensor
 
 
 class CompletionLabels(NamedTuple):
-    """The M labels whose predicting tokens are on one rank. A label of several sequences is listed once for each.
+    """The M labels that tokens of one rank predict. A label that is in several sequences is listed once for each.
 
     A sequence is a path from a root to a leaf that has labels. Sequences are numbered in the order of their leaves.
     """
@@ -42,18 +42,18 @@ def completion_labels(
     """Returns the labels of this rank's tokens, for `token_logprobs` and `segment_sum`.
 
     The last token of a prompt predicts the first token of each of its completions, so one position may have several
-    labels. In a row with a single completion per prompt, each tree has two segments. Padding is a tree of one segment.
+    labels. A prompt with a single completion is a tree of two segments. Padding is a tree of one segment.
 
     Args:
         ids: [B, N], whole rows.
         mask: `AttentionMask.tree`, or `rows` of them.
         layout: layout of the sequence over all ranks of the method; one shard by default.
         shard: this rank's shard of the layout.
-        trained: for each row one boolean per segment, True if its tokens are labels. By default all segments except
-            roots.
+        trained: for each row one boolean per segment, True if the segment's tokens are labels. By default True for all
+            segments except roots.
 
     Raises:
-        ValueError: a mask that is no tree, or for other rows; a layout of another length.
+        ValueError: a mask that is no tree, or with another number of rows; a layout of another length.
     """
     check_tensor("ids", ids)
     if ids.ndim != 2:
@@ -82,7 +82,7 @@ def completion_labels(
             # A root's first token has no predictor, and another rank may have the token that predicts.
             is_local = (predictors != NONE) & (local_index[predictors] != NONE)
             tokens, predictors = tokens[is_local], predictors[is_local]
-            # Both columns count over all rows: the predictors among local tokens, the labels among all tokens of ids.
+            # Indices over all rows: of the predicting token among local tokens, of the label in the flattened ids.
             columns = [row * len(own_positions) + local_index[predictors], row * length + tokens]
             entries += [np.stack([*columns, np.full(len(tokens), number)], 1) for number in numbers[segment]]
     table = torch.from_numpy(np.concatenate(entries))

@@ -1,7 +1,7 @@
 """Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
 
 Each rank passes the log-probabilities of its labels and the number of each label's sequence. One all-reduce per loss
-sums over sequences, so loss and metrics are equal on all ranks, and on any mesh.
+sums the tokens of each sequence over ranks, so loss and metrics are equal on all ranks, and on any mesh.
 
 Letters: M labels on this rank, S sequences of all ranks.
 """
@@ -46,8 +46,8 @@ def dpo_loss(
         -log sigmoid(beta ((log pi(y_w) - log ref(y_w)) - (log pi(y_l) - log ref(y_l))))
 
     Args:
-        logprobs, reference_logprobs: log-probabilities of this rank's labels, shaped as `sequences`. No gradient for
-            the reference.
+        logprobs, reference_logprobs: log-probabilities of this rank's labels, shaped as `sequences`. Only logprobs get
+            a gradient.
         sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
         pairs: integers [S / 2, 2] on any device: the numbers of the chosen and the rejected sequence. The same on
             every rank.
@@ -63,7 +63,7 @@ def dpo_loss(
     Bytes sent: those of `segment_sum` of S sequences with 3 sums, and one more for each of `statistics`.
 
     Raises:
-        ValueError: tensors that do not match, or no pairs.
+        ValueError: tensors whose shapes do not match; an empty `pairs`.
     """
     if pairs.ndim != 2 or pairs.shape[1] != 2 or not len(pairs) or pairs.is_floating_point():
         raise ValueError(
@@ -139,7 +139,7 @@ def grpo_loss(
     Bytes sent: those of `segment_sum` of S sequences with 4 sums, one more with beta, and one for each of `statistics`.
 
     Raises:
-        ValueError: tensors that do not match, or beta without reference_logprobs.
+        ValueError: tensors whose shapes do not match; beta without reference_logprobs.
     """
     if beta and reference_logprobs is None:
         raise ValueError(f"beta={beta} needs reference_logprobs")
@@ -148,7 +148,7 @@ def grpo_loss(
     ratio = (logprobs - old).exp()
     low, high = 1 - clip[0], 1 + clip[1]
     losses = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
-    # Tokens without a gradient: the minimum is the clipped term, which does not depend on the policy.
+    # True for clipped tokens: the minimum is the clipped term, which is constant, so these tokens have no gradient.
     values = {"low": (ratio < low) & (advantage < 0), "high": (ratio > high) & (advantage > 0)}
     if beta:
         assert reference_logprobs is not None
@@ -161,14 +161,14 @@ def grpo_loss(
     total, lengths = sums.detach().sum(0), sums[:, 0].detach()
     means = {name: _ratio(total[i], total[0]) for i, name in enumerate(values, 2)}
     low_mean, high_mean = means.pop("low"), means.pop("high")
-    # A sequence without tokens on any rank has no share of clipped tokens.
-    low_shares, high_shares = (sums[lengths > 0, i].detach() / lengths[lengths > 0] for i in (2, 3))
+    # The fraction of clipped tokens in each sequence that has tokens; columns 2 and 3 are "low" and "high".
+    low_fractions, high_fractions = (sums[lengths > 0, i].detach() / lengths[lengths > 0] for i in (2, 3))
     zero = lengths.new_zeros(())
     metrics = {
         "clip_ratio/low_mean": low_mean,
-        "clip_ratio/low_min": low_shares.min() if len(low_shares) else zero,
+        "clip_ratio/low_min": low_fractions.min() if len(low_fractions) else zero,
         "clip_ratio/high_mean": high_mean,
-        "clip_ratio/high_max": high_shares.max() if len(high_shares) else zero,
+        "clip_ratio/high_max": high_fractions.max() if len(high_fractions) else zero,
         "clip_ratio/region_mean": low_mean + high_mean,
         **means,
     }

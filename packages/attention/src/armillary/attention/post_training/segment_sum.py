@@ -32,7 +32,7 @@ def segment_sum(
 
     Args:
         values: floating-point [...] shaped as `sequences`, or [..., K] for K sums of each sequence, in one message.
-        sequences: integers, the number of each value's sequence, counted over all ranks of `axes`; below 0 for values
+        sequences: integers, the number of each value's sequence, numbered over all ranks of `axes`; negative for values
             of no sequence.
         count: number of sequences of all ranks.
         axes: see `Axes`.
@@ -43,8 +43,8 @@ def segment_sum(
     Bytes sent: 2 (R - 1) / R count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_reduce".
 
     Raises:
-        ValueError: shapes or dtypes that do not match. Raised before any communication, as torch's IndexError is for a
-            sequence of `count` or more.
+        ValueError: shapes or dtypes that do not match. Raised before any communication.
+        IndexError: by torch, a sequence number of `count` or more.
     """
     check_tensor("values", values)
     check_tensor("sequences", sequences)
@@ -65,7 +65,7 @@ def segment_sum(
     flat = values.reshape(len(rows), *values.shape[sequences.ndim :])
     sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
     sums = sums.index_put((rows,), flat.to(sums.dtype), accumulate=True)[1:]
-    # Sums are in one tensor, so each axis needs one message; the factor cancels the average of FSDP2 or DDP.
+    # The factor cancels the division by the number of ranks in the average of FSDP2 or DDP.
     factor = prod(axis.size for axis in reduced_axes) if gradients == "averaged" else 1
     return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in reduced_axes if axis.size > 1], factor))
 

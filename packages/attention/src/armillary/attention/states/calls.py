@@ -1,6 +1,6 @@
-"""Checked calls of the layers with a state: from arguments to plan, kernel and operands of the common recurrence.
+"""Checked calls of the layers with a state: makes the plan, the kernel and the operands from a layer's arguments.
 
-Both layers are S_t = a_t S_{t-1} + k_t u_t^T with o_t = S_t^T q_t (`chunks.py`); `Operands` are its terms.
+Both layers compute S_t = a_t S_{t-1} + k_t u_t^T and o_t = S_t^T q_t (`chunks.py`), with different `Operands`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from armillary.core.validation import check_tensor, number
 
 
 class StateOptions(NamedTuple):
-    """The arguments of a layer besides its tensors. `scale` is the delta rule's."""
+    """The arguments of a layer that are not tensors. Only the delta rule has `scale`."""
 
     layout: SequenceLayout | None
     axis: DeviceMesh | Axis | None
@@ -70,9 +70,9 @@ class Recurrence(NamedTuple):
     """A layer with a state.
 
     Args:
-        checked_call: from `StateOptions`, the layer's tensors and `initial_state` to the call.
+        checked_call: checks `StateOptions`, the layer's tensors and `initial_state`, and returns the call.
         values: index of v [B, T, H, Dv] among the layer's tensors.
-        keys: index of k [B, T, K, Dk].
+        keys: index of k [B, T, K, Dk] among the layer's tensors.
     """
 
     checked_call: Callable[..., ScanCall]
@@ -150,7 +150,11 @@ def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis |
 
 
 def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:
-    """Raises ValueError unless all are local floating-point tensors on one device with so many dims (None: 3 or 4)."""
+    """Raises ValueError unless all are local floating-point tensors on one device with these numbers of dims.
+
+    Args:
+        tensors: (name, tensor, number of dims, or None for 3 or 4).
+    """
     for name, x, dims in tensors:
         check_tensor(name, x)
         if x.ndim not in ((3, 4) if dims is None else (dims,)):

@@ -1,17 +1,19 @@
 """Chunks of tokens as affine maps of the state that enters them: matrix products instead of a loop over tokens.
 
-With u_t the value that the token t writes, the recurrences are
+With a_t = exp(g_t) the decay of token t and u_t the value that it writes, the recurrences are
 
     S_t = a_t S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
 
 where u_t = dt_t x_t for state space duality (Mamba-2, arXiv 2405.21060), and
-u_t = beta_t (v_t - (a_t S_{t-1})^T k_t) for the delta rule. With D_tj the decay a_{j+1} ... a_t, a chunk that the
-state S enters has
+u_t = beta_t (v_t - (a_t S_{t-1})^T k_t) for the delta rule. In a chunk of tokens 1 .. C, let Q, K, V and U have the
+rows q_t, k_t, v_t and u_t, let S be the state that enters, and D_tj = a_{j+1} ... a_t the decay from token j to token
+t. The delta rule is then a triangular system for U (UT transform, arXiv 2412.06464), with elementwise products by beta
+and D:
 
-    U + tril(beta K K^T o D, -1) U = beta V - beta D_t0 K S                      (UT transform, arXiv 2412.06464)
+    U + tril(beta (K K^T) D, -1) U = beta V - beta D_t0 K S
 
-so that U = V' - W S, and the leaving state and the outputs are affine in S. Decays are exponentials of differences of
-cumulative sums: nothing is divided by a cumulative decay, which may be 0.
+Its solution is U = V' - W S, so the leaving state and the outputs are affine in S. Decays are computed as exponentials
+of differences of cumulative sums of g. Nothing is divided by a cumulative decay, which may be 0.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ class Operands(NamedTuple):
         q, k: [B, T, K, Dk], or [n, K, C, Dk].
         v: [B, T, H, Dv], or [n, H, C, Dv].
         g: [B, T, H, 1 or Dk], or [n, H, C, 1 or Dk]: logarithms of decays, -inf for 0.
-        beta: [B, T, H, 1], or [n, H, C, 1]: the delta rule's, or the dt of state space duality.
+        beta: [B, T, H, 1], or [n, H, C, 1]: beta of the delta rule, or dt of state space duality.
         rates: [H], the A of state space duality, where g = dt A; None for the delta rule.
         initial_state: [B, H, Dk, Dv], or None for zeros.
-        dtype: of the layer's values, before they were cast to the dtype of the states.
+        dtype: dtype of the layer's values before they were cast to the dtype of the states.
     """
 
     q: Tensor
@@ -56,7 +58,7 @@ class ChunkMaps(NamedTuple):
     """Chunks as affine maps of the states S [n, H, Dk, Dv] that enter them.
 
     Args:
-        state_map: [n, H, Dk, Dk], or [n, H, 1, 1] for one number a head.
+        state_map: [n, H, Dk, Dk], or [n, H, 1, 1] if it is one number per head.
         state: [n, H, Dk, Dv]; the leaving state is state_map S + state.
         output_map: [n, H, C, Dk].
         output: [n, H, C, Dv]; the outputs are output_map S + output.
@@ -69,7 +71,7 @@ class ChunkMaps(NamedTuple):
 
 
 def apply_map(state_map: Tensor, state: Tensor) -> Tensor:
-    """Returns state_map S, of maps that are matrices or one number a head."""
+    """Returns the products of maps, matrices [..., Dk, Dk] or numbers [..., 1, 1], with states."""
     return state_map * state if state_map.shape[-1] == 1 else state_map @ state
 
 
@@ -77,8 +79,8 @@ class StateKernel(Protocol):
     """Computes chunks of tokens on one device. Stateless, and differentiable by torch's autograd.
 
     Args:
-        name: in the layers' `kernel` argument.
-        max_chunk: tokens of a chunk. Between the chunks of a run, states are passed on by products of matrices.
+        name: the value of the layers' `kernel` argument that selects this kernel.
+        max_chunk: largest number of tokens of a chunk. The scan passes states from chunk to chunk by matrix products.
     """
 
     name: str
@@ -95,7 +97,7 @@ class StateKernel(Protocol):
         ...
 
     def maps(self, chunks: Operands) -> ChunkMaps:
-        """Computes the maps of n chunks of C tokens. Padding is 0 in all operands, and does not change the state."""
+        """Computes the maps of n chunks of C tokens. Padding is 0 in all operands, so it changes no state."""
         ...
 
 
@@ -103,7 +105,7 @@ class TorchChunks:
     """Operations of torch, on any device and in every floating-point dtype."""
 
     name = "torch"
-    max_chunk = 64  # within a chunk matrices of chunk x chunk are computed
+    max_chunk = 64  # a chunk of C tokens takes matrices [C, C]
 
     def refuses(self, v: Tensor, channels: int, delta_rule: bool) -> str | None:
         return None
@@ -114,27 +116,31 @@ class TorchChunks:
         last = decays.at(slice(-1, None))
         from_start = decays.since_start()
         pairs: PairDecay = HeadDecay(decays) if g.shape[-1] == 1 else ChannelDecay(decays)
-        read, write = q * from_start, (k * decays.until_end()).mT
-        within, chunk_decay = pairs.products(q, k), last.since_start()
-        if rates is not None:
+        # Without writes, the outputs are `read` S and the leaving state is `chunk_decay` S. The written values add
+        # `within` U to the outputs, and `write` U to the leaving state.
+        read, chunk_decay = q * from_start, last.since_start()
+        within, write = pairs.products(q, k), (k * decays.until_end()).mT
+        if rates is not None:  # U = dt x does not depend on S
             return ChunkMaps(chunk_decay.mT, write @ (beta * v), read, within @ (beta * v))
-        # The solver reads what is below the diagonal alone.
+        # Solves for [V', W] at once. The solver reads only what is below the diagonal of `system`.
         system = beta * pairs.products(k, k)
         right_sides = torch.cat([beta * v, beta * from_start * k], -1)
         solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
+        # U = V' - W S: V' gives the constant terms, W the terms that are subtracted from the maps of S.
         widths = [v.shape[-1], k.shape[-1]]
-        state, erased = (write @ solution).split(widths, -1)
-        output, unread = (within @ solution).split(widths, -1)
+        state, state_map_change = (write @ solution).split(widths, -1)
+        output, output_map_change = (within @ solution).split(widths, -1)
         decay = torch.diag_embed(chunk_decay.expand(*k.shape[:2], 1, k.shape[-1]).squeeze(-2))
-        return ChunkMaps(decay - erased, state, read - unread, output)
+        return ChunkMaps(decay - state_map_change, state, read - output_map_change, output)
 
 
 class CumulativeDecay(NamedTuple):
-    """Decays from a chunk's start to each token, the token's own included.
+    """The decay from a chunk's start to each token: the product of the decays up to and including the token's.
 
     Args:
-        log: [..., C, channels], sums of the logarithms of decays above 0.
-        resets: the number of decays that are 0: differences of infinite logarithms would be undefined.
+        log: [..., C, channels], the sum of the logarithms of these decays, without decays that are 0.
+        resets: the number of decays that are 0. They are counted separately, because their logarithms are -inf, and
+            differences of these would be NaN.
     """
 
     log: Tensor
@@ -149,20 +155,20 @@ class CumulativeDecay(NamedTuple):
         return CumulativeDecay(self.log[..., tokens, :], self.resets[..., tokens, :])
 
     def since_start(self) -> Tensor:
-        """Returns the decay from the chunk's start, 0 after a reset."""
+        """Returns the decay D_t0 from the chunk's start to each token; 0 from a reset on."""
         return self.log.masked_fill(self.resets > 0, -torch.inf).exp()
 
     def until_end(self) -> Tensor:
-        """Returns the decay from after each token to the last one."""
+        """Returns the decay D_Ct from each token to the last one: the product of the decays after the token."""
         before_last, last = self.at(slice(0, -1)), self.at(slice(-1, None))
-        # That of the last token is 1, not exp(x - x): its gradient would be the rounding error of a difference.
+        # For the last token 1, and not exp(x - x), whose gradient would be a rounding error instead of 0.
         return torch.cat([last.since(before_last), torch.ones_like(last.log)], -2)
 
-    def since(self, earlier: CumulativeDecay, absent: Tensor | None = None) -> Tensor:
-        """Returns the decay from after the earlier tokens; 0 at `absent` pairs."""
-        zero = self.resets != earlier.resets
-        # Masked before the exponential: that of a pair in the wrong order may be infinite.
-        return (self.log - earlier.log).masked_fill(zero if absent is None else zero | absent, -torch.inf).exp()
+    def since(self, earlier: CumulativeDecay, excluded: Tensor | None = None) -> Tensor:
+        """Returns the decay from each earlier token to each of these tokens, broadcast; 0 for `excluded` pairs."""
+        zero = self.resets != earlier.resets  # a decay between the two tokens is 0
+        # The mask comes before the exponential, which would overflow for a pair in the wrong order.
+        return (self.log - earlier.log).masked_fill(zero if excluded is None else zero | excluded, -torch.inf).exp()
 
 
 class PairDecay(Protocol):
@@ -180,7 +186,7 @@ class HeadDecay:
         count = decays.log.shape[-2]
         ones = torch.ones(count, count, dtype=torch.bool, device=decays.log.device)
         columns = CumulativeDecay(decays.log.mT, decays.resets.mT)
-        # The diagonal is 1, and not the exponential of a difference, as in `until_end`.
+        # `since` is 0 on and above the diagonal; then the diagonal is set to 1, for the reason given in `until_end`.
         self._decay = decays.since(columns, ones.triu()) + torch.eye(count, dtype=ones.dtype, device=ones.device)
 
     def products(self, rows: Tensor, columns: Tensor) -> Tensor:
@@ -190,21 +196,23 @@ class HeadDecay:
 class ChannelDecay:
     """A decay for each channel.
 
-    The chunk is halved again and again. In the block of a later half's rows and an earlier half's columns, D_tj is the
-    decay from j to the middle times that from the middle to t: a product of matrices whose factors do not overflow.
+    D_tj is then [C, C, channels], too large to compute. So the chunk is halved again and again. For a token j of the
+    first half and a token t of the second, D_tj is the decay from j to the end of the first half, times the decay from
+    there to t. Neither factor overflows, and the sums over channels are one matrix product.
     """
 
     def __init__(self, decays: CumulativeDecay) -> None:
         self._factors = list[tuple[Tensor, Tensor]]()
-        size = 2
+        size = 2  # of pieces, whose halves are `early` and `late`: 2, 4, ..., C tokens
         while size <= decays.log.shape[-2]:
-            blocks = CumulativeDecay(*(x.unflatten(-2, (-1, size)) for x in decays))
-            early, late = blocks.at(slice(0, size // 2)), blocks.at(slice(size // 2, None))
+            pieces = CumulativeDecay(*(x.unflatten(-2, (-1, size)) for x in decays))
+            early, late = pieces.at(slice(0, size // 2)), pieces.at(slice(size // 2, None))
             self._factors.append((late.since(early.at(slice(-1, None))), early.until_end()))
             size *= 2
 
     def products(self, rows: Tensor, columns: Tensor) -> Tensor:
-        result = (rows * columns).sum(-1)[..., None, None]  # blocks of one token
+        # Starts with the diagonal, C matrices [1, 1], and joins pairs of adjacent matrices until one [C, C] is left.
+        result = (rows * columns).sum(-1)[..., None, None]
         for late_decay, early_decay in self._factors:
             half = late_decay.shape[-2]
             late_rows = rows.unflatten(-2, (-1, 2, half)).select(-3, 1) * late_decay

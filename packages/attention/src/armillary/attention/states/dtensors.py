@@ -29,17 +29,17 @@ def run_on_dtensors(
 ) -> tuple[DTensor, DTensor]:
     """Runs a layer on DTensors over a mesh that has the axis.
 
-    All inputs with a token dim have the same placements: `Shard(1)` on the axis, in shards of DTensor's own sizes; on
-    other axes `Shard(2)` (heads, if the axis divides H and K), `Shard(0)` (batch) or `Replicate`. Their global views
-    have the tokens in the order of the layout's shards. Gradients have the placements of their tensors.
+    All inputs with a token dim have the same placements: `Shard(1)` on the axis, with the shard sizes that DTensor
+    computes; on other axes `Shard(2)` (heads, if the axis divides H and K), `Shard(0)` (batch) or `Replicate`. In the
+    global view, tokens are in the order of the layout's shards. Gradients have the placements of their tensors.
 
     Args:
-        options: the mask is of this rank's rows of the batch.
+        options: options of the layer; the mask is that of this rank's rows of the batch.
         inputs: by name. "A" is [H]: a local tensor of this rank's heads, or a DTensor with `Shard(0)` on the axes that
             shard heads and `Replicate` on the others. Its gradient is `Partial` on axes that shard batch or tokens.
         initial_state: [B, H, ...]: a local tensor of this rank's rows and heads, or a DTensor with `Shard(0)` and
-            `Shard(1)` on the axes that shard batch and heads, and `Replicate` on the axis. There its gradient is
-            `Partial`.
+            `Shard(1)` on the axes that shard batch and heads, and `Replicate` on the sequence axis, on which its
+            gradient is `Partial`.
 
     Returns:
         (out, with the placements of the inputs; final state [B, H, Dk, Dv], with those of `initial_state`).
@@ -78,7 +78,8 @@ def run_on_dtensors(
 class _GradientOfFirstRank(torch.autograd.Function):
     """The identity. Backward keeps the gradient on one rank of the axis.
 
-    The gradient of a replicated DTensor is complete on every rank, and the layer's backward sums it over the ranks.
+    The gradient of a replicated DTensor is complete on every rank, but the layer's backward sums gradients of the final
+    state over ranks.
     """
 
     @staticmethod
@@ -93,7 +94,7 @@ class _GradientOfFirstRank(torch.autograd.Function):
 
 
 def _check_same_placements(inputs: Mapping[str, Tensor]) -> dict[str, DTensor]:
-    """Raises ValueError unless all are DTensors that are placed alike."""
+    """Returns the inputs. Raises ValueError unless all are DTensors on one mesh with the same placements."""
     tokens = {name: x for name, x in inputs.items() if isinstance(x, DTensor)}
     if len(tokens) < len(inputs):
         kinds = ", ".join(f"{name} {'DTensor' if name in tokens else 'local'}" for name in inputs)
@@ -108,7 +109,7 @@ def _check_same_placements(inputs: Mapping[str, Tensor]) -> dict[str, DTensor]:
 def _local_part(name: str, x: Tensor, tokens: DTensor, expected: list[Placement]) -> Tensor:
     """Returns the local part of a tensor without a token dim.
 
-    Its gradient is `Partial` on axes that shard batch or tokens.
+    Its gradient is `Partial` on axes that shard the batch or the tokens, because each rank has a share of it.
     """
     if not isinstance(x, DTensor):
         return x

@@ -1,8 +1,8 @@
 """Layers with a state inside `torch.compile` without a graph break: an op, and the op of its backward pass.
 
 Ops take only tensors, numbers and strings (`ScanKey`), and rebuild and check the call when the graph runs. Documents
-and trees are a tensor, so one graph serves all of them. The number of gathered elements depends on the mask, so it is a
-dynamic size, known when the graph runs.
+and trees are passed as a tensor, so one graph serves all of them. The number of gathered elements depends on the mask,
+so it is a dynamic size, known only when the graph runs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scal
 
 
 class ScanKey(NamedTuple):
-    """A call without its tensors, as the op's arguments: `KEY_SCHEMA`.
+    """The arguments of a call that are not tensors, as arguments of the op: `KEY_SCHEMA`.
 
     Args:
-        axis, group: names of the axis and of its group; "" without an axis.
+        axis, group: names of the axis and of its process group; "" without an axis.
         layout, kernel: "" for None.
         sides: `AttentionMask.sides`; documents and trees are in a tensor.
     """
@@ -53,7 +53,7 @@ class ScanKey(NamedTuple):
         return RECURRENCES[self.layer].checked_call(options, *inputs, initial_state=initial_state)
 
     def results_like(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns empty tensors shaped like the outputs and the final states."""
+        """Returns empty tensors with the shapes and dtype of the outputs and the final states."""
         recurrence, dtype = RECURRENCES[self.layer], state_dtype(inputs)
         values, keys = inputs[recurrence.values], inputs[recurrence.keys]
         batch, _, heads, width = values.shape
@@ -90,7 +90,7 @@ def trace_scan(
 def _run_forward(
     inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
-    """Returns outputs, final states and the gathered elements, empty on one rank. None of them is a view."""
+    """Returns outputs, final states and gathered elements, which are empty on one rank. No result is a view."""
     out, final, gathered = ScanKey(*key).call(inputs, initial_state, mask_numbers).forward([*inputs, initial_state])
     return [*map(own_memory, (out, final)), final.new_empty(0) if gathered is None else own_memory(gathered)]
 
@@ -98,6 +98,7 @@ def _run_forward(
 def _forward_like(
     inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
+    """Returns empty results of `_run_forward`, for tracing."""
     scan_key = ScanKey(*key)
     out, final = scan_key.results_like(inputs)
     layout = read_layout(scan_key.layout)
@@ -134,6 +135,7 @@ def _backward_like(
     mask_numbers: Tensor | None,
     *key: Any,
 ) -> list[Tensor]:
+    """Returns empty results of `_run_backward`, for tracing."""
     return [x.new_empty(x.shape) for x in (*inputs, initial_state) if x is not None]
 
 
@@ -162,7 +164,7 @@ _scan_backward = compat.define_op(
 
 
 class _TracedScan(torch.autograd.Function):
-    """`scan._Scan` for graphs: runs the op below autograd, and its backward op."""
+    """`scan._Scan` for graphs: forward runs the op below autograd, backward runs the backward op."""
 
     @staticmethod
     def forward(
@@ -173,7 +175,8 @@ class _TracedScan(torch.autograd.Function):
         ctx.key = key
         ctx.save_for_backward(mask_numbers, initial_state, gathered, *inputs)
         ctx.mark_non_differentiable(gathered)
-        ctx.set_materialize_grads(False)  # zeros of the gathered elements would need their size
+        # Autograd would otherwise create a zero gradient for `gathered`, whose size is not known while tracing.
+        ctx.set_materialize_grads(False)
         return out, final, gathered
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Kernels of installed packages for layers with a state, and the choice among them.
 
-None of these has run on a GPU here: their signatures and conventions are held by stand-ins in the tests.
+None of these kernels has run on a GPU here. Tests call stand-ins that have their signatures and conventions.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from armillary.attention.kernels.installed import is_installed
 from armillary.attention.states.chunks import ChunkMaps, Operands, StateKernel, TorchChunks
 
 SMALLEST_LOG_DECAY = -100.0
-"""In place of -inf, whose differences are NaN in these kernels; exp(-100) is below the normal numbers of float32."""
+"""Replaces -inf, because these kernels subtract logarithms: -inf + inf is NaN. exp(-100) is subnormal in float32."""
 
 
 class FlashLinearAttention:
     """The gated delta rule of `flash-linear-attention`, with a decay for each head or for each key channel.
 
-    One call computes outputs, leaving states and both maps: values get Dk more columns of zeros, whose entering state
-    is the identity. These columns of the results are the maps, which are linear in the entering state.
+    One call computes outputs, leaving states and both maps. For the maps, the values have Dk further columns of zeros,
+    and the entering state of these columns is the identity. The results in these columns are the maps.
     """
 
     name = "fla"
-    max_chunk = 512  # a trade-off: short documents are padded to it, and states are passed on between chunks
+    max_chunk = 512  # a compromise: larger chunks pad short documents more, smaller ones need more state passing
 
     def refuses(self, v: Tensor, channels: int, delta_rule: bool) -> str | None:
         if not delta_rule:

@@ -40,27 +40,28 @@ def gated_delta_rule(
         beta: [B, T, H].
         layout: the shards of the sequence, over the ranks of the axis. None: the T tokens are the sequence.
         axis: a 1-D mesh, such as `mesh["ring"]`. None for one rank.
-        mask: causal documents, at whose starts the state is 0, or a tree, where a segment continues its parent's last
-            state. None: one document.
-        initial_state: [B, H, Dk, Dv], the state before position 0, the same on all ranks. Its gradient is this rank's
-            share of a sum. It enters the first document of each row only.
+        mask: causal documents: the state is 0 at the start of each. Or a tree: a segment starts from the state after
+            its parent's last token. None: each row is one document.
+        initial_state: [B, H, Dk, Dv], the state before position 0, the same on all ranks. It enters only the first
+            document of each row. Its gradient is this rank's share of a sum.
         scale: 1 / sqrt(Dk) by default.
         kernel: a kernel, or the name of one, "torch" or "fla"; by default the fastest that supports the inputs.
 
     Returns:
-        (o [B, T, H, Dv], final [B, H, Dk, Dv]): final is the state after the last token of each row, on every rank. Its
-        gradients add up over ranks. States are float32, or float64 if q, k or v is. DTensors in, DTensors out: see
+        (o [B, T, H, Dv], final [B, H, Dk, Dv]): final is the state after the last token of each row, on every rank. The
+        gradients that ranks pass for it are summed. States are float32, or float64 if any input is. For DTensors see
         `states/dtensors.py`.
 
-    Bytes sent by each of P ranks, kind "all_gather": (P - 1) times 4 H Dk (Dv for each state + Dk for each map) of the
-    rank with most of them: it has a state for each run of its tokens that a run of another rank follows, or that ends
-    the row, and a map for each of these whose first state comes from another rank. Backward the other ranks' states and
-    maps, kind "reduce_scatter". A run is a span of a shard, cut at the boundaries of segments.
+    Bytes sent by each of P ranks, kind "all_gather": 4 H Dk (P - 1) (Dv states + Dk maps), with the numbers of states
+    and maps of the rank that has most; 8 instead of 4 for float64. Backward sends the gradients of the other ranks'
+    states and maps, kind "reduce_scatter". To count them, cut a rank's shard into runs at the boundaries of spans and
+    segments. The rank sends the state after a run if a run on another rank follows it, or if the row ends there. It
+    also sends a map with this state if the run follows a run of another rank, directly or through its own runs.
 
     Raises:
-        ValueError: arguments that do not fit each other; a striped layout, whose tokens have no neighbours on their
-            rank: `relayout` the inputs first; a mask that is neither of causal documents nor a tree; a kernel that does
-            not support the inputs. Raised before any communication.
+        ValueError: arguments that do not fit each other; a striped layout, which puts adjacent tokens on different
+            ranks (`relayout` the inputs first); a mask other than causal documents or a tree; a kernel that does not
+            support the inputs. Raised before any communication.
     """
     options = StateOptions(layout, axis, mask, kernel, scale)
     return _run("gated_delta_rule", options, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, initial_state)
@@ -108,7 +109,7 @@ def ssd(
 def _run(
     layer: str, options: StateOptions, inputs: Mapping[str, Tensor], initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Runs a layer on DTensors, into a graph, or on local tensors.
+    """Runs a layer: on DTensors, traced into a compiled graph, or on local tensors.
 
     Returns:
         (out [B, T, H, Dv] in the dtype of the values, final [B, H, Dk, Dv]).

@@ -1,14 +1,15 @@
 """The plan of a scan: the chunks of each rank, their order, and the states that ranks exchange.
 
 - A *run* is a range of adjacent tokens of one segment on one rank. Its *previous* run, maybe on another rank, ends with
-  the token before its first one: in the same segment, or at the end of the parent segment.
-- Runs are cut into *chunks*. The parent of a chunk is the chunk that ends right before it, if both are on one rank, so
+  the token before the run's first token: in the same segment, or at the end of the parent segment.
+- Runs are cut into *chunks*. The parent of a chunk is the chunk on the same rank that ends right before it, if any. So
   the chunks of a rank form trees.
-- A tree is *dependent* if it continues a run of another rank. The state that enters it is known after the exchange.
+- A tree of chunks is *dependent* if its first run has a previous run, which is then on another rank. The state that
+  enters the tree is known after the exchange.
 - A *boundary state* is the state after a run that another rank continues, or after the last token of a row. Boundary
-  states form a forest, too: the parent of one is the boundary state that enters the tree of chunks in which it is.
+  states form a forest, too: the parent of a boundary state is the one that enters the tree of chunks of its run.
 
-Everything is computed on the host from the layout and the segments, and equal on all ranks.
+Everything is computed on the host from the layout and the segments, so that all ranks agree.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Forest:
 
     Args:
         sizes: number of nodes of each depth.
-        parents: index of the parent of each node below the roots.
-        parents_by_depth: the same parents, one tensor for each depth from 1 on. Indices count from the first node of
+        parents: index of the parent of each node that is not a root.
+        parents_by_depth: the same parents, one tensor for each depth from 1 on. In it, index 0 is the first node of
             the depth above.
     """
 
@@ -57,7 +58,7 @@ class Forest:
 
     @classmethod
     def of(cls, parents: Sequence[int], device: torch.device) -> Forest:
-        """Returns the forest of nodes that are in depth order and have these parents; -1 for roots."""
+        """Returns the forest of nodes in depth order, from the parent of each node; -1 for roots."""
         sizes = np.bincount(_depths(parents), minlength=1).tolist()
         indices = _indices(parents[sizes[0] :], device)
         starts = accumulate(sizes, initial=0)
@@ -71,6 +72,7 @@ def depth_order(parents: Sequence[int]) -> list[int]:
 
 
 def _depths(parents: Sequence[int]) -> Integers:
+    """Returns the depth of each node; 0 for roots. A parent is an earlier node."""
     depths = list[int]()
     for parent in parents:
         depths.append(0 if parent == NONE else depths[parent] + 1)
@@ -81,16 +83,17 @@ def _depths(parents: Sequence[int]) -> Integers:
 class StateExchange:
     """The all-gather of boundary states, and the forest in which they are completed.
 
-    A rank sends each of its boundary states as if no state of another rank entered its tree. If the tree is dependent,
-    it also sends the map from the state that enters the tree to the boundary state. These are the forest's non-roots.
+    A rank sends each of its boundary states as if no state of another rank entered the tree of chunks. If the tree is
+    dependent, the rank also sends the map from the state that enters the tree to the boundary state. The boundary
+    states that have maps are the non-roots of the forest.
 
     Args:
         state_counts, map_counts: number of states and maps that each rank sends.
         own_state_chunks: chunks whose leaving states this rank sends.
         own_map_chunks: chunks whose maps this rank sends, as indices of `ScanPlan.dependent_chunks`.
         state_order: for each node of the forest its index among all gathered states.
-        map_order: for each non-root its index among all gathered maps.
-        forest: of boundary states.
+        map_order: for each non-root of the forest its index among all gathered maps.
+        forest: all boundary states.
         entering_states: for each of `ScanPlan.dependent_chunks` the boundary state that enters its tree.
         final_states: for each row the boundary state after its last token.
     """
@@ -111,17 +114,17 @@ class ScanPlan:
     """One rank's part of a scan. Local tokens are numbered over all rows of the batch, row by row.
 
     Args:
-        tokens: [chunks * chunk_size], the local token in each slot of the chunks; any token in slots of padding.
+        tokens: [chunks * chunk_size], the local token in each slot of the chunks; slots of padding have any token.
             Chunks are in the order of `forest`.
-        chunk_size: slots of a chunk.
+        chunk_size: number of slots of a chunk.
         padding: bool [chunks, 1, chunk_size, 1], True for slots without a token; None if there are none.
         slots: for each local token its index in `tokens`.
-        forest: of this rank's chunks.
+        forest: this rank's chunks.
         first_chunks, first_rows: the chunks that start at position 0, which are roots, and their rows.
         dependent_chunks: chunks of dependent trees, in the order of `forest`.
-        dependent_forest: of these chunks.
-        exchange: None for one rank.
-        last_chunks: for one rank the chunk with the last token of each row; otherwise empty.
+        dependent_forest: these chunks as a forest.
+        exchange: None on one rank.
+        last_chunks: on one rank, the chunk with the last token of each row; empty on several.
     """
 
     tokens: Tensor
@@ -141,7 +144,7 @@ class RunChunks(NamedTuple):
     """The chunks of one rank in depth order.
 
     Args:
-        size: tokens of a chunk; the last one of a run may have fewer.
+        size: tokens of a chunk; the last chunk of a run may have fewer.
         runs: for each chunk the index of its run.
         starts: for each chunk its first position.
         parents: for each chunk its parent, or -1.
@@ -156,8 +159,10 @@ class RunChunks(NamedTuple):
 
     @classmethod
     def cut(cls, runs: Sequence[ShardRun], rank: int, max_chunk: int) -> RunChunks:
+        """Returns the chunks of a rank, cut from the runs of all ranks."""
         own_runs = [index for index, run in enumerate(runs) if run.rank == rank]
         longest = max((runs[index].stop - runs[index].start for index in own_runs), default=1)
+        # The least power of 2 that holds the longest run: kernels halve chunks, and larger chunks would be padding.
         size = min(max_chunk, 1 << (longest - 1).bit_length())
         # Runs are listed after their previous runs, so each chunk is created after its parent.
         parents, chunk_runs, starts = list[int](), list[int](), list[int]()
@@ -181,9 +186,9 @@ class RunChunks(NamedTuple):
         )
 
     def tokens(self, runs: Sequence[ShardRun], layout: SequenceLayout, rank: int) -> tuple[Integers, NDArray[np.bool_]]:
-        """Returns (local token in each slot, True for slots that have one), both [chunks, size].
+        """Returns (local token in each slot, True for slots that are not padding), both [chunks, size].
 
-        Slots of padding have the chunk's first token.
+        A slot of padding has the chunk's first token.
         """
         stops = np.array([runs[run].stop for run in self.runs], dtype=np.int64)
         starts = np.array(self.starts, dtype=np.int64)
@@ -211,7 +216,7 @@ def plan_scan(
     runs = _runs(layout, rows)
     roots = _tree_roots(runs)
     chunks = RunChunks.cut(runs, rank, max_chunk)
-    # The first run of a tree has a previous run only if that is on another rank.
+    # If the first run of a tree has a previous run, that run is on another rank.
     dependent_chunks = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != NONE]
     dependent_index = {NONE: NONE} | {chunk: index for index, chunk in enumerate(dependent_chunks)}
     # A subset of chunks in depth order that contains whole trees is in depth order itself.
@@ -224,6 +229,7 @@ def plan_scan(
         entering_runs = [runs[roots[chunks.runs[chunk]]].previous for chunk in dependent_chunks]
         exchange = _exchange(runs, roots, layout, rank, chunks, dependent_index, entering_runs, device)
     tokens, is_token = chunks.tokens(runs, layout, rank)
+    # The inverse of `tokens`: the slot of each local token.
     slots = np.empty(len(rows) * layout.sizes[rank], dtype=np.int64)
     slots[tokens[is_token]] = np.flatnonzero(is_token)
     return ScanPlan(
@@ -243,6 +249,8 @@ def plan_scan(
 
 def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
     """Returns the runs of all ranks by row and position, so that a run is listed after its previous run."""
+    # The runs of a row are computed once for all rows with equal segments. There, indices of previous runs count from
+    # the row's first run.
     runs, by_segments = list[ShardRun](), dict[Segments, list[tuple[int, int, int, int]]]()
     for row, segments in enumerate(rows):
         if segments not in by_segments:
@@ -255,7 +263,6 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
                 (shard, start, stop, run_ending_at.get(token, NONE))
                 for (start, stop, shard), token in zip(spans, previous_tokens.tolist(), strict=True)
             ]
-        # Rows with equal segments share their runs, whose indices of previous runs count from the row's first run.
         offset = len(runs)
         runs += [
             ShardRun(shard, row, start, stop, previous if previous == NONE else previous + offset)
@@ -278,8 +285,9 @@ def exchange_counts(layout: SequenceLayout, rows: tuple[Segments, ...]) -> tuple
     runs = _runs(layout, rows)
     roots, boundary_runs = _tree_roots(runs), _boundary_runs(runs, layout.length)
     map_runs = [run for run in boundary_runs if runs[roots[run]].previous != NONE]
-    states, maps = ([runs[run].rank for run in some] for some in (boundary_runs, map_runs))
-    return [states.count(rank) for rank in range(layout.shards)], [maps.count(rank) for rank in range(layout.shards)]
+    state_ranks, map_ranks = [runs[run].rank for run in boundary_runs], [runs[run].rank for run in map_runs]
+    ranks = range(layout.shards)
+    return [state_ranks.count(rank) for rank in ranks], [map_ranks.count(rank) for rank in ranks]
 
 
 def _boundary_runs(runs: Sequence[ShardRun], length: int) -> list[int]:
@@ -302,7 +310,7 @@ def _exchange(
 
     Args:
         roots: for each run the first run of its tree.
-        dependent_index: for each dependent chunk its index among these.
+        dependent_index: for each dependent chunk its index among the dependent chunks.
         entering_runs: for each dependent chunk the run, on another rank, that its tree continues.
     """
     last_runs = [index for index, run in enumerate(runs) if run.stop == layout.length]
@@ -315,12 +323,13 @@ def _exchange(
     forest = Forest.of([sorted_index[parents[index]] for index in order], device)
     forest_runs = [boundary_runs[index] for index in order]
 
-    # An all-gather returns tensors by rank; `sorted` is stable, so those of one rank are by position.
+    # An all-gather returns tensors in the order of ranks. `sorted` is stable, so tensors of one rank stay in run order.
     state_runs = sorted(boundary_runs, key=lambda run: runs[run].rank)
     map_runs = [run for run in state_runs if runs[roots[run]].previous != NONE]
     gathered_state = {run: index for index, run in enumerate(state_runs)}
     gathered_map = {run: index for index, run in enumerate(map_runs)}
-    own_state_runs, own_map_runs = ([run for run in some if runs[run].rank == rank] for some in (state_runs, map_runs))
+    own_state_runs = [run for run in state_runs if runs[run].rank == rank]
+    own_map_runs = [run for run in map_runs if runs[run].rank == rank]
     ranks = range(layout.shards)
     return StateExchange(
         tuple(sum(runs[run].rank == peer for run in state_runs) for peer in ranks),

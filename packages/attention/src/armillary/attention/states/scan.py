@@ -18,14 +18,14 @@ from armillary.core.observe.ledger import phase
 MakeOperands = Callable[..., Operands]
 """Computes the operands of a layer from its inputs."""
 Gather = Callable[[Tensor, Sequence[int]], Tensor]
-"""Gathers the flat elements of all ranks, from this rank's and the number of elements of each rank."""
+"""All-gather of flat tensors: (this rank's elements, number of elements of each rank) -> elements of all ranks."""
 
 
 class ScanCall(NamedTuple):
-    """A checked call.
+    """A checked call of a layer with a state.
 
     Args:
-        make_operands: called with the inputs, in forward and again in backward.
+        make_operands: computes the operands from the inputs, in forward and again in backward.
         axis: the sequence axis; None for one rank.
     """
 
@@ -51,9 +51,9 @@ class ScanCall(NamedTuple):
     def backward(
         self, grads: Sequence[Tensor], inputs: Sequence[Tensor | None], gathered: Tensor | None
     ) -> list[Tensor | None]:
-        """Returns the gradients of the inputs from those of outputs and states. Recomputes the chunks."""
-        # Every leaf requires a gradient, even if the caller needs none: the backward collective must run on every rank,
-        # and it runs only if the gathered states depend on a leaf.
+        """Returns the gradients of the inputs from the gradients of outputs and states. Recomputes the chunks."""
+        # All leaves require gradients, even if the caller needs none: the backward collective must run on every rank,
+        # and autograd runs it only if the gathered states depend on a leaf that requires a gradient.
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
 
         def gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -74,7 +74,7 @@ def scan(call: ScanCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
 class _Scan(torch.autograd.Function):
     """The scan as one function. Saves its inputs and the gathered states, and recomputes everything else in backward.
 
-    As one function it runs the backward collective on every rank, even if a rank's loss depends on no other rank.
+    Because it is one function, every rank runs the backward collective, even if its loss depends on no other rank.
     """
 
     @staticmethod
@@ -112,25 +112,27 @@ def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather
     q, k, v, g, beta = (_cut(x, plan) for x in operands[:5])
     chunks = kernel.maps(operands._replace(q=q, k=k, v=v, g=g, beta=beta))
 
-    # 2. The states of local trees, as if no state of another rank entered.
-    roots = plan.forest.sizes[0]
-    entering_roots = chunks.state.new_zeros(roots, *chunks.state.shape[1:])
+    # 2. The states after local chunks, as if no state of another rank entered.
+    root_count = plan.forest.sizes[0]
+    entering_roots = chunks.state.new_zeros(root_count, *chunks.state.shape[1:])
     if operands.initial_state is not None:
         initial = operands.initial_state.index_select(0, plan.first_rows)
         entering_roots = entering_roots.index_add(0, plan.first_chunks, initial)
-    leaving_roots = apply_map(chunks.state_map[:roots], entering_roots) + chunks.state[:roots]
+    leaving_roots = apply_map(chunks.state_map[:root_count], entering_roots) + chunks.state[:root_count]
     leaving = _follow(leaving_roots, chunks.state_map, chunks.state, plan.forest)
     entering = torch.cat([entering_roots, leaving.index_select(0, plan.forest.parents)])
     if plan.exchange is None:
         final = leaving.index_select(0, plan.last_chunks)
     else:
-        # 3. Products of maps along dependent trees: from the state that enters a tree to those that leave its chunks.
+        # 3. Products of maps along dependent trees: from the state that enters a tree to the state after each chunk.
         maps = chunks.state_map.index_select(0, plan.dependent_chunks)
-        roots = plan.dependent_forest.sizes[0]
-        leaving_maps = _follow(maps[:roots], maps, None, plan.dependent_forest)
-        # 4. The exchange, and the effect of the received states. Maps are linear, so it is added.
+        root_count = plan.dependent_forest.sizes[0]
+        leaving_maps = _follow(maps[:root_count], maps, None, plan.dependent_forest)
+        # 4. The exchange. The states that enter dependent trees are mapped to each chunk, and added to the states
+        # there: chunks are affine maps, so the effect of an entering state is a separate term.
         states, final = _exchange_states(leaving, leaving_maps, plan.exchange, gather)
-        identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand(roots, maps.shape[1], -1, -1)
+        identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device)
+        identity = identity.expand(root_count, maps.shape[1], -1, -1)
         entering_maps = torch.cat([identity, leaving_maps.index_select(0, plan.dependent_forest.parents)])
         entering = entering.index_add(0, plan.dependent_chunks, apply_map(entering_maps, states))
     # 5. Outputs of all chunks.
@@ -162,11 +164,11 @@ def _exchange_states(
     by_rank = gathered.split([size for pair in zip(state_sizes, map_sizes, strict=True) for size in pair])
     states, maps = (torch.cat(by_rank[i::2]).view(-1, *shapes[i]) for i in (0, 1))
     states, maps = states.index_select(0, exchange.state_order), maps.index_select(0, exchange.map_order)
-    # Every rank completes all boundary states. Roots depend on no other rank and have no map, so theirs is left empty.
-    roots = exchange.forest.sizes[0]
-    boundary_states = _follow(
-        states[:roots], torch.cat([maps.new_empty(roots, *maps.shape[1:]), maps]), states, exchange.forest
-    )
+    # Every rank completes all boundary states, roots first. Roots depend on no other rank and have no maps: the entries
+    # for them are not read.
+    root_count = exchange.forest.sizes[0]
+    maps = torch.cat([maps.new_empty(root_count, *maps.shape[1:]), maps])
+    boundary_states = _follow(states[:root_count], maps, states, exchange.forest)
     return (
         boundary_states.index_select(0, exchange.entering_states),
         boundary_states.index_select(0, exchange.final_states),
@@ -174,11 +176,11 @@ def _exchange_states(
 
 
 def _follow(roots: Tensor, maps: Tensor, states: Tensor | None, forest: Forest) -> Tensor:
-    """Returns x of all nodes, computed depth by depth: x[node] = maps[node] x[parent] + states[node].
+    """Returns x [nodes, H, ...] with x[node] = maps[node] x[parent] + states[node], computed depth by depth.
 
     Args:
         roots: x of the roots.
-        maps, states: of all nodes; those of roots are not read. No states: zeros.
+        maps, states: one for each node; those of roots are not read. states=None: zeros.
     """
     depths = [roots]
     # One `split` instead of a slice for each depth: backward of each slice would allocate a gradient of all nodes.
