@@ -1,1 +1,1 @@
-"""Tokens of other positions on any layout: new layouts, shifts, halos and short convolutions."""
+"""Communication of tokens between positions, on any layout: new layouts, shifts, halos and short convolutions."""

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 
 def convolve_runs(runs: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """Returns the causal depthwise convolution [B, T, C] at the tokens of all runs, without those of the halos.
+    """Returns the causal depthwise convolution [B, T, C] at the tokens of all runs, without outputs at halo tokens.
 
     Args:
         runs: [sum(lengths), B, C], or [sum(lengths), C] with B = 1; each run begins with its W - 1 halo tokens.
-        weight, bias: [C, W] and [C].
-        lengths: tokens of each run with its halo.
+        weight, bias: [C, W] and [C], for C channels and W taps.
+        lengths: number of tokens of each run with its halo.
     """
     # One convolution over all runs. Outputs at halo tokens mix two runs, and are dropped.
     channels = runs.permute(1, 2, 0) if runs.ndim == 3 else runs.T.unsqueeze(0)  # [B, C, sum(lengths)]

@@ -1,7 +1,8 @@
 """`neighbours.moves` inside `torch.compile` without a graph break: opaque ops, each with its gradient's op.
 
-The arguments of an op are tensors, numbers and strings (`MoveKey`), from which it looks up its table when the graph
-runs. Documents and segments of a mask are a tensor, so one graph serves all masks (except for `halo`).
+The arguments of an op are tensors, numbers and strings (`MoveKey`), from which the op looks up its table when the graph
+runs. Documents and segments of a mask are passed as a tensor, so one graph serves all masks. Only `halo` is compiled
+for one mask, because the mask decides how many tensors it returns.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def halo(
 ) -> tuple[Tensor, ...]:
     check_layout(layout, axis)
     key = MoveKey.of("halo", axis, layout, documents, mask, (left, right))
-    # The mask decides how many tensors are returned, so the graph is compiled for its segments, as integers.
+    # Reading the segments as integers makes them constants of the graph: it is compiled for this mask.
     segments = [] if mask is None else mask.segments(layout.length)
     ends = [[index(value) for value in row.ends] for row in segments]
     parents = [[index(value) for value in row.parents] for row in segments]
@@ -94,7 +95,7 @@ def short_convolution(
 
 
 def _phase(backward: bool) -> AbstractContextManager[Any]:
-    # An argument of the op selects the ledger's phase, because no context manager is active inside a graph.
+    # The ledger's phase is an argument of the op, because no context manager is active inside a graph.
     return phase("backward") if backward else nullcontext()
 
 
@@ -113,7 +114,7 @@ def _run_return(grad: Tensor, dim: int, result_tokens: int, backward: bool, *key
 
 
 def _move_like(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
-    """Returns an empty tensor shaped like the result of either op, for fake tensors and graphs."""
+    """Returns an empty tensor with the shape of the result of either op, for tracing."""
     dim = 0 if dim == FLAT else dim
     return x.new_empty((*x.shape[:dim], result_tokens, *x.shape[dim + 1 :]))
 
@@ -228,7 +229,8 @@ class _Convolved(torch.autograd.Function):
         ctx.fields = key[1:]
         ctx.save_for_backward(key.mask_numbers, runs, weight, bias)
         ctx.mark_non_differentiable(runs)
-        ctx.set_materialize_grads(False)  # zeros of the runs would need their size
+        # Autograd would otherwise create a zero gradient for `runs`, whose size is not known while tracing.
+        ctx.set_materialize_grads(False)
         return out, runs
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A move of `neighbours.moves` in types that an op's schema allows: tensors, numbers and strings."""
+"""A move of `neighbours.moves` as arguments of an op, whose schema allows only tensors, numbers and strings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY_SCHEMA = (
 
 
 class TraceableMask(Segmented, Protocol):
-    """A mask that a compiled graph takes apart, and makes again when it runs."""
+    """A mask that is passed into a compiled graph as its fields, and constructed again when the graph runs."""
 
     reference: ClassVar[str]
     """The class, as "module:name"."""
@@ -30,12 +30,12 @@ class TraceableMask(Segmented, Protocol):
 
     @property
     def sides(self) -> Sequence[int]:
-        """All other fields."""
+        """All fields that are not in `numbers`."""
         ...
 
     @classmethod
     def read(cls, sides: Sequence[int], numbers: Tensor | None) -> Self:
-        """Returns the mask with these `sides` and `numbers`, one object for equal ones."""
+        """Returns the mask with these `sides` and `numbers`. Equal arguments give the same object."""
         ...
 
 
@@ -43,14 +43,15 @@ class MoveKey(NamedTuple):
     """A move without its tokens: `KEY_SCHEMA`.
 
     Args:
-        mask_numbers: those of the mask; None without a mask.
+        mask_numbers: `TraceableMask.numbers`; None without a mask.
         move: "relayout", "shift" or "halo".
-        axis, group: names of the axis and of its group.
-        layout, target: texts of layouts; the second of "relayout" alone.
-        documents: boundaries, "0,10,24", or ";" between those of rows; "" for None.
+        axis, group: names of the axis and of its process group.
+        layout, target: texts of layouts. Only "relayout" has a target; "" otherwise.
+        documents: boundaries for all rows, "0,10,24", or for each row, "0,10,24;0,24;"; "" for None.
         mask: `TraceableMask.reference`; "" for None.
         sides: `TraceableMask.sides`; empty without a mask.
-        numbers: offset, or left and right.
+        numbers: (offset,) of "shift", (left, right) of "halo"; empty for "relayout".
+        fill: value of the tokens that do not exist.
     """
 
     mask_numbers: Tensor | None
@@ -80,7 +81,8 @@ class MoveKey(NamedTuple):
         """Returns the key of a call while a graph is traced.
 
         Raises:
-            ValueError: documents that are a tensor, whose values are unknown there; a mask that is not traceable.
+            ValueError: documents that are a tensor, whose values are unknown while tracing; a mask that is not
+                traceable.
         """
         reference, mask_numbers, sides = "", None, ()
         if documents is not None and mask is not None:
@@ -130,12 +132,15 @@ class MoveKey(NamedTuple):
 
 
 def _documents_text(documents: Sequence[Any]) -> str:
+    """Returns `MoveKey.documents`."""
     rows = [documents] if isinstance(documents[0], int) else documents
-    # A row's text ends with ";" where rows have boundaries of their own, so that one row is told from all rows alike.
+    # The text of a row ends with ";" if boundaries are given for each row. So [[0, 24]], for a batch of one row,
+    # differs from [0, 24], for all rows.
     return "".join([",".join([str(end) for end in row]) + ("" if row is documents else ";") for row in rows])
 
 
 def documents_segments(text: str, length: int) -> tuple[Segments, ...]:
+    """Returns the segments of each row, or one entry for all rows, from `MoveKey.documents`."""
     rows = [[int(end) for end in row.split(",")] for row in text.split(";") if row]
     return segments_of(length, (rows if ";" in text else rows[0]) if rows else None)
 

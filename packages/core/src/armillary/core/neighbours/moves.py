@@ -100,7 +100,7 @@ def shift(
     Bytes sent: each token of this rank once to every other rank that needs it, kind "all_to_all".
 
     Raises:
-        ValueError: a negative offset in a tree, where a token may have several successors; arguments that do not
+        ValueError: a negative offset in a tree, where a token may have several next tokens; arguments that do not
             match. Raised before any communication.
     """
     integer("offset", offset)
@@ -174,8 +174,9 @@ def short_convolution(
 
     Args:
         x: [B, T, C], this rank's tokens.
-        weight: [C, W], replicated. Its gradient and that of `bias` are this rank's addends: sum them over the axis.
-        bias: [C], replicated; None for none.
+        weight: [C, W], replicated, for C channels and W taps. The gradients of weight and bias are this rank's shares:
+            sum them over the axis.
+        bias: [C], replicated; None without a bias.
         documents, mask: as in `shift`.
 
     Returns:
@@ -212,7 +213,8 @@ def _on_local(
     """Applies a function to a local tensor or a DTensor's local tensor. The result has the placements of `x`.
 
     Raises:
-        ValueError: a DTensor that is not sharded on the axis along `dim`, or not in shards of these layouts' sizes.
+        ValueError: a DTensor that the axis does not shard along `dim`, or whose shards have other sizes than the
+            layouts'.
     """
     if not compat.is_dtensor(x):
         return function(x)

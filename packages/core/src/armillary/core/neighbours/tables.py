@@ -1,4 +1,4 @@
-"""The tables of `neighbours.moves`: which tokens each rank needs, computed on the host and cached."""
+"""The tables of `neighbours.moves`: the tokens that each rank needs, computed on the host and cached."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from armillary.core.slices import Integers
 from armillary.core.validation import check_tensor, integer
 
 FLAT = -1
-"""The dim of tokens of several rows that are flattened into dim 0: row by row."""
+"""Given as the dim of tokens: the tokens of several rows are flattened into dim 0, row by row."""
 
 
 class TokenMove(NamedTuple):
-    """A move of this rank's tokens, the same in all rows of a tensor, or row by row.
+    """A move of tokens between ranks: one for all rows of a tensor, or a different one for each row.
 
     Args:
-        rows: number of rows with moves of their own; 1 if all rows move alike.
-        lengths: tokens of each run with its halo, for `halo`.
-        fill: the value of tokens that do not exist.
+        rows: number of rows with different moves; 1 if all rows move alike.
+        lengths: number of tokens of each run with its halo; only for `halo`.
+        fill: value of the tokens that do not exist.
     """
 
     axis: Axis
@@ -38,10 +38,10 @@ class TokenMove(NamedTuple):
     fill: float = 0
 
     def tokens(self, x: Tensor, dim: int) -> Tensor:
-        """Returns `x` with the tokens of `dim` on dim 0. Several rows are flattened, row by row.
+        """Returns `x` with the tokens of `dim` on dim 0. If rows have different moves, they are flattened, row by row.
 
         Raises:
-            ValueError: another number of tokens or rows than the table's.
+            ValueError: the numbers of tokens or rows are not those of the table.
         """
         if self.rows > 1 and dim != FLAT and (dim != 1 or len(x) != self.rows):
             raise ValueError(
@@ -55,7 +55,7 @@ class TokenMove(NamedTuple):
         return tokens
 
     def flat(self, x: Tensor, dim: int) -> Tensor:
-        """Returns `x`, with any number of tokens on `dim`, with the tokens on dim 0 as `tokens` does."""
+        """Returns the same as `tokens`, but accepts any number of tokens."""
         if dim == FLAT:
             return x
         return x.movedim(dim, 0) if self.rows == 1 else x.flatten(0, 1)
@@ -91,7 +91,7 @@ def relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) ->
 @lru_cache(maxsize=32)
 @compat.outside_modes
 def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
-    """Returns the moves of `shift`: for each of its tokens a rank needs the token `offset` positions before it."""
+    """Returns the moves of `shift`: for each token of its shard a rank needs the token `offset` positions before."""
     positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     return MoveTable.build(
         layout, rank, [[row.ancestors(shard_positions, offset) for row in rows] for shard_positions in positions]
@@ -117,7 +117,7 @@ def halo_table(
 
 
 def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:
-    """Returns the positions of a run and its halo; -1 beyond its document or path."""
+    """Returns the positions of a run and its halo; -1 for halo tokens outside of its document or path."""
     tokens = np.arange(run.start, run.stop, run.step)
     before = [segments.ancestors(tokens[:1], distance) for distance in range(left, 0, -1)]
     after = [segments.ancestors(tokens[-1:], -distance) for distance in range(1, right + 1)]
