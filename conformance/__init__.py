@@ -9,9 +9,9 @@
         worlds(4).run(on_every_rank)
 
 Every rank builds the same global tensors from the case's seed, and runs the method on its own shard, forward and
-backward. The shards of all ranks are joined and compared with float64 attention on one device, under a random dout,
-each tensor relative to its own norm. Uninitialized memory is filled with NaN, inputs may be strided views, another call
-runs between forward and backward, and a second run must give the same bits.
+backward. The shards of all ranks are joined and compared with float64 attention on one device, for a random gradient
+`dout` of out. The error of a tensor is relative to the tensor's norm. Uninitialized memory is filled with NaN, inputs
+may be strided views, another call runs between forward and backward, and a second run must give the same bits.
 
     python -m conformance --ranks 1 2 4 8 --method all     # the full product of methods and cases
     python -m conformance --random 2000 --seed 1           # random cases
@@ -25,7 +25,7 @@ from conformance.case import GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
 from conformance.check import attend_nothing, check, errors
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw import Trial, drawn
-from conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, Off
+from conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, TensorError
 from conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, cases, product_cases
 from conformance.sample_masks import MASKS, with_every_kind
 
@@ -47,7 +47,7 @@ __all__ = [
     "Case",
     "Composition",
     "ConformingMethod",
-    "Off",
+    "TensorError",
     "Trial",
     "attend_nothing",
     "cases",

@@ -55,7 +55,7 @@ class ConformingMethod(Protocol):
 
 
 @dataclass(frozen=True)
-class Calling:
+class CaseCall:
     """A method and a case."""
 
     attend: ConformingMethod
@@ -95,7 +95,7 @@ class Calling:
         mask = self.placing.mask(self.part)
         required: dict[str, Any] = {"mask": mask, "layout": self.sharding.layout, "scale": case.scale}
         optional: dict[str, Any] = {"sinks": sinks, "softcap": case.softcap, "kernel": case.kernel}
-        optional["key_layout"] = self.sharding.key_layout if case.crosses else None
+        optional["key_layout"] = self.sharding.key_layout if case.is_cross_attention else None
         return required | {name: value for name, value in optional.items() if value is not None}
 
 

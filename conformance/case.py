@@ -20,17 +20,20 @@ from armillary.attention.mask import (
 
 KINDS = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*KINDS, "balanced", "uneven", "spans")
-"""Layouts of every method, and two drawn from the case's seed: contiguous shards of any sizes, or any spans."""
+"""Layouts of every method, and two that are drawn from the case's seed: "uneven", contiguous shards of any sizes, and
+"spans", any spans."""
 MEMORY = ("plain", "transposed", "permuted", "packed", "sliced", "expanded", "mixed")
-"""Memory layouts: contiguous; views of [B, H, T, D]; another order of dims, the head dim not innermost; slices of one
-[B, T, (H + 2K) D] projection; every other element of a larger buffer, with an offset; stride 0 over the batch, heads or
-all dims; or a different one of these for each tensor."""
+"""Memory layouts, in this order: contiguous; views of [B, H, T, D]; another order of dims, the head dim not innermost;
+slices of one [B, T, (H + 2K) D] projection; every other element of a larger buffer, with an offset; stride 0 in the
+batch, heads or all dims; or a different one of these for each tensor."""
 SINKS = (0, 1, 3)
 """Sink logits per head."""
 GRADIENTS = ("plain", "transposed", "permuted", "sliced", "expanded")
 SAVING = ("autograd", "checkpoint", "reentrant", "selective")
-"""Plain autograd; activation checkpointing of either kind; or a selective one that must save attention's results."""
+"""Plain autograd; activation checkpointing, non-reentrant or reentrant; selective checkpointing that saves attention.
+"""
 EVERYTHING = "qkvsxw"
+"""First letters of all tensors that may require a gradient; see `Case.needs`."""
 CAUSAL = AttentionMask()
 PATTERNS: dict[type[Pattern], str] = {
     SliceList: "slices",
@@ -41,7 +44,7 @@ PATTERNS: dict[type[Pattern], str] = {
     Blocks: "blocks",
     RowMasks: "rows",
 }
-"""Names of patterns. Masks of only causal, windows and documents have none."""
+"""Names of patterns. Masks that have only causality, windows and documents have no pattern."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Case:
         key_length: number of keys, for cross-attention; by default that of queries.
         key_kind: kind of the keys' layout; by default that of the queries'.
         sinks: sink logits per head: 0 is none, 1 a tensor [H], S a tensor [S, H].
-        shift: added to every logit, nearly. Softmax does not change, but exp(lse) overflows or vanishes.
+        shift: added to every logit, approximately. Softmax does not change, but exp(lse) overflows or vanishes.
         kernel: name of a kernel; by default the preferred one.
         memory: memory layout of the inputs, one of `MEMORY`.
         gradient: memory layout of dout, one of `GRADIENTS`.
@@ -100,8 +103,8 @@ class Case:
     seed: int = 0
 
     @property
-    def crosses(self) -> bool:
-        """True if the keys have a layout of their own."""
+    def is_cross_attention(self) -> bool:
+        """True if keys and queries have different layouts."""
         return self.key_length is not None or self.key_kind is not None
 
     @property
@@ -110,13 +113,13 @@ class Case:
         return self.length if self.key_length is None else self.key_length
 
     @property
-    def computed(self) -> torch.dtype:
-        """Dtype of attention: autocast narrows the results of projections, except float64."""
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype in which attention gets q, k and v. Autocast casts the results of projections, except float64."""
         lowered = self.projected and self.autocast is not None and self.dtype != torch.float64
         return self.autocast if lowered and self.autocast is not None else self.dtype
 
     @property
-    def scaled(self) -> float:
+    def softmax_scale(self) -> float:
         """Softmax scale."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
@@ -124,7 +127,7 @@ class Case:
         words = [f"B{self.batch} N{self.length} H{self.heads} K{self.kv_heads} D{self.head_dim}"]
         words += [f"Dv{self.value_dim}"] * (self.value_dim != self.head_dim)
         words += [_short(self.dtype), mask_text(self.mask)]
-        words += [self.kind] + [f"keys={self.keys},{self.key_kind or self.kind}"] * self.crosses
+        words += [self.kind] + [f"keys={self.keys},{self.key_kind or self.kind}"] * self.is_cross_attention
         words += ["sinks"] * (self.sinks == 1) + [f"sinks={self.sinks}"] * (self.sinks > 1)
         words += [f"softcap={self.softcap}"] * (self.softcap is not None)
         words += [self.memory] + [f"dout={self.gradient}"] * (self.gradient != "plain")
@@ -139,7 +142,7 @@ class Case:
 
 
 def mask_kinds(mask: AttentionMask) -> set[str]:
-    """Returns the name of the mask's pattern, and those of its rows' masks; none for plain masks."""
+    """Returns the names of the mask's pattern and of its rows' patterns; an empty set for masks without a pattern."""
     if mask.pattern is None:
         return set()
     kinds = {PATTERNS[type(mask.pattern)]}

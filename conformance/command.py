@@ -36,7 +36,7 @@ from conformance.sample import DTYPES, product_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns 1 if a case failed, 2 if there is no such device."""
+    """Entry point. Returns 0 if all cases passed, 1 if a case failed, 2 if the machine has no such device."""
     options = parsed(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: this machine has no GPU", file=sys.stderr)
@@ -67,6 +67,7 @@ def _drawn(options: Namespace) -> list[Trial]:
 
 
 def _product(options: Namespace) -> list[Trial]:
+    """Returns the requested methods on all of their meshes, each with all cases of the requested dtypes."""
     chosen = compositions(options.methods, options.ranks or [1, 2, 4])
     cases = list(product_cases(options.seed, options.dtypes))
     return [Trial(composition, case) for composition in chosen for case in cases if fits(composition, case)]

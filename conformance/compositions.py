@@ -35,35 +35,35 @@ from armillary.core.testing import mesh
 Axes = Mapping[str, int]
 Meshes = Callable[[int], Iterable[Axes]]
 Build = Callable[[DeviceMesh], Method]
-Planned = Callable[[AttentionShape, Axes], CommPlan]
+PlanFunction = Callable[[AttentionShape, Axes], CommPlan]
 """Returns the communication plan of a call on a mesh with these axes."""
 
 
-class TriedMethod(NamedTuple):
+class MethodUnderTest(NamedTuple):
     """A tested method: its meshes for a number of ranks, its constructor, and its communication plan."""
 
     meshes: Meshes
     build: Build
-    comm_plan: Planned
+    comm_plan: PlanFunction
 
 
-def alone(ranks: int) -> Iterable[Axes]:
+def on_one_rank(ranks: int) -> Iterable[Axes]:
     """Returns the mesh of a single rank."""
     return [{}] if ranks == 1 else []
 
 
-def line(axis: str, least: int = 2) -> Meshes:
-    """All ranks on one axis, from `least` ranks on."""
-    return lambda ranks: [{axis: ranks}] if ranks >= least else []
+def on_one_axis(axis: str, min_ranks: int = 2) -> Meshes:
+    """Returns a function from a number of ranks, at least `min_ranks`, to the mesh with all of them on one axis."""
+    return lambda ranks: [{axis: ranks}] if ranks >= min_ranks else []
 
 
-def grid(ranks: int) -> Iterable[Axes]:
+def ring_by_ulysses(ranks: int) -> Iterable[Axes]:
     """Returns every ring x ulysses mesh with several ranks on both axes."""
     return [{"ring": ring, "ulysses": ranks // ring} for ring in range(2, ranks) if ranks % ring == 0]
 
 
 def over_nodes(ranks: int) -> Iterable[Axes]:
-    """Returns every nodes x devices mesh with several ranks on both axes; on two ranks, with one rank on either."""
+    """Returns every nodes x devices mesh with several ranks on both axes. On two ranks, one axis has one rank."""
     smallest = 1 if ranks == 2 else 2
     splits = [(nodes, ranks // nodes) for nodes in range(smallest, ranks // smallest + 1) if ranks % nodes == 0]
     return [{"nodes": nodes, "devices": devices} for nodes, devices in splits]
@@ -76,23 +76,23 @@ def over_nodes_and_heads(ranks: int) -> Iterable[Axes]:
 
 
 def teams(team: int) -> Meshes:
-    """All ranks on the ring axis, if WallFacer can form teams of this size."""
+    """Returns a function from a number of ranks to the mesh with all of them on `ring`, if teams of this size fit."""
     return lambda ranks: [{"ring": ranks}] if ranks > 1 and ranks % team**2 == 0 else []
 
 
 def meshes_of(name: str) -> Meshes:
     """Returns the meshes of a method of `build_attention`."""
     if name == "local":
-        return alone
+        return on_one_rank
     *_, sequence = ALIASES.get(name, name).partition("+")
     if name in SEQUENCE_METHODS:
-        return over_nodes if "nodes" in SEQUENCE_METHODS[name].axes else line("ring", least=1)
+        return over_nodes if "nodes" in SEQUENCE_METHODS[name].axes else on_one_axis("ring", min_ranks=1)
     if sequence in SEQUENCE_METHODS and "nodes" in SEQUENCE_METHODS[sequence].axes:
         return over_nodes_and_heads
-    return line("ulysses", least=1) if name in HEAD_METHODS else grid
+    return on_one_axis("ulysses", min_ranks=1) if name in HEAD_METHODS else ring_by_ulysses
 
 
-def ring(backward: Backward) -> TriedMethod:
+def ring(backward: Backward) -> MethodUnderTest:
     """Ring with a fixed rotating side in backward."""
 
     def build(mesh: DeviceMesh) -> Method:
@@ -101,10 +101,12 @@ def ring(backward: Backward) -> TriedMethod:
     def comm_plan(work: AttentionShape, _: Axes) -> CommPlan:
         return RingPlan(backward).comm_plan(work)
 
-    return TriedMethod(line("ring"), build, comm_plan)
+    return MethodUnderTest(on_one_axis("ring"), build, comm_plan)
 
 
-def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gather_keys: bool = True) -> TriedMethod:
+def wallfacer(
+    team: int, placement: Placement, backward: Backward = "auto", gather_keys: bool = True
+) -> MethodUnderTest:
     """WallFacer with these options."""
 
     def build(mesh: DeviceMesh) -> Method:
@@ -113,19 +115,19 @@ def wallfacer(team: int, placement: Placement, backward: Backward = "auto", gath
     def comm_plan(work: AttentionShape, _: Axes) -> CommPlan:
         return WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
 
-    return TriedMethod(teams(team), build, comm_plan)
+    return MethodUnderTest(teams(team), build, comm_plan)
 
 
-def named(name: str) -> TriedMethod:
+def named(name: str) -> MethodUnderTest:
     """The method that `build_attention` builds."""
 
     def comm_plan(work: AttentionShape, axes: Axes) -> CommPlan:
         return build_comm_plan(name, work, work.layout.shards, axes.get("ulysses", 1), nodes=axes.get("nodes"))
 
-    return TriedMethod(meshes_of(name), partial(build_attention, name), comm_plan)
+    return MethodUnderTest(meshes_of(name), partial(build_attention, name), comm_plan)
 
 
-METHODS: dict[str, TriedMethod] = {
+METHODS: dict[str, MethodUnderTest] = {
     **{name: named(name) for name in names() if name != "ulysses+ring"},
     "ring-keys": ring("keys"),
     "ring-queries": ring("queries"),
@@ -158,23 +160,23 @@ class Composition:
 
     @property
     def shards(self) -> int:
-        """Ranks that hold a part of the sequence each."""
+        """Number of ranks on the sequence axes."""
         return prod(size for axis, size in self.axes if axis in SEQUENCE_AXES)
 
     def mesh(self, device: str = "cpu") -> DeviceMesh:
-        """Returns the mesh: over the whole world, or over the last ranks of a larger one. Made once per process."""
+        """Returns the mesh of all ranks of the world, or of its last ranks. Created once per process."""
         axes = dict(self.axes)
         if dist.is_initialized() and dist.get_world_size() > self.ranks:
             return submesh(device, **axes)
         return mesh(**axes, device=device)
 
-    def over(self, device: str = "cpu") -> DeviceMesh:
-        """Returns the mesh of the named axes, for DTensors: with all five axes torch takes minutes to place ops."""
+    def dtensor_mesh(self, device: str = "cpu") -> DeviceMesh:
+        """Returns the mesh of the named axes only: on all five axes, DTensor takes minutes to find placements."""
         mesh, names = self.mesh(device), tuple(axis for axis, _ in self.axes)
         return mesh[names or ("ring",)]
 
     def build(self, device: str = "cpu") -> Method:
-        """Returns the method on this rank, one of those of `mesh`. Made once per process."""
+        """Returns the method on this rank, which must be in `mesh`. Created once per process."""
         return built_method(self, device)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
@@ -192,7 +194,7 @@ def built_method(composition: Composition, device: str) -> Method:
 
 @cache
 def submesh(device: str, **axes: int) -> DeviceMesh:
-    """A mesh over the last ranks of the world. Axes over the same ranks share a group, which has a thread."""
+    """Returns a mesh of the last ranks of the world. Axes of the same ranks share a process group and its thread."""
     names = [name for name in ALL_AXES if name not in ("pipe", "replicate")]
     sizes = [axes.get(name, 1) for name in names]
     ranks = torch.arange(dist.get_world_size() - prod(sizes), dist.get_world_size()).view(sizes)
@@ -209,7 +211,7 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def compositions(methods: Sequence[str], ranks: Sequence[int]) -> list[Composition]:
-    """Returns every method on each of its meshes of these sizes, small ones first."""
+    """Returns every method on each of its meshes with these numbers of ranks, small meshes first."""
     return [
         Composition.of(method, **axes) for size in ranks for method in methods for axes in METHODS[method].meshes(size)
     ]

@@ -1,4 +1,4 @@
-"""Random cases, each a pure function of two numbers, so that any one can be repeated alone."""
+"""Random cases. Each is a pure function of seed and number, so that a single case can be repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conformance.draw_masks import drawn_mask
 from conformance.tensors import drawn_layout
 
 RANKS = (1, 2, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8)
-"""World sizes, with more weight on those of more methods."""
+"""Numbers of ranks to draw from. Numbers that more methods support occur more often."""
 COMPILED = 100
 """One case in this many is compiled: it takes longer than all others together."""
 
@@ -36,14 +36,14 @@ def drawn(seed: int, index: int) -> Trial:
     """Returns the case of this seed and number."""
     random = Random(f"{seed} {index}")
     composition = _composition(random)
-    way = _way(random, compiled=index % COMPILED == COMPILED - 1)
-    if way["dtensor"]:
-        composition, placed = _beside(random, composition, way["projected"])
-        way |= placed
+    options = _call_options(random, compiled=index % COMPILED == COMPILED - 1)
+    if options["dtensor"]:
+        composition, placed = _add_axes(random, composition, options["projected"])
+        options |= placed
     sizes = dict(composition.axes)
-    parts = sizes.get("tp", 1) if "h" in way["beside"] else 1
-    tokens = _tokens(random, composition, way)
-    fields = way | _heads(random, sizes.get("ulysses", 1), parts) | tokens | _scores(random, way["projected"])
+    parts = sizes.get("tp", 1) if "h" in options["beside"] else 1
+    tokens = _tokens(random, composition, options)
+    fields = options | _heads(random, sizes.get("ulysses", 1), parts) | tokens | _scores(random, options["projected"])
     case = Case(**fields, memory=random.choice(MEMORY), gradient=random.choice(GRADIENTS), seed=random.getrandbits(31))
     return Trial(composition, case, seed, index)
 
@@ -55,7 +55,7 @@ def _composition(random: Random) -> Composition:
     return random.choice(compositions([random.choice(fitting)], [ranks]))
 
 
-def _way(random: Random, compiled: bool) -> dict[str, Any]:
+def _call_options(random: Random, compiled: bool) -> dict[str, Any]:
     """Draws the kind of call and its dtype."""
     projected, dtensor = random.random() < 0.25, random.random() < (0.4 if compiled else 0.2)
     needs = EVERYTHING if random.random() < 0.8 else "".join(x for x in EVERYTHING if random.random() < 0.5)
@@ -75,8 +75,8 @@ def _way(random: Random, compiled: bool) -> dict[str, Any]:
     }
 
 
-def _beside(random: Random, composition: Composition, projected: bool) -> tuple[Composition, dict[str, Any]]:
-    """Draws further axes, as far as there are ranks, and the dims sharded over them."""
+def _add_axes(random: Random, composition: Composition, projected: bool) -> tuple[Composition, dict[str, Any]]:
+    """Adds axes `shard` and `tp` of random sizes, up to max(RANKS) ranks, and draws the dims that they shard."""
     pairs = [(shard, tp) for shard in (1, 2, 3) for tp in (1, 2, 3, 4)]
     shard, tp = random.choice([pair for pair in pairs if prod(pair) * composition.ranks <= max(RANKS)])
     rows, heads = (ranks > 1 and random.random() < 0.75 for ranks in (shard, tp))
@@ -86,7 +86,10 @@ def _beside(random: Random, composition: Composition, projected: bool) -> tuple[
 
 
 def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
-    """Draws head dims and head counts: in each part at least one query head for each rank of the head axis."""
+    """Draws head dims and head counts.
+
+    Each of `parts` parts of the heads has at least one query head for each of the `ulysses` ranks of the head axis.
+    """
     kv_heads = random.choice((1, 1, 2, 2, 3, 4, 5))
     group = max(random.choice((1, 1, 2, 3, 4)), -(-ulysses // kv_heads))
     dims = [random.choice((random.randint(1, 20), 8, 16, 32, 40, 64)) for _ in range(2)]
@@ -95,19 +98,19 @@ def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
     return counts | {"head_dim": dims[0], "value_dim": value_dim}
 
 
-def _tokens(random: Random, composition: Composition, way: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens(random: Random, composition: Composition, options: Mapping[str, Any]) -> dict[str, Any]:
     """Draws lengths, layouts and the mask. DTensors fix the sizes of shards, so not every length fits."""
-    batch, crosses = random.randint(1, 3), not way["projected"] and random.random() < 0.3
+    batch, crosses = random.randint(1, 3), not options["projected"] and random.random() < 0.3
     kind, key_kind = (random.choice(LAYOUTS) for _ in range(2))
 
     def length(*kinds: str) -> int:
         tokens = random.choice((random.randint(1, 40), random.randint(20, 80), random.randint(60, 140)))
         tokens = max(tokens, composition.shards)
-        return _fitting(random, tokens, kinds, composition) if way["dtensor"] else tokens
+        return _fitting(random, tokens, kinds, composition) if options["dtensor"] else tokens
 
     tokens = length(kind, key_kind) if crosses else length(kind)
     other = length(key_kind) if crosses and random.random() < 0.7 else tokens
-    parts = dict(composition.axes).get("shard", 1) if "b" in way["beside"] else 1
+    parts = dict(composition.axes).get("shard", 1) if "b" in options["beside"] else 1
     some = min(chunk_sizes(batch, parts)) > 0  # a mask cannot have masks for 0 rows
     return {
         "batch": batch,
@@ -120,9 +123,9 @@ def _tokens(random: Random, composition: Composition, way: Mapping[str, Any]) ->
 
 
 def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Composition) -> int:
-    """Returns a length slightly above `length` whose shards, in layouts of these kinds, are DTensor's chunks.
+    """Returns a length slightly above `length` at which layouts of these kinds have shards with DTensor's chunk sizes.
 
-    Mostly of several sizes; of one size in WallFacer's own layouts.
+    Mostly the shards have several sizes. In WallFacer's own layouts they have one size.
     """
     wallfacer = "wallfacer" in composition.method and any(kind in (*KINDS, "balanced") for kind in kinds)
     every = range(length, length + 4 * composition.shards)
@@ -132,7 +135,7 @@ def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Com
 
 
 def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
-    """True if a layout's shards are DTensor's chunks."""
+    """Returns True if the shards of a layout have the sizes of DTensor's chunks."""
     sizes = dict(composition.axes)
     *sequence, ulysses = (sizes.get(axis, 1) for axis in SEQUENCE_AXES)
     cut = nested_sizes(length, [*sequence, ulysses])

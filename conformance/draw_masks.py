@@ -17,7 +17,7 @@ def drawn_mask(random: Random, length: int, keys: int, batch: int) -> AttentionM
     """Draws any mask that `length` queries and `keys` keys can have.
 
     Args:
-        batch: number of rows that may have masks of their own; 0: none.
+        batch: number of rows, each of which may have another mask; 0: one mask for all rows.
     """
     if random.random() < 0.5:
         return plain_mask(random, length, batch, documents=keys == length and random.random() < 0.4)
@@ -29,7 +29,7 @@ def drawn_mask(random: Random, length: int, keys: int, batch: int) -> AttentionM
 
 
 def plain_mask(random: Random, length: int, batch: int = 0, *, documents: bool = True) -> AttentionMask:
-    """Draws causal or not, a window and documents, for all rows or for each of `batch` rows."""
+    """Draws a mask without a pattern: causality, a window and documents, for all rows or for each of `batch` rows."""
     window = tuple(_edge(random, length) for _ in range(2)) if random.random() < 0.4 else None
     rows = [drawn_documents(random, length) for _ in range(batch or 1)] if documents else None
     shared = rows is not None and (not batch or random.random() < 0.5)
@@ -42,7 +42,7 @@ def row_masks(random: Random, length: int, batch: int) -> AttentionMask:
 
 
 def cut(random: Random, mask: AttentionMask, length: int) -> AttentionMask:
-    """Adds a window or causal to some masks. Masks of rows are causal each by itself."""
+    """Adds a window or causality to some masks; not causality to `RowMasks`, whose rows have their own."""
     causal = mask.causal or (random.random() < 0.2 and not isinstance(mask.pattern, RowMasks))
     window = (_edge(random, length), _edge(random, length)) if random.random() < 0.3 else mask.window
     return replace(mask, causal=causal, window=window)
@@ -80,7 +80,7 @@ def chunked_mask(random: Random, length: int) -> AttentionMask:
 
 
 def span_mask(random: Random, length: int) -> AttentionMask:
-    """Draws none to many image spans, from single tokens to full documents."""
+    """Draws any number of image spans, from single tokens to full documents."""
     documents = drawn_documents(random, length)
     spans = list[range]()
     for start, end in pairwise(documents):
@@ -92,7 +92,7 @@ def span_mask(random: Random, length: int) -> AttentionMask:
 
 
 def block_mask(random: Random, length: int, keys: int | None = None) -> AttentionMask:
-    """Draws a table of blocks, the last one often shorter. Rows may see nothing."""
+    """Draws a table of blocks of positions, of which the last is often shorter. Queries may see no key."""
     keys = length if keys is None else keys
     longest, often = max(length, keys), random.choice((0.2, 0.5, 0.9))
     block = random.choice((1, random.randint(1, 8), random.randint(1, longest), longest))
@@ -134,7 +134,7 @@ def _bands(random: Random, queries: range, keys: range) -> list[Slice]:
 
 
 DRAWS: tuple[MaskDraw, ...] = (slice_mask, tree_mask, prefix_mask, chunked_mask, span_mask, block_mask)
-"""One for each pattern of a single row."""
+"""Functions that draw each pattern that a single row can have."""
 
 
 def _any_kind(random: Random) -> MaskDraw:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.attention.reference import reference_attention, visible_pairs
 from conformance.case import Case
-from conformance.tensors import attended, inputs
+from conformance.tensors import inputs, project_qkv
 
 
 @lru_cache(maxsize=8)
@@ -21,7 +21,7 @@ def expected(case: Case) -> dict[str, Tensor]:
     """Returns global out, lse and gradients in float64, from inputs rounded to the case's dtype."""
     leaves = {name: x.double().requires_grad_() for name, x in inputs(case).items() if name != "dout"}
     out, lse = reference_attention(
-        *attended(case, leaves),
+        *project_qkv(case, leaves),
         mask=case.mask,
         scale=case.scale,
         sinks=leaves.get("sinks"),
@@ -34,22 +34,23 @@ def expected(case: Case) -> dict[str, Tensor]:
 
 
 def cancelling(case: Case) -> dict[str, Tensor]:
-    """Returns the subtracted terms of gradients that are differences: rounding errors are relative to these.
+    """Returns the subtracted terms of gradients that are differences: rounding errors are relative to these terms.
 
-    ds = p (dp - delta), so dq subtracts scale * p delta k from scale * p dp k; where a query sees one key they cancel.
-    The gradient of a sink is a sum over queries of weight dout out: its size is that of a random sum of such terms.
+    With p the weights of a query, dp their gradient and delta = sum(dout out), the gradient of the scores is
+    ds = p (dp - delta). So dq = scale (p dp k - p delta k), and likewise dk; if a query sees one key, both terms
+    cancel. The gradient of a sink is the sum over queries of weight dout out; returned is the norm of these terms.
     """
     x, exact = inputs(case), expected(case)
     leaves = {name: x[name].double().requires_grad_() for name in x if name not in ("dout", "sinks")}
-    q, k, _ = attended(case, leaves)
+    q, k, _ = project_qkv(case, leaves)
     delta = (x["dout"].double() * exact["out"]).sum(-1, keepdim=True)
     options: dict[str, Any] = {"mask": case.mask, "scale": case.scale, "softcap": case.softcap}
     sinks = x["sinks"].double() if case.sinks else None
-    averaged = k.detach().requires_grad_()
-    mean = reference_attention(q.detach(), k.detach(), averaged, sinks=sinks, **options)
-    (key_term,) = torch.autograd.grad(mean, averaged, delta * q.detach())
+    values = k.detach().requires_grad_()
+    mean = reference_attention(q.detach(), k.detach(), values, sinks=sinks, **options)
+    (key_term,) = torch.autograd.grad(mean, values, delta * q.detach())
     names = [name for name in leaves if name not in ("v", "wv")]
-    terms = [case.scaled * delta * mean.detach(), case.scaled * key_term]
+    terms = [case.softmax_scale * delta * mean.detach(), case.softmax_scale * key_term]
     grads = torch.autograd.grad([q, k], [leaves[name] for name in names], terms)
     sizes = {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
     if sinks is not None:
@@ -61,13 +62,13 @@ def cancelling(case: Case) -> dict[str, Tensor]:
 def flash(case: Case) -> dict[str, Tensor]:
     """Returns global out and gradients of torch's flash attention on one device in the case's dtypes.
 
-    Each sink is one more key, with value 0 and a bias. The softcap is left out.
+    Each sink is a further key with value 0, whose score is a bias. The softcap is ignored.
     """
     case = replace(case, softcap=None)
     x = inputs(case)
     leaves = {name: x[name].detach().requires_grad_() for name in x if name not in ("dout", "sinks")}
     with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None, cache_enabled=False):
-        q, k, v = attended(case, leaves)
+        q, k, v = project_qkv(case, leaves)
     out = _flash(case, q, k, v, x.get("sinks"))
     gradients = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(out.dtype))
     results = {"out": out.detach()} | {f"d{name}": dx for name, dx in zip(leaves, gradients, strict=True)}
@@ -79,16 +80,16 @@ def flash(case: Case) -> dict[str, Tensor]:
 
 def _flash(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     width = max(case.head_dim, case.value_dim)  # flash has one head dim: pad with zeros
-    if case.scaled <= 0:  # flash takes positive scales: move the sign to q, which is exact
-        q = q * (copysign(1, case.scaled) if case.scaled else 0)
+    if case.softmax_scale <= 0:  # flash takes positive scales: move the sign to q, which is exact
+        q = q * (copysign(1, case.softmax_scale) if case.softmax_scale else 0)
     q, k, v = (F.pad(y, (0, width - y.shape[3])).transpose(1, 2) for y in (q, k, v))
     visible = visible_pairs(case.mask, torch.arange(case.length), torch.arange(case.keys), case.batch)[:, None]
-    blind = ~visible.any(-1)  # flash gives such rows NaN: let them see all keys, and discard their out
-    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible & ~blind[..., None], -torch.inf)
+    sees_no_key = ~visible.any(-1)  # flash gives such rows NaN: let them see all keys, and discard their out
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible & ~sees_no_key[..., None], -torch.inf)
     if sinks is not None:
         k, v = (F.pad(y, (0, 0, 0, case.sinks)) for y in (k, v))
         scores = sinks.to(q.dtype).reshape(-1, case.heads).T[None, :, None].expand(len(bias), -1, case.length, -1)
         bias = torch.cat([bias.expand(-1, case.heads, -1, -1), scores], dim=-1)
-    scale = abs(case.scaled) or 1.0
+    scale = abs(case.softmax_scale) or 1.0
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)[..., : case.value_dim].masked_fill(blind.transpose(1, 2)[..., None], 0)
+    return out.transpose(1, 2)[..., : case.value_dim].masked_fill(sees_no_key.transpose(1, 2)[..., None], 0)

@@ -1,4 +1,4 @@
-"""Placements of the DTensors of a case: over the method's axes, and over `shard` and `tp`."""
+"""Placements of the DTensors of a case, on the method's axes and on `shard` and `tp`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conformance.case import Case
 from conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 
 TOKENS = ("nodes", "devices", "ring", "ulysses")
-"""The axes of methods."""
+"""The axes of methods, which shard tokens."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Placing:
     """Turns a rank's parts of a case into DTensors, if the case has them, and back.
 
     Args:
-        over: their mesh.
-        complaints: about results that are not DTensors or are placed wrongly; `local` adds to them.
+        dtensor_mesh: the mesh of the DTensors.
+        complaints: texts about results that are not DTensors or have wrong placements. `local` appends to them.
     """
 
     case: Case
-    over: DeviceMesh | None = None
+    dtensor_mesh: DeviceMesh | None = None
     complaints: list[str] = field(default_factory=list[str])
 
     def part(self, shard: int) -> CasePart:
@@ -50,19 +50,19 @@ class Placing:
 
     def place(self, name: str, x: Tensor) -> Tensor:
         """Returns a method's argument from this rank's part: a DTensor, or x itself."""
-        if not self._placed(name):
+        if not self._is_dtensor(name):
             return x
-        assert self.over is not None, "DTensors need the mesh that they are over"
+        assert self.dtensor_mesh is not None, "DTensors need a mesh"
         placements, shape = self.placements(name), torch.Size(global_shape(self.case, name))
-        even = DTensor.from_local(x, self.over, placements, run_check=False)
+        even = DTensor.from_local(x, self.dtensor_mesh, placements, run_check=False)
         if even.shape == shape:
             return even
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x, self.over, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(x, self.dtensor_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def local(self, name: str, x: Tensor, gradient: bool = False) -> Tensor:
         """Returns this rank's part of a result, or of the gradient of tensor `name`."""
-        if not self._placed(name):
+        if not self._is_dtensor(name):
             return x
         result_name, expected = f"d{name}" if gradient else name, self.placements(name, gradient)
         if not isinstance(x, DTensor):
@@ -78,11 +78,14 @@ class Placing:
 
     def placements(self, name: str, gradient: bool = False) -> list[Placement]:
         """Returns the placements of a tensor of the case, or of its gradient."""
-        assert self.over is not None
-        return [self._placement(axis, name, gradient) for axis in self.over.mesh_dim_names or ()]
+        assert self.dtensor_mesh is not None
+        return [self._placement(axis, name, gradient) for axis in self.dtensor_mesh.mesh_dim_names or ()]
 
     def _placement(self, axis: str, name: str, gradient: bool) -> Placement:
-        """The gradient of a replicated tensor is partial where ranks use it for different tokens, rows or heads."""
+        """Returns the placement on one axis.
+
+        The gradient of a replicated tensor is `Partial` on axes whose ranks use it for different tokens, rows or heads.
+        """
         replicated = Partial() if gradient else Replicate()
         if axis in TOKENS or (axis == "shard" and "b" in self.case.beside):
             return replicated if name in SHARED else Shard(int(axis in TOKENS))
@@ -90,13 +93,17 @@ class Placing:
             return Shard(HEAD_DIMS[name] % len(global_shape(self.case, name))) if name in HEAD_DIMS else replicated
         return Replicate()
 
-    def _placed(self, name: str) -> bool:
+    def _is_dtensor(self, name: str) -> bool:
         return self.case.dtensor and (self.case.weights or name not in SHARED)
 
     def _size(self, axis: str, letter: str) -> int:
-        names = () if self.over is None else self.over.mesh_dim_names or ()
+        names = () if self.dtensor_mesh is None else self.dtensor_mesh.mesh_dim_names or ()
         cut = self.case.dtensor and letter in self.case.beside and axis in names
-        return self.over.size(names.index(axis)) if cut and self.over is not None else 1
+        return self.dtensor_mesh.size(names.index(axis)) if cut and self.dtensor_mesh is not None else 1
 
     def _rank(self, axis: str, letter: str) -> int:
-        return self.over.get_local_rank(axis) if self.over is not None and self._size(axis, letter) > 1 else 0
+        return (
+            self.dtensor_mesh.get_local_rank(axis)
+            if self.dtensor_mesh is not None and self._size(axis, letter) > 1
+            else 0
+        )

@@ -36,14 +36,14 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "dtensors-heads": lambda trial: "h" in trial.case.beside,
     "dtensors-weights": lambda trial: trial.case.dtensor and trial.case.projected and trial.case.weights,
     "projected": lambda trial: trial.case.projected,
-    "cross-attention": lambda trial: trial.case.crosses,
+    "cross-attention": lambda trial: trial.case.is_cross_attention,
     "documents": lambda trial: trial.case.mask.documents is not None,
     "patterns": lambda trial: trial.case.mask.pattern is not None,
     **{name: partial(_has_mask, name) for name in PATTERNS.values()},
     "sinks": lambda trial: trial.case.sinks > 0,
     "sinks-several": lambda trial: trial.case.sinks > 1,
     "softcap": lambda trial: trial.case.softcap is not None,
-    "scale<=0": lambda trial: trial.case.scaled <= 0,
+    "scale<=0": lambda trial: trial.case.softmax_scale <= 0,
 }
 """Kinds of cases by name, for the table and for `--kind`."""
 
@@ -84,8 +84,8 @@ class Report:
 
     Args:
         total: number of verdicts to expect.
-        drawn: True if cases can be named by seed and index.
-        file: for the result as JSON, written every few seconds because a long run may be interrupted.
+        drawn: True for random cases, which failures name by seed and number.
+        file: path of the result as JSON. It is written every few seconds, because a long run may be interrupted.
     """
 
     total: int

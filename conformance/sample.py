@@ -20,8 +20,8 @@ LENGTHS = (24, 37, 53, 64)
 HEAD_DIMS = (8, 16, 40)
 LARGE_HEAD_DIMS = (64, 128, 256)
 KEYS = ("own", "fewer", "more")
-"""Keys of the same tokens, or cross-attention to fewer or more keys, the latter in another layout. A mask that needs as
-many keys as queries gets another layout only."""
+"""Keys of the queries' tokens, or cross-attention to fewer or more keys. "more" has another layout, too. A mask that
+needs as many keys as queries gets only another layout."""
 SOFTCAPS = (None, 1.5)
 STRETCH = (None, 1.5)
 """Factor of the default scale 1 / sqrt(D)."""
@@ -46,12 +46,12 @@ def cases(
     """Returns a few dozen fixed cases in which any two settings of any two factors occur together.
 
     Args:
-        brief: about ten cases instead, in which each setting occurs at least once; different ones for each number. Each
-            number has a third of the masks with patterns, and the next two numbers have the others.
+        brief: a number: about ten cases instead, in which each setting occurs at least once. Other numbers give other
+            cases. Three numbers in a row have all masks with patterns, a third each.
         masks: names in `MASKS`.
         heads: pairs (H, K).
-        large_head_dims: one further case each.
-        value_dims: Dv - D.
+        large_head_dims: head dims of further cases, one for each.
+        value_dims: differences Dv - D.
         keys: names in `KEYS`.
     """
     masks = masks if brief is None else some_masks(masks, brief)
@@ -64,9 +64,9 @@ def cases(
         for case, dim in zip(sample, large_head_dims, strict=False)
     ]
     far = 1000.0 if dtypes[0] == torch.float64 else 120.0  # exp(far) overflows, exp(-far) vanishes
-    hardest = next((case for case in sample if case.mask.causal), sample[0])
-    hardest = replace(hardest, dtype=dtypes[0], sinks=0, softcap=None)
-    shifted = [replace(hardest, shift=shift) for shift in (far, -far)]
+    causal_case = next((case for case in sample if case.mask.causal), sample[0])
+    causal_case = replace(causal_case, dtype=dtypes[0], sinks=0, softcap=None)
+    shifted = [replace(causal_case, shift=shift) for shift in (far, -far)]
     if brief is None:
         return sample + subsets + large + shifted
     return sample + [extra[brief % len(extra)] for extra in (subsets, large, shifted) if extra]
@@ -139,7 +139,10 @@ def _case(
 
 
 def _covering(factors: Sequence[Sequence[Any]], strength: int, seed: int = 0) -> list[tuple[Any, ...]]:
-    """Returns rows with one level of each factor, so that any levels of any `strength` factors share a row. Greedy."""
+    """Returns rows with one level of each factor. Any levels of any `strength` factors occur together in some row.
+
+    A greedy algorithm: each row is the best of 50 random rows that contain a missing combination.
+    """
     random = Random(seed)
     sizes = [range(len(levels)) for levels in factors]
     chosen = list(combinations(range(len(factors)), strength))

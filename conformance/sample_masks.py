@@ -1,4 +1,4 @@
-"""The masks of the fixed sample: each kind once or twice, for any length."""
+"""The masks of the fixed sample, one or two of each kind, for any length."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MASKS: dict[str, Callable[[int, int, int], AttentionMask]] = {
 }
 """Masks by name, for (length, batch, number of keys)."""
 PLAIN = ("full", "causal", "window", "band", "documents", "rows")
-"""Masks of only causal, windows and documents."""
+"""Masks that have only causality, windows and documents."""
 ANY_KEYS = ("full", "causal", "window", "band", "slices", "blocks")
 """Masks that support different numbers of queries and keys."""
 
 
 def slices(length: int, keys: int) -> AttentionMask:
-    """Two bands on one rectangle, above and below a gap; and later queries that see one run of keys."""
+    """Two bands on one rectangle with a gap between them, and later queries that see one range of keys."""
     half, later_keys = length // 2, range(keys // 3, keys)
     upper, lower = Slice(range(half), later_keys, 2, None), Slice(range(half), later_keys, None, -1)
     return AttentionMask.of_slices([upper, lower, Slice(range(half + 2, length), range(5, keys - 2))])

@@ -20,15 +20,15 @@ from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 
 SHARED = ("sinks", "wq", "wk", "wv")
-"""Tensors that every rank has completely. The gradients of ranks sum to the whole gradient."""
+"""Tensors that are whole on every rank. Their gradient is the sum of the gradients of all ranks."""
 
 
 HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": -1, "wq": 0, "wk": 0, "wv": 0}
-"""The dim of the heads."""
+"""The dim of the heads, by tensor."""
 
 
 class CasePart(NamedTuple):
-    """A rank's part: its shard of the sequence, its part of the batch, its part of the heads."""
+    """A rank's part of a case: indices of its shard of the sequence, part of the batch and part of the heads."""
 
     shard: int
     rows: int = 0
@@ -38,7 +38,7 @@ class CasePart(NamedTuple):
 class CaseSharding(NamedTuple):
     """The sharding of the global tensors of a case, and of their gradients ("d" and the name).
 
-    `rows` and `heads` are the numbers of parts of the batch and the heads, cut like DTensor's chunks.
+    The batch has `rows` parts and the heads `heads` parts, with the sizes of DTensor's chunks.
     """
 
     layout: SequenceLayout
@@ -89,7 +89,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
     match kind:
         case "balanced":
-            fits = case.mask.pattern is None or case.keys == case.length  # patterns are for one length
+            fits = case.mask.pattern is None or case.keys == case.length  # a pattern is for one number of tokens
             return attend.layout(length, kind, case.mask if fits else CAUSAL)
         case "uneven" | "spans":
             within = attend.shards // attend.sequence_shards
@@ -111,7 +111,7 @@ def drawn_sizes(random: Random, length: int, shards: int, min_size: int) -> list
 
 
 def drawn_layout(random: Random, sizes: Sequence[int], kind: str) -> SequenceLayout:
-    """Returns shards of these sizes: "uneven" ones are contiguous, "spans" have any runs of positions."""
+    """Returns a layout with shards of these sizes: contiguous for "uneven", of any runs of positions for "spans"."""
     ends, length = [0, *accumulate(sizes)], sum(sizes)
     order = list(range(length)) if kind == "uneven" else _shuffled(random, length, 3 * len(sizes))
     return SequenceLayout([[range(p, p + 1) for p in order[a:b]] for a, b in pairwise(ends)])
@@ -138,9 +138,10 @@ def inputs(case: Case) -> dict[str, Tensor]:
     }
     x = {name: Memory.of(case, name, tensor.ndim).values(tensor) for name, tensor in drawn.items()}
     if case.shift and not case.projected:
-        root = sqrt(abs(case.shift / case.scaled))
+        root = sqrt(abs(case.shift / case.softmax_scale))
+        # Element 0 of every q and k has the product shift / scale, which adds about `shift` to each logit.
         x["q"] = _with_first(x["q"], root)
-        x["k"] = _with_first(x["k"], copysign(root, case.shift) * copysign(1, case.scaled))
+        x["k"] = _with_first(x["k"], copysign(root, case.shift) * copysign(1, case.softmax_scale))
     x |= {name: x[name] * case.width**-0.5 for name in ("wq", "wk", "wv") if name in x}
     return {name: tensor.to(case.dtype).contiguous() for name, tensor in x.items()}
 
@@ -152,7 +153,7 @@ def global_shape(case: Case, name: str) -> tuple[int, ...]:
 
 
 def _with_first(x: Tensor, value: float) -> Tensor:
-    """Returns x with this value in its first column."""
+    """Returns x with this value as element 0 of the last dim."""
     x = x.clone()
     x[..., 0] = value
     return x
@@ -174,8 +175,8 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
     return shapes | ({"sinks": (*sink_count, case.heads)} if case.sinks else {})
 
 
-def attended(case: Case, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v: the tensors themselves, or projected from them."""
+def project_qkv(case: Case, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v: inputs of the case, or projections of its x."""
     if not case.projected:
         return leaves["q"], leaves["k"], leaves["v"]
     q, k, v = (F.linear(leaves["x"], leaves[name]) for name in ("wq", "wk", "wv"))

@@ -15,8 +15,8 @@ from contender import Contender
 from setting import Setting
 
 from armillary.core.testing import RankFailed, World
-from conformance import LIMITS, Off, errors
-from conformance.run import in_a_line
+from conformance import LIMITS, TensorError, errors
+from conformance.run import error_line_of
 
 PATIENCE = 120.0
 """Seconds after which a case that runs alone counts as hung."""
@@ -37,7 +37,7 @@ class Outcome:
     @property
     def worst(self) -> float:
         """The largest error as a fraction of its limit."""
-        return max((Off(*each).fraction for each in self.errors.values()), default=0.0)
+        return max((TensorError(*each).fraction for each in self.errors.values()), default=0.0)
 
 
 def run(cls: type[Contender], settings: Sequence[Setting], patience: float = PATIENCE) -> Iterator[Outcome]:
@@ -78,7 +78,7 @@ def _outcome_of_failure(failure: str) -> tuple[str, dict[str, tuple[float, float
     """The outcome for a world's error message. If a rank raised, it is a refusal, even if others hung."""
     died = re.search(r"^rank \d+ died.*$", failure, re.MULTILINE)
     if died is None and "raised:" in failure:
-        return "refused", {}, in_a_line(failure)
+        return "refused", {}, error_line_of(failure)
     return ("crashed", {}, died[0]) if died else ("hung", {}, failure.splitlines()[1])
 
 
@@ -105,7 +105,7 @@ def judge_setting(cls: type[Contender], setting: Setting) -> Outcome:
     return Outcome(str(setting), verdict(list(off.values())), measured)
 
 
-def verdict(off: Sequence[Off]) -> str:
+def verdict(off: Sequence[TensorError]) -> str:
     """Returns "right", "rough" or "wrong" for all tensors."""
     if all(each.fraction <= 1 for each in off):
         return "right"

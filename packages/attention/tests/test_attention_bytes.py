@@ -109,7 +109,9 @@ def wrong(composition: Composition, chosen: Sequence[Case]) -> list[str]:
             continue
         layout = method.sequence_method.layout(case.length, case.kind)
         key_layout = method.sequence_method.layout(case.keys, case.key_kind or case.kind)
-        for projected in (True, False) if method.projects_in_stages and not case.crosses else (not case.crosses,):
+        # Projections are of one sequence, so cross-attention is only tested without them.
+        self_attention = not case.is_cross_attention
+        for projected in (True, False) if method.projects_in_stages and self_attention else (self_attention,):
             work = work_of(case, layout, key_layout, projected)
             actual += [
                 f"{composition}: {case}: {line}" for line in differences(method, work, plan_of(composition, work))

@@ -40,7 +40,7 @@ from conformance import (
 )
 from conformance.case import PATTERNS, mask_kinds
 from conformance.command import main
-from conformance.memory import ALONE, Memory
+from conformance.memory import TENSOR_LAYOUTS, Memory
 from conformance.report import KINDS_OF_CASES
 from conformance.run import Verdict, judge
 from conformance.tensors import drawn_layout, drawn_sizes
@@ -266,14 +266,14 @@ def test_every_way_of_calling_is_drawn():
         assert {getattr(case, name) for case in actual} == set(levels)
 
 
-@pytest.mark.parametrize("how", ALONE)
+@pytest.mark.parametrize("how", TENSOR_LAYOUTS)
 @pytest.mark.parametrize("name", ["q", "dout", "x"])
 def test_memory_changes_strides_and_no_values(how, name):
     shape = (2, 7, 3) if name == "x" else (2, 7, 4, 3)
     for seed in range(10):
         memory = Memory.of(Case(memory=how, gradient=how, seed=seed), name, len(shape))
         x = memory.values(torch.randn(shape))
-        laid = memory.laid(x)
+        laid = memory.strided_copy(x)
         assert torch.equal(laid, x)
         assert how == "plain" or not laid.is_contiguous()
         assert how != "permuted" or laid.stride(-1) != 1
@@ -814,7 +814,7 @@ def settings_of(case: Case) -> dict:
         "mask": (type(mask.pattern), mask.causal, mask.window is not None, mask.documents is not None, mask.per_row),
         "heads": (case.heads, case.kv_heads),
         "wider": case.value_dim - case.head_dim,
-        "keys": case.crosses,
+        "keys": case.is_cross_attention,
         "scale": case.scale is None,
         **{name: getattr(case, name) for name in ("batch", "length", "head_dim", "dtype", "kind", "memory")},
         **{name: getattr(case, name) for name in ("sinks", "softcap")},
