@@ -189,6 +189,7 @@ def _gather_for_metrics(accelerator: Any, groups: RowGroups, data: Any, use_gath
 
 
 def _only_tensors(data: Any) -> bool:
+    """Returns True if all leaves of nested dicts, lists and tuples are tensors."""
     if isinstance(data, dict):
         return all(map(_only_tensors, data.values()))
     return all(map(_only_tensors, data)) if isinstance(data, (list, tuple)) else isinstance(data, Tensor)

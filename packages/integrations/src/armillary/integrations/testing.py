@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 @contextmanager
 def accelerated() -> Generator[None]:
-    """Context in which accelerate sees the ranks as if torchrun had started them. Its earlier state is reset.
+    """Context in which accelerate sees the ranks as if torchrun had started them. Resets accelerate's earlier state.
 
-    FSDP2 is kept on CPU ranks, where accelerate would fall back to DDP.
+    With an FSDP plugin, accelerate uses FSDP2 also on CPU ranks, where it would otherwise fall back to DDP.
     """
     states: Any = import_module("accelerate.state")
-    before = states.AcceleratorState.__init__
+    original_init = states.AcceleratorState.__init__
 
     def init(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        before(state, *args, **kwargs)
+        original_init(state, *args, **kwargs)
         if fsdp_plugin is not None:
             state.fsdp_plugin = fsdp_plugin
             state.distributed_type = states.PartialState._shared_state["distributed_type"] = states.DistributedType.FSDP
@@ -37,6 +37,7 @@ def accelerated() -> Generator[None]:
 
 
 def _torchrun() -> dict[str, str]:
+    """Returns the environment variables that torchrun would set for this rank."""
     environment: dict[str, object] = {"OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": True}
     if dist.is_initialized():
         environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), dist.get_rank())

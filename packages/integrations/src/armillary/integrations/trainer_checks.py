@@ -49,15 +49,16 @@ def check_settings(trainer: Any, refusals: Iterable[str] = ()) -> None:
 
 
 def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
+    """Yields a reason for each setting under which the trainer's loss is not a sum over the tokens of shards."""
     owner = loss_owner(type(trainer), mixin)
-    word = SHARDED_LOSSES.get(f"{owner.__module__}.{owner.__qualname__}")
+    marker = SHARDED_LOSSES.get(f"{owner.__module__}.{owner.__qualname__}")
     # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
     count_labels: Any = getattr(trainer, "_get_num_items_in_batch", None)
     if count_labels is None or "get_cp_size" not in getsource(count_labels):
         yield "this release of transformers counts labels differently; 5.23 is supported"
-    if word is not None and word not in getsource(owner.compute_loss):
+    if marker is not None and marker not in getsource(owner.compute_loss):
         yield f"this release of {owner.__module__.partition('.')[0]} computes losses differently; install a newer one"
-    if not trainer.takes_shards and word is None:
+    if not trainer.takes_shards and marker is None:
         yield (
             f"{owner.__qualname__}.compute_loss would get one rank's tokens, with labels that are shifted already; set "
             f"takes_shards = True on {type(trainer).__name__} if it takes those"
@@ -72,6 +73,7 @@ def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
 
 
 def _setting_refusals(trainer: Any) -> Iterator[str]:
+    """Yields a reason for each setting that is wrong or untested on shards, whatever the loss."""
     args = trainer.args
     # Losses that are not a sum over tokens divided by num_items_in_batch.
     if any(getattr(part, "output_router_logits", False) for part in parts_of(trainer.model.config)):

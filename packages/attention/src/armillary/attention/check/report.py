@@ -112,12 +112,15 @@ def _wrong_tensors(evidence: Evidence) -> list[str]:
 
 
 def _mask(positions: Any, evidence: Evidence) -> Any:
+    """Returns True for tokens at these positions, bool [N]."""
     mask = positions.new_zeros(evidence.plain.run.tokens).bool()
     mask[positions] = True
     return mask
 
 
 def _run_dict(comparison: Comparison) -> dict[str, Any]:
+    """Returns one run of the report as JSON values."""
+
     def value(error: float) -> float | None:
         return float(f"{error:.3g}") if error == error and error != float("inf") else None  # JSON has no infinity
 

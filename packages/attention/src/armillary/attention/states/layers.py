@@ -87,7 +87,7 @@ def ssd(
     Args:
         x: [B, T, H, D], this rank's tokens.
         dt: [B, T, H], above 0: after the softplus.
-        A: [H], below 0; whole on every rank, and its gradient is this rank's share of a sum.
+        A: [H], below 0; whole on every rank. Its gradient is this rank's share of a sum.
         Bm, Cm: [B, T, G, Ns]. Head h uses group h // (H / G).
         layout, axis, mask: as in `gated_delta_rule`.
         initial_state: [B, H, D, Ns]; as in `gated_delta_rule`.
@@ -96,7 +96,7 @@ def ssd(
     Returns:
         (y [B, T, H, D], final [B, H, D, Ns]).
 
-    Bytes sent: as `gated_delta_rule`, with 4 H (D Ns for each state + 1 for each map).
+    Bytes sent: as `gated_delta_rule`, with 4 H (P - 1) (D Ns states + maps) in forward.
 
     Raises:
         ValueError: as `gated_delta_rule`.

@@ -195,7 +195,8 @@ class RunChunks(NamedTuple):
         rows = np.array([runs[run].row for run in self.runs], dtype=np.int64)
         _, first = Owners.of(layout).find(starts)
         first = (first + rows * layout.sizes[rank]).reshape(-1, 1)
-        # Spans have step 1, so adjacent positions of a run have adjacent local indices.
+        # `first` is the local index of each chunk's first token. Striped layouts are refused: spans have step 1, and
+        # adjacent positions of a run have adjacent local indices.
         offsets = np.arange(self.size)
         is_token = offsets < (stops - starts).reshape(-1, 1)
         return np.where(is_token, first + offsets, first), is_token

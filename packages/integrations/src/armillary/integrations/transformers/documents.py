@@ -53,7 +53,7 @@ class DocumentFinder:
         cached = self.cache.get(position_ids)
         if cached is not None and version is not None and cached[0] == key:
             return cached[1]
-        # Every rank communicates before any of them raises, so that all raise the same error.
+        # The checks communicate before they raise, so that all ranks raise the same error and none hangs.
         check_shards(tokens, position_ids.shape[-1], mask.layout, self.method)
         if mask.first_position:
             check_first_position(name, position_ids, mask.first_position, self.method)

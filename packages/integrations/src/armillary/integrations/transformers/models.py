@@ -131,15 +131,17 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
     """
     state_layers = {name for name, module in sharded_modules(model) if shards_states(type(module))}
     for name, module in sharded_modules(model):
-        # `route_states` replaces the functions of these layers; a layer's convolution is only a holder of weights.
+        # `route_states` replaces the functions of these layers. Such a layer does not call its convolution module, but
+        # passes the module's weights to one of these functions.
         if name in state_layers or name.rpartition(".")[0] in state_layers:
             continue
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)  # kernel size 1 is a linear layer
         # In files with sharded states the functions that a module calls decide, elsewhere the name of its class.
-        mixes = (
-            mixes_unknown(type(module)) if has_sharded_states(type(module)) else MIXERS.search(type(module).__name__)
-        )
+        if has_sharded_states(type(module)):
+            mixes = mixes_unknown(type(module))
+        else:
+            mixes = MIXERS.search(type(module).__name__) is not None
         if convolves or isinstance(module, nn.RNNBase) or mixes:
             raise ValueError(
                 f"{label} lets tokens see each other without attention, within each shard only; such a model cannot be "
