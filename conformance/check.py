@@ -66,6 +66,7 @@ def errors(
     sharding = CaseSharding.of(attend, case, *placing.sizes())
     results = _gather_on_last(_run_twice(CaseCall(attend, case, sharding, placing), device))
     # The last rank judges all cases. It takes part in each, because methods run on the last ranks of the world.
+    # Groups of ranks that run the method independently have different cases, all of which it judges.
     verdicts: list[tuple[Case, dict[str, TensorError] | str]] = []
     for judged in dict.fromkeys(result.case for result in results if result is not None):
         judged_sharding = CaseSharding.of(attend, judged, *Placing(judged, dtensor_mesh).sizes())

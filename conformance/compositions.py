@@ -198,6 +198,7 @@ def submesh(device: str, **axes: int) -> DeviceMesh:
     names = [name for name in ALL_AXES if name not in ("pipe", "replicate")]
     sizes = [axes.get(name, 1) for name in names]
     ranks = torch.arange(dist.get_world_size() - prod(sizes), dist.get_world_size()).view(sizes)
+    # For each axis, the ranks on the line along this axis through this rank.
     place = (ranks == dist.get_rank()).nonzero()[0].tolist()
     lines = [ranks[(*place[:dim], slice(None), *place[dim + 1 :])] for dim in range(ranks.ndim)]
     groups = [group_of(tuple(line.tolist())) for line in lines]

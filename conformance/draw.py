@@ -34,6 +34,8 @@ class Trial(NamedTuple):
 
 def drawn(seed: int, index: int) -> Trial:
     """Returns the case of this seed and number."""
+    # All draws come from one generator, in this order: an additional draw would change all that follow it, and so the
+    # case that a recorded seed and number name.
     random = Random(f"{seed} {index}")
     composition = _composition(random)
     options = _call_options(random, compiled=index % COMPILED == COMPILED - 1)
@@ -90,6 +92,8 @@ def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
 
     Each of `parts` parts of the heads has at least one query head for each of the `ulysses` ranks of the head axis.
     """
+    # H = group x K. `group`, the query heads per key/value head, is raised until H is at least the ranks of the head
+    # axis.
     kv_heads = random.choice((1, 1, 2, 2, 3, 4, 5))
     group = max(random.choice((1, 1, 2, 3, 4)), -(-ulysses // kv_heads))
     dims = [random.choice((random.randint(1, 20), 8, 16, 32, 40, 64)) for _ in range(2)]

@@ -52,6 +52,8 @@ def tree_mask(random: Random, length: int) -> AttentionMask:
     """Draws a chain, children of one root, a forest, or a mixture, of one segment to about one per token."""
     cuts = {random.randint(1, length - 1) for _ in range(random.choice((0, 2, 5, 12, length)))} if length > 1 else set()
     ends = [0, *sorted(cuts), length]
+    # `line` is the path from a root to the newest segment. With probability `forest` a segment is a new root. Otherwise
+    # it continues the newest segment with probability `deep`, or else a random segment on the path.
     forest, deep = random.choice((0.0, 0.0, 0.3, 1.0)), random.choice((0.0, 0.5, 0.8, 1.0))
     parents, line = [-1], [0]
     for segment in range(1, len(ends) - 1):
@@ -103,6 +105,7 @@ def block_mask(random: Random, length: int, keys: int | None = None) -> Attentio
 
 def slice_mask(random: Random, length: int, keys: int | None = None) -> AttentionMask:
     """Draws disjoint slices: separate rectangles, and bands of one rectangle on both sides of diagonals."""
+    # Cuts the rectangle of all pairs into `count` rectangles, and keeps about 70% of them.
     count = random.choice((1, 3, 8, 20))
     rectangles = [(range(length), range(length if keys is None else keys))]
     for _ in range(count - 1):
@@ -125,6 +128,7 @@ def _halves(random: Random, rectangle: tuple[range, range]) -> list[tuple[range,
 
 def _bands(random: Random, queries: range, keys: range) -> list[Slice]:
     """Draws disjoint bands of one rectangle, between diagonals."""
+    # key - query lies between `first` and `last`. Random values of it, in order, are the edges between bands.
     first, last = keys.start - queries.stop + 1, keys.stop - queries.start - 1
     lows = sorted(random.randint(first, last + 1) for _ in range(random.choice((0, 1, 1, 2))))
     edges = list(pairwise([None, *lows, None]))

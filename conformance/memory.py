@@ -61,11 +61,13 @@ class Memory:
                 inverse = [self.order.index(dim) for dim in range(x.ndim)]
                 return x.permute(self.order).clone(memory_format=torch.contiguous_format).permute(inverse)
             case "sliced":
+                # A buffer of NaN, twice as long in one dim, of which the tensor is every other element.
                 sizes = [2 * size if dim == self.sliced_dim else size for dim, size in enumerate(x.shape)]
                 flat = x.new_full((self.offset + 2 * x.numel(),), torch.nan)
                 view = flat[self.offset :].view(sizes)[(slice(None),) * self.sliced_dim + (slice(None, None, 2),)]
                 return view.copy_(x)
             case "expanded":
+                # Stores one element of each dim that has stride 0, and expands it.
                 first = tuple(slice(0, 1) if dim in self.zero_stride_dims else slice(None) for dim in range(x.ndim))
                 return x[first].clone(memory_format=torch.contiguous_format).expand(x.shape)
             case _:

@@ -54,6 +54,7 @@ class Placing:
             return x
         assert self.dtensor_mesh is not None, "DTensors need a mesh"
         placements, shape = self.placements(name), torch.Size(global_shape(self.case, name))
+        # from_local computes the global shape for shards of one size; otherwise shape and stride must be given.
         even = DTensor.from_local(x, self.dtensor_mesh, placements, run_check=False)
         if even.shape == shape:
             return even
@@ -69,6 +70,7 @@ class Placing:
             self.complaints.append(f"{result_name} is no DTensor")
             return x
         sizes = x.device_mesh.shape
+        # On an axis with one rank every placement is the same tensor.
         placed = all(a == b or n == 1 for a, b, n in zip(x.placements, expected, sizes, strict=True))
         if not placed or x.shape != global_shape(self.case, name):
             self.complaints.append(

@@ -56,8 +56,10 @@ def cases(
     """
     masks = masks if brief is None else some_masks(masks, brief)
     factors = [masks, heads, lengths, dtypes, kinds, keys, head_dims, value_dims, (1, 2, 3), MEMORIES]
+    # Each pair of settings occurs in some row; with `brief`, each single setting.
     rows = _covering([*factors, sinks, softcaps, STRETCH], 2 if brief is None else 1, brief or 0)
     sample = [_case(seed, *row) for seed, row in enumerate(rows, 1000 * (brief or 0))]
+    # Further cases: gradients of some tensors only, large head dims, and an lse that overflows or vanishes in exp.
     subsets = [replace(case, needs=needs) for case, needs in zip(sample, ("q", "k", "v", "kv", "s", ""), strict=False)]
     large = [
         replace(case, head_dim=dim, value_dim=dim, scale=None, length=min(lengths), mask=CAUSAL, key_length=None)
@@ -114,6 +116,7 @@ def _case(
     softcap: float | None,
     stretch: float | None,
 ) -> Case:
+    # Keys of cross-attention with a layout of their own have the next kind of layout.
     other = KINDS[(KINDS.index(kind) + 1) % len(KINDS)] if kind in KINDS else kind
     any_keys = mask in ANY_KEYS
     key_length = {"own": None, "fewer": max(2 * length // 3, 16), "more": length + 13}[keys] if any_keys else None
@@ -149,7 +152,7 @@ def _covering(factors: Sequence[Sequence[Any]], strength: int, seed: int = 0) ->
     missing = {tuple(zip(few, levels, strict=True)) for few in chosen for levels in product(*(sizes[f] for f in few))}
     rows: list[tuple[Any, ...]] = []
     while missing:
-        fixed = dict(min(missing))
+        fixed = dict(min(missing))  # {factor: level} of a combination that no row has
         tries = [tuple(fixed.get(f, random.choice(size)) for f, size in enumerate(sizes)) for _ in range(50)]
         best = max(tries, key=lambda row: len(missing.intersection(combinations(enumerate(row), strength))))
         missing.difference_update(combinations(enumerate(best), strength))

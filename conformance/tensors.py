@@ -68,6 +68,8 @@ class CaseSharding(NamedTuple):
         """Returns the global tensor from the parts of ranks."""
         layout, dim = self._layout(name), HEAD_DIMS.get(name.removeprefix("d"))
 
+        # Parts of the heads are concatenated. A tensor without heads has a copy, or a share of its gradient, in each
+        # part.
         def heads(shard: int, rows: int) -> Tensor:
             tensors = [parts[CasePart(shard, rows, i)] for i in range(self.heads)]
             return torch.cat(tensors, dim) if dim is not None else tensors[0] if len(tensors) == 1 else _sum(tensors)
@@ -92,6 +94,7 @@ def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
             fits = case.mask.pattern is None or case.keys == case.length  # a pattern is for one number of tokens
             return attend.layout(length, kind, case.mask if fits else CAUSAL)
         case "uneven" | "spans":
+            # A shard of the sequence axis is cut again for the ranks of the head axis.
             within = attend.shards // attend.sequence_shards
             random = Random(f"{case.seed} {length}")
             if case.dtensor:
@@ -105,6 +108,7 @@ def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
 
 def drawn_sizes(random: Random, length: int, shards: int, min_size: int) -> list[int]:
     """Draws sizes of shards, each of at least `min_size` tokens."""
+    # Distributes the tokens that are left after `min_size` for each shard, at random cuts.
     spare = sorted(random.randint(0, length - shards * min_size) for _ in range(shards - 1))
     ends = [0, *(cut + (i + 1) * min_size for i, cut in enumerate(spare)), length]
     return [b - a for a, b in pairwise(ends)]

@@ -242,6 +242,7 @@ def _token_error(
         if x.shape != exact.shape:
             return None
         pairs.append((x, exact, record.positions))
+    # Two errors per token: with the factor of all ranks divided out, and with the factor of the token's rank.
     common_factor = _median_factor([(x, exact) for x, exact, _ in pairs], 1.0) if allow_factor else 1.0
     factors = [_median_factor([(x, exact)], common_factor) if allow_factor else 1.0 for x, exact, _ in pairs]
     by_token, by_token_per_rank = torch.zeros(2, expected.shape[1], dtype=torch.float64)

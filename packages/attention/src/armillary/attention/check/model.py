@@ -168,6 +168,7 @@ def _add_diagnostic_runs(
         records: each rank's record of the plain run.
     """
     run = evidence.plain.run
+    # Half the ranks, or four instead of two: one rank is the reference.
     other = replace(run, ranks=run.ranks // 2 if run.ranks > 2 else 2 * run.ranks)
     longer = replace(run, tokens=2 * run.tokens)
     changed = replace(run, changed_token=True)

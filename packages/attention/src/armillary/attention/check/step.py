@@ -253,6 +253,7 @@ class _Recorder:
         if positions is None and run.ranks == 1:
             positions = torch.arange(run.tokens)
         activations = dict[str, Tensor]()
+        # A module that the forward calls several times has an activation for each call.
         for name, calls in self.fingerprints.items():
             for i, x in enumerate(_full_outputs(calls, tokens)):
                 activations[f"{name} (call {i + 1})" if i else name] = x

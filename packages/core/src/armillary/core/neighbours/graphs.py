@@ -185,6 +185,7 @@ def _halo_lengths(
 
 def _run_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
     """Returns the output, and the runs with their halos, flat [tokens, C], which are saved for backward."""
+    # Backward needs the runs with their halos; saving them avoids a second exchange.
     move = MoveKey(*key).token_move(x)
     runs = start_move(move.tokens(x, 1), move.axis, move.table).wait()
     out = convolve_runs(runs, weight, bias, move.lengths)

@@ -154,6 +154,7 @@ def halo(
     check_lookahead("right", -right, rows)
     table, lengths = halo_table(layout, rows, left, right, mesh_axis.rank)
     move = TokenMove(mesh_axis, table, len(rows))
+    # One exchange returns all runs, one after another, each with its halo.
     if len(rows) == 1:
         return _move(x, dim, move).split(lengths, dim)
     return tuple(run.unsqueeze(0) for run in _move(move.tokens(x, tokens_dim(x, dim)), FLAT, move).split(lengths))
@@ -225,6 +226,8 @@ def _on_local(
 
 def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:
     """Moves the tokens on `dim` of a local tensor. Differentiable."""
+    # A move copies tokens, so it is linear. Its adjoint, `start_return`, sends the gradients of all copies to the owner
+    # of the token and adds them.
     if dim != FLAT:
         dim = tokens_dim(x, dim)
     return move.by_row(linear(move.tokens(x, dim), start_move, start_return, move.axis, move.table, move.fill), dim)

@@ -104,6 +104,7 @@ def halo_table(
     layout: SequenceLayout, rows: tuple[Segments, ...], left: int, right: int, rank: int
 ) -> tuple[MoveTable, list[int]]:
     """Returns the moves of `halo`, and the lengths of this rank's runs with their halos, row by row."""
+    # The runs of all ranks, because each rank must know which of its tokens other ranks need.
     runs = [[row.runs(layout.spans(shard)) for row in rows] for shard in range(layout.shards)]
     needed_positions = [
         [
@@ -119,6 +120,7 @@ def halo_table(
 def _surroundings(segments: Segments, run: range, left: int, right: int) -> Integers:
     """Returns the positions of a run and its halo; -1 for halo tokens outside of its document or path."""
     tokens = np.arange(run.start, run.stop, run.step)
+    # The token `distance` before the first token of the run, or after its last token; -1 if there is none.
     before = [segments.ancestors(tokens[:1], distance) for distance in range(left, 0, -1)]
     after = [segments.ancestors(tokens[-1:], -distance) for distance in range(1, right + 1)]
     return np.concatenate([*before, tokens, *after])
