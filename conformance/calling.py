@@ -26,8 +26,9 @@ Outcome = tuple[Tensor, ...]
 class ConformingMethod(Protocol):
     """The interface of a tested method. Tensors are this rank's shards; the result is [B, T, H, Dv].
 
-    The call also receives `key_layout`, `sinks`, `softcap` and `kernel` if the case has them. Projected cases call
-    `projected`, cases with drawn layouts read `shards` and `sequence_shards`, and balanced ones pass `layout` a mask.
+    The call also gets `key_layout`, `sinks`, `softcap` and `kernel` if the case has them. Some cases need more of a
+    method: projected cases call `projected`, cases with drawn layouts read `shards` and `sequence_shards`, and cases
+    with balanced layouts pass `layout` a mask.
     """
 
     @property
@@ -36,7 +37,7 @@ class ConformingMethod(Protocol):
         ...
 
     def layout(self, length: int, kind: str) -> SequenceLayout:
-        """The layout over all ranks of the method."""
+        """Returns the layout of `length` tokens over all ranks of the method."""
         ...
 
     def __call__(
@@ -50,13 +51,16 @@ class ConformingMethod(Protocol):
         scale: float | None = None,
         return_lse: Any = False,
     ) -> Any:
-        """out, or (out, lse [B, T, H]) with `return_lse`, a bool."""
+        """Returns out, or (out, lse [B, T, H]) if `return_lse` is True."""
         ...
 
 
 @dataclass(frozen=True)
 class CaseCall:
-    """A method and a case."""
+    """A case on a method, as a function of this rank's tensors.
+
+    The call runs as the case says: under autocast, in a checkpoint, compiled, on DTensors or from projections.
+    """
 
     attend: ConformingMethod
     case: Case
@@ -85,7 +89,8 @@ class CaseCall:
     def _attended(self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Outcome:
         result = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
         outcome: Sequence[Tensor] = result if with_lse else (result,)
-        if self.case.compiled or self.case.saving == "reentrant":  # both pass zeros as the gradient of an unused lse
+        # Both pass zeros as the gradient of an lse that nothing uses, as if a loss depended on it.
+        if self.case.compiled or self.case.saving == "reentrant":
             outcome = (outcome[0], *(lse.detach() for lse in outcome[1:]))
         return tuple(outcome)
 
@@ -101,7 +106,7 @@ class CaseCall:
 
 @dataclass(frozen=True)
 class Linear:
-    """Projections that are plain matrix products."""
+    """Projections without bias: q = x wq^T, and likewise k and v. `parts` is the number of parts of the heads."""
 
     wq: Tensor
     wk: Tensor
