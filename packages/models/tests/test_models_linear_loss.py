@@ -16,7 +16,7 @@ from armillary.attention.call.token_chunks import simulating
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize, token_loss
 from armillary.models.loss.linear_chunks import chunk_slices
-from armillary.models.loss.linear_loss import chunk_rows, linear_token_loss
+from armillary.models.loss.linear_loss import linear_token_loss, loss_chunk_tokens
 
 B, T, E, V = 2, 37, 12, 101
 needs_torch = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="needs torch 2.13")
@@ -278,11 +278,11 @@ def test_a_simulation_computes_the_first_two_chunks_and_the_last():
 
 
 def test_chunks_stay_within_their_bytes():
-    assert chunk_rows(512, 64, 1000, itemsize=4) == 512
-    assert chunk_rows(0, 64, 1000) == 1
-    assert chunk_rows(1, 4096, 10**9) == 1
+    assert loss_chunk_tokens(512, 64, 1000, itemsize=4) == 512
+    assert loss_chunk_tokens(0, 64, 1000) == 1
+    assert loss_chunk_tokens(1, 4096, 10**9) == 1
     for tokens in (8192, 655360):
-        rows = chunk_rows(tokens, 4096, 128256)
+        rows = loss_chunk_tokens(tokens, 4096, 128256)
         assert 0.45 < rows * 128256 * 6 / ((tokens + 128256) * 4096 * 2) <= 0.51
 
 

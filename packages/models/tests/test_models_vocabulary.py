@@ -13,7 +13,7 @@ from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 from armillary.models import linear_token_loss, token_loss
 from armillary.models.layers.interleaved import interleaved_shard, reduce_scatter_interleaved
-from armillary.models.loss.linear_loss import chunk_rows
+from armillary.models.loss.linear_loss import loss_chunk_tokens
 
 UPSTREAM = 1 / 17.3
 """Not a power of two, so that scaling rounds."""
@@ -402,7 +402,7 @@ def test_a_label_out_of_range_raises_on_every_rank(worlds):
 
 def test_chunks_of_several_ranks_include_their_messages():
     for tokens, ranks in [(655360, 1), (655360, 8), (5 * 2**20, 8)]:
-        rows = chunk_rows(tokens, 4096, 128256, ranks=ranks)
+        rows = loss_chunk_tokens(tokens, 4096, 128256, ranks=ranks)
         chunk_bytes = rows * (128256 // ranks * 6 + (ranks > 1) * 4 * 4096 * 2)
         assert 0.45 < chunk_bytes / ((tokens + 128256) * 4096 * 2 / ranks) <= 0.51
 

@@ -1,6 +1,7 @@
 """Labels of a chunk of tokens, one per token or several with weights: selects their logits, computes d(logits).
 
-Letters: C tokens of a chunk, m labels, R ranks of the axis, V_r rows of the vocabulary on this rank.
+Letters: C tokens of a chunk, m labels in a chunk, R ranks of the axis. V_r rows of the head's weight are on this rank,
+so a rank's logits have V_r columns.
 """
 
 from __future__ import annotations
@@ -19,54 +20,70 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 class ChunkLabels(Protocol):
     """The labels of C tokens.
 
-    weights: [C, 1], the sum of the weights of a token's labels; bool if each token has at most one label.
+    weights: [C, 1], the sum of the weights of each token's labels; bool if tokens have at most one label each.
     """
 
     @property
     def weights(self) -> Tensor: ...
 
     def logits_of(self, logits: Tensor) -> Tensor:
-        """Returns the weighted sum of a token's label logits, [C, V_r] -> [C, 1]; 0 for labels of another rank."""
+        """Returns the sum over each token's labels of weight times logit: [C, V_r] -> [C, 1].
+
+        A label whose column another rank has counts 0.
+        """
         ...
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
-        """Writes the gradient of cross entropy by the logits: softmax [C, V_r] times factor [C, 1], minus weights.
+        """Writes d(logits) of the cross entropy to `gradient` [C, V_r]: softmax times factor, minus weights.
 
-        `factor` has the weight of each token, the z-loss, and the softmax's normalization over all ranks. Weights are
-        subtracted in the columns of their labels. `softmax` is overwritten; `gradient` may share its
-        memory, or have another dtype.
+        The weight of each label is subtracted in the label's column.
+
+        Args:
+            softmax: [C, V_r], overwritten.
+            factor: [C, 1], each token's weight. In `cross_entropy_` also times 1 + 2 z lse, for the z-loss, and times
+                the probability of this rank's rows, because `softmax` is over these rows alone there.
+            gradient: may share the memory of `softmax`, or have another dtype.
         """
         ...
 
 
 class TokenLabels(Protocol):
-    """The labels of the tokens of all ranks of an axis, padded to a multiple of the ranks."""
+    """The labels of the tokens of all R ranks of an axis. Rows are padded to a multiple of R tokens.
+
+    A chunk is a slice of each rank's tokens, the same slice on every rank.
+    """
 
     @property
     def count(self) -> Tensor:
-        """Returns the number of labels, or the sum of their weights: a scalar."""
+        """The number of labels, or the sum of their weights: a scalar."""
         ...
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, T): rows, and padded tokens of each."""
+        """(B, T): the number of rows, and of tokens of a row with padding."""
         ...
 
-    def check(self, rows: VocabularyShard) -> None:
+    def check(self, shard: VocabularyShard) -> None:
         """Raises an error for labels outside of the vocabulary."""
         ...
 
-    def any_of(self, chunk: slice) -> bool:
-        """Returns False only if no token of the chunk has a label on any rank: then the chunk is skipped."""
+    def may_have_labels(self, chunk: slice) -> bool:
+        """Returns False if the host knows that no token of the chunk has a label on any rank: then it is skipped."""
         ...
 
-    def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
-        """Returns the labels of these tokens of every rank, rank by rank, with weights in `dtype`."""
+    def of_chunk(self, chunk: slice, shard: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
+        """Returns the labels of the chunk's tokens of all ranks, in rank order, with weights in `dtype`."""
         ...
 
 
 def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> TokenLabels:
-    """Returns labels by chunk, from [B, T] or (position, label, weight); tokens are interleaved over R ranks."""
+    """Returns the labels as `TokenLabels`.
+
+    Args:
+        labels: integers [B, T], or `LabelTriples`.
+        ignore: the value that marks a token without a label.
+        ranks: R, over which tokens are interleaved.
+    """
     if isinstance(labels, LabelTriples):
         return MultiLabels.of(labels, ranks)
     if labels.is_floating_point() or labels.ndim != 2:
@@ -97,21 +114,21 @@ class SingleLabels:
     ignore: int
     ranks: int
 
-    def check(self, rows: VocabularyShard) -> None:
-        if not rows.alone:
+    def check(self, shard: VocabularyShard) -> None:
+        if not shard.alone:
             # `gather` raises for a label outside of the vocabulary, as an unsharded loss does: on every rank, without a
             # host sync. The full vocabulary is one element of memory, expanded.
             labels = self.labels.flatten()
-            labels.new_zeros(1).expand(rows.total_rows).gather(0, labels.where(labels != self.ignore, 0))
+            labels.new_zeros(1).expand(shard.total_rows).gather(0, labels.where(labels != self.ignore, 0))
 
-    def any_of(self, chunk: slice) -> bool:
+    def may_have_labels(self, chunk: slice) -> bool:
         return True
 
-    def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> SingleChunkLabels:
-        # Position i R + r is token i of rank r: [tokens, R], transposed to rank order as in `gathered_index`.
+    def of_chunk(self, chunk: slice, shard: VocabularyShard, dtype: torch.dtype) -> SingleChunkLabels:
+        # Position i R + r is token i of rank r: [tokens of a rank, R]. Transposed to rank order, as `gathered_index`.
         labels = self.labels.reshape(-1, self.ranks)[chunk].T.flatten().long().unsqueeze(1)
         valid = labels != self.ignore
-        return SingleChunkLabels(valid, *rows.local_columns(labels, valid))
+        return SingleChunkLabels(valid, *shard.local_columns(labels, valid))
 
 
 @dataclass(frozen=True)
@@ -133,9 +150,10 @@ class SingleChunkLabels:
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
         at_labels = softmax.gather(1, self.columns) * factor - self.is_local.to(softmax.dtype)
-        # On the CPU, `mul` into another dtype allocates a temporary, and so does a scatter in bfloat16. CUDA casts.
+        # On the CPU, `mul` with an output of another dtype allocates a temporary, and so does a scatter in bfloat16, so
+        # both run in the memory of `softmax` there. On CUDA the kernel of `mul` casts as it writes.
         product = torch.mul(softmax, factor, out=softmax if softmax.device.type == "cpu" else gradient)
-        # Scattered instead of added with atomics: deterministic on a GPU.
+        # The labels' columns are overwritten with a scatter: an add with atomics would not be deterministic on a GPU.
         product.scatter_(1, self.columns, at_labels.to(product.dtype))
         if product is not gradient:
             gradient.copy_(product)
@@ -146,9 +164,14 @@ class SingleChunkLabels:
 
 @dataclass(frozen=True)
 class MultiLabels:
-    """Label triples of tokens that are padded to a multiple of the ranks. `positions` count padding, `triples` do not.
+    """Several labels per token, each with a weight.
 
-    `triples` has host copies of positions, so that chunks are looked up without a device sync.
+    Args:
+        shape: (B, T), with rows padded to a multiple of R tokens.
+        positions: the position of each label among the B T tokens of `shape`, so padding counts.
+        triples: as the caller passed them, with positions that do not count padding. They include a copy of the
+            positions on the host, so that the labels of a chunk are found without a device sync.
+        ranks: R.
     """
 
     shape: tuple[int, int]
@@ -159,7 +182,7 @@ class MultiLabels:
     @classmethod
     def of(cls, triples: LabelTriples, ranks: int) -> MultiLabels:
         rows, tokens = triples.shape
-        padding = -tokens % ranks  # at the end of each row, so that row b moves by b * padding positions
+        padding = -tokens % ranks  # at the end of each row, so that the tokens of row b move by b * padding positions
         positions = triples.positions + triples.positions // max(tokens, 1) * padding
         return cls((rows, tokens + padding), positions, triples, ranks)
 
@@ -167,29 +190,30 @@ class MultiLabels:
     def count(self) -> Tensor:
         return self.triples.weights.sum()
 
-    def check(self, rows: VocabularyShard) -> None:
-        if self.triples.largest >= rows.total_rows:
-            raise ValueError(f"label {self.triples.largest} is not in the vocabulary of {rows.total_rows} tokens")
+    def check(self, shard: VocabularyShard) -> None:
+        if self.triples.largest >= shard.total_rows:
+            raise ValueError(f"label {self.triples.largest} is not in the vocabulary of {shard.total_rows} tokens")
 
-    def any_of(self, chunk: slice) -> bool:
+    def may_have_labels(self, chunk: slice) -> bool:
         triples = self._within(chunk)
         return triples.stop > triples.start
 
-    def of_chunk(self, chunk: slice, rows: VocabularyShard, dtype: torch.dtype) -> MultiChunkLabels:
+    def of_chunk(self, chunk: slice, shard: VocabularyShard, dtype: torch.dtype) -> MultiChunkLabels:
         in_chunk = self._within(chunk)
         labels, weights = self.triples.labels[in_chunk], self.triples.weights[in_chunk].to(dtype)
         tokens = gathered_index(self.positions[in_chunk], chunk, self.ranks)
-        # All labels of a token count in its total, whichever rank has their columns.
+        # All labels of a token count in the sum of its weights, whichever rank has their columns.
         total = weights.new_zeros((chunk.stop - chunk.start) * self.ranks).index_put_(
             (tokens,), weights, accumulate=True
         )
-        columns, is_local = rows.local_columns(labels, labels >= 0)
+        columns, is_local = shard.local_columns(labels, labels >= 0)
         return MultiChunkLabels(total.unsqueeze(1), tokens, columns, weights.where(is_local, 0))
 
     def _within(self, chunk: slice) -> slice:
-        """Returns the slice of the triples of tokens `chunk` of each rank."""
-        bounds = [self._unpad(edge * self.ranks) for edge in (chunk.start, chunk.stop)]
-        return self.triples.within(*bounds)
+        """Returns the slice of the triples whose tokens are in the chunk, on any rank."""
+        # Tokens are interleaved: tokens a..b of all R ranks are the positions a R..b R.
+        first, last = (self._unpad(index * self.ranks) for index in (chunk.start, chunk.stop))
+        return self.triples.within(first, last)
 
     def _unpad(self, position: int) -> int:
         """Converts a position that counts padding to one that does not."""
@@ -200,11 +224,11 @@ class MultiLabels:
 
 @dataclass(frozen=True)
 class MultiChunkLabels:
-    """The m labels of a chunk of C tokens. Sums use index_put_, which is deterministic on a GPU.
+    """The m labels of a chunk of C tokens. Sums use `index_put_`: unlike `scatter_add_` it is deterministic on a GPU.
 
     Args:
         weights: [C, 1], the sum of the weights of each token's labels.
-        tokens: [m], the token of each label, as `gathered_index`.
+        tokens: [m], the token of each label: its index in the gathered chunk (`gathered_index`).
         columns: [m], the label's column of this rank's logits.
         local_weights: [m], the label's weight; 0 if another rank has the column.
     """

@@ -11,7 +11,7 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 def pad_empty_shard(logits: Tensor) -> Tensor:
-    """Returns logits [C, V_r]; for a rank without rows a column of -inf, which adds 0 to a sum of exponentials."""
+    """Returns logits [C, V_r]. On a rank without rows, a column [C, 1] of -inf: it adds 0 to a sum of exponentials."""
     return logits if logits.shape[1] else F.pad(logits, (0, 1), value=-torch.inf)
 
 
@@ -19,49 +19,54 @@ def cross_entropy_(
     wide: Tensor,
     logits: Tensor,
     labels: ChunkLabels,
-    vocabulary: VocabularyShard,
+    shard: VocabularyShard,
     *,
     z_loss: float,
     gradient: Tensor | None,
 ) -> Tensor:
-    """Returns the losses [c] of this rank's own tokens, with `z_loss` times their squared log-sum-exps.
+    """Returns the losses [c] of this rank's own tokens: cross entropy plus `z_loss` times the squared log-sum-exp.
 
-    In place: `wide` becomes the softmax, which the gradient is computed from, so each of the C V_r logits is read and
+    In place: `wide` becomes the softmax, from which the gradient is computed. So each of the C V_r logits is read and
     written twice (16 bytes in float32), and no other tensor of that size is allocated.
 
     Args:
         wide: logits [C, V_r] of all ranks' tokens in the dtype of sums, V_r >= 1. Overwritten.
-        logits: the same values in the matmul dtype, in which the maximum reads fewer bytes. May be `wide`.
+        logits: the same values in the matmul dtype, in which finding the maximum reads fewer bytes. May be `wide`.
         labels: labels of the C tokens, the same on all ranks.
-        gradient: receives the gradient of the losses of all C tokens, in its own dtype. May be `wide` or `logits`.
+        gradient: [C, V_r], receives d(logits) of the losses of all C tokens, in the dtype of this tensor. May be `wide`
+            or `logits`. None if no gradient is needed.
 
-    Bytes sent, in a dtype of w bytes: 2 w for each of the other ranks' tokens, kind "reduce_scatter"; with a gradient,
-    (R - 1) w for each of this rank's own (or of the largest share), kind "all_gather".
+    Bytes sent, with w bytes per element of `wide`: 2 w for each token of the other ranks, kind "reduce_scatter"; with a
+    gradient also (R - 1) w for each of the tokens that this rank owns, or for ceil(C / R) tokens if ranks own different
+    numbers, kind "all_gather".
     """
-    # 1. The label's logit and the row's maximum, before `wide` is overwritten.
+    # 1. Each token's label logit and largest logit, before `wide` is overwritten.
     label_logits, (peak, peak_columns) = labels.logits_of(wide), logits.max(1, keepdim=True)
     peak = peak.to(wide.dtype)
-    if not vocabulary.alone:
-        # If all of a rank's logits are -inf, softmax would be NaN; with the lowest finite value it is 0s and a 1.
+    if not shard.alone:
+        # If all logits of a token on this rank are -inf, softmax would be NaN. So the largest is raised to the lowest
+        # finite value: then softmax is 1 there and 0 elsewhere.
         wide.scatter_(1, peak_columns, peak.clamp_(min=torch.finfo(wide.dtype).min))
-    # 2. Softmax in place. Safe, because a row is reduced before its elements are written. On CUDA too: in all kernels
-    # of ATen's SoftMax.cu and PersistentSoftmax.cuh (also the newer ForwardReg, Gmem and Fast) a block or warp owns a
-    # row, a barrier follows the sum, each thread then writes only elements that it reads itself, and no pointer is
-    # `__restrict__`.
+    # 2. Softmax in place. This is safe, because torch's kernels reduce a token's logits before they write them. On CUDA
+    # too: in all kernels of ATen's SoftMax.cu and PersistentSoftmax.cuh (also the newer ForwardReg, Gmem and Fast) a
+    # thread block or warp owns a token's logits, a barrier follows the sum, each thread then writes only elements that
+    # it reads itself, and no pointer is `__restrict__`.
     torch.softmax(wide, 1, out=wide)
-    # 3. This rank's log-sum-exp, from its softmax at the maximum; then the one over all ranks' rows.
+    # 3. Log-sum-exp over this rank's V_r columns: softmax at the maximum is exp(peak - lse). Then over all V columns.
     rank_lse = peak - wide.gather(1, peak_columns).log()
-    lse, label_logits = vocabulary.merge(rank_lse, label_logits)
+    lse, label_logits = shard.merge(rank_lse, label_logits)
     if gradient is not None:
-        # 4. The gradient needs the log-sum-exp of all C tokens; `wide` is softmax over this rank's rows alone, so it is
-        # scaled by this rank's share of the probability mass.
-        all_lse = vocabulary.gather(lse, len(wide)).wait()
-        factor = vocabulary.scale_by_mass(labels.weights * (1 + 2 * z_loss * all_lse), rank_lse, all_lse)
+        # 4. The gradient, of all C tokens. `wide` is the softmax over this rank's columns alone. Times the probability
+        # exp(rank_lse - lse) of these columns, it is the softmax over the whole vocabulary. The gradient of
+        # z_loss lse^2 is 2 z_loss lse softmax.
+        all_lse = shard.gather(lse, len(wide)).wait()
+        factor = shard.scale_by_mass(labels.weights * (1 + 2 * z_loss * all_lse), rank_lse, all_lse)
         labels.logits_gradient(wide, factor, gradient)
-    weights = vocabulary.own_tokens(labels.weights)
+    weights = shard.own_tokens(labels.weights)
     return (weights * (lse + z_loss * lse.square()) - label_logits).where(weights != 0, 0).squeeze(1)
 
 
 def scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x` times a scalar, in `dtype`, rounded once: a 0-dim factor would be cast to the dtype of x first."""
+    """Returns `x` times a scalar tensor, in `dtype`, rounded once."""
+    # The factor gets x's number of dims, because `mul` would cast a 0-dim factor to the dtype of x first.
     return torch.mul(x, factor.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

@@ -38,84 +38,87 @@ def linear_token_loss(
     axis: DeviceMesh | Axis | None = None,
     vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_loss(F.linear(hidden, weight, bias), labels)` without holding the logits; it fits a model's `head`.
+    """Computes `token_loss(F.linear(hidden, weight, bias), labels)` chunk by chunk. Can be passed as a model's `head`.
 
     A chunk's logits are computed once, in the dtype of `hidden` (or of autocast), and softmax in float32. Gradients are
-    computed in the same forward pass, for inputs that require them; backward scales them, any number of times
-    (`retain_graph`), but cannot be differentiated itself.
+    computed in the same forward pass, for inputs that require them. Backward multiplies them by the upstream gradient,
+    any number of times (`retain_graph`); it cannot be differentiated.
 
-    Memory, with e bytes per element: d(hidden), T E e, and d(weight) in float32, 4 V E, live from forward to backward;
-    forward adds a chunk's logits and their float32 copy, chunk V (e + 4). `hidden` and `weight` are not kept.
+    Memory, with e bytes per element: d(hidden), T E e bytes, and d(weight) in float32, 4 V E bytes, live from forward
+    to backward. Forward also needs a chunk's logits and their float32 copy, chunk V (e + 4) bytes. `hidden` and
+    `weight` are not kept.
 
-    With an `axis` of R ranks (tensor parallelism) each rank has V_r rows of the vocabulary, and the tokens i R + r of
+    With an `axis` of R ranks (tensor parallelism), rank r has V_r of the weight's V rows, and the tokens i R + r of
     each batch row (`interleaved_shard`). A chunk's hidden states are gathered while the previous chunk is computed, and
-    their gradients are summed over ranks; everything else is this rank's part.
+    their gradients are summed over ranks. Each rank computes the logits of its V_r rows.
 
     Args:
         hidden: [B, T, E]; with an axis [B, ceil(T / R), E].
         weight: [V, E], of a linear layer or an embedding; under FSDP2 gathered, as within `forward`. With an axis
             [V_r, E], cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until none are left.
         labels: integers [B, T], shifted: `labels[b, t]` is predicted by the hidden state of token t of row b. With an
-            axis, too, the labels of all tokens, the same on all ranks. Or `LabelTriples`: several labels per position,
-            with weights; chunks without labels are not computed.
+            axis they are also [B, T], for the tokens of all ranks, and equal on all ranks. Or `LabelTriples`: several
+            labels per position, with weights; chunks without labels are not computed.
         bias: [V]; with an axis [V_r].
-        ignore: the label that is not counted.
-        chunk: number of tokens at a time, over all rows; by default `chunk_rows` of these shapes. With an axis, of all
-            ranks together, rounded down to a multiple of R, and at least R.
+        ignore: labels with this value are not counted.
+        chunk: number of tokens in a chunk, which may extend over several rows; by default `loss_chunk_tokens` of these
+            shapes. With an axis it counts the tokens of all ranks, and is rounded down to a multiple of R, at least R.
         z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
-        backend: "own", or "torch" for `F.linear_cross_entropy` of torch 2.13. In float32 that is as exact and as fast,
-            but its gradients live as long as the sum. In bfloat16 it rounds the sum and d(weight) after every chunk:
-            with 1024 chunks the sum was a sixth of the exact one.
+        backend: "own", or "torch" for `F.linear_cross_entropy` of torch 2.13. In float32 torch's is as exact and as
+            fast, but its gradients live as long as the sum. In bfloat16 torch's rounds the sum and d(weight) after
+            every chunk: with 1024 chunks the sum was a sixth of the exact one.
         axis: a 1-D mesh of R ranks. All ranks make the same call, with gradients for the same inputs.
         vocabulary: V, needed with an axis.
 
     Bytes sent, all in forward, by each of R ranks for its n = B ceil(T / R) tokens, with w = 4 (8 in float64):
 
-        "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any gradient is wanted
-        "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if the gradient of `hidden` is wanted
+        "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any input requires a gradient
+        "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if `hidden` requires a gradient
 
     Returns:
         The sum of the cross entropies, in nats, a scalar in float32 (float64 for float64), and the count of valid
-        labels, an integer scalar on the same device. With no valid label the sum is 0, with zero gradients. Of triples
-        both count weights: the sum of weight times cross entropy, and the sum of weights, in float64.
+        labels, an integer scalar on the same device. With no valid label the sum is 0, with zero gradients. For triples
+        they are the sum of weight times cross entropy, and the sum of weights in float64.
 
         With an axis both cover all tokens and are bitwise equal on all ranks. It is one loss with a copy on each rank,
-        not R losses: each rank calls backward with the same upstream gradient, and gets the gradient by its own tokens,
-        rows and biases. Nothing needs to be summed over the axis.
+        not R losses: each rank calls backward with the same upstream gradient, and gets the gradients of its own tokens
+        and of its own rows of weight and bias. They need no sum over the axis.
 
     Raises:
-        ValueError: shapes or dtypes that do not match, rows that are not this rank's part of `vocabulary`, a chunk
-            below 1, an unsupported backend. Raised before any communication. Labels out of range are not checked here,
-            as in `token_loss`, because that would synchronize with the GPU; torch's device assertion reports them.
+        ValueError: shapes or dtypes do not match, the number of rows is not this rank's part of `vocabulary`, the chunk
+            is below 1, or the backend does not support the arguments. Raised before any communication. As in
+            `token_loss`, labels outside of the vocabulary are not checked on the host, because that would synchronize
+            with the GPU; torch's device assertion reports them.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_lookup = token_labels(labels, ignore, ranks)
     check(hidden, weight, label_lookup.shape, bias, chunk, ranks)
-    rows = VocabularyShard.of(len(weight), axis, vocabulary)
+    shard = VocabularyShard.of(len(weight), axis, vocabulary)
     run, dtype = find_backend(backend, z_loss, ranks), matmul_dtype(hidden)
     if backend == "torch" and isinstance(labels, LabelTriples):
         raise ValueError(f"backend 'torch' takes one label per token; got {labels}, which backend='own' takes")
-    chunk = chunk or chunk_rows(prod(label_lookup.shape), hidden.shape[-1], rows.total_rows, dtype.itemsize, ranks)
-    label_lookup.check(rows)
-    spec = LinearLossSpec(label_lookup, chunk, dtype, rows, z_loss)
+    tokens, dim = prod(label_lookup.shape), hidden.shape[-1]
+    chunk = chunk or loss_chunk_tokens(tokens, dim, shard.total_rows, dtype.itemsize, ranks)
+    label_lookup.check(shard)
+    spec = LinearLossSpec(label_lookup, chunk, dtype, shard, z_loss)
     return run(hidden.flatten(0, 1), weight, bias, spec), label_lookup.count
 
 
-def chunk_rows(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
-    """Returns the number of tokens per chunk, with chunks as equal as possible.
+def loss_chunk_tokens(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
+    """Returns the default number of tokens in a chunk of the loss. Chunks are as equal as possible.
 
-    Logits and their float32 copy may take 64 MiB or half the bytes of `hidden` [tokens, dim] and `weight` [vocabulary,
-    dim], whichever is more: 683 tokens of 8192 for LLaMA-3-8B, 4148 of 655360. Smaller chunks cost time, since each
-    one reads the weight and adds to its full gradient.
+    A chunk's logits and their float32 copy may take 64 MiB, or half of the bytes of `hidden` [tokens, dim] and `weight`
+    [vocabulary, dim], whichever is more. For LLaMA-3-8B that is 683 tokens per chunk of 8192 tokens, and 4148 of
+    655360. Smaller chunks cost time, since each one reads the weight and adds to its full gradient.
 
-    With several ranks, the bytes in flight count too: hidden states of this chunk and the next, and their gradient
-    before and after the reduction.
+    With several ranks, the tensors in flight count too: the hidden states of this chunk and of the next, and the
+    gradient of hidden states before and after its reduction.
     """
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
-    wide_itemsize = 4 if itemsize < 4 else 0  # of the float32 copy; float32 logits need none
-    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0  # of a token: the four tensors in flight, each [E]
-    # Bytes of all tokens together, over the budget.
-    chunks = ceil(tokens * (ceil(vocabulary / ranks) * (itemsize + wide_itemsize) + exchanged_bytes) / budget)
+    wide_itemsize = 4 if itemsize < 4 else 0  # the float32 copy of 16-bit logits
+    logits_bytes = ceil(vocabulary / ranks) * (itemsize + wide_itemsize)  # per token
+    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0  # per token: four tensors in flight, each [dim]
+    chunks = ceil(tokens * (logits_bytes + exchanged_bytes) / budget)
     return max(1, ceil(tokens / max(1, chunks)))
 
 
@@ -142,7 +145,7 @@ def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
 @torch.compiler.disable  # traced, the loop would be unrolled into a graph of all chunks
 def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """Computes the summed loss chunk by chunk (`linear_chunks`)."""
-    # Inside of an `autograd.Function` grad mode is off, so gradients that are needed are determined here.
+    # Determined here, because grad mode is off inside of an `autograd.Function`.
     needs_grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     return cast(Tensor, LinearLoss.apply(hidden, weight, bias, spec, needs_grad))
 
@@ -170,19 +173,23 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def check(
-    hidden: Tensor, weight: Tensor, tokens: tuple[int, ...], bias: Tensor | None, chunk: int | None, ranks: int
+    hidden: Tensor, weight: Tensor, label_shape: tuple[int, ...], bias: Tensor | None, chunk: int | None, ranks: int
 ) -> None:
-    """Raises ValueError for arguments that do not match, as far as visible without a device sync."""
-    rows = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
-    expected = rows, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
-    shapes_given = tokens, weight.shape, weight.shape[:1] if bias is None else bias.shape
-    if hidden.ndim != 3 or shapes_given != expected:
-        hidden_shape = (
-            f"B, ceil(T / {ranks}), E], with this rank's rows of V: weight [V" if ranks > 1 else "B, T, E], weight [V"
+    """Raises ValueError for shapes and dtypes that do not match, or a chunk below 1. Needs no device sync.
+
+    Args:
+        label_shape: (B, T) of the labels of all ranks' tokens, with T padded to a multiple of the ranks.
+    """
+    all_tokens = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
+    expected = all_tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
+    actual = label_shape, weight.shape, weight.shape[:1] if bias is None else bias.shape
+    if hidden.ndim != 3 or actual != expected:
+        hidden_shape = f"[B, ceil(T / {ranks}), E], with this rank's rows of V:" if ranks > 1 else "[B, T, E],"
+        shapes = [hidden.shape, weight.shape, label_shape, *([] if bias is None else [bias.shape])]
+        raise ValueError(
+            f"hidden {hidden_shape} weight [V, E], labels [B, T] and bias [V] are needed; "
+            f"got {', '.join(str(tuple(shape)) for shape in shapes)}"
         )
-        tensors = [x.shape for x in (hidden, weight)], [tokens], [] if bias is None else [bias.shape]
-        shapes = ", ".join(str(tuple(shape)) for group in tensors for shape in group)
-        raise ValueError(f"hidden [{hidden_shape}, E], labels [B, T] and bias [V] are needed; got {shapes}")
     dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
     if not autocast_enabled(hidden) and len({*dtypes}) > 1:
         raise ValueError(f"hidden, weight and bias need one dtype outside of autocast; got {dtypes}")

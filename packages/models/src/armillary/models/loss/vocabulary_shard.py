@@ -1,9 +1,9 @@
-"""A vocabulary sharded over the ranks of an axis, and the communication about its logits.
+"""A vocabulary sharded over the ranks of an axis, and the communication that replaces sending logits.
 
-Each rank has some rows of the head's weight, and so computes logits [C, V_r] of C tokens. It reduces them to the
-log-sum-exp and the label's logit (0 if another rank has that row). The owner of a token merges these two numbers of all
-ranks, and returns the log-sum-exp over all rows, from which each rank computes its part of the gradient. No logits are
-sent.
+Each rank has V_r rows of the head's weight, and so computes logits [C, V_r] of C tokens. It reduces each token's logits
+to two numbers: their log-sum-exp, and the label's logit (0 if another rank has the label's row). The rank that owns the
+token receives these two numbers of all ranks, merges them, and returns the log-sum-exp over the whole vocabulary to all
+ranks. From it each rank computes the gradient of its own logits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from armillary.core.placements import chunk_sizes
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Rows `first` to `first + rows` of `total_rows`, on this rank of `axis`. On one rank nothing is sent.
+    """Rows `first` to `first + rows - 1` of the weight's `total_rows`: the part on this rank of `axis`.
 
-    C tokens of all R ranks are ordered by rank, `token_counts(C)` of each. Of a tensor [C, ...], this rank owns the
-    part [c, ...].
+    A tensor [C, ...] has one entry for each token of a chunk. The first `token_counts(C)[0]` tokens are rank 0's, the
+    next are rank 1's, and so on; [c, ...] are this rank's own. On an axis of one rank nothing is sent.
     """
 
     axis: Axis
@@ -34,8 +34,9 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> VocabularyShard:
-        """Returns this rank's part, cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until
-        none are left.
+        """Returns this rank's part of the vocabulary.
+
+        Rows are cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until none are left.
 
         Args:
             rows: number of this rank's rows, V_r.
@@ -43,7 +44,7 @@ class VocabularyShard:
             vocabulary: V, needed with an axis.
 
         Raises:
-            ValueError: an axis without V, or a number of rows that is not this rank's part of V.
+            ValueError: an axis without `vocabulary`, or a number of rows that is not this rank's part of V.
         """
         rank_axis = Axis.alone("vocabulary") if axis is None else Axis.of(axis)
         if axis is not None and vocabulary is None:
@@ -68,7 +69,7 @@ class VocabularyShard:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def token_counts(self, tokens: int) -> list[int]:
-        """Returns the number of `tokens` that each rank owns; equal if R divides them."""
+        """Returns how many of a chunk's tokens each rank owns; equal numbers if R divides `tokens`."""
         base, remainder = divmod(tokens, self.axis.size)
         return [base + (rank < remainder) for rank in range(self.axis.size)]
 
@@ -77,7 +78,7 @@ class VocabularyShard:
         return x.split(self.token_counts(len(x)))[self.axis.rank]
 
     def gather(self, x: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Collective[Tensor]:
-        """Starts gathering: [c, ...] of each rank -> [C, ...], C = `tokens`, in `dtype`.
+        """Starts an all-gather, [c, ...] of each rank -> [C, ...] in `dtype`, with C = `tokens`.
 
         Bytes sent: (R - 1) times the bytes of `x`, padded to the largest count, kind "all_gather".
         """
@@ -86,7 +87,10 @@ class VocabularyShard:
         return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.token_counts(tokens), 0)
 
     def scatter(self, x: Tensor, target: Tensor) -> Callable[[], object]:
-        """Starts summing [C, ...] over ranks. The returned function waits, and writes this rank's [c, ...] to `target`.
+        """Starts a reduce-scatter of x [C, ...]. The returned function waits, and writes this rank's sums to `target`.
+
+        Args:
+            target: [c, ...].
 
         Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
         """
@@ -97,13 +101,14 @@ class VocabularyShard:
         return lambda: target.copy_(scatter.wait())
 
     def merge(self, lse: Tensor, label_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Merges all ranks' log-sum-exps and label logits: [C, 1] over this rank's rows -> [c, 1] over all rows.
+        """Merges log-sum-exps and label logits of all ranks: [C, 1] over this rank's rows -> [c, 1] over all V rows.
 
-        Bytes sent: the other ranks' tokens of both, kind "reduce_scatter".
+        Bytes sent: both numbers of each token of the other ranks, kind "reduce_scatter".
         """
         if self.alone:
             return lse, label_logits
-        # Both in one message per pair of ranks; a reduce-scatter cannot add log-sum-exps, so the parts are merged here.
+        # One message per pair of ranks has both. A reduce-scatter cannot merge log-sum-exps, so each rank receives the
+        # unreduced parts of its own tokens and merges them.
         messages = start_scatter_parts(
             torch.cat([lse, label_logits], 1), self.axis, self.token_counts(len(lse)), 0
         ).wait()
@@ -116,16 +121,14 @@ class VocabularyShard:
         Bytes sent: (R - 1) scalars, kind "all_gather".
         """
         own_sum = losses.sum()
-        return (
-            own_sum
-            if self.alone
-            else start_all_gather(own_sum.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
-        )
+        if self.alone:
+            return own_sum
+        return start_all_gather(own_sum.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
 
     # -- labels and logits --------------------------------------------------------------------------------------------
 
     def local_columns(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the labels' columns among this rank's logits, and a mask of labels on this rank; 0 for all others."""
+        """Returns each label's column of this rank's logits, or 0, and True if the label is valid and on this rank."""
         if self.alone:
             return labels.where(valid, 0), valid
         columns = labels - self.first
@@ -133,5 +136,10 @@ class VocabularyShard:
         return columns.where(on_this_rank, 0), on_this_rank
 
     def scale_by_mass(self, x: Tensor, rank_lse: Tensor, lse: Tensor) -> Tensor:
-        """Returns `x` times exp(rank_lse - lse), the probability mass of this rank's rows."""
+        """Returns x [C, 1] times exp(rank_lse - lse), the probability of this rank's rows.
+
+        Args:
+            rank_lse: log-sum-exp over this rank's rows.
+            lse: log-sum-exp over the whole vocabulary.
+        """
         return x if self.alone else x * (rank_lse - lse).exp()

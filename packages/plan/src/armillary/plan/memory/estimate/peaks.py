@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from armillary.models.loss.linear_loss import chunk_rows
+from armillary.models.loss.linear_loss import loss_chunk_tokens
 from armillary.plan.memory.estimate.category_bytes import CategoryBytes
 from armillary.plan.memory.estimate.step import MASTER, StepSizes
 
@@ -202,7 +202,7 @@ class Peaks:
         The head's parameters count twice: the all-gather copies them out of its buffer.
         """
         step, model = self.step, self.step.model
-        chunk = chunk_rows(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
+        chunk = loss_chunk_tokens(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
         # Of each token: logits and their float32 copy, both [V], and one float32 tensor [E].
         logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
         gradients = step.x + MASTER * model.vocabulary * model.dim
