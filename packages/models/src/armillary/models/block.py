@@ -1,4 +1,4 @@
-"""The base classes of LLaMA's and GPT's blocks and decoders: attention and the MLP on a residual stream."""
+"""`Block` and `Decoder`, the base classes of LLaMA and GPT: attention and MLP on a residual stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from armillary.models.layers.state_mixers import StateMixer
 
 
 class AttentionFunction(Protocol):
-    """Attention of a layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D], with the layout of the T tokens.
+    """Attention of a layer: q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D].
 
-    If it has a method `projected`, as armillary's methods do, that is called with projections instead.
+    `layout` gives the positions of the T tokens in the sequence. If the object has a method `projected`
+    (`TakesProjections`), as armillary's methods do, blocks call `projected` instead.
     """
 
     def __call__(
@@ -34,7 +35,7 @@ class AttentionFunction(Protocol):
 
 @runtime_checkable
 class TakesProjections(Protocol):
-    """Attention that computes q, k and v itself, from projections."""
+    """Attention that calls the projections to q, k and v itself: hidden states x [B, T, E] -> [B, T, H, D]."""
 
     def projected(
         self, x: Tensor, projections: TokenProjections, *, mask: AttentionMask, layout: SequenceLayout | None
@@ -42,7 +43,7 @@ class TakesProjections(Protocol):
 
 
 HeadFunction = Callable[..., Any]
-"""From hidden states [B, T, E] and the head's weight [V, E] to the model's result: logits, a loss."""
+"""From hidden states [B, T, E] and the head's weight [V, E] to the model's result: logits or a loss."""
 
 
 class Context:
@@ -51,8 +52,8 @@ class Context:
     Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
     to reach the tensors inside. Cosines in bfloat16 have too few digits for long sequences.
 
-    `previous_checkpoint` is a list of at most one element, shared by all blocks: the activation checkpoint of the
-    previous block, if it has one.
+    `previous_checkpoint` is a list of at most one element, and all blocks share the list. A block that runs under an
+    activation checkpointing policy puts its checkpoint there, for the next block.
     """
 
     def __init__(
@@ -62,19 +63,26 @@ class Context:
         self.previous_checkpoint: list[ref[Any]] = []  # a `Checkpoint`, which refers to its block
 
     def for_block(self, block: Block) -> Context:
-        """Returns the context with a block's own mask. Built outside of the block: torch.compile traces the block."""
+        """Returns this context with the block's window in its mask.
+
+        Called outside of the block, because torch.compile traces the block and should not trace masks.
+        """
         if block.window is None:
             return self
         return self.changed(mask=with_window(self.mask, block.window - 1))
 
     def for_states(self, method: Method, contiguous: bool) -> Context:
-        """Returns the context of recurrent blocks, whose layout has a shard for each rank of all axes of attention.
+        """Returns the context for blocks with a state.
+
+        Its layout has one shard for each rank of the sequence and head axes. Attention's layout may have fewer: Ulysses
+        shares a shard of `ring` between the ranks of `ulysses`.
 
         Args:
-            contiguous: gives these blocks contiguous shards, whatever layout the call has.
+            method: the blocks' attention method, whose ranks share the sequence.
+            contiguous: True gives these blocks contiguous shards, whatever layout the call has.
         """
         if self.layout is None and method.shards > 1:
-            return self  # the layer raises an error for the missing layout
+            return self  # without a layout; the layer itself raises the error
         layout = over_all_ranks(self.layout or SequenceLayout.contiguous(self.tokens, 1), method)
         if contiguous:
             layout = SequenceLayout.contiguous(layout.length, layout.shards)
@@ -83,7 +91,7 @@ class Context:
     def changed(
         self, mask: AttentionMask | None = None, layout: SequenceLayout | None = None, tokens: int | None = None
     ) -> Context:
-        """Returns the context with other values, and the same previous checkpoint."""
+        """Returns a copy with these values changed, which shares `previous_checkpoint`."""
         context = Context(tokens or self.tokens, self.rotation, mask or self.mask, layout or self.layout)
         context.previous_checkpoint = self.previous_checkpoint
         return context
@@ -91,20 +99,21 @@ class Context:
 
 @lru_cache(maxsize=8)
 def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
-    """Returns the mask with a window. Cached, so that all layers share one object: a mask may hold many documents."""
+    """Returns the mask with a window: a query sees at most `left_width` keys before its own.
+
+    Cached, so that all layers share one object: a mask may hold many documents.
+    """
     return mask.narrow(left_width)
 
 
 class Block(nn.Module):
-    """[B, T, E] -> [B, T, E]: attention, then the token-wise part (`after_attention`), both on the residual stream.
-
-    `run` computes both: `run_plainly`, unless an activation checkpointing policy replaces it. `gathered_ranks` is the
-    number of ranks whose tokens the norms gather under tensor parallelism: attention and MLP see that many tokens for
-    each token of the block's input.
-    """
+    """[B, T, E] -> [B, T, E]: attention, then the token-wise part (`after_attention`), both on the residual stream."""
 
     run: Callable[[Block, Tensor, Context], Tensor]
+    """Computes both parts: `run_plainly`, unless an activation checkpointing policy replaces it."""
     gathered_ranks: int = 1
+    """R under tensor parallelism over R ranks, else 1. The block's input has every R-th token; its norms gather the
+    tokens of all R ranks for attention and MLP."""
     window: int | None = None
     """The largest number of keys that a query of this layer sees, its own included; None for all keys."""
 
@@ -127,7 +136,7 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> AttentionFunction:
-        """The layer's attention; can be set."""
+        """The layer's attention. Can be set."""
         return self.mixer.attention
 
     @attention.setter
@@ -135,25 +144,36 @@ class Block(nn.Module):
         self.mixer.attention = attention
 
     def projections(self, context: Context, normed: bool) -> HeadProjections:
-        """Returns the projections to q, k and v. Their input is norm(x) if `normed`, else x: they apply the norm."""
+        """Returns the projections to q, k and v.
+
+        Args:
+            normed: True if the projections will be called with norm(x). False if they will be called with x, the
+                block's input: then they apply the norm themselves.
+        """
         return cast(ProjectionModule, self.mixer).projections(context.rotation, None if normed else self.norm)
 
     @abstractmethod
     def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
-        """Computes the token-wise part from x [B, T, E] and attention's out [B, T, H, D]: output projection and MLP."""
+        """Computes the token-wise part: output projection, MLP and their residual connections.
+
+        Args:
+            x: [B, T, E], the block's input.
+            out: [B, T, H, D], the output of attention.
+        """
 
 
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Computes attention, or the layer with a state in its place, out [B, T, H, D], under autograd."""
+    """Computes the mixer's output from x [B, T, E], out [B, T, H, D], under autograd."""
     normed_x = block.norm(x)
     if block.gathered_ranks > 1:
-        normed_x = normed_x[:, : context.tokens]  # gathered tokens are padded to a multiple of ranks
+        normed_x = normed_x[:, : context.tokens]  # without the padding of gathered tokens to a multiple of ranks
     mixer = block.mixer
     with label("attention"):
         if isinstance(mixer, StateMixer):
             return mixer(normed_x, mask=context.mask, layout=context.layout)
         projections = mixer.projections(context.rotation, norm=None)
-        if isinstance(mixer.attention, TakesProjections):  # UPipe projects stage by stage; others overlap sends
+        if isinstance(mixer.attention, TakesProjections):
+            # The method decides when to project: UPipe stage by stage, others while the first keys are being sent.
             return mixer.attention.projected(normed_x, projections, mask=context.mask, layout=context.layout)
         q = projections.q(normed_x, range(projections.heads))
         k, v = projections.kv(normed_x, range(projections.key_heads))
@@ -168,15 +188,14 @@ def run_plainly(block: Block, x: Tensor, context: Context) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm.
-
-    With `norm_in_chunks` the final norm saves only its input, and runs on `chunk` tokens at a time. With
-    `contiguous_states` hidden states move to contiguous shards before blocks with a state, and back after them.
-    """
+    """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm."""
 
     norm_in_chunks: bool = False
+    """True: the final norm saves only its input, and runs on `chunk` tokens at a time."""
     chunk: int | None = None
+    """Tokens in a chunk of the final norm; None for the default of `armillary.attention.call.token_chunks`."""
     contiguous_states: bool = False
+    """True: hidden states move to contiguous shards before blocks with a state, and back after them."""
 
     def forward(
         self,
@@ -192,26 +211,26 @@ class Decoder(nn.Module):
         # Cosines and sines are computed once for all blocks.
         context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
         # In a hybrid, blocks with a state have a context of their own, which may have another layout.
-        methods = [block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)]
-        method = methods[0] if methods and isinstance(methods[0], Method) else None
+        state_methods = [block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)]
+        method = state_methods[0] if state_methods and isinstance(state_methods[0], Method) else None
         state_context = context if method is None else context.for_states(method, self.contiguous_states)
-        current = context  # x is in the layout of this context
+        previous = context  # the context whose layout x has
         for block in self.blocks:
             block_context = state_context if isinstance(block.mixer, StateMixer) else context
-            x, current = self.relayout(x, current, block_context, method), block_context
+            x, previous = self.relayout(x, previous, block_context, method), block_context
             x = block(x, block_context.for_block(block))
-        x = self.relayout(x, current, context, method)
+        x = self.relayout(x, previous, context, method)
         norm = self.final_norm
         return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
 
     def relayout(self, x: Tensor, source: Context, target: Context, method: Method | None) -> Tensor:
-        """Moves hidden states [B, T, E] from the layout of `source` to that of `target`, if `contiguous_states`."""
+        """With `contiguous_states`, moves hidden states [B, T, E] from the layout of `source` to that of `target`."""
         if not self.contiguous_states or source is target or method is None:
             return x
         if source.layout is None or target.layout is None:
-            return x  # one rank
-        layouts = over_all_ranks(source.layout, method), over_all_ranks(target.layout, method)
-        return relayout(x, *layouts, sequence_axis(method))
+            return x  # the sequence is on one rank
+        source_layout, target_layout = over_all_ranks(source.layout, method), over_all_ranks(target.layout, method)
+        return relayout(x, source_layout, target_layout, sequence_axis(method))
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -228,15 +247,16 @@ class Decoder(nn.Module):
         """The norm after the last block."""
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding | None:
-        """Returns the rotary embedding at these positions; None unless overridden."""
+        """Returns RoPE's cosines and sines at these positions; None for a model without RoPE."""
         return None
 
 
 def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor:
-    """Returns the positions [T] or [B, T] on the device of `ids`.
+    """Returns the positions [T] or [B, T] on the device of `ids`; by default 0 to T - 1, or the layout's.
 
     Raises:
-        ValueError: positions that do not match the ids, or are missing on a shard.
+        ValueError: `ids` or positions are DTensors, positions do not match the ids, or they are missing although
+            `layout` has several shards.
     """
     if compat.is_dtensor(ids) or compat.is_dtensor(positions):
         raise ValueError("ids or positions are a DTensor; pass it to the model: the decoder takes only local tensors")

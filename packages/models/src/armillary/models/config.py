@@ -14,7 +14,7 @@ from armillary.models.state_config import Mixer, StateConfig, check_sizes
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
 MAX_PARAMETERS = 2**59
-"""Most parameters whose float64 bytes fit into 64 bits. Above, torch fails even on the meta device."""
+"""Largest accepted number of parameters, 2^62 bytes in float64. torch fails for 2^63 bytes, even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +25,29 @@ class LlamaConfig:
         vocab_size: V, rows of the embedding table.
         dim: E, the width of the residual stream.
         layers: number of blocks.
-        heads: H, query heads.
-        kv_heads: K, key/value heads; query head h reads key/value head h // (H / K).
+        heads: H, number of query heads.
+        kv_heads: K, number of key/value heads; query head h reads key/value head h // (H / K).
         hidden_dim: the width inside the MLP.
         head_dim: D, an even number; 0 means dim // heads.
         norm_eps: epsilon of RMSNorm, added to the mean square.
         rope_theta: the base of the RoPE frequencies.
-        max_positions: length of pre-training. It is saved with the weights and does not limit sequences.
-        tied_embeddings: the head is the embedding table.
-        qk_norm: queries and keys go through an RMSNorm over D before their rotation (Qwen3).
-        qkv_bias: the projections to queries, keys and values have a bias (Qwen2).
-        out_bias: the output projection has a bias.
-        mlp_bias: the MLP's projections have a bias.
-        rope_scaling: other RoPE frequencies, for longer sequences (LLaMA 3.1, YaRN).
-        window: maximum number of keys that a query sees, including its own, if the mask allows more (Mistral).
-        window_from: index of the first layer with the window (Qwen2).
-        mixers: mixers of the layers, repeated to their number: `("delta_rule", "delta_rule", "attention")` is a hybrid
+        max_positions: sequence length of pre-training. It is saved with the weights and does not limit sequences.
+        tied_embeddings: True uses the embedding table as the head's weight.
+        qk_norm: True applies an RMSNorm over D to queries and keys before RoPE (Qwen3).
+        qkv_bias: True gives the projections to queries, keys and values a bias (Qwen2).
+        out_bias: True gives attention's output projection a bias.
+        mlp_bias: True gives the MLP's projections a bias.
+        rope_scaling: changes the RoPE frequencies for longer sequences (LLaMA 3.1, YaRN).
+        window: maximum number of keys that a query sees, its own included, if the mask allows more (Mistral).
+        window_from: index of the first layer with the window (Qwen2); 0 without a window.
+        mixers: layer i has the mixer `mixers[i % len(mixers)]`: `("delta_rule", "delta_rule", "attention")` is a hybrid
             with attention in every third layer.
-        states: sizes of the layers that are not attention.
+        states: sizes of the layers with other mixers than attention; needed if there are any.
 
     Raises:
-        ValueError: a size below 1, query heads that key/value heads do not divide, an odd head dim, an eps below 0, a
-            theta of at most 0, an eps or theta that is not finite, a window that no layer has, an unknown mixer, more
-            mixers than layers, mixers with a state without `states`, or more than 2^59 parameters.
+        ValueError: a size is below 1, key/value heads do not divide query heads, the head dim is odd, eps is below 0
+            or not finite, theta is not above 0 or not finite, no layer has the window, a mixer is unknown, there are
+            more mixers than layers, `states` are missing or not used, or there are more than 2^59 parameters.
     """
 
     vocab_size: int
@@ -185,49 +185,51 @@ class LlamaConfig:
 
     def mixer_counts(self) -> dict[Mixer, int]:
         """Returns the number of layers with each mixer."""
-        repeats, remainder = divmod(self.layers, len(self.mixers))  # not a loop: a file may state any number of layers
-        first = Counter(self.mixers[:remainder])
-        return {mixer: repeats * count + first[mixer] for mixer, count in Counter(self.mixers).items()}
+        # Without a loop over layers, because a config file may state any number of layers.
+        repeats, remainder = divmod(self.layers, len(self.mixers))
+        last_counts = Counter(self.mixers[:remainder])  # of the layers after the last full repeat
+        return {mixer: repeats * count + last_counts[mixer] for mixer, count in Counter(self.mixers).items()}
 
     def parameters(self) -> int:
         """Number of trained parameters: blocks, final norm, embedding table and, unless tied, head."""
         blocks = sum(count * self.block_parameters(mixer) for mixer, count in self.mixer_counts().items())
-        tables = 1 if self.tied_embeddings else 2
+        tables = 1 if self.tied_embeddings else 2  # embedding table and head, V E each
         return blocks + self.dim + tables * self.vocab_size * self.dim
 
     def block_parameters(self, mixer: Mixer) -> int:
         """Number of parameters of a block with this mixer."""
-        # Gate, up and down projection (SwiGLU).
+        norms = 2 * self.dim  # before the mixer and before the MLP
+        # SwiGLU: gate, up and down projection, each with a bias.
         mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
         if mixer != "attention" and self.states is not None:
-            return self.states.parameters(mixer, self.dim) + mlp + 2 * self.dim  # 2 E: the norms before mixer and MLP
-        # Queries and output have H heads, keys and values K heads.
+            return self.states.parameters(mixer, self.dim) + mlp + norms
+        # Weights: E H D each for queries and output, E K D each for keys and values.
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         attention += 2 * self.head_dim if self.qk_norm else 0
         attention += self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         attention += self.dim if self.out_bias else 0
-        return attention + mlp + 2 * self.dim
+        return attention + mlp + norms
 
     def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
         """Average floating-point operations, forward and backward, per token of a sequence of `length` tokens.
 
-        Each parameter that multiplies the token counts 6 (2 forward, 4 backward). The embedding table is looked up and
-        does not count, unless it is tied to the head; biases and norms count as if they multiplied. Attention adds 12 H
-        D in each layer for every (query, key) pair visible under `mask` (causal by default) and the layer's window;
-        layers with a state add `StateConfig.flops_per_token`. Softmax, RoPE and recomputation are not counted: these
-        are the usual model FLOPs of an MFU.
+        These are the usual model FLOPs of an MFU. Each parameter that multiplies the token counts 6 (2 forward, 4
+        backward). The embedding table is looked up and does not count, unless it is tied to the head; biases and norms
+        count as if they multiplied. Attention adds 12 H D in each layer for every (query, key) pair visible under
+        `mask` (causal by default) and the layer's window; layers with a state add `StateConfig.flops_per_token`.
+        Softmax, RoPE and recomputation do not count.
 
         Raises:
-            ValueError: documents that do not end at `length`.
+            ValueError: the documents of `mask` do not end at `length`.
         """
-        looked_up = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        lookup_parameters = 0 if self.tied_embeddings else self.vocab_size * self.dim
         windows = (self.window_of(layer) for layer in range(self.layers) if self.mixer_of(layer) == "attention")
-        # Q K^T and P V: 2 products x 2 FLOPs in forward, twice as much in backward, so 12 for each element of a key.
+        # Q K^T and P V: 2 products x 2 FLOPs in forward, twice as much in backward: 12 per visible key, head and dim.
         key_elements = visible_keys(length, mask, windows) * self.heads * self.head_dim
-        states = 0
+        state_flops = 0
         if self.states is not None:
-            states = sum(n * self.states.flops_per_token(mixer) for mixer, n in self.mixer_counts().items())
-        return 6 * (self.parameters() - looked_up) + 12 * key_elements + states
+            state_flops = sum(n * self.states.flops_per_token(mixer) for mixer, n in self.mixer_counts().items())
+        return 6 * (self.parameters() - lookup_parameters) + 12 * key_elements + state_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,15 +237,15 @@ class GPTConfig:
     """The sizes of a GPT-2.
 
     Args:
-        vocab_size: V, rows of the embedding table, which is also the head.
-        dim: E, the width of the residual stream; inside the MLP it is four times that.
+        vocab_size: V, rows of the embedding table, which is also the head's weight.
+        dim: E, the width of the residual stream. The width inside the MLP is 4 E.
         layers: number of blocks.
-        heads: H, number of query heads and of key/value heads.
-        max_positions: number of learned positions: the maximum sequence length.
+        heads: H, the number of query heads and also of key/value heads.
+        max_positions: number of learned positions, which is the maximum sequence length.
         norm_eps: epsilon of LayerNorm, added to the variance.
 
     Raises:
-        ValueError: a size below 1, a dim that heads do not divide, an eps that is below 0 or not finite, or more than
+        ValueError: a size is below 1, heads do not divide dim, eps is below 0 or not finite, or there are more than
             2^59 parameters.
     """
 
@@ -304,9 +306,10 @@ class GPTConfig:
 
     def parameters(self) -> int:
         """Number of trained parameters: blocks, final norm, embedding table and positions."""
-        # Weights: q, k, v and output 4 E^2, MLP 8 E^2. Biases: 4 E and 5 E. Two LayerNorms: 4 E.
+        # Attention (q, k, v and output): 4 E^2 weights, 4 E biases. MLP: 8 E^2 and 5 E. Two LayerNorms: 4 E.
         block = 12 * self.dim**2 + 13 * self.dim
-        return self.layers * block + 2 * self.dim + (self.vocab_size + self.max_positions) * self.dim
+        final_norm = 2 * self.dim
+        return self.layers * block + final_norm + (self.vocab_size + self.max_positions) * self.dim
 
     def flops_per_token(self, length: int, mask: AttentionMask | None = None) -> float:
         """See `LlamaConfig.flops_per_token`. Learned positions are looked up; other parameters multiply."""
@@ -315,10 +318,15 @@ class GPTConfig:
 
 
 def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
-    """Returns the number of visible keys per query, averaged over queries and rows, and summed over layers."""
+    """Returns the number of keys that a query sees: the mean over queries and rows, summed over layers.
+
+    Args:
+        mask: causal by default.
+        windows: the window of each layer, or None.
+    """
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1
-    layer_counts = Counter(windows)  # pairs are counted once per distinct window
+    layer_counts = Counter(windows)  # layers with the same window have the same pairs, which are counted once
     pairs = 0
     for window, count in layer_counts.items():
         layer_mask = mask.narrow(None if window is None else window - 1)  # a window includes the query's own key
@@ -327,10 +335,10 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
 
 
 def one_block(config: LlamaConfig | GPTConfig, mixer: Mixer | None = None) -> LlamaConfig | GPTConfig:
-    """Returns the config with one block, which has a window only if all blocks have it.
+    """Returns the config of a model with one such block. The block has a window only if all layers have it.
 
     Args:
-        mixer: the block's mixer; by default attention, or the first mixer of a model without attention.
+        mixer: the block's mixer; by default attention, or `mixers[0]` if the model has no attention.
     """
     if isinstance(config, LlamaConfig):
         if mixer is None:
@@ -347,7 +355,7 @@ def one_block(config: LlamaConfig | GPTConfig, mixer: Mixer | None = None) -> Ll
 
 
 def check_parameters(config: LlamaConfig | GPTConfig) -> None:
-    """Raises ValueError for a model that is too large to be addressed."""
+    """Raises ValueError for a model of more than `MAX_PARAMETERS` parameters."""
     if config.parameters() > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={getattr(config, name)}" for name in SIZES if hasattr(config, name))
         raise ValueError(f"{sizes}: {config.parameters()} parameters; at most 2^59 are supported")

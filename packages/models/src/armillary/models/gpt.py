@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019) as a plain module on one device: LayerNorm, learned positions, GELU, biases, tied head.
 
-Like `Llama` it does not know about parallelism. Attributes are named as in Hugging Face's `GPT2LMHeadModel`, except
-that queries, keys and values have a projection each; files have Hugging Face's names.
+Like `Llama` it contains no parallelism. Attributes have the names of Hugging Face's `GPT2LMHeadModel`, except that
+queries, keys and values have a projection each, `q_proj`, `k_proj` and `v_proj`. Saved files have Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GPT(Pretrained):
     Weights are torch's defaults until `initialize` or `from_pretrained`.
 
     Args:
-        attention: called by every layer; `armillary.attention.Local()` unless given.
+        attention: the attention of every layer; by default `armillary.attention.Local()`.
     """
 
     kind = GPTConfig
@@ -56,7 +56,7 @@ class GPT(Pretrained):
         """Token ids [B, T] -> logits [B, T, V]. Arguments and errors as in `Llama.forward`.
 
         Raises:
-            ValueError: also more tokens than learned positions.
+            ValueError: also if the sequence has more tokens than the model has learned positions.
         """
         hidden = self.transformer(ids, positions=positions, mask=mask, layout=layout)
         head = head if self.prepare_head is None else self.prepare_head(head, ids.shape[1])
@@ -100,7 +100,7 @@ class Transformer(Decoder):
 
 
 class GPTBlock(Block):
-    """Attention and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
+    """Attention and MLP, each after a norm and added to the residual stream: [B, T, E] -> [B, T, E]."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GPTAttention(ProjectionModule):
 
 
 class GPTMLP(nn.Module):
-    """[B, T, E] -> [B, T, E], four times as wide inside, with GELU as GPT-2 approximates it."""
+    """An MLP of width 4 E, with GPT-2's tanh approximation of GELU: [B, T, E] -> [B, T, E]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """LLaMA (arXiv 2302.13971, 2407.21783) as a plain module on one device.
 
-The module does not know about parallelism: attention is an argument, positions are explicit, and everything else is
-token-wise. So it runs on a full sequence or on one shard of it. Attributes have the names of Hugging Face's
-`LlamaForCausalLM`, and so has `state_dict`.
+The module contains no parallelism: attention is an argument, positions are explicit, and everything else is token-wise.
+So it runs on a full sequence or on one shard of it. Attributes and the keys of `state_dict` have the names of Hugging
+Face's `LlamaForCausalLM`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class Llama(Pretrained):
     """A decoder and its head. Weights are torch's defaults until `initialize` or `from_pretrained`.
 
     Args:
-        attention: called by every layer; `armillary.attention.Local()` unless given. Each layer keeps its own
-            reference, `model.model.layers[i].attention`. Layers with a state (`LlamaConfig.mixers`) run over its ranks.
+        attention: the attention of every layer; by default `armillary.attention.Local()`. It can be changed for each
+            layer: `model.model.layers[i].attention`. Layers with a state (`LlamaConfig.mixers`) do not call it, but
+            share the sequence over the same ranks.
     """
 
     kind = LlamaConfig
     prepare_head: Callable[[HeadFunction, int], HeadFunction] | None = None
-    """Returns the function to call for a `head` and a number of tokens if the head's weight is sharded; else None."""
+    """Set by tensor parallelism, which shards the head's weight: turns the `head` of a call and its number of tokens
+    into the function to call with sharded hidden states and weight."""
     tensor_axis: Axis | None = None
     """The axis of tensor parallelism (`tensor_parallel`), or None."""
 
@@ -44,7 +46,7 @@ class Llama(Pretrained):
         super().__init__()
         self.config = config
         self.model = LlamaDecoder(config, Local() if attention is None else attention)
-        # Tied weights are one attribute, not two names of one parameter: `to_empty` would untie the two.
+        # A tied head has no module of its own: `to_empty` would make two parameters of one with two names.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
     @takes_dtensors
@@ -60,20 +62,21 @@ class Llama(Pretrained):
         """Token ids [B, T] -> logits [B, T, V].
 
         Args:
-            ids: the tokens of the sequence, or of one shard; or a DTensor [B, N] of all tokens, such as
-                `distribute_sequence` returns. Then logits are a DTensor with the same placements, and the sums that a
+            ids: the tokens of the sequence, or of one shard. Or a DTensor [B, N] of all tokens, such as
+                `distribute_sequence` returns: then logits are a DTensor with the same placements, and the sums that a
                 loss returns are `Partial` (see `dtensors.takes_dtensors`).
             positions: integers for RoPE: [T], or [B, T] if rows differ, such as positions within documents. Required
                 on a shard: `layout.positions(shard)`.
             mask: passed to attention; causal by default.
-            layout: passed to attention, which takes token positions from it; by default one shard in order.
+            layout: passed to attention, for which it gives the positions of the tokens; by default the tokens are a
+                full sequence, in order.
             head: called with the hidden states [B, T, E] and the head's weight [V, E], instead of computing logits;
                 its result is returned. Pass a chunked loss (`linear_token_loss`) here: within `forward`, FSDP has
                 gathered the weight.
 
         Raises:
-            ValueError: `ids` without two dims, or positions that do not match them or are missing on a shard;
-                DTensors with other placements, naming the expected one.
+            ValueError: `ids` do not have two dims, positions do not match them or are missing on a shard, or a DTensor
+                has other placements; the error names the expected ones.
         """
         hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
         head = head if self.prepare_head is None else self.prepare_head(head, ids.shape[1])
@@ -125,9 +128,9 @@ class LlamaDecoder(Decoder):
 
 
 class LlamaBlock(Block):
-    """A mixer and MLP, each behind a norm and added to the residual stream: [B, T, E] -> [B, T, E].
+    """A mixer and an MLP, each after a norm and added to the residual stream: [B, T, E] -> [B, T, E].
 
-    The mixer is `self_attn`, or with a state `linear_attn`.
+    The mixer's attribute is `self_attn` if it is attention, and `linear_attn` if it has a state.
 
     Args:
         window: the largest number of keys that a query sees, its own included; None for all keys.

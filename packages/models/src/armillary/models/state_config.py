@@ -15,15 +15,15 @@ class StateConfig:
     """The sizes of layers with a state.
 
     Args:
-        heads: H, value heads, each with a state of its own.
-        key_heads: K, heads of queries and keys of the delta rule, or groups of B and C of Mamba-2; value head h reads
-            key head h // (H / K).
-        key_dim: Dk, channels of a key head (Ns of Mamba-2).
-        value_dim: Dv, channels of a value head (D of Mamba-2).
-        conv_width: W, tokens that the short convolution sees.
+        heads: H, number of value heads. Each has its own state [Dk, Dv].
+        key_heads: K, number of heads of queries and keys (in Mamba-2, groups of B and C). Value head h uses key head
+            h // (H / K).
+        key_dim: Dk, channels of a key head (in Mamba-2, the state size Ns).
+        value_dim: Dv, channels of a value head (in Mamba-2, the head dim D).
+        conv_width: W, the number of tokens that the short convolution sees.
 
     Raises:
-        ValueError: a size below 1, or value heads that key heads do not divide.
+        ValueError: a size is below 1, or key heads do not divide value heads.
     """
 
     heads: int
@@ -48,20 +48,22 @@ class StateConfig:
         return self.heads * self.value_dim
 
     def parameters(self, mixer: Mixer, dim: int) -> int:
-        """Number of parameters of a mixer on a residual stream of width `dim`."""
-        channels = 2 * self.keys + self.values
-        shared = dim * (channels + 2 * self.values + self.heads) + channels * self.conv_width + 2 * self.heads
+        """Number of parameters of a mixer on a residual stream of width `dim` (`StateMixer`)."""
+        channels = 2 * self.keys + self.values  # of q, k and v
+        projections = dim * (channels + 2 * self.values + self.heads)  # to q, k, v; z and o; a
+        shared = projections + channels * self.conv_width + 2 * self.heads  # convolutions; A_log and dt_bias
         if mixer == "delta_rule":
-            return shared + dim * self.heads + self.value_dim
-        return shared + channels + self.heads + self.values
+            return shared + dim * self.heads + self.value_dim  # projection to b; norm
+        return shared + channels + self.heads + self.values  # biases of the convolutions; D; norm
 
     def flops_per_token(self, mixer: Mixer) -> int:
-        """Operations of the recurrence, forward and backward, for a token.
+        """Floating-point operations of the recurrence per token, forward and backward.
 
-        The state is read once by the query and written once (2 Dk Dv each); the delta rule also reads it by the key.
+        Per token and head, the query reads the state once and the state is updated once, 2 Dk Dv operations each. The
+        delta rule also reads the state by the key, another 2 Dk Dv. Backward counts twice as much as forward.
         """
-        per_state = {"attention": 0, "mamba2": 4, "delta_rule": 6}[mixer]
-        return 3 * per_state * self.heads * self.key_dim * self.value_dim
+        forward_flops = {"attention": 0, "mamba2": 4, "delta_rule": 6}[mixer]  # per element of a state
+        return 3 * forward_flops * self.heads * self.key_dim * self.value_dim
 
 
 def check_sizes(config: object, names: Sequence[str]) -> None:
