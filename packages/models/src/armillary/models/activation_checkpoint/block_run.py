@@ -22,13 +22,13 @@ class BlockRun(ABC):
     """One run of a block, forward and backward, which can be repeated.
 
     Args:
-        keep: the tensors to keep for backward.
+        keep: which tensors to store for backward.
         chunk, prefetch: as in `Checkpointing`.
-        draws: random numbers, which recomputation replays.
+        draws: state of the random number generators, from which recomputation draws the same numbers.
     """
 
     needs_output: ClassVar[bool]
-    """True if backward takes attention's output; False if it recomputes the whole block from x."""
+    """True if `differentiate` needs attention's out and lse; False if it recomputes the whole block from x."""
 
     block: Block
     context: Context
@@ -47,10 +47,14 @@ class BlockRun(ABC):
 
     @abstractmethod
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes attention's out and lse, or those of the layer in its place."""
+        """Computes the mixer's out [B, T, H, D], and attention's lse [B, T, H] (an empty tensor for other mixers)."""
 
     def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor:
-        """Computes the block's result."""
+        """Computes the block's result [B, T, E] from its input and attention's output, in chunks of tokens.
+
+        Args:
+            buffer: memory for the result; None allocates it.
+        """
         with label("mlp"):
             return chunked.forward(
                 self.block.after_attention, (x, out), self.draws, self.chunk, buffer, self.gathered_ranks
@@ -64,4 +68,12 @@ class BlockRun(ABC):
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Computes the gradient of x in place: `dx` holds dy on entry. `output` is (out, lse)."""
+        """Runs the block's backward.
+
+        Args:
+            x: the block's input.
+            output: (out, lse), or empty unless `needs_output`.
+            dx: on entry the gradient dy of the block's result; overwritten by the gradient of x.
+            totals: sums to which the gradients of the parameters are added.
+            needs_dx: False if x requires no gradient: then `dx` is only read.
+        """

@@ -1,4 +1,4 @@
-"""The checkpoint of one run of a block: keeps some tensors for its backward, and recomputes the others from them."""
+"""The checkpoint of one run of a block: stores some tensors for backward, and recomputes the others from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
 
 TensorName = Literal["x", "attention_output"]
-"""A block's input; or its attention's output, out and lse."""
+"""A block's input x, or its attention's output: the two tensors out and lse."""
 
 
 @runtime_checkable
@@ -28,9 +28,11 @@ class Gathers(Protocol):
 
 
 class StoredTensors(Protocol):
-    """Tensors kept on the device, on the host, or by autograd; `take` returns them on the device."""
+    """Tensors stored on the device, on the host, or by autograd."""
 
-    def take(self) -> Sequence[Tensor]: ...
+    def take(self) -> Sequence[Tensor]:
+        """Returns the tensors on the device."""
+        ...
 
 
 class OnDevice:
@@ -44,22 +46,27 @@ class OnDevice:
 
 
 class SavedByAutograd:
-    """The tensors `rows` of an autograd node's saved tensors, which detects changes to them. Keeps no node alive."""
+    """A slice of an autograd node's saved tensors. Autograd raises if they were changed in place.
 
-    def __init__(self, ctx: Any, rows: slice) -> None:
-        self.ctx, self.rows = ref(ctx), rows
+    Refers to the node weakly: the node refers to the `Checkpoint`, which would keep it alive in a cycle.
+    """
+
+    def __init__(self, ctx: Any, indices: slice) -> None:
+        self.ctx, self.indices = ref(ctx), indices
 
     def take(self) -> Sequence[Tensor]:
-        return self.ctx().saved_tensors[self.rows]  # pyright: ignore[reportOptionalMemberAccess]
+        return self.ctx().saved_tensors[self.indices]  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class Checkpoint:
-    """The tensors that one run of a block keeps for its backward.
+    """The tensors that one run of a block stores for its backward, and their recomputation.
+
+    A block that does not store its input x recomputes it from the previous block, whose result is x.
 
     Args:
         block_run: the run, which recomputation repeats.
-        autocast: a context that restores forward's autocast.
-        previous: the checkpoint of the block below, whose result is this block's x.
+        autocast: returns a context manager that restores the autocast state of forward.
+        previous: the checkpoint of the previous block.
     """
 
     def __init__(
@@ -71,41 +78,45 @@ class Checkpoint:
         self.block_run, self.keep, self.autocast, self.previous = block_run, block_run.keep, autocast, previous
         self.stored_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
         self.recomputed_tensors: dict[tuple[TensorName, ...], StoredTensors] = {}
-        # Weak, so that the result is freed as soon as nothing else uses it; the version shows in-place changes.
+        # A weak reference to the result, which is thus freed as soon as nothing else uses it, and its version, which
+        # changes when the result is changed in place.
         self._result: tuple[ref[torch.UntypedStorage], int] | None = None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def record_result(self, y: Tensor) -> None:
-        """Records the block's result by reference, without keeping it."""
+        """Records which tensor is the block's result, by a weak reference."""
         self._result = ref(y.untyped_storage()), y._version
 
     def is_result(self, x: Tensor) -> bool:
-        """True if x is this block's unchanged result, and not one that a hook replaced."""
+        """Returns True if x is this block's result, unchanged. False if a hook replaced or changed it."""
         if self._result is None:
             return False
         storage, version = self._result
         return storage() is x.untyped_storage() and version == x._version
 
     def store(self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, attention_output: Sequence[Tensor]) -> None:
-        """Stores the tensors of `keep`; on the device through autograd, which detects in-place changes to them."""
-        names: tuple[TensorName, ...] = (
-            *(("x",) if self.keep.x else ()),
-            *(("attention_output",) if self.keep.attention_output else ()),
-        )
-        tensors = [*((x,) if self.keep.x else ()), *(attention_output if self.keep.attention_output else ())]
-        finish_latest_copy(x.device)  # the previous block's copies have had this block's forward to finish
+        """Stores the tensors that `keep` selects: on the host, or on the device as saved tensors of the node `ctx`."""
+        names: list[TensorName] = []
+        tensors: list[Tensor] = []
+        if self.keep.x:
+            names.append("x")
+            tensors.append(x)
+        if self.keep.attention_output:
+            names.append("attention_output")
+            tensors += attention_output
+        finish_latest_copy(x.device)  # the previous block's copies overlapped with this block's forward
         if names and self.keep.host:
-            self.stored_tensors[names] = OffloadedTensors(tensors)
+            self.stored_tensors[tuple(names)] = OffloadedTensors(tensors)
         elif names:
-            self.stored_tensors[names] = SavedByAutograd(ctx, slice(len(parameters), None))
+            self.stored_tensors[tuple(names)] = SavedByAutograd(ctx, slice(len(parameters), None))
         ctx.save_for_backward(*parameters, *([] if self.keep.host else tensors))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def recall(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns x, and out and lse if backward needs them: stored or recomputed."""
-        # The block below runs backward next, so its parameters stay gathered.
+        """Returns (x, (out, lse)), stored or recomputed. Without out and lse if backward does not need them."""
+        # If the previous block is recomputed for x, its parameters stay gathered: its backward comes next.
         x = None if self._has("x") else self._previous_result(keep_gathered=True)
         tensors = self._take()
         x = tensors["x"][0] if x is None else x
@@ -114,19 +125,19 @@ class Checkpoint:
         return x, tensors.get("attention_output") or self.block_run.replay().attend(x)
 
     def result(self, keep_gathered: bool) -> Tensor:
-        """Recomputes the block's result. Keeps recomputed inputs and attention outputs for the block's backward.
+        """Recomputes the block's result. Stores recomputed inputs and attention outputs for the block's own backward.
 
         Args:
-            keep_gathered: leaves its parameters gathered under FSDP2, since they are needed next.
+            keep_gathered: True leaves the block's parameters gathered under FSDP2, because its backward comes next.
         """
-        # 1. x: stored, or the result of the block below, which recurses down to the block that stored its x.
+        # 1. x: stored, or the previous block's result. This recurses to the first block of the segment, which stored x.
         new_tensors: dict[TensorName, Sequence[Tensor]] = (
             {} if self._has("x") else {"x": (self._previous_result(keep_gathered=False),)}
         )
         tensors_by_name = {**self._take(), **new_tensors}
         (x,) = tensors_by_name["x"]
         with unsharded_parameters(self.block_run.block, keep_gathered), self.autocast():
-            # 2. Attention. If backward needs its output, it is kept, so that attention is recomputed only once.
+            # 2. Attention. Its output is stored if backward needs it, so that attention is recomputed only once.
             if "attention_output" not in tensors_by_name:
                 tensors_by_name["attention_output"] = self.block_run.replay().attend(x)
                 if self.block_run.needs_output:
@@ -140,22 +151,22 @@ class Checkpoint:
             y = self.block_run.replay().after_attention(x, tensors_by_name["attention_output"][0], None)
         for group in self.recomputed_tensors.values():
             if isinstance(group, OffloadedTensors):
-                group.finish_copy()  # frees them before the block above is differentiated, where memory peaks
+                group.finish_copy()  # frees the device's tensors before the next block's backward, where memory peaks
         return y
 
     def fetch(self) -> None:
-        """Starts to copy offloaded tensors back, unless they are in flight already."""
+        """Starts to copy offloaded tensors back to the device, unless their copies are in flight already."""
         for group in (*self.stored_tensors.values(), *self.recomputed_tensors.values()):
             if isinstance(group, OffloadedTensors):
                 group.fetch()
 
     def fetch_previous(self) -> None:
-        """Starts to copy back the tensors of the block below."""
+        """Starts to copy the previous block's offloaded tensors back to the device."""
         if self.previous is not None:
             self.previous.fetch()
 
     def finish(self) -> None:
-        """Releases everything after the block's backward."""
+        """Called after the block's backward: prefetches the previous block's tensors, and releases this block's."""
         self.fetch_previous()
         self.recomputed_tensors.clear()
         if not compat.keeps_graph():  # under retain_graph the next backward needs them again
@@ -163,15 +174,15 @@ class Checkpoint:
             self.previous = None
 
     def _previous_result(self, keep_gathered: bool) -> Tensor:
-        assert self.previous is not None  # without one, x is stored
+        assert self.previous is not None  # a block without a previous checkpoint stores x
         return self.previous.result(keep_gathered)
 
     def _has(self, name: TensorName) -> bool:
         return any(name in names for names in (*self.stored_tensors, *self.recomputed_tensors))
 
     def _take(self) -> dict[TensorName, Sequence[Tensor]]:
-        """Returns all stored tensors, on the device."""
-        # A group has x, or (out, lse), or all three in this order.
+        """Returns all stored and recomputed tensors, on the device: (x,) and (out, lse) by name."""
+        # A group of names has the tensors (x,), (out, lse) or (x, out, lse).
         tensors_by_name: dict[TensorName, Sequence[Tensor]] = {}
         for names, group in (self.stored_tensors | self.recomputed_tensors).items():
             tensors = group.take()
@@ -181,10 +192,10 @@ class Checkpoint:
 
 @contextmanager
 def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
-    """Context manager that gathers a block's parameters under FSDP2, outside of the block's forward and backward.
+    """Context manager that gathers a block's parameters under FSDP2, to recompute the block outside of FSDP's hooks.
 
     Args:
-        keep_gathered: leaves them gathered; the block's backward, which comes next, reshards them.
+        keep_gathered: True leaves them gathered at the end. The block's backward, which comes next, reshards them.
     """
     if not isinstance(block, Gathers):
         yield

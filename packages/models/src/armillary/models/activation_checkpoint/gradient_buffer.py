@@ -21,9 +21,9 @@ from armillary.core import compat
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
     """Returns the one gradient in `grad_outputs` if nothing else refers to it, else a copy.
 
-    Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`: a hook, a caller
-    of `torch.autograd.grad` or a neighbour in the graph that keeps the gradient, or a base that it is a view of, shows
-    as one reference more than usual.
+    Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`. If a hook, a
+    caller of `torch.autograd.grad` or another node of the graph keeps the gradient, or if it is a view of another
+    tensor, it has at least one reference more than `baseline_counts`.
     """
     counts = references(grad_outputs)
     (grad,) = grad_outputs
@@ -34,7 +34,7 @@ def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int, int]:
-    """Returns reference counts: of the Python object, of the C++ tensor, and of the storage (views)."""
+    """Returns three reference counts of the gradient: of its Python object, its C++ tensor, and its storage (views)."""
     return sys.getrefcount(grad_outputs[0]), *compat.references(grad_outputs[0])
 
 
@@ -42,14 +42,15 @@ def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int, int]:
 def baseline_counts(kind: type[Tensor]) -> tuple[int, int, int]:
     """Returns the reference counts of an unshared gradient of this class.
 
-    Measured, not a constant: autograd's engine holds references of its own, whose number differs between releases.
+    They are measured, because autograd's engine has references too, whose number differs between releases.
     """
     with torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
-        if type(x.detach()) is not kind:  # a tensor subclass may hold references of its own: always copy
+        if type(x.detach()) is not kind:  # a tensor subclass may have references of its own: always copy
             return 0, 0, 0
         counts: list[tuple[int, int, int]] = []
         probe = cast(Any, _Probe).apply
+        # Two nodes, of which the first gets its gradient from the second, as a block does, and not from the caller.
         probe(probe(x, counts), counts).backward(torch.ones(1))
     return counts[-1]
 

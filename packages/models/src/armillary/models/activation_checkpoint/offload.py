@@ -2,10 +2,11 @@
 
 On CUDA, tensors are copied to pinned memory and back on a side stream; on the CPU they are copied synchronously.
 
-The allocator reuses a freed tensor's memory for the next op on the stream that allocated it. `record_stream` would make
-it check first whether a copy on another stream has finished; but the host runs ahead of the GPU, finds it unfinished,
-and allocates more memory, layer after layer. Instead, the tensors of a copy are referenced until the compute stream has
-a wait event for that copy, and released then: their memory is reused at once, in stream order.
+torch's allocator reuses a freed tensor's memory for the next op on the stream that allocated it. `record_stream` would
+make the allocator check first whether a copy on another stream has finished. But the host runs ahead of the GPU: the
+copy is not finished yet, so the allocator takes new memory, layer after layer. Instead, this module refers to a copy's
+tensors until the compute stream waits for the copy, and releases them then. Their memory is reused at once, in stream
+order.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from armillary.core import label
 
 PINNED = 2**26
-"""Bytes of one pinned buffer. torch rounds pinned memory up to powers of two, so a copy in one buffer might take twice
-its bytes."""
+"""Largest size of a pinned buffer, in bytes. torch rounds a buffer's size up to a power of two, so one buffer for a
+whole tensor could take almost twice the tensor's bytes."""
 
 
 class SideStream:
@@ -32,7 +33,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.latest_copy: Callable[[], Transfer | None] = lambda: None
-        """Returns the latest copies to the host, or None if they are finished and gone."""
+        """Returns the latest transfer to the host; None if it is finished and deleted."""
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
         """Runs `copy` after all work queued on the current stream.
@@ -46,14 +47,14 @@ class SideStream:
         return partial(self._wait, current, self.stream.record_event())
 
     def _wait(self, started_from: torch.cuda.Stream, copied_event: torch.Event | torch.cuda.Event) -> None:
-        # Two streams may reuse the copied memory: the one that allocated it, and the current one. They differ if the
-        # caller of backward has another current stream than forward had.
+        # Two streams may reuse the copied memory: the one that was current at the start, and the one that is current
+        # now. They differ if backward is called under another current stream than forward.
         for stream in {started_from, torch.cuda.current_stream(self.device)}:
             stream.wait_event(copied_event)
 
 
 class SimulatedStream:
-    """A stand-in for a GPU's side stream: copies are synchronous, their sources live as long as on a GPU."""
+    """A stand-in for a GPU's side stream: copies are synchronous, but their sources live as long as on a GPU."""
 
     def __init__(self) -> None:
         self.latest_copy: Callable[[], Transfer | None] = lambda: None
@@ -68,7 +69,7 @@ _simulated: ContextVar[SimulatedStream | None] = ContextVar("simulated stream", 
 
 @contextmanager
 def simulated_stream() -> Generator[None]:
-    """Keeps this thread's CPU tensors alive as long as tensors on a GPU, for simulations of memory."""
+    """Context manager in which this thread's offloaded CPU tensors live as long as on a GPU, to simulate memory."""
     token = _simulated.set(SimulatedStream())
     try:
         yield
@@ -85,17 +86,22 @@ _stream_of_gpu = cache(SideStream)
 
 
 def finish_latest_copy(device: torch.device) -> None:
-    """Makes the current stream wait for the latest copies to the host, and releases their sources.
+    """Makes the current stream wait for the latest transfer to the host, and releases its device tensors.
 
-    Called when a block is done, for the copies of the previous block: they overlapped with this block's computation.
+    Called at the end of a block's forward, for the previous block's transfer, which overlapped with this block.
     """
     side = side_stream(device)
-    if side is not None and (before := side.latest_copy()) is not None:
-        before.finish()
+    if side is not None and (transfer := side.latest_copy()) is not None:
+        transfer.finish()
 
 
 class Transfer:
-    """A copy in flight between host and device. References the device's tensors until `finish` or its deletion."""
+    """A copy in flight between host and device. Refers to the device's tensors until `finish` or its own deletion.
+
+    Args:
+        tensors: the tensors on the device.
+        copy: starts the copy, in either direction.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
         self.tensors, self._wait = tensors, None
@@ -106,7 +112,7 @@ class Transfer:
             self._wait = side.start(copy)
 
     def finish(self) -> Sequence[Tensor]:
-        """Makes the current stream wait for the copy, and returns the tensors, which it may now use and free."""
+        """Makes the current stream wait for the copy. Returns the device's tensors, and no longer refers to them."""
         if self._wait is not None:
             self._wait()
         tensors, self.tensors, self._wait = self.tensors, (), None
@@ -146,17 +152,18 @@ class HostCopy:
 class OffloadedTensors:
     """Copies of tensors in the host's memory.
 
-    On CUDA the tensors are referenced until the next layer is done (`finish_latest_copy`), or until they are requested
-    or dropped. So in forward the tensors of two layers coexist.
+    On CUDA this object also refers to the device's tensors until the next layer's forward is done
+    (`finish_latest_copy`), or until `finish_copy`, `take` or its own deletion. So in forward the tensors of two layers
+    are on the device at once.
 
     Args:
-        tensors: the tensors to copy, of one device. They must not be written to while this object lives.
+        tensors: the tensors to copy, on one device. They must not be written to while this object lives.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.host = [HostCopy(x) for x in tensors]
         self.copy_to_device: Transfer | None = None
-        # Releases the previous layer's tensors before this layer's are referenced: at most two layers coexist.
+        # Releases the previous layer's tensors before this object refers to its own.
         finish_latest_copy(tensors[0].device)
         self.copy_to_host = Transfer(tensors, partial(copy_all, HostCopy.write, self.host, tensors))
         side = side_stream(tensors[0].device)
@@ -166,21 +173,21 @@ class OffloadedTensors:
             side.latest_copy = ref(self.copy_to_host)
 
     def finish_copy(self) -> None:
-        """Makes the current stream wait for the copies, and releases the device's tensors."""
+        """Makes the current stream wait for the copies to the host, and releases the device's tensors."""
         self.copy_to_host.finish()
 
     def fetch(self) -> None:
-        """Starts to copy the tensors back, unless that was done or they are still on the device."""
+        """Starts to copy the tensors back, unless that was started before or they are still on the device."""
         if self.copy_to_device is None and not self.copy_to_host.tensors:
-            # Queued kernels may still read the memory that these reuse; `SideStream.start` waits for them.
+            # Queued kernels may still read the memory that the new tensors reuse; `SideStream.start` waits for them.
             tensors = [copy.empty_on_device() for copy in self.host]
             self.copy_to_device = Transfer(tensors, partial(copy_all, HostCopy.read, self.host, tensors))
 
     def take(self) -> Sequence[Tensor]:
-        """Returns the tensors on their device, ready for the current stream. Host copies are kept."""
-        self.fetch()  # starts now if the prefetch did not
-        tensors, self.copy_to_device = self.copy_to_device or self.copy_to_host, None
-        return tensors.finish()
+        """Returns the tensors on their device, ready for the current stream. The copies on the host stay."""
+        self.fetch()  # starts the copy now, unless it was prefetched
+        transfer, self.copy_to_device = self.copy_to_device or self.copy_to_host, None
+        return transfer.finish()
 
 
 def copy_all(copy: Callable[[HostCopy, Tensor], None], host: Sequence[HostCopy], tensors: Sequence[Tensor]) -> None:

@@ -1,22 +1,25 @@
 """Activation checkpointing policies, applied to a plain model from outside.
 
-    policy              kept per block          recomputed in backward
+    policy              stored per block        recomputed in backward
     none                autograd's tensors      nothing
     layer               x                       everything
     attention_output    x, out, lse             everything except attention (DistFlashAttention, arXiv 2310.03294)
 
-`inputs` and `outputs` reduce the number of blocks that keep x, or out and lse: see `segments`. If a block does not keep
-x, backward recomputes it from the previous block: that block's token-wise part runs once more. Its attention does not,
-because its first recomputation keeps the output, in memory that the later blocks have freed.
+x [B, T, E] is the block's input; out [B, T, H, D] and lse [B, T, H] are attention's output.
 
-A recurrent layer (`armillary.attention.states`) keeps x under "layer" and "attention_output". Its output alone would
-not avoid recomputing it: its backward also needs states and chunks, which it recomputes from x.
+`inputs` and `outputs` reduce the number of blocks that store x, or out and lse: see `segments`. If a block does not
+store x, backward recomputes x by running the previous block again. When backward then reaches the previous block, its
+attention does not run a third time: the recomputation has stored its output, in memory that later blocks have freed.
+
+A layer with a state (`armillary.attention.states`) stores only x under "layer" and "attention_output". With its output
+stored it would be recomputed all the same, because its backward needs states and chunks, which are computed from x.
 
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
 are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
-only two to four tensors of the size of x [B, T, E] are alive at once. Forward: x and out; the result is written over
-out, or into a third tensor under "attention_output" and if the shapes of x and out differ. Backward: x, out, dout, and
-dy, which is overwritten by dx. In 16 bits dx is rounded each time that a stage of heads adds to it.
+only two to four tensors of the size of x [B, T, E] are alive at once. Forward: x and out, which the result overwrites;
+there is a third tensor for the result under "attention_output", or if out and x have different numbers of elements.
+Backward: x, out, dout, and dy, which dx overwrites. In 16 bits, dx is rounded each time that a stage of heads adds to
+it.
 """
 
 from __future__ import annotations
@@ -55,20 +58,21 @@ class Checkpointing:
     """Options of activation checkpointing.
 
     Args:
-        policy: the tensors that each block keeps for backward.
-        offload: keep them in the host's memory.
-        prefetch: copy them back during backward of the next block. Without it, copies start after that block: the peak
-            is one tensor [B, T, E] lower, but the copies overlap with less computation.
-        tiled: run the token-wise part in chunks that backward recomputes, even under policy "none".
+        policy: selects the tensors that each block stores for backward.
+        offload: True stores these tensors in the host's memory.
+        prefetch: True copies a block's offloaded tensors back while the block after it runs backward. False starts the
+            copies when that backward ends: the peak is one tensor [B, T, E] lower, but the copies overlap with less
+            computation.
+        tiled: True runs the token-wise part in chunks that backward recomputes, even under policy "none".
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
             `armillary.attention.call.token_chunks`.
-        inputs: number of blocks that keep their input, all by default; the other inputs are recomputed from the
-            previous block. layers / n keeps about every n-th input.
-        outputs: under "attention_output", number of last blocks that keep attention's output, all by default.
-        on_device: number of last blocks whose tensors stay on the device despite offload.
+        inputs: number of blocks that store their input, by default all. The other blocks recompute their input from the
+            previous block. `layers // n` stores about every n-th input.
+        outputs: under "attention_output", only this number of last blocks store attention's output, by default all.
+        on_device: with `offload`, the tensors of this number of last blocks stay on the device.
 
     Raises:
-        ValueError: an unknown policy, an option without meaning under it, or a count below its minimum.
+        ValueError: the policy is unknown, it has no such option, or a count is below its minimum.
     """
 
     policy: Policy = "none"
@@ -106,10 +110,10 @@ class Checkpointing:
                 raise ValueError(f"{name} {count}: at least {minimum} is needed")
 
     def tensors_by_block(self, layers: int) -> tuple[Keep, ...]:
-        """Returns the tensors that each of `layers` blocks keeps, in order, under a policy other than "none".
+        """Returns which tensors each of `layers` blocks stores, in order, under a policy other than "none".
 
         Raises:
-            ValueError: counts above the number of blocks.
+            ValueError: a count is above the number of blocks, or `inputs` is too small for `on_device`.
         """
         inputs = layers if self.inputs is None else self.inputs
         all_outputs = layers if self.policy == "attention_output" else 0
@@ -125,13 +129,13 @@ class Checkpointing:
         return tensors_by_block(layers, inputs, outputs, layers - self.on_device if self.offload else 0)
 
     def apply(self, model: nn.Module) -> None:
-        """Makes the blocks of a `Llama` or `GPT` run under this policy, in place. May be called again.
+        """Makes the blocks of a `Llama` or `GPT` run under this policy, in place. A later call replaces the policy.
 
-        Call it before or after FSDP, but before torch.compile, which replaces the same attribute.
+        Call it before or after FSDP, but before torch.compile, which replaces the same attribute, `Block.run`.
 
         Raises:
-            ValueError: a model of other blocks, counts above its number of blocks, or a policy other than "none" on
-                attention that is not a `Method`.
+            ValueError: the model has no `Block`s, a count is above their number, or the policy is not "none" and
+                attention is not a `Method`.
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks and (self.policy != "none" or self.tiled):
@@ -155,7 +159,7 @@ class Checkpointing:
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Runs a block under autograd. Of the token-wise part it keeps the inputs `x` and `out`; backward recomputes it."""
+    """Runs a block under autograd. The token-wise part saves only its inputs x and out; backward recomputes it."""
     out = attend(block, x, context)
     with label("mlp"):
         return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
@@ -168,7 +172,7 @@ def run_checkpointed(
     params = trained_parameters(block)
     previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
-        keep = replace(keep, x=True)  # x is not the previous block's result, so no segment can recompute it
+        keep = replace(keep, x=True)  # the previous block cannot recompute x: it is not its result
     context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
@@ -193,10 +197,11 @@ class CheckpointedRun(BlockRun):
         cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
     ) -> CheckpointedRun:
         method = cast(Method, block.attention)
-        # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view is enough.
+        # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view of x that has
+        # as many tokens is enough.
         attention_x = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
-        # Checked by `method`, which all blocks share and whose cache has the previous block's check. The UPipe below is
-        # a new object with an empty cache.
+        # `method` checks the call, and not the UPipe below: all blocks share the method, so its cache has the result
+        # from the first block. The UPipe is a new object with an empty cache.
         call = method.check_projected(
             attention_x,
             block.projections(context, True),
@@ -209,18 +214,18 @@ class CheckpointedRun(BlockRun):
         """Returns the source of q, k and v, which projects x for a few heads at a time.
 
         Args:
-            x: as `attention_input` returns it.
-            dx: receives the gradient of x in backward.
-            totals: receives the gradients of parameters in backward.
+            x: the input of the projections (`attention_input`).
+            dx: the gradient of x is added to it in backward.
+            totals: the gradients of parameters are added to it in backward.
         """
         projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.chunk, dx, totals, self.draws)
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """Returns the input of the projections: x itself, which is normalized again for each stage of heads.
+        """Returns the input of the projections: x itself, to which they apply the norm, again for each stage of heads.
 
-        Under tensor parallelism it is the normalized x of all ranks, which is gathered only once.
+        Under tensor parallelism it is norm(x) of all ranks' tokens, so that they are gathered only once.
         """
         if self.gathered_ranks == 1:
             return x
@@ -228,32 +233,33 @@ class CheckpointedRun(BlockRun):
         return normed_x[:, : self.context.tokens]
 
     def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Computes out and lse, without autograd."""
+        """Computes out and lse, without autograd. `buffer` is memory for out."""
         with label("attention"):
             return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (the block's result, out, lse). Unless out is kept, the result overwrites it chunk by chunk."""
+        """Returns (the block's result, out, lse). Unless out is stored, the result overwrites it chunk by chunk."""
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
-        # The result may overwrite out if backward does not need out, and both have the same number of elements.
+        # The result cannot overwrite out if backward needs out, or if their numbers of elements differ.
         if self.keep.attention_output or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.after_attention(x, out, None), out, lse
-        with label("checkpoints"):  # y is the x that the next block keeps
+        with label("checkpoints"):  # y is the next block's x, which that block stores
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
         out_buffer = y.view(len(y), tokens, heads, -1)
         out, lse = self.attend(x, out_buffer)
+        # `attend` may return out in other memory: then the result needs a third tensor.
         return self.after_attention(x, out, y if out is out_buffer else None), out, lse
 
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Computes the gradient of x in place: `dx` holds dy on entry. `output` is (out, lse)."""
+        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
         needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
-        # 1. Backward of the token-wise part. On entry `dx` is dy; chunk by chunk it becomes the gradient of x through
-        # the residual and the MLP. Also writes dout.
+        # 1. Backward of the token-wise part. Chunk by chunk it reads dy from `dx`, and writes the gradient of x through
+        # the residual and the MLP over it. Also writes dout.
         with label("attention"):
             dout = torch.empty_like(out) if needs_attention else None
         with label("mlp"):
@@ -262,7 +268,7 @@ class CheckpointedRun(BlockRun):
             chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
         if dout is None:
             return
-        # 2. Backward of attention and of the projections, stage by stage of heads, which adds to dx.
+        # 2. Backward of attention and of the projections, one stage of heads after the other. Adds to dx.
         with label("attention"):
             if self.gathered_ranks == 1:
                 source = self.source(x, dx if needs_dx else None, totals)
@@ -285,7 +291,7 @@ class CheckpointedRun(BlockRun):
 
 
 class CheckpointedBlock(torch.autograd.Function):
-    """A block as one autograd function. Saves those of x, out and lse that `keep` names; recomputes everything else."""
+    """A block as one autograd function. Stores those of x, out and lse that `Keep` selects; recomputes the others."""
 
     @staticmethod
     def forward(ctx: Any, block_run: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
@@ -302,13 +308,13 @@ class CheckpointedBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with label("gradients"):
-            dx = writable(grad_outputs)  # dy now; `differentiate` overwrites it by the gradient of x
+            dx = writable(grad_outputs)  # this is dy; `differentiate` overwrites it by the gradient of x
         checkpoint: Checkpoint = ctx.checkpoint
         block_run = checkpoint.block_run.replay()
         totals = GradientSums(trained_parameters(block_run.block))
         with phase("backward"), checkpoint.autocast():
             x, output = checkpoint.recall()
-            if block_run.prefetch:  # the copies of the block below overlap with this block's backward
+            if block_run.prefetch:  # the previous block's copies to the device overlap with this block's backward
                 checkpoint.fetch_previous()
             block_run.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
         checkpoint.finish()

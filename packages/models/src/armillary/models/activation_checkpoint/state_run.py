@@ -1,4 +1,4 @@
-"""A block with a recurrent state under a checkpoint policy: keeps x, and recomputes its mixer in backward."""
+"""A block whose mixer has a state, under a checkpoint policy: stores x, and recomputes the mixer in backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StateRun(BlockRun):
     needs_output = False
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the mixer's out, with an empty tensor in place of attention's lse."""
+        """Computes the mixer's out. Returns an empty tensor in place of attention's lse."""
         with self.draws.at("mixer", x.device):
             return attend(self.block, x, self.context), x.new_empty(0)
 
@@ -32,12 +32,12 @@ class StateRun(BlockRun):
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Turns dx, which holds dy on entry, into the gradient of x."""
-        # 1. Recompute the mixer from x, under autograd: its states and chunks have no hand-written backward here.
+        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
+        # 1. Recompute the mixer from x, under autograd, which then differentiates it in step 3.
         leaf = x.detach().requires_grad_(needs_dx)
         with torch.enable_grad():
             out, _ = self.attend(leaf)
-        # 2. Backward of the token-wise part. Overwrites dx by the gradient through residual and MLP, and writes dout.
+        # 2. Backward of the token-wise part. Overwrites dx by the gradient through residual and MLP. Also writes dout.
         dout = torch.empty_like(out) if out.requires_grad else None
         with label("mlp"):
             chunking = self.chunk, self.gathered_ranks
@@ -45,7 +45,7 @@ class StateRun(BlockRun):
             chunked.backward(self.block.after_attention, (x, out.detach()), dx, grads, totals, self.draws, *chunking)
         if dout is None:
             return
-        # 3. Backward of the mixer, which adds to dx.
+        # 3. Backward of the norm and the mixer. Adds to dx.
         with label("attention"):
             sources = [*([leaf] if needs_dx else []), *totals.parameters]
             gradients: list[Tensor | None] = list(torch.autograd.grad(out, sources, dout, allow_unused=True))
