@@ -1,4 +1,4 @@
-"""Token-wise functions in chunks of tokens, so that intermediate results never exist for all tokens at once."""
+"""Token-wise functions in chunks of tokens: intermediate results exist for one chunk at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from armillary.attention.call.token_chunks import at_tokens, chunks
 from armillary.core import label
 
 TokenFunction = Callable[..., Tensor]
-"""From tensors [B, T, ...] to [B, T, E], independently per token. Rerun in backward.
+"""A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
 
-Under tensor parallelism some inputs, and the result, may have `gathered_ranks` tokens per token of the first input:
-tokens interleaved over that many ranks (`armillary.models.layers.interleaved`), which the function gathers or
-scatters. The last token of the first input may have fewer.
+The first input has this rank's T tokens. Under tensor parallelism, other inputs and the result may have the tokens of
+all ranks, `gathered_ranks` for each token of the first input (fewer for the last one). The function gathers or scatters
+these interleaved tokens itself (`armillary.models.layers.interleaved`).
 """
 
 
@@ -30,12 +30,13 @@ def in_chunks(
     chunk: int | None = None,
     gathered_ranks: int = 1,
 ) -> Tensor:
-    """Computes `function(*inputs)`, differentiably. Saves only the inputs; backward recomputes chunk by chunk.
+    """Computes `function(*inputs)` with autograd, in chunks. Saves only the inputs; backward recomputes each chunk.
 
     Args:
         inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
-        module: the owner of the parameters that `function` uses.
-        chunk: tokens at a time; by default as in `armillary.attention.call.token_chunks`.
+        module: the module whose parameters `function` uses.
+        chunk: number of tokens in a chunk; by default chosen by `armillary.attention.call.token_chunks`.
+        gathered_ranks: see `TokenFunction`.
     """
     call = function, module, chunk, gathered_ranks, len(inputs)
     return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained_parameters(module)))
@@ -52,18 +53,18 @@ def forward(
     """Computes `function(*inputs)`, without autograd, chunk by chunk.
 
     Args:
-        draws: random numbers (dropout), which `backward` draws again.
-        target: memory for the result, which may be an input's: each chunk is read before it is overwritten.
+        draws: records the state of the random number generators, so that `backward` draws the same numbers (dropout).
+        target: memory for the result. It may be an input's: each chunk is read before it is overwritten.
     """
     token_count = inputs[0].shape[1]
     for tokens in chunks(token_count, chunk):
         with draws.at(tokens.start, inputs[0].device):
             y = function(*(chunk_of(x, tokens, token_count, gathered_ranks) for x in inputs))
         if target is None:
-            width = y.shape[1] // max(1, tokens.stop - tokens.start)
+            width = y.shape[1] // max(1, tokens.stop - tokens.start)  # tokens of the result per token: 1 or R
             target = y.new_empty((y.shape[0], token_count * width, *y.shape[2:]))
         chunk_of(target, tokens, token_count, gathered_ranks).copy_(y)
-        del y  # before the next chunk is computed
+        del y  # frees it before the next chunk is computed
     assert target is not None
     return target
 
@@ -81,9 +82,9 @@ def backward(
     """Recomputes `function`, chunk by chunk, and computes its gradients.
 
     Args:
-        dy: [B, T, E].
-        grads: memory for each input's gradient; None for an input without one. It may be `dy` itself: each chunk is
-            read before it is overwritten.
+        dy: [B, T, E], the gradient of the result.
+        grads: memory for each input's gradient; None for an input that needs no gradient. One of them may be `dy`
+            itself: each chunk is read before it is overwritten.
         totals: sums to which the parameters' gradients are added.
         draws: replays the random numbers of `forward`.
     """
@@ -95,29 +96,36 @@ def backward(
         ]
         with torch.enable_grad(), draws.at(tokens.start, dy.device):
             y = function(*chunk_inputs)
-        parameters = [x for x in chunk_inputs if x.requires_grad]
-        # A copy: the gradient of an input that is merely added (a residual) is dy itself, and dy's memory may be one of
-        # `grads`, overwritten below.
-        dy_part, sources = chunk_of(dy, tokens, token_count, gathered_ranks).clone(), [*parameters, *totals.parameters]
-        gradients: list[Tensor | None] = list(torch.autograd.grad(y, sources, dy_part, allow_unused=True))
-        del y, dy_part, sources
-        totals.add(gradients[len(parameters) :])
+        trained_inputs = [x for x in chunk_inputs if x.requires_grad]
+        # A copy, because autograd returns `chunk_dy` itself as the gradient of an input that is merely added (a
+        # residual), and the memory of dy may be one of `grads`, overwritten below.
+        chunk_dy = chunk_of(dy, tokens, token_count, gathered_ranks).clone()
+        sources = [*trained_inputs, *totals.parameters]
+        gradients: list[Tensor | None] = list(torch.autograd.grad(y, sources, chunk_dy, allow_unused=True))
+        del y, chunk_dy, sources
+        # The first gradients are the inputs', the others the parameters'.
+        totals.add(gradients[len(trained_inputs) :])
         for grad, gradient in zip((g for g in grads if g is not None), gradients, strict=False):
             if gradient is None:
                 chunk_of(grad, tokens, token_count, gathered_ranks).zero_()
             else:
                 chunk_of(grad, tokens, token_count, gathered_ranks).copy_(gradient)
-        del chunk_inputs, parameters, gradients
+        del chunk_inputs, trained_inputs, gradients
 
 
 def chunk_of(x: Tensor, tokens: slice, token_count: int, gathered_ranks: int) -> Tensor:
-    """Returns x at `tokens` of `token_count`; x has one entry per token, or `gathered_ranks`."""
+    """Returns a view of x at a chunk's tokens.
+
+    Args:
+        x: [B, token_count, ...], or [B, token_count * gathered_ranks, ...].
+        tokens: the chunk, a slice of `token_count` tokens.
+    """
     width = 1 if x.shape[1] == token_count else gathered_ranks
     return at_tokens(x, slice(tokens.start * width, tokens.stop * width))
 
 
 class ChunkedFunction(torch.autograd.Function):
-    """A token-wise function in chunks that saves only its inputs."""
+    """The autograd function of `in_chunks`. The first `count` of `tensors` are inputs, the others parameters."""
 
     @staticmethod
     def forward(
@@ -149,5 +157,5 @@ class ChunkedFunction(torch.autograd.Function):
 
 
 def trained_parameters(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters that require a gradient, right now: FSDP swaps them between forward and backward."""
+    """Returns the module's current parameters that require a gradient. FSDP swaps them between forward and backward."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""Linear layers that accumulate weight gradients in one buffer, instead of a new tensor per stage of heads."""
+"""Linear layers whose backward adds weight gradients to one buffer, instead of a new tensor per stage of heads."""
 
 from __future__ import annotations
 
@@ -17,21 +17,31 @@ from armillary.core import compat
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows of some heads, `dim` (D) per head, in a weight [H D, E] or a bias [H D]."""
+    """The rows of h of the H heads in a weight [H D, E] or a bias [H D].
+
+    Args:
+        heads: indices of the h heads.
+        dim: D, rows per head.
+    """
 
     heads: tuple[int, ...]
     dim: int
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Returns [h D, ...]: a view if the heads are consecutive."""
+        """Returns the rows of the heads, [h D, ...]: a view if the heads are consecutive."""
         return select_heads(parameter.unflatten(0, (-1, self.dim)), self.heads, 0).flatten(0, 1)
 
     def add_to(self, total: Tensor, rows: Tensor) -> None:
-        """Adds [h D, ...] to these rows of `total` [H D, ...]."""
+        """Adds `rows` [h D, ...] to the heads' rows of `total` [H D, ...]."""
         update_heads(total.unflatten(0, (-1, self.dim)), self.heads, rows.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
 
     def add_product(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Adds dy^T x, of [n, h D] and [n, E], to these rows of `total` [H D, E]; one fused op for consecutive rows."""
+        """Adds dy^T x to the heads' rows of `total` [H D, E]. If the heads are consecutive, in one fused op.
+
+        Args:
+            dy: [n, h D].
+            x: [n, E].
+        """
         run, *more_runs = head_slices(self.heads)
         if more_runs or run.step != 1:
             self.add_to(total, product(dy, x, total.dtype))
@@ -44,21 +54,24 @@ class HeadRows:
 
 
 def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns dy^T x in `dtype`, which may be wider than the tensors'."""
+    """Returns dy^T x in `dtype`, which may be wider than the dtype of dy and x."""
     if dy.dtype == dtype or not dy.is_cuda:
         return dy.T.to(dtype) @ x.to(dtype)
     return torch.mm(dy.T, x, out_dtype=dtype)
 
 
 def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: GradientSums) -> Tensor:
-    """Computes some outputs [..., h D] of a linear layer. Backward adds gradients of weight and bias to `totals`."""
-    # The registered parameters: reading a sharded module's attribute would make its local part (`ShardedModule`).
+    """Computes the outputs [..., h D] of the heads `rows`. Backward adds gradients of weight and bias to `totals`."""
+    # Not by attribute: reading a sharded module's attribute would make its local part (`ShardedModule`).
     weight, bias = (linear._parameters[name] for name in ("weight", "bias"))  # pyright: ignore[reportPrivateUsage]
     return cast(Tensor, cast(Any, CollectedLinear).apply(x, weight, bias, rows, totals))
 
 
 class CollectedLinear(torch.autograd.Function):
-    """Weight and bias are inputs whose gradient is None: autograd runs backward even if x needs no gradient."""
+    """The autograd function of `collected_linear`.
+
+    Weight and bias are inputs, so that autograd runs backward even if x needs no gradient. Their gradient is None.
+    """
 
     @staticmethod
     def forward(
@@ -74,7 +87,7 @@ class CollectedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dy,), (x, used_weight) = grad_outputs, ctx.saved_tensors
-        # Under autocast, forward ran in dy's dtype, and not in the weight's.
+        # Under autocast, forward ran in the dtype of dy, which may not be the weight's.
         dx = dy @ used_weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         weight, bias = map(ctx.totals.buffer, ctx.parameters)
         if weight is not None:

@@ -1,7 +1,8 @@
 """Interleaved shards of tokens: rank r of the R ranks on an axis holds tokens r, r + R, r + 2R, ... of T.
 
-A chunk of consecutive tokens, a multiple of R, is a chunk of consecutive tokens on every rank, so that chunked work can
-gather and reduce chunk by chunk. Tensor parallelism keeps its residual stream in this form.
+A chunk of consecutive tokens of the sequence, from a multiple of R to another, is a chunk of consecutive tokens on
+every rank. So a computation in chunks can gather and reduce one chunk after the other. Tensor parallelism shards the
+residual stream in this way.
 
 Every rank has n = ceil(T / R) tokens. If R does not divide T, the last token of some ranks is padding, initially zero.
 """
@@ -16,7 +17,7 @@ from armillary.core import Axis, all_gather, reduce_scatter
 
 
 def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Gathers the tokens of all ranks: [B, n, ...] -> [B, n R, ...]. Differentiable: the gradient is summed over ranks.
+    """Gathers the tokens of all ranks: [B, n, ...] -> [B, n R, ...]. Backward is `reduce_scatter_interleaved`.
 
     Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather"; backward as `reduce_scatter_interleaved`.
     """
@@ -24,9 +25,9 @@ def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
 
 
 def reduce_scatter_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Sums over ranks and scatters: [B, T, ...] -> [B, n, ...], this rank's tokens. Differentiable by a gather.
+    """Sums x over ranks and returns this rank's tokens: [B, T, ...] -> [B, n, ...].
 
-    Adds in rank order, in float32 or wider.
+    Backward is `all_gather_interleaved`. Adds in rank order, in float32 or wider.
 
     Bytes sent: (R - 1) / R times the bytes of the padded `x`, kind "reduce_scatter"; backward as
     `all_gather_interleaved`.
@@ -36,12 +37,12 @@ def reduce_scatter_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
 
 
 def interleaved_shard(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Returns this rank's tokens [B, n, ...] of [B, T, ...], the same on every rank. Communicates nothing."""
+    """Returns this rank's tokens [B, n, ...] of x [B, T, ...], which is the same on every rank. No communication."""
     mesh_axis = Axis.of(axis)
     return pad_to_multiple(x, mesh_axis.size)[:, mesh_axis.rank :: mesh_axis.size]
 
 
 def pad_to_multiple(x: Tensor, multiple: int, value: float = 0) -> Tensor:
-    """Returns x [B, T, ...] padded with `value` to a multiple of tokens; x itself if T is a multiple already."""
+    """Returns x [B, T, ...], padded with `value` if T is not a multiple of `multiple`."""
     padding = -x.shape[1] % multiple
     return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, padding), value=value) if padding else x

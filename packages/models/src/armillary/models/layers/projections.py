@@ -21,17 +21,22 @@ from armillary.models.layers.rope import RotaryEmbedding
 
 @dataclass(frozen=True)
 class HeadProjections:
-    """Linear projections [B, T, E] -> [B, T, H, D] with norms and rotation: a `TokenProjections`.
+    """Projections from hidden states x [B, T, E] to q [B, T, H, D] and k, v [B, T, K, D], with norms and RoPE.
+
+    Implements `TokenProjections`.
 
     Args:
-        query, key, value: projections from E to H D, K D and K D. Plain `nn.Linear`s compute only the requested heads;
-            other modules (LoRA adapters, float8, hooks) compute all heads, which are then selected.
+        query, key, value: projections from E to H D, K D and K D. If one is a plain `nn.Linear`, only the requested
+            heads are computed. Another module (LoRA adapter, float8, hooks) computes all heads, and the requested ones
+            are selected.
+        heads: H.
+        key_heads: K.
         head_dim: D.
-        rotation: rotates queries and keys, for the tokens of x.
+        rotation: RoPE for queries and keys, at the positions of the tokens of x.
         norm: applied to x first.
-        query_norm, key_norm: applied to each head before its rotation (Qwen3).
-        projector: registered number of the `ProjectionModule` that made them, as a tensor: torch.compile then does not
-            trace them.
+        query_norm, key_norm: applied to each head before RoPE (Qwen3).
+        projector: the registered number of the `ProjectionModule` that made these projections, from which a compiled
+            graph rebuilds them. It is a tensor, so that torch.compile does not make a graph for each number.
         totals: sums to which backward adds the gradients of plain linear layers, instead of returning them.
     """
 
@@ -66,14 +71,17 @@ class HeadProjections:
         return chain.from_iterable(module.parameters() for module in modules if module is not None)
 
     def parts(self) -> ProjectionParts | None:
-        """Returns the tensors from which an op rebuilds the projections; None if they involve more (LoRA, hooks)."""
+        """Returns the tensors from which an op rebuilds the projections.
+
+        None if it could not, because a projection is another module than a plain linear layer (LoRA, hooks).
+        """
         modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
         plain_modules = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
         if self.projector is None or self.norm is not None or not plain_modules or self.key is self.value:
             return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
         parameters = [
-            getattr(submodule, name)  # an attribute, which is the local part of a sharded parameter (`ShardedModule`)
+            getattr(submodule, name)  # the attribute is the local part of a sharded parameter (`ShardedModule`)
             for module in modules
             if module is not None
             for submodule in module.modules()
@@ -83,7 +91,7 @@ class HeadProjections:
         return ProjectionParts(self.projector, self.head_dim, tensors, parameters)
 
     def cache_key(self) -> Hashable | None:
-        """Returns a cache key of the parameters' dims and dtypes; None unless all layers and norms are plain."""
+        """Returns a cache key for the shapes and dtypes of q, k and v; None unless all layers and norms are plain."""
         modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
         descriptions = [() if module is None else module_key(module) for module in modules]
         angles = () if self.rotation is None else (tensor_key(self.rotation.cos), tensor_key(self.rotation.sin))
@@ -96,8 +104,8 @@ class HeadProjections:
         return replace(self, totals=totals)
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
-        """Computes the requested heads out of `count`."""
-        # Backward of a checkpointed block: gradients are added to `totals`.
+        """Computes the requested heads [B, T, h, D] of a projection to `count` heads."""
+        # In backward of a checkpointed block, gradients of the parameters are added to `totals`.
         if self.totals is not None and isinstance(linear, nn.Linear) and plain(linear, nn.Linear):
             y = collected_linear(x, linear, HeadRows(tuple(heads), self.head_dim), self.totals)
             return y.unflatten(-1, (len(heads), self.head_dim))
@@ -114,11 +122,12 @@ class HeadProjections:
 
 
 class ProjectionModule(nn.Module):
-    """Attention of a layer and its projections.
+    """Attention of a layer, with its projections to q, k and v.
 
-    It is registered under a number, from which an op in a compiled graph finds it and rebuilds `HeadProjections`.
+    The module is registered under a number, by which an op in a compiled graph finds it and rebuilds `HeadProjections`.
 
     Args:
+        heads, key_heads, head_dim: H, K and D.
         attention: an `AttentionFunction`.
     """
 
@@ -139,7 +148,7 @@ class ProjectionModule(nn.Module):
         self.projector = register_as_tensor(self)  # a copy needs a number of its own
 
     def projections(self, rotation: RotaryEmbedding | None, norm: nn.Module | None) -> HeadProjections:
-        """Returns the projections from x [B, T, E] to q, k and v, with `norm` before them."""
+        """Returns the projections from x [B, T, E] to q, k and v, which apply `norm` to x first."""
         return HeadProjections(
             query=self.q_proj,
             key=self.k_proj,
@@ -155,20 +164,22 @@ class ProjectionModule(nn.Module):
         )
 
     def projections_of(self, tensors: Sequence[Tensor]) -> HeadProjections:
+        """Rebuilds the projections from the tensors of `HeadProjections.parts`: (), or RoPE's cosines and sines."""
         return self.projections(RotaryEmbedding(*tensors) if tensors else None, None)
 
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Returns True if the module computes exactly what a class of `kinds` does: no hooks, no other `forward`."""
+    """Returns True if the module has the `forward` of one of the classes `kinds`, and no hooks."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     is_changed = "forward" in vars(module) or any(vars(module)[name] for name in hooks)
-    # The method is compared, not the class: a subclass such as a tensor-parallel layer may inherit it.
+    # Methods are compared instead of classes, because a subclass (a tensor-parallel layer) may inherit `forward`.
     return any(type(module).forward is kind.forward for kind in kinds) and not is_changed
 
 
 def module_key(module: nn.Module) -> Hashable | None:
-    """Returns a cache key for the dims and dtype of a plain module's result; None for other modules."""
-    parameters = module._parameters  # pyright: ignore[reportPrivateUsage] - attributes would make local parts
+    """Returns a cache key for the shape and dtype of a plain module's result; None for other modules."""
+    # Not by attribute: reading a sharded module's attribute would make its local part (`ShardedModule`).
+    parameters = module._parameters  # pyright: ignore[reportPrivateUsage]
     children = module._modules  # pyright: ignore[reportPrivateUsage] - a parametrization, or a subclass's submodule
     if children or "weight" not in parameters or not plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm):
         return None
@@ -178,7 +189,7 @@ def module_key(module: nn.Module) -> Hashable | None:
 
 
 def tensor_key(x: Tensor | None) -> Hashable:
-    """Returns dims, dtype and device of a tensor, and the mesh and placements of a DTensor."""
+    """Returns shape, dtype and device of a tensor, and of a DTensor also its mesh and placements."""
     if x is None:
         return None
     placement = (x.device_mesh, x.placements) if compat.is_dtensor(x) else ()

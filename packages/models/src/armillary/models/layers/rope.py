@@ -13,10 +13,10 @@ from armillary.models.layers.rope_scaling import RopeScaling, plain_frequencies
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Cosines and sines [T, 1, D / 2] of the angles by which RoPE rotates the heads of T tokens.
+    """Cosines and sines of the angles by which RoPE rotates the heads of T tokens: [T, 1, D / 2].
 
-    They are [B, T, 1, D / 2] if rows have their own positions, and include a scaling's amplitude. Dims i and i + D/2
-    make a pair, as in Hugging Face's weights (Meta's own pair 2i and 2i + 1).
+    [B, T, 1, D / 2] if rows have different positions. They are multiplied by a scaling's amplitude. Dims i and
+    i + D / 2 of a head make a pair, as in Hugging Face's weights (in Meta's own weights, dims 2i and 2i + 1 do).
     """
 
     cos: Tensor
@@ -31,12 +31,13 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         scaling: RopeScaling | None = None,
     ) -> RotaryEmbedding:
-        """Returns the rotation by position * theta^(-2i / D) for pair i, or by the frequencies of a scaling.
+        """Returns the rotation of pair i by position * theta^(-2i / D), or by position * frequency of a scaling.
 
         Args:
             positions: integers [T] or [B, T], up to 2^53 (exact in float64).
             head_dim: D.
-            dtype: dtype of the model; cosines and sines have it, but at least float32.
+            theta: the base of the frequencies.
+            dtype: dtype of the model. Cosines and sines have this dtype, or float32 if it is narrower.
             scaling: replaces the frequencies, and may scale cosines and sines.
         """
         # In float64: a float32 frequency has a relative error of 6e-8, which is 0.3 radians at position 5,000,000.
@@ -49,20 +50,22 @@ class RotaryEmbedding:
         return cls(cos.to(wide), sin.to(wide))
 
     def of_tokens(self, tokens: slice) -> RotaryEmbedding:
-        """Returns the angles of some of the tokens."""
+        """Returns the cosines and sines of a slice of the tokens."""
         return RotaryEmbedding(self.cos[..., tokens, :, :], self.sin[..., tokens, :, :])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotates each head of `x` [B, T, H, D] by its token's angles; rounds once, to the dtype of `x`."""
-        if (
-            torch.compiler.is_compiling()
-        ):  # inductor fuses it anyway; in torch 2.11 a compiled Function's gradient was 0
+        # Inductor fuses `rotate`, so a graph needs no Function; and in torch 2.11 a compiled Function's gradient was 0.
+        if torch.compiler.is_compiling():
             return rotate(x, self.cos, self.sin, 1)
         return cast(Tensor, cast(Any, Rotate).apply(x, self.cos, self.sin))
 
 
 class Rotate(torch.autograd.Function):
-    """RoPE is linear, and its transpose rotates backwards: backward needs no x, and angles have no gradient."""
+    """RoPE as an autograd function that does not save x: backward rotates the gradient by the negative angles.
+
+    Cosines and sines have no gradient.
+    """
 
     generate_vmap_rule = True
 
@@ -80,7 +83,8 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotates x by its angles times `sign`."""
-    a, b = x.chunk(2, dim=-1)
+    """Rotates each pair of x [B, T, H, D] by `sign` times its angle."""
+    a, b = x.chunk(2, dim=-1)  # the two dims of all pairs
+    # a cos - b sin and b cos + a sin.
     halves = torch.addcmul(a * cos, b, sin, value=-sign), torch.addcmul(b * cos, a, sin, value=sign)
     return torch.cat(halves, dim=-1).to(x.dtype)

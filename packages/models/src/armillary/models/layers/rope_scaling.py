@@ -1,6 +1,7 @@
 """Scalings of RoPE's frequencies for sequences longer than in pre-training.
 
-Fields have the names and meanings of Hugging Face's `rope_parameters`.
+Fields have the names and meanings of Hugging Face's `rope_parameters`. The original length is the sequence length of
+pre-training, `original_max_position_embeddings`. A pair of dims with frequency f makes length f / (2 pi) turns in it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from armillary.core.validation import flag, number
 
 
 class RopeScaling(Protocol):
-    """Frequencies, and a factor for cosines and sines. A value: hashable and comparable."""
+    """RoPE's frequencies, and a factor for cosines and sines. Implementations are hashable values."""
 
     @property
     def amplitude(self) -> float:
-        """Factor of cosines and sines; scores grow by its square."""
+        """Factor of cosines and sines. Attention scores grow by its square."""
         ...
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-        """Returns radians per position for each pair, float64 [D / 2]."""
+        """Returns the frequency of each pair of dims, in radians per position: float64 [D / 2]."""
         ...
 
 
 def plain_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Returns theta^(-2i / D) for pair i, float64 [D / 2]."""
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)
-    return theta ** (-pairs / head_dim)
+    """Returns RoPE's frequencies without scaling, theta^(-2i / D) for pair i: float64 [D / 2]."""
+    dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device)  # 2i
+    return theta ** (-dims / head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class LinearScaling:
     """Divides every frequency by `factor` (position interpolation, arXiv 2306.15595).
 
     Raises:
-        ValueError: a factor that is not above 0.
+        ValueError: the factor is not above 0.
     """
 
     factor: float
@@ -57,16 +58,16 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """LLaMA 3.1's scaling: divides low frequencies by `factor`, keeps high ones, and blends between.
+    """LLaMA 3.1's scaling: divides low frequencies by `factor`, keeps high ones, and blends linearly in between.
 
     Args:
         factor: divisor of low frequencies.
-        low_freq_factor: frequencies with fewer turns in the original length are low.
-        high_freq_factor: frequencies with more turns in the original length are high.
-        original_max_position_embeddings: length of pre-training.
+        low_freq_factor: number of turns in the original length below which a frequency is low.
+        high_freq_factor: number of turns in the original length above which a frequency is high.
+        original_max_position_embeddings: the original length.
 
     Raises:
-        ValueError: a number not above 0, or a high_freq_factor that is not above low_freq_factor.
+        ValueError: a number is not above 0, or high_freq_factor is not above low_freq_factor.
     """
 
     factor: float
@@ -86,27 +87,30 @@ class Llama3Scaling:
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)
-        # Turns of each pair over the length of pre-training: pairs with few turns are interpolated.
+        # `high` is 1 for high frequencies, 0 for low ones, and linear in the number of turns in between.
         turns = self.original_max_position_embeddings * plain / (2 * math.pi)
-        fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return plain * (fast + (1 - fast) / self.factor)
+        high = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return plain * (high + (1 - high) / self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a blend over pairs like LLaMA 3.1's, and larger scores.
+    """YaRN (arXiv 2309.00071): divides low frequencies, as LLaMA 3.1 does, and enlarges attention scores.
+
+    The blend between low and high frequencies is linear in the pair's index; in LLaMA 3.1 it is linear in the turns.
 
     Args:
         factor: divisor of low frequencies.
-        original_max_position_embeddings: length of pre-training.
+        original_max_position_embeddings: the original length.
         attention_factor: factor of cosines and sines; by default 1 + ln(factor) / 10, as in the paper.
-        beta_fast, beta_slow: turns in the original length above which a frequency is high, and below which it is low.
-        truncate: the blend begins and ends at whole pairs.
-        mscale, mscale_all_dim: given both, the default attention factor is the ratio of 1 + mscale ln(factor) / 10
-            to the same with mscale_all_dim (DeepSeek).
+        beta_fast, beta_slow: numbers of turns in the original length: above beta_fast a frequency is high, below
+            beta_slow it is low.
+        truncate: True lets the blend begin and end at whole pairs.
+        mscale, mscale_all_dim: if both are given, the default attention factor is (1 + mscale ln(factor) / 10) /
+            (1 + mscale_all_dim ln(factor) / 10) (DeepSeek).
 
     Raises:
-        ValueError: a number not above 0, or a beta_fast below beta_slow.
+        ValueError: a number is not above 0, or beta_fast is below beta_slow.
     """
 
     factor: float
@@ -133,7 +137,8 @@ class YarnScaling:
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)
-        # Pairs before `first` keep their frequency, pairs after `last` are interpolated, with a ramp between them.
+        # Frequencies fall with the pair's index. Pairs before `first` keep theirs, those after `last` are divided by
+        # `factor`. `low` rises from 0 to 1 in between.
         first = self._pair_at(self.beta_fast, head_dim, theta)
         last = self._pair_at(self.beta_slow, head_dim, theta)
         if self.truncate:
@@ -141,20 +146,21 @@ class YarnScaling:
         first, last = max(first, 0), min(last, head_dim - 1)
         last = last + 0.001 if first == last else last  # as in transformers, avoids a division by 0
         pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
-        slow = ((pairs - first) / (last - first)).clamp(0, 1)
-        return plain * (1 - slow + slow / self.factor)
+        low = ((pairs - first) / (last - first)).clamp(0, 1)
+        return plain * (1 - low + low / self.factor)
 
     def _mscale(self, scale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def _pair_at(self, turns: float, head_dim: int, theta: float) -> float:
         """Returns the (fractional) index of the pair that makes `turns` turns in the original length."""
+        # Solves length theta^(-2i / D) / (2 pi) = turns for i.
         length = self.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def check_positive(scaling: LinearScaling | Llama3Scaling | YarnScaling) -> None:
-    """Raises ValueError unless each field is a finite number above 0, or None where that is the default."""
+    """Raises ValueError unless each field is a finite number above 0, or None if None is its default."""
     for field in fields(scaling):
         value = getattr(scaling, field.name)
         if field.name == "truncate":

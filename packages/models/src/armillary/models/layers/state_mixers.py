@@ -1,8 +1,8 @@
 """Layers with a recurrent state in place of attention, Gated DeltaNet and Mamba-2, on a sharded sequence.
 
-Both project to queries, keys and values (C, B and x of Mamba-2), pass these through a short convolution, run a
-recurrence along the tokens, and gate its normed outputs. Only convolution and recurrence communicate, over the ranks of
-an attention method.
+Both project to queries, keys and values (C, B and x in Mamba-2's paper), pass these through a short convolution, run a
+recurrence along the tokens, and apply a gate and a norm to its outputs. Only convolution and recurrence communicate.
+The ranks that share the sequence are those of the layer's attention method, which is not called.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as in Qwen3-Next."""
 
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
-"""`gated_delta_rule` or `ssd`."""
+"""`gated_delta_rule` or `ssd`: returns the outputs and the final state."""
 
 
 @runtime_checkable
 class StateOperations(Protocol):
-    """Convolution and recurrence with a cache, for decoding. Takes the place of the layer's attention method."""
+    """Convolution and recurrence with a cache, for decoding. Set as a layer's `attention`, it replaces both."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
@@ -50,7 +50,11 @@ def convolve(
     mask: AttentionMask,
     layout: SequenceLayout | None,
 ) -> Tensor:
-    """Computes the causal depthwise convolution of x [B, T, C] with weight [C, W] over the ranks of `attention`."""
+    """Computes the causal depthwise convolution of x [B, T, C] with weight [C, W], on the ranks of `attention`.
+
+    Args:
+        attention: an attention method, or `StateOperations`.
+    """
     if isinstance(attention, StateOperations):
         return attention.convolve(x, weight, bias, mask, layout)
     layout, axis = _sharding(attention, layout, x.shape[1])
@@ -64,7 +68,7 @@ def recur(
     mask: AttentionMask,
     layout: SequenceLayout | None,
 ) -> Tensor:
-    """Computes the outputs [B, T, H, Dv] of a recurrence over the ranks of `attention`."""
+    """Computes the outputs [B, T, H, Dv] of a recurrence on the ranks of `attention`, a method or `StateOperations`."""
     if isinstance(attention, StateOperations):
         return attention.recur(recurrence, inputs, mask, layout)
     return sharded_recurrence(attention, recurrence, inputs, mask, layout)[0]
@@ -77,13 +81,13 @@ def sharded_recurrence(
     mask: AttentionMask,
     layout: SequenceLayout | None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the outputs [B, T, H, Dv] and the final state of a recurrence over the ranks of `attention`."""
+    """Computes the outputs [B, T, H, Dv] and the final state of a recurrence on the ranks of an attention method."""
     layout, axis = _sharding(attention, layout, inputs[0].shape[1])
     return recurrence(*inputs, layout=layout, axis=axis, mask=mask)
 
 
 def _sharding(attention: object, layout: SequenceLayout | None, tokens: int) -> tuple[SequenceLayout, Axis]:
-    """Returns the layout over all ranks of attention, and their axis: one rank unless it is an armillary method."""
+    """Returns the layout over all ranks of an attention method, and their axis. One rank for other attention."""
     if not isinstance(attention, Method):
         return layout or SequenceLayout.contiguous(tokens, 1), Axis.alone("sequence")
     axis = sequence_axis(attention)
@@ -98,11 +102,11 @@ class StateInputs(NamedTuple):
     Args:
         x: [B, T, E], the layer's input.
         q, k: [B, T, K, Dk], after the convolution.
-        v: [B, T, H, Dv], likewise.
-        z: [B, T, H, Dv], the gate.
-        dt: [B, T, H], above 0.
-        A: [H], below 0; the decay is exp(dt A).
-        recur: calls a recurrence on this rank's tokens: its outputs [B, T, H, Dv].
+        v: [B, T, H, Dv], after the convolution.
+        z: [B, T, H, Dv], the gate before its activation.
+        dt: [B, T, H], step sizes, above 0.
+        A: [H], rates, below 0. A state decays by exp(dt A) per token.
+        recur: runs a recurrence on this rank's tokens, and returns the outputs [B, T, H, Dv].
     """
 
     x: Tensor
@@ -116,13 +120,14 @@ class StateInputs(NamedTuple):
 
 
 class StateMixer(nn.Module):
-    """A layer with a state: normed x [B, T, E] -> [B, T, H, Dv], to be projected back by `o_proj`.
+    """A layer with a state: norm(x) [B, T, E] -> [B, T, H, Dv]. The block applies `o_proj` to the result.
 
-    The number of heads follows from the shapes of the weights: under tensor parallelism a rank has only some heads.
+    `forward` takes the number of heads from the shapes of the weights, because under tensor parallelism a rank has only
+    some heads.
 
     Args:
         dim: E.
-        eps: epsilon of the norm.
+        eps: epsilon of the norm of the outputs.
         attention: the attention method whose ranks share the sequence, or `StateOperations`.
     """
 
@@ -145,7 +150,8 @@ class StateMixer(nn.Module):
         self.o_proj = nn.Linear(sizes.values, dim, bias=False)
 
     def forward(self, x: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
-        # 1. Projections and short convolution: q, k and v in one call, which exchanges the halo of all three at once.
+        # 1. Projections and short convolution. One call for q, k and v: it receives the tokens that the convolution
+        # needs from other ranks in one message for all three.
         convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
         weights = [conv.weight for conv in convolutions]
         biases = [conv.bias for conv in convolutions if conv.bias is not None]
@@ -156,7 +162,7 @@ class StateMixer(nn.Module):
         key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
         q, k = (y.unflatten(-1, (-1, key_dim)) for y in (q, k))
         v, z = (y.unflatten(-1, (-1, value_dim)) for y in (v, self.z_proj(x)))
-        # 2. Step sizes dt and rates A of the decay exp(dt A), which is close to 1: in float32 for 16-bit inputs.
+        # 2. Step sizes dt and rates A. The decay exp(dt A) is close to 1, so both are in float32 for 16-bit inputs.
         wide = torch.promote_types(x.dtype, torch.float32)
         dt = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
         # 3. The recurrence, then norm and gate.
@@ -165,11 +171,11 @@ class StateMixer(nn.Module):
 
     @abstractmethod
     def gated_outputs(self, inputs: StateInputs) -> Tensor:
-        """Runs the recurrence, and norms and gates its outputs: [B, T, H, Dv]."""
+        """Runs the recurrence, and applies norm and gate to its outputs: [B, T, H, Dv]."""
 
 
 class GatedDeltaNet(StateMixer):
-    """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next, with a projection for each of its inputs."""
+    """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next, with separate projections for q, k, v, z, a and b."""
 
     has_conv_bias = False
 
@@ -187,7 +193,7 @@ class GatedDeltaNet(StateMixer):
 
 
 class Mamba2(StateMixer):
-    """Mamba-2 (arXiv 2405.21060), with a projection for each of its inputs: q is its C, k its B and v its x."""
+    """Mamba-2 (arXiv 2405.21060), with separate projections. The paper's C is q here, its B is k and its x is v."""
 
     has_conv_bias = True
 
