@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Prefixes that torch's activation checkpointing and torch.compile insert into parameter names."""
+"""Parts of parameter names that torch's activation checkpointing and torch.compile insert."""
 
 
 def plain_name(name: str) -> str:

@@ -1,9 +1,10 @@
-"""The slices of a sharded parameter that a rank holds, computed without communication.
+"""The slices of a sharded parameter that a rank has, computed without communication.
 
-FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a strided shard. torch (2.11 to
-2.15) reads such placements from left to right in `distribute_tensor` and in the offsets of distributed checkpoints.
-That is wrong if tensor parallelism shards unevenly: of 257 rows over 2 and then 4 ranks, the last ranks hold 30 and
-32, but torch computes 31 and 31. `full_tensor()` reads placements as this module does.
+FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a `_StridedShard` on its own mesh
+axis, which is to the left of the tensor-parallel axis. In `distribute_tensor` and in the offsets of distributed
+checkpoints, torch (2.11 to 2.15) applies such placements from left to right. That is wrong if tensor parallelism shards
+unevenly: of 257 rows over 2 ranks and then 4, the last two ranks have 30 and 32, but torch computes 31 and 31.
+`full_tensor()` applies placements as this module does.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 Box = tuple[slice, ...]
-"""A slice for each dim."""
+"""A rectangular part of a tensor: a slice for each dim."""
 
 
 def local_part(x: Tensor) -> tuple[Tensor, Box]:
-    """Returns this rank's shard of x and its slices of the full tensor. The shard may be empty.
+    """Returns this rank's shard of x, which may be empty, and the box of the full tensor that it is.
 
     Raises:
-        ValueError: a DTensor whose shard is not a box of the full tensor.
+        ValueError: x is a DTensor whose shard is not a box of the full tensor.
     """
     if not isinstance(x, DTensor):
         return x, tuple(slice(0, size) for size in x.shape)
@@ -32,7 +33,7 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
         return local, tuple(slice(0, size) for size in local.shape)
     box = box_of(x.shape, x.device_mesh.shape, coordinate, x.placements)
     sizes = tuple(dim_slice.stop - dim_slice.start for dim_slice in box)
-    if 0 in sizes and not local.numel():  # FSDP2 does not keep the other sizes of an empty shard
+    if 0 in sizes and not local.numel():  # FSDP2 changes the other sizes of an empty shard
         return local, tuple(slice(0, size) for size in local.shape)
     if local.shape != sizes:
         raise ValueError(f"a rank's shard of a {tuple(x.shape)} with {x.placements} is {tuple(local.shape)}, not {box}")
@@ -42,23 +43,24 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
 def box_of(
     shape: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> Box:
-    """Returns the slices of the rank at a coordinate: mesh axes cut each dim in turn, as torch.chunk cuts.
+    """Returns the box of the rank at a coordinate. Mesh axes cut each dim one after the other, as `torch.chunk` cuts.
 
     Args:
         shape: shape of the full tensor.
         ranks: number of ranks of each mesh axis.
-        coordinate: coordinate of the rank in the mesh.
+        coordinate: the rank's coordinate on each mesh axis.
         placements: placement on each mesh axis.
 
     Raises:
-        ValueError: placements whose shards are not boxes.
+        ValueError: with these placements, shards are not boxes.
     """
     box: list[slice] = []
     for dim, size in enumerate(shape):
         start, stop = 0, size
         for axis in cutting_order(dim, len(shape), ranks, placements):
-            chunk = -(-(stop - start) // ranks[axis])
-            start, stop = (min(start + turn * chunk, stop) for turn in (coordinate[axis], coordinate[axis] + 1))
+            chunk = -(-(stop - start) // ranks[axis])  # rounded up
+            index = coordinate[axis]
+            start, stop = min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop)
         box.append(slice(start, stop))
     return tuple(box)
 
@@ -66,16 +68,19 @@ def box_of(
 def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequence[Placement]) -> list[int]:
     """Returns the mesh axes that cut a dim, in the order in which they cut.
 
-    From left to right, except for a strided shard: FSDP2 cuts the shards of the axes to its right (tensor parallelism),
-    which have cut the dim into `split_factor` parts before.
+    They cut from left to right, except for a strided shard: it cuts after the axes to its right (tensor parallelism)
+    that have cut the dim into `split_factor` parts.
+
+    Args:
+        dims: number of dims of the tensor.
     """
     order: list[int] = []
-    # From the innermost axis outwards, each is inserted into the order of those inside it.
+    # From the last mesh axis to the first, each axis is inserted into the order of the axes to its right.
     for axis in reversed(range(len(ranks))):
         cut_dim, part_count = _sharded_dim(placements[axis])
         if cut_dim is None or cut_dim % dims != dim:
             continue
-        # The axis cuts after those axes of the order whose ranks multiply to `parts`.
+        # The axis cuts after the first n axes of the order, whose ranks multiply to `part_count`.
         candidates = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == part_count]
         if not candidates:
             raise ValueError(f"{tuple(placements)}: {part_count} parts along dim {dim} are cut by no axes to the right")
@@ -84,9 +89,10 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
 
 
 def _sharded_dim(placement: Placement) -> tuple[int | None, int]:
-    """Returns (the dim that a placement shards or None, the number of parts that inner axes have cut it into before).
+    """Returns the dim that a placement shards, or None, and the number of parts that axes to its right cut before.
 
-    FSDP2's `_StridedShard` has that number. It is private, and in some releases not a subclass of `Shard`.
+    This number is 1, or the `split_factor` of FSDP2's `_StridedShard`, a private class that is not a subclass of
+    `Shard` in some releases.
     """
     if isinstance(placement, (Shard, _StridedShard)):
         return placement.dim, getattr(placement, "split_factor", 1)

@@ -34,11 +34,11 @@ def parallelize(
     zero_stage: ZeroStage = 3,
     contiguous_states: bool = False,
 ) -> None:
-    """Puts the model onto the mesh, in place. Its call is unchanged, on this rank's tokens of the sequence.
+    """Distributes the model over the mesh, in place. The model is then called as before, with this rank's tokens.
 
     Sets attention and checkpointing; then applies tensor parallelism over `tp`, if the mesh has that axis; then
-    torch.compile, per block; then FSDP2 over shard x ring x ulysses, replicated over replicate. Build the model on
-    "meta", and call `to_empty` and `initialize` or `load_pretrained` afterwards:
+    torch.compile to each block; then FSDP2 over shard x ring x ulysses, with copies over `replicate`. Build the model
+    on "meta", and call `to_empty` and `initialize` or `load_pretrained` afterwards:
 
         with torch.device("meta"):
             model = Llama(LlamaConfig.llama3_8b())
@@ -48,25 +48,25 @@ def parallelize(
         initialize(model, seed=0)
 
     Args:
-        mesh: such as `build_mesh` returns, with some of the axes replicate, shard, ring, ulysses and tp; FSDP2 needs at
-            least one of shard, ring and ulysses.
-        attention: method for all layers, over this mesh's axes; by default unchanged. It sees this rank's heads of
-            `tp`.
-        checkpointing: the activation checkpointing policy; by default blocks keep all tensors.
-        precision: dtype of forward and backward under FSDP2, whose master weights and reductions are float32. None: no
-            FSDP2, parameters are not sharded, and the caller sums gradients over ranks.
-        cpu_offload: FSDP2 keeps parameters, gradients and the optimizer's state in the host's memory.
+        mesh: a mesh with some of the axes replicate, shard, ring, ulysses and tp, such as `build_mesh` returns. FSDP2
+            needs at least one of shard, ring and ulysses.
+        attention: method for all layers, over axes of this mesh; by default unchanged. With `tp` it gets this rank's
+            heads.
+        checkpointing: the activation checkpointing policy; by default blocks run as before.
+        precision: dtype of forward and backward under FSDP2, whose master weights and reductions are float32. None does
+            not apply FSDP2: parameters are not sharded, and the caller must sum gradients over ranks.
+        cpu_offload: True lets FSDP2 keep parameters, gradients and the optimizer's state in the host's memory.
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy
-            only the token-wise part is compiled, not attention. One graph per layout of the shards: beyond Dynamo's
+            only the token-wise part is compiled, not attention. Each layout needs a graph of its own: beyond Dynamo's
             limit of graphs, blocks run eagerly, with a warning.
-        zero_stage: under FSDP2, 2 gathers a block's parameters once for forward and backward, 3 once for each; 1 once
-            a step (`begin_micro_batch`).
-        contiguous_states: hidden states move to contiguous shards before a hybrid's layers with a state, and back after
-            them (`relayout`): 2 B T E elements at most for each run of such layers, forward and backward. Attention has
-            the layout of the call.
+        zero_stage: stage of ZeRO under FSDP2. 3 gathers a block's parameters twice per micro-batch, for forward and for
+            backward; 2 gathers them once per micro-batch, and 1 once per step (`begin_micro_batch`).
+        contiguous_states: True moves hidden states to contiguous shards before a hybrid's layers with a state, and back
+            after them (`relayout`). For each run of such layers, a rank sends at most 2 B T E elements in forward, and
+            as many in backward. Attention keeps the layout of the call.
 
     Raises:
-        ValueError: something does not fit the model or the mesh. Raised before any module or parameter is changed.
+        ValueError: an argument does not fit the model or the mesh. Raised before any module or parameter is changed.
     """
     # 1. Check everything before anything changes.
     check(model, mesh, attention, precision, compiler, contiguous_states)
@@ -81,8 +81,8 @@ def parallelize(
             module.contiguous_states = contiguous_states
     if checkpointing is not None:
         checkpointing.apply(model)
-    # 3. Modules and parameters, in this order only: graphs contain the modules of tensor parallelism, and FSDP's hooks
-    # stay outside of graphs.
+    # 3. Modules and parameters. The order matters: the compiled graphs must contain the modules of tensor parallelism,
+    # and must not contain FSDP's hooks.
     if "tp" in (mesh.mesh_dim_names or ()):
         tensor_parallel(model, mesh["tp"])
     if compiler is not None:
@@ -100,7 +100,7 @@ def check(
     compiler: str | None,
     contiguous_states: bool,
 ) -> None:
-    """Raises ValueError for settings that do not fit this model or mesh, before anything is changed."""
+    """Raises ValueError for arguments of `parallelize` that do not fit this model or mesh. Changes nothing."""
     config, is_tensor_parallel = model.config, "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -117,13 +117,13 @@ def check(
         for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
     if contiguous_states and is_tensor_parallel:
-        # Between blocks each rank of tp has every R-th token of its shard, which no `SequenceLayout` describes.
+        # Between blocks each of the R ranks of tp has every R-th token of the shard. No `SequenceLayout` describes it.
         raise ValueError(f"contiguous_states=True on {mesh['tp'].size()} ranks of tp: its tokens cannot be moved")
     for block in model.modules():
         if isinstance(block, Block) and isinstance(block.mixer, StateMixer):
             method = block.attention if attention is None else attention
             if isinstance(method, Method):
-                sequence_axis(method)  # refuses ranks on which a layer with a state cannot share a sequence
+                sequence_axis(method)  # raises if a layer with a state cannot share a sequence over these ranks
     compilers = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
     if compiler is not None and compiler not in compilers:
         raise ValueError(f"compiler {compiler!r} must be one of {', '.join(compilers)}")
@@ -133,14 +133,14 @@ def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
     """Compiles a block in place, or its token-wise part if a checkpoint policy runs it in parts.
 
     Args:
-        fullgraph: raises an error for a graph break, but also beyond Dynamo's limit of graphs per function. Therefore
-            off in training: reaching that limit should not end a run.
+        fullgraph: True raises an error for a graph break, and also beyond Dynamo's limit of graphs per function.
+            Therefore False in training, which should continue beyond that limit.
     """
     target: nn.Module = block
     if block.run is run_plainly:
         compiled = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
-        # A mixer's short convolution returns as many tokens of halos as the mask has documents.
+        # Inside the graph, the short convolution's exchange returns a number of tokens that depends on the documents.
         target.run = compat.with_dynamic_results(compiled) if isinstance(block.mixer, StateMixer) else compiled
     else:
-        compiled_rest = torch.compile(type(block).after_attention, backend=compiler, fullgraph=fullgraph)
-        target.after_attention = MethodType(compiled_rest, block)
+        compiled = torch.compile(type(block).after_attention, backend=compiler, fullgraph=fullgraph)
+        target.after_attention = MethodType(compiled, block)

@@ -1,8 +1,8 @@
 """Tensor-parallel versions of linear layers, norms, embeddings and mixers, which compute with local parameters.
 
-A registered parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers expect; the attribute of that name
-returns its local part. Between blocks tokens are interleaved over the ranks (`armillary.models.layers.interleaved`);
-attention and MLP gather them.
+A registered parameter is a `DTensor`, as FSDP2, checkpoints, clipping and optimizers expect. Reading it as an attribute
+returns its local part. Between blocks, tokens are interleaved over the ranks (`armillary.models.layers.interleaved`).
+The norms before attention and MLP gather them.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ class ShardedModule(nn.Module):
 
     axis: Axis
     empty: frozenset[str]
-    """Parameters with an empty local part: a vocabulary of 5 over 4 ranks is 2, 2, 1, 0."""
+    """Names of parameters whose part on this rank is empty: 5 rows over 4 ranks are parts of 2, 2, 1 and 0."""
     plain: ClassVar[type[nn.Module]]
     """The unsharded class that it replaces."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        # On two mesh axes a parameter is sharded by FSDP too, and FSDP is the reader. During forward FSDP has gathered
-        # it, and it is a DTensor on the tensor-parallel axis alone.
+        # A parameter that FSDP shards too is a DTensor on two mesh axes, which only FSDP itself reads. During forward
+        # FSDP has gathered it: then it is a DTensor on the tensor-parallel axis alone.
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
             return value
         return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
 
 
 class EmptyShard(torch.autograd.Function):
-    """A rank's empty part of a parameter.
+    """Returns this rank's part of a parameter, if the part is empty.
 
-    It is part of the graph, so that this rank runs the same collectives in backward as all others, but returns no
-    gradient: FSDP2 cannot reduce empty gradients. The parameter gets a gradient of size 0 at the end of backward.
+    It is a node of the graph, so that this rank runs the same collectives in backward as all others. Its backward
+    returns no gradient, because FSDP2 cannot reduce empty gradients. The parameter gets a gradient of size 0 at the end
+    of the whole backward.
     """
 
     @staticmethod
@@ -63,24 +64,33 @@ class EmptyShard(torch.autograd.Function):
 
 
 def set_empty_gradient(module: nn.Module, name: str) -> None:
-    """Sets the gradient of an empty part, if it has none. Runs after backward, when FSDP has resharded parameters."""
+    """Sets the gradient of an empty part to zeros, if it is None.
+
+    Runs after backward, when FSDP has resharded the parameters.
+    """
     parameter = dict(module.named_parameters(recurse=False))[name]
     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def local(parameter: DTensor) -> Tensor:
-    """Returns this rank's part. Its gradient has the same placement; for a replicated parameter it is `Partial`."""
+    """Returns this rank's part of a parameter.
+
+    Its gradient has the parameter's placement. The gradient of a replicated parameter is `Partial`.
+    """
     (placement,) = parameter.placements
     return parameter.to_local(grad_placements=[Partial() if placement == Replicate() else placement])
 
 
 def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
-    """Changes the class of `module` to `kind`, in place, and distributes its parameters; replicated by default.
+    """Changes the class of `module` to `kind`, in place, and makes its parameters DTensors.
 
-    Every rank keeps its part of its own full value (or of "meta"); no communication.
+    There is no communication: every rank has the full parameters (or "meta"), and keeps its part.
+
+    Args:
+        placements: placements of parameters by name; the others are replicated.
     """
     for name, parameter in module.named_parameters(recurse=False):
-        # `src_data_rank=None`: no broadcast, since every rank has the full value.
+        # `src_data_rank=None` means no broadcast.
         dtensor = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(dtensor, requires_grad=parameter.requires_grad))
     parameters = cast(Mapping[str, DTensor], dict(module.named_parameters(recurse=False)))
@@ -92,15 +102,15 @@ def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements:
 
 
 class ColumnParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer from all inputs to this rank's outputs, for all tokens: weight and bias are sharded by rows."""
+    """A linear layer from all inputs to this rank's outputs. Weight and bias are sharded by rows."""
 
     plain = nn.Linear
 
 
 class RowParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer from this rank's inputs to all outputs: the weight is sharded by columns.
+    """A linear layer from this rank's inputs to all outputs. The weight is sharded by columns.
 
-    Takes the tokens of all ranks; a reduce-scatter sums over ranks and leaves each its own tokens.
+    The input has the tokens of all ranks. A reduce-scatter sums the outputs over ranks, and returns this rank's tokens.
     """
 
     plain = nn.Linear
@@ -155,7 +165,11 @@ class HeadParallelMamba2(ShardedModule, Mamba2):
 
 
 class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
-    """An embedding sharded by rows of the table: looks up all tokens, sums over ranks, returns this rank's tokens."""
+    """An embedding whose table is sharded by rows.
+
+    Each rank looks up all tokens in its own rows, with zeros for tokens of other ranks' rows. A reduce-scatter sums the
+    results over ranks, and returns this rank's interleaved tokens.
+    """
 
     plain = nn.Embedding
 
@@ -164,21 +178,22 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
         first = sum(chunk_sizes(self.num_embeddings, self.axis.size)[: self.axis.rank])
         rows = checked_indices(input, self.num_embeddings) - first
         on_this_rank = (rows >= 0) & (rows < len(table))
-        # A rank without rows looks up a row of zeros, so that it takes part in the collectives of backward.
+        # A rank without rows looks up a row of zeros instead, so that its backward runs the same collectives.
         x = F.embedding(rows.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
         return reduce_scatter_interleaved(x.where(on_this_rank.unsqueeze(-1), 0), self.axis)
 
 
 def checked_indices(indices: Tensor, count: int) -> Tensor:
-    """Returns `indices`; torch raises if one is not below `count`, as for an unsharded table.
+    """Returns `indices`. torch raises if one is not below `count`, as for an unsharded table.
 
-    Looks them up in `count` zeros. A lookup in this rank's rows would not raise, because it masks rows of other ranks.
+    Adds zeros that are looked up at `indices` in a table of `count` zeros. The lookup in this rank's rows would not
+    raise, because it masks the rows of other ranks.
     """
     return indices + indices.new_zeros(1).expand(count)[indices]
 
 
 class InterleavedEmbedding(ShardedModule, nn.Embedding):
-    """An embedding of positions [T] or [B, T] that looks up this rank's tokens only; the table is replicated."""
+    """An embedding of positions [T] or [B, T] that returns this rank's interleaved tokens. The table is replicated."""
 
     plain = nn.Embedding
 
@@ -189,6 +204,6 @@ class InterleavedEmbedding(ShardedModule, nn.Embedding):
 
 
 class VocabularyParallelHead(ShardedModule, Head):
-    """An LM head with this rank's rows of the weight. `sharded_head` passes axis and vocabulary size to the loss."""
+    """An LM head with this rank's rows of the weight. `tensor.sharded_head` tells the loss the axis and V."""
 
     plain = Head

@@ -1,8 +1,8 @@
 """Tensor parallelism over one mesh axis of R ranks (Megatron-LM, arXiv 1909.08053 and, for norms, 2205.05198).
 
 Attention is sharded by heads, the MLP by hidden units, embedding table and head by the vocabulary. Norms and the
-residual stream are sharded by tokens: rank r has the tokens i R + r. A block all-gathers twice and reduce-scatters
-twice, in forward and in backward: 4 (R - 1) / R B T E e bytes sent each time.
+residual stream are sharded by tokens: rank r has the tokens i R + r. In forward, a block all-gathers before attention
+and before the MLP, and reduce-scatters after each: each rank sends 4 (R - 1) / R B T E e bytes. In backward too.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from armillary.models.state_config import Mixer
 def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
     """Shards the model over `axis`, in place. Parameters become `DTensor`s, without communication.
 
-    The call is unchanged: every rank of the axis passes all tokens of its sequence shard, and gets the same results. A
-    `head` is called with the hidden states [B, ceil(T / R), E] of the rank's own tokens, its rows [V_r, E] of the
-    weight, and `axis=` and `vocabulary=` (V), as `linear_token_loss` takes them; without a head, logits [B, T, V] are
-    gathered.
+    The model is called as before: all ranks of the axis pass the same tokens, all of their sequence shard, and get the
+    same results. Without a `head`, logits [B, T, V] are gathered. A `head` is called with the hidden states
+    [B, ceil(T / R), E] of the rank's own tokens, the rank's rows [V_r, E] of the weight, and the keyword arguments
+    `axis` and `vocabulary` (V), as `linear_token_loss` accepts them.
 
-    Without FSDP, the gradient of a replicated parameter (norms, some biases) is `Partial`, this rank's share of a sum.
-    Clipping and AdamW reduce it; so does `full_tensor()`.
+    Without FSDP, the gradient of a replicated parameter (norms, some biases) is `Partial`: this rank's share of a sum.
+    Clipping, AdamW and `full_tensor()` sum the shares.
 
     Args:
-        model: a model with plain parameters, equal on all ranks or on "meta"; before FSDP, wrappers and adapters.
+        model: a model with plain parameters, equal on all ranks or on "meta". Apply FSDP, wrappers and adapters later.
         axis: a 1-D mesh, such as `mesh["tp"]`. With one rank the model is unchanged.
 
     Raises:
-        ValueError: R does not divide heads, key/value heads (also those of layers with a state) or the MLP's width, or
-            a module is not as it was built (wrapped, replaced, or already sharded). Raised before anything is changed.
+        ValueError: R does not divide heads, key/value heads (also of layers with a state) or the MLP's width; or a
+            module was wrapped, replaced or sharded before. Raised before anything is changed.
     """
     if Axis.of(axis).size == 1:
         return
@@ -86,7 +86,7 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, ParallelStyle]:
 
 @dataclass
 class ReplaceBy(ParallelStyle):
-    """Changes the module's class to `kind`, with placements for its parameters; replicated by default."""
+    """Changes the module's class to `kind`, and makes its parameters DTensors with `placements`; others replicated."""
 
     kind: type[ShardedModule]
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
@@ -96,10 +96,10 @@ class ReplaceBy(ParallelStyle):
 
 
 class SplitHeads(ParallelStyle):
-    """Reduces attention's head counts to this rank's heads."""
+    """Divides the head counts of an attention module by the number of ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # q_proj and the others return this rank's heads, so attention must reshape with local head counts.
+        # q_proj, k_proj and v_proj return this rank's heads, so attention must reshape with local head counts.
         attention: Any = module
         attention.heads //= device_mesh.size()
         attention.key_heads //= device_mesh.size()
@@ -107,7 +107,7 @@ class SplitHeads(ParallelStyle):
 
 
 class GatherTokens(ParallelStyle):
-    """Makes the block's norms return the tokens of all ranks."""
+    """Tells a block that its norms return the tokens of all ranks (`Block.gathered_ranks`)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         block: Any = module
@@ -115,8 +115,9 @@ class GatherTokens(ParallelStyle):
         return module
 
 
-# Megatron's pair: a column-parallel layer computes some hidden units from all inputs, and needs no communication after
-# it; the row-parallel layer that follows sums the ranks' contributions in a reduce-scatter over tokens.
+# Megatron's pair: a column-parallel layer computes this rank's hidden units from all inputs, without communication. The
+# row-parallel layer that follows computes this rank's contribution to all outputs, and a reduce-scatter over tokens
+# sums the contributions.
 COLUMN = ReplaceBy(sharded_modules.ColumnParallelLinear, {"weight": Shard(0), "bias": Shard(0)})
 ROW = ReplaceBy(sharded_modules.RowParallelLinear, {"weight": Shard(1)})
 TABLE = ReplaceBy(sharded_modules.VocabularyParallelEmbedding, {"weight": Shard(0)})
@@ -204,9 +205,9 @@ def gpt_styles() -> dict[str, ParallelStyle]:
 
 
 def sharded_head(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
-    """The model's `prepare_head` under tensor parallelism: binds `axis` and `vocabulary` to a loss's `head`.
+    """The model's `prepare_head` under tensor parallelism: binds `axis` and `vocabulary` to `head`, a loss.
 
-    Without a loss (`F.linear`), the head returns gathered logits.
+    For the default head, `F.linear`, it returns a function that gathers the logits of `tokens` tokens.
     """
     if head is F.linear:
         return partial(full_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
@@ -214,19 +215,29 @@ def sharded_head(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: 
 
 
 def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
-    """Returns logits [B, T, V] on every rank, from its tokens' hidden states [B, n, E] and its rows [V_r, E]."""
+    """Returns logits [B, T, V] on every rank.
+
+    Args:
+        hidden: [B, n, E], the hidden states of this rank's interleaved tokens.
+        weight: [V_r, E], this rank's rows.
+        tokens: T.
+    """
     return gathered_logits(all_gather_interleaved(hidden, axis)[:, :tokens], weight, axis, vocabulary)
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
-    """Returns logits [B, T, V] on every rank, from all tokens' hidden states [B, T, E] and its rows [V_r, E].
+    """Returns logits [B, T, V] on every rank.
 
-    Every rank must compute the same loss from them, because their gradient is not summed over ranks.
+    Every rank must compute the same loss from the logits, because their gradient is not summed over ranks.
+
+    Args:
+        hidden: [B, T, E], the hidden states of all tokens.
+        weight: [V_r, E], this rank's rows.
     """
     logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)
-    # The global shape is passed, because `from_local` would assume equal shards, and R need not divide V.
+    # R may not divide V. So the global shape is passed: `from_local` would compute it from equal shards.
     shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
     # A copy, because FSDP2 does not accept a view as a module's output.
     return shards.redistribute(placements=[Replicate()]).to_local().clone()
