@@ -1,6 +1,7 @@
-"""Models and losses on DTensors of tokens: computed on local tensors, with results placed like the tokens.
+"""Models and losses that accept DTensors of tokens. They compute on local tensors; results are placed like the tokens.
 
-No module inside a model sees a DTensor of tokens. Placements are checked at the entry point, on every rank alike.
+A DTensor of tokens [B, N, ...] has the rows and tokens of all ranks. The decorators below check placements when a model
+or loss is called, on every rank alike, and convert; no module inside of a model gets such a DTensor.
 """
 
 from __future__ import annotations
@@ -33,40 +34,45 @@ from armillary.models.block import Block
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROW_AXES = ("replicate", "shard")
-"""Axes of `build_mesh` that shard batch rows, over which gradients are summed."""
+"""Axes of `build_mesh` over which batch rows are sharded."""
 
 
 def tokens_dtensor(x: Tensor, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's shard [B, T] of a batch as a DTensor [rows, N], placed as models take it.
+    """Returns this rank's shard x [B, T] of a batch as a DTensor of all rows and N tokens, placed as models accept it.
 
-    It stays local if DTensor has no such shards: shards of balanced layouts differ in length, and of 250 tokens on 4
-    ranks zigzag gives two ranks 62, DTensor 63 and 61.
+    Returns x itself if no DTensor has shards of these lengths. Shards of balanced layouts differ in length. And of 250
+    tokens on 4 ranks, zigzag layouts give two ranks 62 each, a DTensor 63 and 61.
     """
     names = mesh.mesh_dim_names or ()
-    axes, rows = ([name for name in axis_group if name in names] for axis_group in (SEQUENCE_AXES, ROW_AXES))
+    axes = [name for name in SEQUENCE_AXES if name in names]
     if not is_cut_by_dtensor(layout, mesh, axes):
         return x
-    return sequence_from_local(x, layout, mesh, axes=axes, rows=rows)
+    return sequence_from_local(x, layout, mesh, axes=axes, rows=[name for name in ROW_AXES if name in names])
 
 
 def batch_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh without axes of one rank, except `ring`: with them, torch 2.15 plans an op for seconds."""
+    """Returns the mesh without axes of one rank, except `ring`.
+
+    On a mesh of more axes, torch 2.15 takes seconds to choose the placements of an op.
+    """
     return mesh[tuple(name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) > 1 or name == "ring")]
 
 
 def takes_dtensors(forward: F) -> F:
     """Returns a model's `forward` that also takes `ids` and `positions` as DTensors.
 
-    `ids` [B, N] are `Shard(1)` on the axes of attention's method, as `distribute_sequence` makes them, `Shard(0)` on
-    `replicate` and `shard`, `Replicate` on the axis of tensor parallelism, and `Shard(0)` or `Replicate` on other axes.
-    `positions` are local; or DTensors on the same mesh: [B, N] placed like `ids`, or [N] with `Shard(0)` where tokens
-    are sharded. By default they are the layout's positions, from the start of the sequence.
+    Placements of `ids` [B, N], as `distribute_sequence` returns them: `Shard(1)` on the axes of the attention method,
+    `Shard(0)` on `replicate` and `shard`, `Replicate` on the axis of tensor parallelism, and `Shard(0)` or `Replicate`
+    on other axes.
 
-    In the result, tensors of tokens [B, T, ...] become DTensors placed like `ids`; scalars, each rank's share of a sum,
-    become `Partial` wherever `ids` are sharded. Other values are returned unchanged.
+    `positions` may be local. Or they are DTensors on the same mesh: [B, N] placed like `ids`, or [N] with `Shard(0)` on
+    the axes that shard tokens. By default they are the layout's positions, counted from the start of the sequence.
+
+    In the result, tensors of tokens [B, T, ...] become DTensors placed like `ids`. Scalars, which are each rank's share
+    of a sum, become `Partial` on the axes that shard `ids`. Other values are returned unchanged.
 
     Raises:
-        ValueError: names the accepted placement. Raised before any communication.
+        ValueError: a placement is not accepted; the error names the accepted ones. Raised before any communication.
     """
 
     @wraps(forward)
@@ -97,13 +103,15 @@ def takes_dtensors(forward: F) -> F:
 def sums_dtensors(loss: F) -> F:
     """Returns a loss that also takes DTensors: `labels` [B, N], and hidden states or logits on the same mesh.
 
-    The first argument may be local, as a model passes hidden states to a `head`; else it is placed like `labels`, and
-    logits are `Shard(2)` on `axis`. Labels are `Shard(0)`, `Shard(1)` or `Replicate`, and `Replicate` on `axis`.
-    `LabelTriples` describe this rank's tokens: a local first argument then stays local, and the placements of a DTensor
-    decide which sums are `Partial`.
+    The loss's first argument is hidden states or logits. It may be local, as when a model passes hidden states to a
+    `head`. A DTensor must be placed like `labels`, and logits must be `Shard(2)` on `axis`. Labels are `Shard(0)`,
+    `Shard(1)` or `Replicate` on each axis, and `Replicate` on `axis`.
 
-    Tensors of tokens are returned placed like `labels`, and sums as `Partial` wherever labels are sharded. Errors as in
-    `takes_dtensors`.
+    `LabelTriples` describe this rank's tokens and are never DTensors. With a local first argument, results are then
+    local; with a DTensor, its placements decide which sums are `Partial`.
+
+    In the result, tensors of tokens are placed like `labels`, and sums are `Partial` on the axes that shard labels.
+    Errors as in `takes_dtensors`.
     """
     parameters = signature(loss)
 
@@ -121,7 +129,7 @@ def sums_dtensors(loss: F) -> F:
             raise ValueError(f"{first} is {describe(arguments[first])} and labels are local; pass both as DTensors")
         check_loss(first, arguments[first], like, None if arguments.get("axis") is None else Axis.of(arguments["axis"]))
         if isinstance(arguments[first], DTensor):
-            # Local logits do not tell V, the DTensor does.
+            # V cannot be seen from local logits [B, T, V_r], but from the DTensor's global shape.
             if first == "logits" and arguments.get("axis") is not None:
                 arguments.setdefault("vocabulary", arguments[first].shape[2])
             arguments[first] = local_of(arguments[first])
@@ -134,10 +142,10 @@ def sums_dtensors(loss: F) -> F:
 
 
 def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method:
-    """Returns the model's attention method, after checking the placements of ids against it.
+    """Checks the placements of ids, and returns the first layer's attention method.
 
     Raises:
-        ValueError: ids are not sharded over the axes of the method.
+        ValueError: ids are not sharded over the axes of each method, or some ranks would have no rows.
     """
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, N]; got {describe(ids)}")
@@ -148,7 +156,7 @@ def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method
             raise ValueError(f"ids {describe(ids)} on {method.shards} sequence ranks need layout=")
     for dim, name in enumerate(names):
         if ids.placements[dim] == Shard(1):
-            continue  # a sequence axis, which `check_tokens` has checked
+            continue  # a sequence axis, checked by `check_tokens`
         if tensor_axis is not None and name == tensor_axis.name:
             check_placement("ids", ids, mesh_dim(ids, tensor_axis), Replicate())
         elif name in ROW_AXES:
@@ -188,7 +196,13 @@ def check_positions(positions: DTensor, ids: DTensor) -> None:
 
 
 def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> None:
-    """Raises ValueError unless labels are replicated or sharded by rows or tokens, and x is placed like them."""
+    """Raises ValueError unless labels are replicated or sharded by rows or tokens, and x is placed like the labels.
+
+    Args:
+        first: name of the loss's first argument.
+        x: its value.
+        axis: the axis that shards the vocabulary.
+    """
     expected: list[Placement] = list(labels.placements)
     for dim, name in enumerate(axis_names("labels", labels)):
         if axis is not None and name == axis.name:
@@ -206,7 +220,7 @@ def check_loss(first: str, x: Tensor, labels: DTensor, axis: Axis | None) -> Non
 
 
 def tokens_of(x: DTensor) -> DTensor:
-    """Returns a DTensor [B, N] of zeros for the tokens of x [B, N, ...], with their placements."""
+    """Returns a DTensor [B, N] of zeros with the rows, tokens and placements of x [B, N, ...]."""
     placements = [placement if placement in (Shard(0), Shard(1)) else Replicate() for placement in x.placements]
     local = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.to_local().shape[:2])  # one element of memory
     stride = (x.shape[1], 1)
@@ -214,7 +228,12 @@ def tokens_of(x: DTensor) -> DTensor:
 
 
 def check_alike(name: str, x: DTensor, other: str, like: DTensor, placements: Sequence[Placement]) -> None:
-    """Raises ValueError unless `x` is on the mesh of `like`, with the expected placements."""
+    """Raises ValueError unless `x` is on the mesh of `like`, with `placements` on all axes of more than one rank.
+
+    Args:
+        name: name of `x` in the error.
+        other: name of `like` in the error.
+    """
     sizes = like.device_mesh.shape
     if x.device_mesh != like.device_mesh or any(
         placement != expected and size > 1
@@ -229,9 +248,12 @@ def check_alike(name: str, x: DTensor, other: str, like: DTensor, placements: Se
 
 
 def place_like(like: DTensor, result: Any) -> Any:
-    """Returns a result with DTensors: tensors of this rank's tokens placed like `like`, scalars as `Partial` sums."""
+    """Returns a result with DTensors in place of local tensors.
+
+    Tensors of this rank's tokens are placed like `like`. Scalars are `Partial`, because each rank has its share of a
+    sum over tokens.
+    """
     local = like.to_local().shape
-    # A scalar is this rank's share of a sum over tokens: partial wherever the tokens are sharded.
     sums = {dim: Partial() for dim, placement in enumerate(like.placements) if isinstance(placement, Shard)}
     placements = [sums.get(dim, placement) for dim, placement in enumerate(like.placements)]
 

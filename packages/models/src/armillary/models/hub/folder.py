@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: their names, reading JSON and the index of weights, and atomic writes."""
+"""The files of a Hugging Face folder: their names, reading JSON and the index of weights, atomic replacement."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 GENERATION = "generation_config.json"
 
 WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Names that a save gives to its files of weights."""
+"""The names that `save_pretrained` gives to files of weights."""
 
 PARTIAL = ".partial"
+"""Suffix of a file that is being written. The complete file is renamed to the name without it."""
 
 TOKENIZER = (
     "tokenizer.json",
@@ -32,9 +33,10 @@ TOKENIZER = (
     "chat_template.jinja",
     GENERATION,
 )
-"""Files that are copied from the source of a model's weights."""
+"""Files that `save_pretrained` copies from the folder of the model's original weights."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of weights that are pickles, which are never read."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -54,7 +56,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def ends_of_text(folder: Path) -> list[int] | None:
-    """Returns the tokens that end a text, by `generation_config.json` or else `config.json`; None if neither has any.
+    """Returns the ids of the tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`.
+
+    None if neither file has it.
 
     Raises:
         ValueError: as `read_json`, or eos_token_id is not an integer or a list of integers.
@@ -80,7 +84,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """Returns the file of each tensor by the index; None if all are in one file, which `transformers` prefers too.
+    """Returns the file of each tensor, as the index lists it. None if there is one file with all weights.
+
+    With both, the index is ignored, as by `transformers`.
 
     Raises:
         ValueError: file and index are missing, or the index does not map names to files of this folder.
@@ -103,11 +109,14 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def write_partial(path: Path, save: Callable[[Path], object]) -> None:
-    """Calls `save` with the path of a partial file, and syncs it to disk. `replace_by_partial` moves it to `path`."""
+    """Calls `save` with the path of the partial file of `path`, and syncs that file to disk.
+
+    `replace_by_partial` then renames it to `path`.
+    """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         save(partial)
-        # Otherwise a crash after the rename could leave the new name with the content of neither file.
+        # Without the sync, `path` could have the content of neither the old nor the new file after a crash.
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
 
@@ -123,7 +132,10 @@ def discard(path: Path) -> None:
 
 
 def earlier_weights(folder: Path) -> set[str]:
-    """Returns the weight files of an earlier save, from its index. Files that it does not name are not ours."""
+    """Returns the existing weight files of an earlier save: `model.safetensors`, and the files that its index lists.
+
+    Other files may not be from a save of ours, and must not be removed.
+    """
     files_by_tensor: object = None
     if (folder / INDEX).is_file():
         with suppress(ValueError):  # a broken index names no files

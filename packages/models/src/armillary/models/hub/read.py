@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files. Each rank reads its own parts, without communication.
+"""Reads parameters from safetensors files. Each rank reads the bytes of its own shards, without communication.
 
 Every rank checks the headers of all files first, so that all ranks refuse a bad folder before any parameter changes.
 """
@@ -22,12 +22,12 @@ from armillary.models.hub.tensors import DTYPES, FileSlice, Names, file_slices, 
 from armillary.models.parameter_shards import Box, local_part
 
 MAX_FAULTS = 8
-"""Faults that an error names; it counts further ones."""
+"""Largest number of faults that an error lists. Of further faults it gives only the number."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of an open file, as its header describes it."""
+    """A tensor of an open file, as the file's header describes it: its name in the file, shape and dtype."""
 
     file: Any
     key: str
@@ -41,10 +41,14 @@ def read_tensors(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Reads full tensors of these names and shapes, on the CPU, in `dtype` or the file's dtype.
+    """Reads full parameters to the CPU, in `dtype` or by default the file's dtype.
+
+    Args:
+        shapes: the shape of each parameter, by name.
 
     Raises:
-        ValueError: a file is missing or broken, or a tensor missing, unexpected or of another shape; names it.
+        ValueError: a file is missing or broken, or a tensor is missing, unexpected or of another shape. The error names
+            the file or tensor.
     """
     tensors: dict[str, Tensor] = {}
     expected_slices = file_slices(config, shapes)
@@ -52,22 +56,22 @@ def read_tensors(
         check_entries(Path(folder), entries, expected_slices)
         for name, file_slice in expected_slices.items():
             values = part_of(entries, file_slice, tuple(slice(0, size) for size in shapes[name]))
-            # A copy: a view would map the file, and saving to the same folder would change the tensor.
+            # Copied, because `values` may be a view of the mapped file, and saving to the same folder would change it.
             tensors[name] = torch.empty(shapes[name], dtype=dtype or values.dtype).copy_(values)
     return tensors
 
 
 @torch.no_grad()
 def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Fills each parameter, or this rank's part of a `DTensor`.
+    """Fills each parameter; of a `DTensor`, this rank's shard.
 
     Raises:
-        ValueError: as `read_tensors`; or a parameter has no data, or its local part is not a box of the full tensor.
+        ValueError: as `read_tensors`; or a parameter is on "meta", or its shard is not a box of the full tensor.
     """
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")
-    # All refusals come before the first copy: parts that are no box, then names, shapes and dtypes.
+    # Everything is checked before the first copy: here the shards, then names, shapes and dtypes in the files.
     local_parts = {name: local_part(parameter) for name, parameter in parameters.items()}
     expected_slices = file_slices(config, {name: parameter.shape for name, parameter in parameters.items()})
     with open_entries(Path(folder), names_of(config)) as entries:
@@ -78,18 +82,23 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
 
 
 def part_of(entries: Mapping[str, TensorEntry], file_slice: FileSlice, box: Box) -> Tensor:
-    """Returns a box of one of our tensors, possibly as a view of the file."""
+    """Reads a box of a parameter. The result may be a view of the mapped file.
+
+    Args:
+        file_slice: the slice of a file's tensor that the parameter is.
+        box: a box of the parameter.
+    """
     return file_slice.transpose(read_box(entries[file_slice.name], file_slice.index(box)))
 
 
 def read_box(entry: TensorEntry, index: Box) -> Tensor:
-    """Reads a box of a tensor. The only function that reads tensor data."""
+    """Reads a box of a file's tensor. No other function reads tensor data."""
     return cast(Tensor, entry.file.get_slice(entry.key)[index])
 
 
 @contextmanager
 def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
-    """Context manager that opens a folder's files and returns its tensors, by their names in a causal LM."""
+    """Context manager that opens a folder's files and returns their tensors, by their names in a model with a head."""
     with ExitStack() as stack:
         index = weight_map(folder)
         files = [WEIGHTS] if index is None else sorted(set(index.values()))
@@ -97,7 +106,8 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
         for file in files:
             file_entries = headers(folder / file, stack)
             if index is not None:
-                # The index decides: a tensor that it places in another file is skipped, one that is absent is an error.
+                # The index decides where a tensor is. If it lists another file for a tensor, the tensor is skipped
+                # here. If it lists this file and the tensor is not there, that is an error.
                 expected_names = [name for name, index_file in index.items() if index_file == file]
                 if missing_names := [name for name in expected_names if name not in file_entries]:
                     raise ValueError(f"{folder / INDEX} lists {join_faults(missing_names)} in {file}, which lacks it")
@@ -121,12 +131,11 @@ def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_sli
 def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
     """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only.
 
-    A config may state any sizes, so nothing is built for more layers than there are tensors.
-
     Args:
         build: builds a model from a config.
     """
     with open_entries(folder, names_of(config)) as entries:
+        # Checked first, because a config file may state any number of layers, and `parameter_shapes` lists them all.
         if config.layers > len(entries):
             raise ValueError(
                 f"the weights in {folder} do not fit its {CONFIG}: {len(entries)} tensors, and {config.layers} layers"
@@ -135,7 +144,7 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
 
 
 def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
-    """Opens a file, which `stack` closes, and returns its tensors."""
+    """Opens a safetensors file and returns its tensors by name. `stack` closes the file."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt"))
         entries: dict[str, TensorEntry] = {}
@@ -148,7 +157,7 @@ def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
 
 
 def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-    """Yields a message for each unexpected name, shape or dtype."""
+    """Yields a message for each missing or unexpected name, and each unexpected shape or dtype."""
     yield from (f"{name} is missing" for name in shapes if name not in entries)
     for name, entry in entries.items():
         if name not in shapes:
@@ -160,5 +169,6 @@ def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[i
 
 
 def join_faults(faults: list[str], separator: str = ", ") -> str:
+    """Returns the first `MAX_FAULTS` messages, and the number of the others."""
     suffix = f"{separator}and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
     return separator.join(faults[:MAX_FAULTS]) + suffix

@@ -1,4 +1,4 @@
-"""Maps each parameter to a slice of a file's tensor: GPT-2 files have transposed weights, and q, k and v fused."""
+"""Maps each parameter to a slice of a file's tensor. In GPT-2's files, weights are transposed and q, k and v fused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 """Data types by their names in safetensors."""
 
 FUSED = re.compile(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)")
+"""Names of GPT parameters that are parts of one tensor in files, `c_attn`."""
 TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
+"""Names of GPT parameters that are transposed in files."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Names:
     """Names of a family's tensors in files.
 
     Args:
-        prefix: prefix of all names except the head's; folders of models without a head do not have it.
-        ignored: tensors that the config determines.
+        prefix: prefix of all names except the head's. In folders of models without a head, names do not have it.
+        ignored: tensors that are not read, because the config determines their values.
     """
 
     prefix: str
@@ -69,29 +71,36 @@ def names_of(config: LlamaConfig | GPTConfig) -> Names:
 
 
 def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters of the config's model, by name. Builds one block of each kind, on "meta"."""
-    layers: dict[Mixer | None, list[int]] = {}
+    """Returns the shapes of the parameters of the config's model, by name.
+
+    Builds a model of one block for each mixer, on "meta", and repeats the block's shapes for all layers with the mixer.
+
+    Args:
+        build: builds a model from a config.
+    """
+    layers_by_mixer: dict[Mixer | None, list[int]] = {}
     for layer in range(config.layers):
-        layers.setdefault(config.mixer_of(layer) if isinstance(config, LlamaConfig) else None, []).append(layer)
+        mixer = config.mixer_of(layer) if isinstance(config, LlamaConfig) else None
+        layers_by_mixer.setdefault(mixer, []).append(layer)
     shapes: dict[str, tuple[int, ...]] = {}
-    for mixer, indices in layers.items():
+    for mixer, layers in layers_by_mixer.items():
         with torch.device("meta"):
             model = build(one_block(config, mixer))
         for name, tensor in model.state_dict().items():
-            before, index, after = name.partition(".0.")  # only blocks have a number in their names
-            for layer in indices if index else indices[:1]:
+            before, index, after = name.partition(".0.")  # only names of parameters in blocks have a number
+            for layer in layers if index else layers[:1]:
                 shapes[f"{before}.{layer}.{after}" if index else name] = tuple(tensor.shape)
     return shapes
 
 
 def file_slices(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, FileSlice]:
-    """Returns the slice of each parameter, from names and shapes."""
+    """Returns the slice of a file's tensor that each parameter is, from the parameters' names and shapes."""
     slice_of = gpt_file_slice if isinstance(config, GPTConfig) else FileSlice
     return {name: slice_of(name, tuple(shape)) for name, shape in shapes.items()}
 
 
 def gpt_file_slice(name: str, shape: tuple[int, ...]) -> FileSlice:
-    """Returns a slice of GPT-2's files, where linear weights are [inputs, outputs] and q, k and v are one layer."""
+    """`file_slices` of one GPT parameter. In files, linear weights are [inputs, outputs], and q, k and v one layer."""
     transposed = TRANSPOSED.fullmatch(name) is not None
     *leading_dims, width = reversed(shape) if transposed else shape
     if match := FUSED.fullmatch(name):

@@ -1,8 +1,8 @@
 """Writes a model as a Hugging Face folder of safetensors files, in parallel on all ranks of a sharded model.
 
-Rank i % ranks writes file i. All ranks gather each sharded tensor, and only the rank that writes its file keeps it.
-So a rank holds at most the tensors of one file and one further tensor. New files are written under temporary names
-beside the old ones, which they replace once all are complete.
+Rank i % ranks writes file i. All ranks gather each sharded tensor, and only the rank that writes the tensor's file
+keeps it. So a rank has at most the tensors of one file and one more tensor in memory. New files are written under
+temporary names beside the old ones. When all new files are complete, they replace the old ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, and the model's tensors that are joined into it, in order."""
+    """A tensor to be written to a file.
+
+    Args:
+        sources: the model's parameters that are joined into it, in order, each with its slice of this tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -55,25 +59,29 @@ def save(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`."""
-    # 1. Divide the tensors into files. Every rank computes the same names.
+    """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`.
+
+    Args:
+        tensors: the model's parameters by name.
+    """
+    # 1. Divide the tensors into files. Every rank computes the same division and the same file names.
     ranks = SavingRanks.of(tensors.values())
-    ranks.agree(lambda: check(tensors, source, dtype, max_file_bytes))
+    ranks.run(lambda: check(tensors, source, dtype, max_file_bytes))
     file_tensors = tensors_of_files(config, tensors, dtype)
     config_fields = describe(config, next(iter(file_tensors)).dtype)
     files_by_name = name_files(split(file_tensors, max_file_bytes))
     target = Path(folder)
     try:
-        # 2. Write them under temporary names, one file per rank at a time.
-        ranks.agree(lambda: target.mkdir(parents=True, exist_ok=True))
+        # 2. Write the files under temporary names, in rounds of one file per rank.
+        ranks.run(lambda: target.mkdir(parents=True, exist_ok=True))
         for first in range(0, len(files_by_name), ranks.size):
             write_round(target, dict(list(files_by_name.items())[first : first + ranks.size]), ranks)
         # 3. Rank 0 replaces the old files.
-        ranks.agree(lambda: ranks.rank or commit(target, files_by_name, config, config_fields, source))
+        ranks.run(lambda: ranks.rank or commit(target, files_by_name, config, config_fields, source))
     finally:
-        # After an error, temporary files remain; after the commit there are none.
-        for path in list(files_by_name)[ranks.rank :: ranks.size]:
-            files.discard(target / path)
+        # After an error, this rank's temporary files are still there. After the commit there are none.
+        for name in list(files_by_name)[ranks.rank :: ranks.size]:
+            files.discard(target / name)
 
 
 def check(
@@ -110,7 +118,7 @@ def tensors_of_files(
 
 
 def split(file_tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
-    """Splits tensors into files as `transformers` does: in order; a tensor above the limit gets a file of its own."""
+    """Divides tensors into files as `transformers` does: in order, and a tensor above the limit has its own file."""
     groups: list[list[FileTensor]] = []
     current: list[FileTensor] = []
     for tensor in file_tensors:
@@ -125,38 +133,43 @@ def split(file_tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[
 
 
 def name_files(groups: Sequence[list[FileTensor]]) -> dict[str, list[FileTensor]]:
+    """Returns the tensors of each file by the file's name."""
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": file_tensors for i, file_tensors in enumerate(groups, 1)}
 
 
 def write_round(target: Path, files_by_name: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
-    """Gathers tensors for at most one file per rank, then writes the files concurrently. Collective."""
+    """Gathers the tensors of at most one file per rank, then writes the files concurrently. Collective.
+
+    Args:
+        files_by_name: rank i writes the i-th of these files.
+    """
     own_tensors: dict[str, Tensor] = {}
-    # Every rank gathers every tensor, in the same order, also those that it does not keep.
-    for writer, file_tensors in enumerate(files_by_name.values()):
+    # The gathers are collective: every rank takes part in all of them, in the same order.
+    for writing_rank, file_tensors in enumerate(files_by_name.values()):
         for tensor in file_tensors:
-            values = assemble(tensor, is_kept=writer == ranks.rank)
+            values = assemble(tensor, is_kept=writing_rank == ranks.rank)
             if values is not None:
                 own_tensors[tensor.name] = values
-            del values  # frees it before the next one is gathered
+            del values  # frees the values before the next tensor is gathered
     path = target / list(files_by_name)[ranks.rank] if ranks.rank < len(files_by_name) else None
-    ranks.agree(lambda: path and write_weights(path, own_tensors))
+    ranks.run(lambda: path and write_weights(path, own_tensors))
 
 
 def assemble(file_tensor: FileTensor, is_kept: bool) -> Tensor | None:
-    """Returns a tensor of a file on the CPU; None unless this rank keeps it. Collective if it is sharded."""
+    """Returns the values of a file's tensor on the CPU, or None if `is_kept` is False. Collective if it is sharded."""
     values: Tensor | None = None
-    for file_slice, tensor in file_tensor.sources:
-        our_values = full_values(tensor, file_tensor.dtype)
+    for file_slice, parameter in file_tensor.sources:
+        full_parameter = full_values(parameter, file_tensor.dtype)
         if not is_kept:
             continue
         if len(file_tensor.sources) == 1:
-            return file_slice.transpose(our_values.cpu()).contiguous()
-        # Several of our tensors are columns of one tensor in the file, as q, k and v of GPT-2's `c_attn`.
+            return file_slice.transpose(full_parameter.cpu()).contiguous()
+        # Several parameters are columns of one tensor in the file, as q, k and v of GPT-2's `c_attn`.
         values = torch.empty(file_tensor.shape, dtype=file_tensor.dtype) if values is None else values
-        values_in_file = file_slice.transpose(our_values)
-        values.narrow(-1, file_slice.start, values_in_file.shape[-1]).copy_(values_in_file)
+        columns = file_slice.transpose(full_parameter)
+        values.narrow(-1, file_slice.start, columns.shape[-1]).copy_(columns)
     return values
 
 
@@ -168,11 +181,13 @@ def full_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a safetensors file under the temporary name of `path`."""
+
     def save(partial: Path) -> None:
         try:
             save_file(tensors, partial, metadata={"format": "pt"})
         except SafetensorError as error:
-            # safetensors raises a full disk as an error of its own, with the system's error number in the message.
+            # For a full disk, safetensors raises its own exception, with the system's error number in the message.
             match = re.search(r"os error (\d+)", str(error))
             if match is None:
                 raise OSError(str(error)) from error
@@ -190,37 +205,40 @@ def commit(
 ) -> None:
     """Renames the complete new files over the old ones: weights first, index and `config.json` last. Runs on one rank.
 
-    Meanwhile a folder of several files has no index, so that readers refuse it instead of mixing old and new files.
+    During the renames a folder of several files has no index. So readers refuse it instead of mixing old and new files.
     """
-    writers = other_writers(target, files_by_name, config, config_fields, source)
+    write_functions = writers_of_other_files(target, files_by_name, config, config_fields, source)
     old_weights = files.earlier_weights(target)
     try:
-        for name, save in writers.items():
-            files.write_partial(target / name, save)
+        # 1. The other files, under temporary names too.
+        for name, write in write_functions.items():
+            files.write_partial(target / name, write)
+        # 2. Remove what makes readers accept the folder, then rename.
         (target / INDEX).unlink(missing_ok=True)
         if len(files_by_name) > 1:
             (target / WEIGHTS).unlink(missing_ok=True)
-        for name in (*files_by_name, *writers):
+        for name in (*files_by_name, *write_functions):
             files.replace_by_partial(target / name)
     finally:
-        for name in writers:
+        for name in write_functions:
             files.discard(target / name)
+    # 3. Remove weights of an earlier save that no new file has replaced.
     for name in old_weights - files_by_name.keys():
         (target / name).unlink(missing_ok=True)
-    for path in target.glob(f"*{files.PARTIAL}"):  # left by a killed save
+    for path in target.glob(f"*{files.PARTIAL}"):  # temporary files of a save that was killed
         if files.WEIGHT_NAME.fullmatch(path.name.removesuffix(files.PARTIAL)):
             path.unlink(missing_ok=True)
 
 
-def other_writers(
+def writers_of_other_files(
     target: Path,
     files_by_name: Mapping[str, list[FileTensor]],
     config: LlamaConfig | GPTConfig,
     config_fields: dict[str, Any],
     source: str | PathLike[str] | None,
 ) -> dict[str, Callable[[Path], object]]:
-    """Returns functions that write the files besides weights (config, index, tokenizer), by file name."""
-    writers: dict[str, Callable[[Path], object]] = {}
+    """Returns a function for each file except weights (tokenizer, config, index), which writes it to a path."""
+    write_functions: dict[str, Callable[[Path], object]] = {}
     if source is not None:
         origin = Path(source)
         dtype = getattr(torch, config_fields["torch_dtype"])
@@ -228,11 +246,11 @@ def other_writers(
         config_fields = describe(config, dtype, fields)
         for name in TOKENIZER:
             if (origin / name).exists() and origin.resolve() != target.resolve():
-                writers[name] = lambda path, file=origin / name: shutil.copyfile(file, path)
-    writers[CONFIG] = lambda path: path.write_text(files.as_json(config_fields))
+                write_functions[name] = lambda path, file=origin / name: shutil.copyfile(file, path)
+    write_functions[CONFIG] = lambda path: path.write_text(files.as_json(config_fields))
     if len(files_by_name) > 1:
-        writers[INDEX] = lambda path: path.write_text(files.as_json(index(files_by_name)))
-    return writers
+        write_functions[INDEX] = lambda path: path.write_text(files.as_json(index(files_by_name)))
+    return write_functions
 
 
 def index(files_by_name: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
@@ -244,7 +262,7 @@ def index(files_by_name: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavingRanks:
-    """The ranks that save together: all ranks if a tensor is sharded, otherwise only the calling rank."""
+    """The ranks that save together: all ranks if a tensor is a DTensor, otherwise only the calling rank."""
 
     rank: int
     size: int
@@ -254,19 +272,19 @@ class SavingRanks:
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         return cls(dist.get_rank(), dist.get_world_size()) if sharded else cls(0, 1)
 
-    def agree(self, action: Callable[[], object]) -> None:
-        """Calls `action`. If it fails on one rank, raises on every rank."""
-        # A failed rank takes part in the exchange too: otherwise the others would wait for it.
+    def run(self, action: Callable[[], object]) -> None:
+        """Calls `action`. If it fails on one rank, raises on every rank. Collective."""
+        # A rank whose action failed takes part in the exchange too: otherwise the others would wait for it.
         own_error: Exception | None = None
         try:
             action()
         except Exception as error:
             own_error = error
         if self.size > 1:
-            answers: list[Any] = [None] * self.size
-            dist.all_gather_object(answers, own_error and f"{type(own_error).__name__}: {own_error}")
-            errors = {rank: cast(str, answer) for rank, answer in enumerate(answers) if answer}
+            messages: list[Any] = [None] * self.size  # None for a rank without an error
+            dist.all_gather_object(messages, own_error and f"{type(own_error).__name__}: {own_error}")
+            errors = [f"rank {rank} had {cast(str, message)}" for rank, message in enumerate(messages) if message]
             if errors and own_error is None:
-                raise OSError(f"nothing was saved: {'; '.join(f'rank {r} had {text}' for r, text in errors.items())}")
+                raise OSError(f"nothing was saved: {'; '.join(errors)}")
         if own_error is not None:
             raise own_error
