@@ -1,4 +1,4 @@
-"""LLaMA, hybrids and GPT as plain single-device modules: attention is handed in, positions are explicit."""
+"""LLaMA, hybrids and GPT as plain single-device modules: attention is an argument, positions are explicit."""
 
 from armillary.core import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing

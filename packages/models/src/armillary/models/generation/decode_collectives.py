@@ -1,6 +1,6 @@
-"""Collectives of decoding, where all ranks of a method run the same tokens.
+"""Collectives of decoding, in which all ranks of a method run the same tokens.
 
-They run along one axis after the other, innermost first, so that no process group is created.
+Each runs along one axis of the method after the other, innermost first. So no process group over all axes is needed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from armillary.core import Axis, accumulation_dtype, merge_, start_all_gather
 
 
 def axes_of(method: Method) -> tuple[Axis, ...]:
-    """Returns the axes whose ranks share the sequence, outermost first: shard numbers count fastest along the last one.
+    """Returns the axes whose ranks share the sequence, outermost first. Along the last axis, shard numbers rise by 1.
 
     Raises:
-        ValueError: the method does not have its axes in `axis`, as armillary's do.
+        ValueError: the method has other ranks than those of `axis`, the attribute of armillary's methods.
     """
     outer = () if method.sequence_method is method else axes_of(method.sequence_method)
     own_axis: Axis | None = getattr(method, "axis", None)
@@ -32,39 +32,43 @@ def axes_of(method: Method) -> tuple[Axis, ...]:
 
 
 def broadcast_from_shard(x: Tensor, owner: int, shard: int, axes: Sequence[Axis]) -> Tensor:
-    """Sends x [B, 1, ...] of the shard `owner` to the ranks of all shards.
+    """Returns x [B, 1, ...] of the rank with shard `owner` on all ranks.
 
     Args:
-        x: [B, 1, ...] where `shard` is the owner; elsewhere [B, 0, ...].
+        x: [B, 1, ...] on the owner, [B, 0, ...] on other ranks.
+        owner: index of the owner's shard.
         shard: index of this rank's shard.
         axes: axes of the method, outermost first.
 
     Bytes sent: at most (P - 1) B ... e, kind "all_gather".
     """
     for axis in reversed(axes):
-        row, owners_row = shard // axis.size, owner // axis.size
-        if row == owners_row:
+        # Along this axis, `shard % axis.size` is this rank's coordinate; the quotient numbers the groups of ranks that
+        # share their other coordinates. Only the owner's group has x.
+        group, owner_group = shard // axis.size, owner // axis.size
+        if group == owner_group:
             sizes = [int(rank == owner % axis.size) for rank in range(axis.size)]
             x = start_all_gather(x, axis, sizes).wait()
-        shard, owner = row, owners_row
+        shard, owner = group, owner_group  # along the next axis, each group is one rank
     return x
 
 
 def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Merges one token's attention over each rank's keys, with the same bits on every rank.
+    """Merges one token's partial attention of all ranks, each over its own keys. The result is bitwise equal on all.
 
-    Merges in rank order, in float32 (float64 for float64). A rank that sees no keys, with out = 0 and lse = -inf,
-    counts nothing.
+    Merges in rank order, in float32 (float64 for float64). A rank on which the token sees no keys has out = 0 and
+    lse = -inf, and changes nothing.
 
     Args:
-        out: [B, 1, H, D], lse: [B, 1, H] in the accumulation dtype.
+        out: [B, 1, H, D].
+        lse: [B, 1, H] in the accumulation dtype.
         axes: axes of the method, outermost first.
 
     Returns:
         out [B, 1, H, D], in its dtype.
 
-    Bytes sent: at most (P - 1) B H (D e + 4), or 8 in float64; kind "all_gather". Results merged along the inner axis
-    travel in float32, once instead of U times.
+    Bytes sent: at most (P - 1) B H (D e + 4) (8 instead of 4 in float64), kind "all_gather". Along the second axis,
+    results that are merged along the first axis are sent, in float32, once instead of U times.
     """
     dtype = out.dtype
     for axis in reversed(axes):
@@ -74,13 +78,11 @@ def merge_partial_attention(out: Tensor, lse: Tensor, axes: Sequence[Axis]) -> T
 
 
 def _merge_along_axis(out: Tensor, lse: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) over the keys of this axis' ranks, in the accumulation dtype."""
-    moving = [start_all_gather(x, axis, [1] * axis.size) for x in (out, lse)]
-    outs, lses = (move.wait().split(1, dim=1) for move in moving)
-    total, total_lse = (
-        outs[0].to(accumulation_dtype(out.dtype), copy=True),
-        lses[0].clone(memory_format=torch.contiguous_format),
-    )
-    for part, part_lse in zip(outs[1:], lses[1:], strict=True):
-        merge_(total, total_lse, part, part_lse)
-    return total, total_lse
+    """Returns (out, lse) over the keys of all ranks on this axis, in the accumulation dtype."""
+    gathers = [start_all_gather(x, axis, [1] * axis.size) for x in (out, lse)]
+    outs, lses = (gather.wait().split(1, dim=1) for gather in gathers)
+    merged_out = outs[0].to(accumulation_dtype(out.dtype), copy=True)
+    merged_lse = lses[0].clone(memory_format=torch.contiguous_format)
+    for rank_out, rank_lse in zip(outs[1:], lses[1:], strict=True):
+        merge_(merged_out, merged_lse, rank_out, rank_lse)
+    return merged_out, merged_lse

@@ -1,4 +1,4 @@
-"""Decoding with a cache: one pass over the whole prompt, sharded or not, then one pass for each token."""
+"""Decoding with a cache: one forward pass over the whole prompt, sharded or not, then one for each new token."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from armillary.models.layers.state_mixers import StateMixer
 from armillary.models.parallel.tensor import gathered_logits
 
 BlockRunner = Callable[[Block, Tensor, Context], Tensor]
+"""A value of `Block.run`."""
 
 
 class Decoding:
-    """A `Llama` or `GPT` with a cache of keys and values, or of states, on the ranks of its attention's method.
+    """A `Llama` or `GPT` with caches of keys and values, or of states, on the ranks of its attention method.
 
-    Between calls the model is unchanged: it may be trained, or decode another prompt. All ranks of the method must make
-    the same calls.
+    Caches are in the model only during `prompt` and `step`. Between these calls it can be trained, or decode another
+    prompt. All ranks of the method must make the same calls.
 
     Args:
-        model: plain, or on a mesh (`parallelize`).
-        max_new_tokens: upper bound of tokens after the prompt, for which memory is allocated.
-        mask: causal by default; may have a window, unless the model has layers with a state.
+        model: a plain model, or one on a mesh (`parallelize`).
+        max_new_tokens: maximum number of tokens after the prompt. Memory is allocated for so many.
+        mask: causal by default. May have a window, unless the model has layers with a state.
         completions: n, the number of completions of each prompt. They share the cache of the prompt.
 
     Raises:
-        ValueError: a model without armillary's blocks, whose attention is not an armillary method, or whose layers
-            have methods that divide the sequence differently; a mask that cannot be continued.
+        ValueError: the model has no `Block`s, its attention is not an armillary method, its layers have methods that
+            divide the sequence differently, or new tokens cannot continue the mask.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Decoding:
         self.start(None, max_new_tokens)
 
     def start(self, prompt: SequenceLayout | None, new_tokens: int) -> None:
-        """Creates empty caches for a prompt of this layout, over all ranks of the method, and for new tokens."""
+        """Creates empty caches for `new_tokens` tokens, after a prompt of this layout over all ranks of the method."""
         self.cache_layout = CacheLayout(self.method.shards, self.method.shard, prompt, new_tokens)
         methods = methods_of(self.model, self.blocks)
         self.layers = [
@@ -69,16 +70,17 @@ class Decoding:
         ]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """Runs the whole prompt, ids [B, N]. Returns logits [B, V] of its last token. Both are equal on all ranks.
+        """Runs the whole prompt. Returns logits [B, V] of its last token, equal on all ranks.
 
         Each rank computes its own tokens, and attention runs as in training. Only the last token's logits are computed.
 
         Args:
-            layout: over all ranks of the method; `method.layout(N)` by default. With fewer tokens than ranks and no
-                layout, they are decoded one by one.
+            ids: [B, N], the same on all ranks.
+            layout: layout of the prompt over all ranks of the method; by default `method.layout(N)`. If N is smaller
+                than the number of ranks and no layout is given, the prompt is decoded token by token.
 
         Raises:
-            ValueError: a layout of another length, or over another number of ranks.
+            ValueError: the layout has another length, or another number of shards.
         """
         layout = self.layout_for(ids, layout)
         if layout is None:
@@ -95,12 +97,13 @@ class Decoding:
             )
 
     def step(self, token: Tensor) -> Tensor:
-        """Runs the next token [B n]. Returns logits [B n, V] of the one after it. Both are equal on all ranks.
+        """Runs the next token of each completion. Returns logits [B n, V] for the token after it, equal on all ranks.
 
-        The n completions of a prompt are adjacent.
+        Args:
+            token: [B n], the same on all ranks. The n completions of a prompt are adjacent.
 
         Raises:
-            ValueError: no room is left.
+            ValueError: the cache is full.
         """
         position = torch.tensor([self.cache_layout.length], device=token.device)
         self.cache_layout.add()
@@ -108,15 +111,15 @@ class Decoding:
             return self.model(token[:, None], positions=position, mask=self.mask)[:, 0]
 
     def broadcast_token(self, token: Tensor) -> Tensor:
-        """Returns the first rank's token [B n] on every rank. Ranks that chose different tokens would diverge.
+        """Returns the first rank's token [B n] on every rank, because ranks may have chosen different tokens.
 
-        Bytes sent: at most (P - 1) 8 B n, all-gather.
+        Bytes sent: at most (P - 1) 8 B n, kind "all_gather".
         """
         shard = self.method.shard
         return broadcast_from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
 
     def layout_for(self, ids: Tensor, layout: SequenceLayout | None) -> SequenceLayout | None:
-        """Returns the layout of a prompt [B, N] over all ranks, checked; None for fewer tokens than ranks."""
+        """Returns the layout of a prompt [B, N] over all ranks, checked. None if N is below the number of ranks."""
         length, shards = ids.shape[1], self.method.shards
         if layout is None:
             return self.method.layout(length) if length >= shards else None
@@ -127,8 +130,9 @@ class Decoding:
         return layout if layout.shards == shards else layout.refine(shards // layout.shards)
 
     def _one_by_one(self, ids: Tensor) -> Tensor:
+        """Runs the tokens of a prompt [B, N] one by one, as new tokens. Returns logits [B, V] of the last one."""
         self.start(None, ids.shape[1] + self.max_new_tokens)
-        # The completions of a prompt run its tokens together, as new tokens, and so have equal logits.
+        # All n completions run the prompt's tokens, so the logits of a prompt's completions are equal.
         *earlier, last = ids.repeat_interleave(self.completions, 0).unbind(1)
         for token in earlier:
             self.step(token)
@@ -143,12 +147,18 @@ class Decoding:
         axis: DeviceMesh | None = None,
         vocabulary: int = 0,
     ) -> Tensor:
-        """Returns logits [B, V] of the token that rank `owner` has at `index` of its hidden states [B, T, E].
+        """Returns logits [B, V] of one token of the prompt on all ranks. The model's `head` of the prompt.
 
-        With a tensor-parallel `axis`, hidden states are interleaved over it, and the weight has this rank's rows of V.
+        Args:
+            owner: index of the shard that has the token.
+            index: index of the token in its shard.
+            hidden: [B, T, E], the hidden states of this rank's shard. With a tensor-parallel axis of R ranks, this
+                rank's interleaved tokens of them.
+            weight: [V, E]; with an axis this rank's rows [V_r, E].
+            axis, vocabulary: passed by `sharded_head` under tensor parallelism.
         """
-        # `own_hidden` is [B, 1, E] on the owner, [B, 0, E] on other ranks. With tokens interleaved over R ranks, i is
-        # token i // R of rank i % R: the owner gathers that token of all ranks, and selects one.
+        # `own_hidden` is [B, 1, E] on the owner's ranks, [B, 0, E] on others. Token i of a shard is token i // R of the
+        # tensor-parallel rank i % R: the owner's R ranks gather their tokens i // R, and select number i % R.
         ranks = 1 if axis is None else axis.size()
         own_hidden = hidden[:, index // ranks :][:, :1] if owner == self.method.shard else hidden[:, :0]
         if axis is not None and owner == self.method.shard:
@@ -158,26 +168,34 @@ class Decoding:
 
     @contextmanager
     def _use_caches(self, run: BlockRunner) -> Generator[None]:
-        """Context manager for one forward pass: attention through the caches, no dropout, no gradients."""
+        """Context manager for one forward pass: attention through the caches, no dropout, no gradients.
+
+        Args:
+            run: how blocks run meanwhile.
+        """
         original = [(block.attention, block.run) for block in self.blocks]
-        training = [module for module in self.model.modules() if module.training]
-        # Flags are set one by one, since `model.eval()` and `train()` would lose those of single modules.
+        training_modules = [module for module in self.model.modules() if module.training]
+        # `training` is set module by module: `model.train()` at the end would also set modules that were in eval mode.
         try:
-            for module in training:
+            for module in training_modules:
                 module.training = False
             for block, layer in zip(self.blocks, self.layers, strict=True):
                 block.attention, block.run = cast(AttentionFunction, layer), run
             with torch.no_grad():
                 yield
         finally:
-            for block, (attention, usual_run) in zip(self.blocks, original, strict=True):
-                block.attention, block.run = attention, usual_run
-            for module in training:
+            for block, (original_attention, original_run) in zip(self.blocks, original, strict=True):
+                block.attention, block.run = original_attention, original_run
+            for module in training_modules:
                 module.training = True
 
 
 def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
-    """Returns the method of each block, checked."""
+    """Returns the attention method of each block.
+
+    Raises:
+        ValueError: there are no blocks, an attention is not a `Method`, or methods divide the sequence differently.
+    """
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no blocks of armillary's to generate with; give a Llama or a GPT")
     methods: list[Method] = []
@@ -196,11 +214,11 @@ def methods_of(model: nn.Module, blocks: Sequence[Block]) -> list[Method]:
 
 
 def shard_and_index(layout: SequenceLayout, position: int) -> tuple[int, int]:
-    """Returns (shard, index among its tokens) of a position."""
+    """Returns the shard that has a position, and the position's index among the shard's tokens."""
     for shard in range(layout.shards):
-        first = 0
+        span_start = 0  # index of the span's first token in the shard
         for span in layout.spans(shard):
             if position in span:
-                return shard, first + span.index(position)
-            first += len(span)
+                return shard, span_start + span.index(position)
+            span_start += len(span)
     raise ValueError(f"{layout} has no position {position}")

@@ -37,31 +37,32 @@ def generate(
     """Returns the tokens that follow each prompt: [B n, new_tokens], the same on every rank.
 
     All ranks of the attention method must call it with the same arguments. Under FSDP, ranks of other axes must call it
-    too, with the same `new_tokens`. Each rank computes the prompt's tokens of its shard and caches their keys and
-    values; all run each new token.
+    too, with the same `new_tokens`. Each rank runs its shard of the prompt and caches the shard's keys and values.
+    Every rank runs each new token.
 
     Args:
-        model: on a device, plain or under FSDP. Attention, checkpoint policy and training flags are unchanged after it.
-        ids: the whole prompt [B, N], integers, the same on every rank; all rows equally long.
-        new_tokens: number of tokens.
-        layout: layout of the prompt over all ranks of the method; `attend.layout(N)` by default.
-        mask: causal by default; may have a window, unless the model has layers with a state.
-        temperature, top_k, top_p: as in `Sampling`; the most likely token by default.
+        model: on a device, plain or under FSDP. Its attention, checkpoint policy and `training` flags are restored
+            afterwards.
+        ids: the whole prompts [B, N], integers, the same on every rank. All prompts have N tokens.
+        new_tokens: number of tokens to generate.
+        layout: layout of the prompt over all ranks of the method; by default `attend.layout(N)`.
+        mask: causal by default. May have a window, unless the model has layers with a state.
+        temperature, top_k, top_p: as in `Sampling`; by default the most likely token is taken.
         seed: seed of random draws. The same seed gives the same tokens on devices of one type.
-        stop: ids that end a row, whose remaining tokens repeat that id. Under FSDP all ranks must run the same number
-            of steps, so pass none if ranks have different prompts.
-        completions: n, the number of completions of each prompt, which are consecutive rows of the result. The prompt
-            is computed and cached once. Completion j is drawn with seed + j, like a single completion with that seed.
+        stop: ids of tokens that end a row; the rest of the row repeats the id. Under FSDP all ranks must run the same
+            number of steps, so pass no ids if ranks have different prompts.
+        completions: n, the number of completions of each prompt. They are n consecutive rows of the result. The prompt
+            is computed and cached once. Completion j has the tokens of a single completion with seed + j.
 
-    Bytes of a layer's cache on a rank with T tokens of the prompt and R of the new ones: 2 (B T + B n R) K D e; of a
-    layer with a state, on every rank, B n (H Dk Dv a + (W - 1) C e), for states of a bytes per number and a convolution
-    of width W over C channels (`CachedStates`).
+    Bytes of an attention layer's cache, on a rank with T tokens of the prompt and room for R new ones:
+    2 (B T + B n R) K D e. Of a layer with a state, on every rank: B n (H Dk Dv a + (W - 1) C e), with `a` bytes per
+    element of a state, and a convolution of width W over C channels (`CachedStates`).
 
     Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token
-    (P - 1) B n H (D e + 4) a layer (8 for 4 in float64), and (P - 1) 8 B n.
+    (P - 1) B n H (D e + 4) in each layer (8 instead of 4 in float64), and (P - 1) 8 B n.
 
     Raises:
-        ValueError: arguments that do not fit, or too few learned positions of a GPT. Raised before any communication.
+        ValueError: arguments do not fit, or a GPT has too few learned positions. Raised before any communication.
     """
     columns = list(
         stream(
@@ -95,9 +96,9 @@ def stream(
     stop: Sequence[int] = (),
     completions: int = 1,
 ) -> Iterator[Tensor]:
-    """Yields tokens [B n] as they are generated, and ends early once all rows have ended. Otherwise as `generate`.
+    """Yields tokens [B n] one by one, and returns early when all rows have ended. Otherwise as `generate`.
 
-    Arguments are checked at once; the prompt is computed when the first token is requested. Between tokens, other code
+    The call checks the arguments. The prompt is computed when the first token is requested. Between tokens, other code
     may call the model.
     """
     check(model, ids, new_tokens, completions)
@@ -123,9 +124,9 @@ def _generate(
     token = ids[:, -1].repeat_interleave(len(generators))
     ended = torch.zeros_like(token, dtype=torch.bool)
     for remaining in reversed(range(new_tokens)):
-        # Ranks may differ in the last bit of the logits, so all take the token of the first one.
+        # Logits may differ between ranks in the last bit, so all ranks take the first rank's token.
         next_token = decoding.broadcast_token(sampling.choose(logits, generators))
-        token = torch.where(ended, token, next_token)  # a row that has ended repeats its end
+        token = torch.where(ended, token, next_token)  # a row that has ended repeats its last token
         ended = ended | torch.isin(token, stop)
         yield token
         if remaining == 0 or (len(stop) and bool(ended.all())):

@@ -14,15 +14,16 @@ from armillary.core import accumulation_dtype
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token.
+    """Options for the choice of the next token.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
-        top_k: draws from this many of the most likely tokens.
-        top_p: draws from the fewest most likely tokens with this total probability (Holtzman et al., 2020).
+        top_k: draws only from the `top_k` most likely tokens.
+        top_p: draws only from the most likely tokens, as few as have the total probability `top_p` (Holtzman et al.,
+            2020).
 
     Raises:
-        ValueError: a temperature below 0, top_k below 1, top_p not in (0, 1].
+        ValueError: the temperature is below 0, top_k is below 1, or top_p is not in (0, 1].
     """
 
     temperature: float = 0.0
@@ -40,24 +41,30 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Returns the tokens [B n] for logits [B n, V]: row b n + j draws from the j-th of n generators."""
+        """Returns a token [B n] for each row of the logits [B n, V].
+
+        Args:
+            generators: one for each of the n completions of a prompt. Row b n + j is drawn with the j-th one.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self.probabilities(logits).unflatten(0, (-1, len(generators)))
-        # One call for the B rows of a generator, as in a run with that generator alone.
-        drawn = [torch.multinomial(probabilities[:, j], 1, generator=each) for j, each in enumerate(generators)]
+        # One call for all B rows of a generator: a run with this generator alone draws the same numbers.
+        drawn = [
+            torch.multinomial(probabilities[:, j], 1, generator=generator) for j, generator in enumerate(generators)
+        ]
         return torch.cat(drawn, 1).flatten()
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Returns the probability of each token, [B, V] -> [B, V], in float32 at least. The temperature is above 0."""
-        # Largest first, less the largest: a tiny temperature must not overflow.
+        """Returns the probability of each token, [B, V] -> [B, V], in float32 or wider, at a temperature above 0."""
+        # Sorted, the most likely token first. Its logit is subtracted, so that a tiny temperature does not overflow.
         scores, order = logits.to(accumulation_dtype(logits.dtype)).sort(dim=-1, descending=True, stable=True)
         scores = (scores - scores[:, :1]) / self.temperature
         if self.top_k is not None:
             scores[:, self.top_k :] = -torch.inf
         probabilities = scores.softmax(-1)
         if self.top_p is not None:
-            # Drops tokens whose predecessors already have probability top_p; the most likely one always stays.
+            # Drops a token if the more likely ones have probability top_p or more together. The first one always stays.
             probabilities = probabilities.masked_fill(probabilities.cumsum(-1) - probabilities >= self.top_p, 0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)

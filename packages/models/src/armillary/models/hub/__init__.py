@@ -1,13 +1,13 @@
 """Hugging Face folders, as `transformers` reads and writes them: `config.json` and safetensors.
 
-pretrained.py `from_pretrained` and `save_pretrained` of a model
-configs.py    config.json to our configs and back
+pretrained.py `from_pretrained` and `save_pretrained` of a model, `load_pretrained`
+configs.py    from config.json to `LlamaConfig` and `GPTConfig`, and back
 families.py   fields and defaults of each model_type
 rope.py       RoPE in config.json
 tensors.py    the slice of a file's tensor that each parameter is
-folder.py     names of files, JSON, atomic writes
-read.py       from files to tensors, whole or sharded
-write.py      from tensors to files
+folder.py     names of files, JSON, atomic replacement
+read.py       from files to parameters, full or sharded
+write.py      from parameters to files
 """
 
 from armillary.models.hub.configs import describe, read_any_config, read_config

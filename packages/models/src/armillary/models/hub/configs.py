@@ -33,14 +33,15 @@ COPIED = (
     "resid_pdrop",
     "task_specific_params",
 )
-"""Fields that do not affect computation. They are copied from the source of the weights."""
+"""Fields of `config.json` that do not affect our computation. A save copies them from the original weights' folder."""
 
 
 def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
-    """Reads the config in `config.json`.
+    """Reads `config.json` as a config of class `kind`.
 
     Raises:
-        ValueError: there is no such file, or it has a value that models of this kind do not compute; names it.
+        ValueError: the file is missing, or a field has a value that models of this kind do not compute. The error names
+            the file and the field.
     """
     path = Path(folder, CONFIG)
     fields = read_json(path)
@@ -52,13 +53,13 @@ def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
 
 
 def read_any_config(folder: str | PathLike[str]) -> Config:
-    """Reads the config in `config.json`, of any kind of model. Errors as in `read_config`."""
+    """Reads `config.json` of any supported `model_type`. Errors as in `read_config`."""
     path = Path(folder, CONFIG)
     return parse_file(path, read_json(path))
 
 
 def parse_file(path: Path, fields: Mapping[str, Any]) -> Config:
-    """Calls `parse`; errors name the file."""
+    """Calls `parse`, and adds the file's path to its errors."""
     try:
         return parse(fields)
     except ValueError as error:
@@ -82,24 +83,25 @@ def parse(fields: Mapping[str, Any]) -> Config:
     sizes = {
         family.fields[name]: read_field(family, name, value) for name, value in values.items() if value is not None
     }
-    # `transformers` reads null as "as many as query heads", and an absent field as the family's default.
-    null = "num_key_value_heads" in fields and "num_key_value_heads" not in nonnull
-    if family.config is LlamaConfig and (null or "kv_heads" not in sizes):
+    # For `transformers`, null means as many key/value heads as query heads, and an absent field the family's default.
+    is_null = "num_key_value_heads" in fields and "num_key_value_heads" not in nonnull
+    if family.config is LlamaConfig and (is_null or "kv_heads" not in sizes):
         sizes["kv_heads"] = sizes["heads"]
-    # 3. The options that follow from several fields. Errors of our configs name our sizes; the reader knows the file's.
+    # 3. Options that depend on several fields.
     try:
         return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
     except ValueError as error:
+        # Errors of our configs have our names of sizes, `name=value`. The user knows the names in the file.
         hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
         translated = re.sub(r"(?<![\w.])\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))
         raise ValueError(translated) from error
 
 
 def read_field(family: Family, name: str, value: object) -> int | float | bool:
-    """Returns the value of a field that the family's config has too, checked against its type there.
+    """Returns the value of a field of `config.json`, checked against the type of its counterpart in our config.
 
     Raises:
-        ValueError: the value has another type, is below 1 where a size belongs, or is not finite; names the field.
+        ValueError: the value has another type, is a size below 1, or is not finite. The error names the field.
     """
     types = {field.name: field.type for field in dataclass_fields(family.config)}
     match types[family.fields[name]]:
@@ -112,7 +114,7 @@ def read_field(family: Family, name: str, value: object) -> int | float | bool:
 
 
 def size(name: str, value: object, minimum: int = 1) -> int:
-    """Returns a value that can be a tensor's size. Errors as in `read_field`."""
+    """Returns the value if it can be a size of a tensor: an integer below 2^63. Errors as in `read_field`."""
     result = integer(name, value, minimum)
     if result >= 2**63:
         raise ValueError(f"{name}={result} must be below 2^63")
@@ -120,6 +122,7 @@ def size(name: str, value: object, minimum: int = 1) -> int:
 
 
 def gpt_config(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> GPTConfig:
+    """Returns the config of a GPT, from all fields of the file and the sizes that were read from them."""
     inner = fields.get("n_inner")
     if inner not in (None, 4 * sizes["dim"]):
         raise ValueError(f"n_inner={inner!r} must be null or 4 * n_embd={4 * sizes['dim']}")
@@ -127,10 +130,11 @@ def gpt_config(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> GPTConfig
 
 
 def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) -> LlamaConfig:
-    # Qwen2 always has biases of q, k and v, and Mistral never has any: `transformers` ignores the field in both.
+    """Returns the config of a model of any other family, whose `model_type` is `kind`."""
+    # Qwen2 always has biases of q, k and v, and Mistral never has any: `transformers` ignores the field for both.
     bias = bool(fields.get("attention_bias")) and kind in ("llama", "qwen3")
     theta, scaling = read_rope(fields, sizes["max_positions"])
-    window, first = read_window(kind, fields, sizes["layers"])
+    window, first_layer = read_window(kind, fields, sizes["layers"])
     options: dict[str, Any] = {
         "qk_norm": kind == "qwen3",
         "qkv_bias": bias or kind == "qwen2",
@@ -139,14 +143,16 @@ def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) ->
     }
     if kind == HYBRID:
         options = read_hybrid(fields)
-    return LlamaConfig(**sizes, **options, rope_theta=theta, rope_scaling=scaling, window=window, window_from=first)
+    return LlamaConfig(
+        **sizes, **options, rope_theta=theta, rope_scaling=scaling, window=window, window_from=first_layer
+    )
 
 
 def read_hybrid(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the mixers, the sizes of their states, and the flags of a model of our own `model_type`.
+    """Returns the options of `LlamaConfig` that only our own `model_type` has: mixers, sizes of states, and flags.
 
     Raises:
-        ValueError: a field of another type, or sizes that do not match; names it.
+        ValueError: a field has another type, or `states` other sizes. The error names the field.
     """
     mixers, states = fields["mixers"], fields["states"]
     names = [field.name for field in dataclass_fields(StateConfig)]
@@ -163,39 +169,44 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
     """Returns the window, or None, and the first layer that has it.
 
     Raises:
-        ValueError: a field is no number, or a layer without a window follows one that has it.
+        ValueError: a field has another type, or a layer without the window comes after a layer with it.
     """
-    window, first = None, 0
+    window, first_layer = None, 0
     if kind == "mistral" or (kind != "llama" and fields.get("use_sliding_window")):
         window = fields.get("sliding_window", 4096)
         window = None if window is None else size("sliding_window", window)
     if window is not None and kind != "mistral":
-        first = size("max_window_layers", fields.get("max_window_layers", 28), minimum=0)
-    # Newer files list the kind of each layer instead. `transformers` ignores this field in Mistral.
+        # Qwen's field counts the first layers, which have no window.
+        first_layer = size("max_window_layers", fields.get("max_window_layers", 28), minimum=0)
+    # Newer files list the attention of each layer instead. `transformers` ignores this field for Mistral.
     types: object = fields.get("layer_types") if kind != "mistral" else None
     if types is not None:
         layer_types = cast("list[object]", types) if isinstance(types, list) else []
-        first = layer_types.count("full_attention")
-        expected_types = ["full_attention"] * first + ["sliding_attention"] * (len(layer_types) - first)
+        first_layer = layer_types.count("full_attention")
+        expected_types = ["full_attention"] * first_layer + ["sliding_attention"] * (len(layer_types) - first_layer)
         if len(layer_types) != layers or layer_types != expected_types:
             raise ValueError(
                 f"layer_types={types} must be full_attention at first, sliding_attention from some layer, for all "
                 f"{layers} layers"
             )
-        if first < layers and window is None:
+        if first_layer < layers and window is None:
             raise ValueError(f"layer_types={types} ask for a window; model_type {kind!r} gives none")
-    return (None, 0) if window is None or first >= layers else (window, first)
+    return (None, 0) if window is None or first_layer >= layers else (window, first_layer)
 
 
 def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the contents of `config.json`, with some fields copied from `source`.
+    """Returns the contents of `config.json` for our config.
+
+    Args:
+        dtype: dtype of the weights.
+        source: fields of another `config.json`, from which the fields `COPIED` are taken.
 
     Raises:
         ValueError: no family has this combination of options.
     """
     kind = "gpt2" if isinstance(config, GPTConfig) else llama_family(config)
     family = FAMILIES[kind]
-    # Unknown ids are written as null, because `transformers` replaces absent ones by the family's defaults.
+    # Unknown ids of special tokens are written as null. For absent ones, `transformers` takes the family's defaults.
     copied_fields = {"bos_token_id": None, "eos_token_id": None}
     copied_fields |= {name: value for name, value in (source or {}).items() if name in COPIED}
     return {
@@ -209,12 +220,13 @@ def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | Non
 
 
 def describe_gpt() -> dict[str, Any]:
-    """Returns the fields that all our GPTs share. They have no dropout."""
+    """Returns the fields that are the same for each GPT. Dropout is 0."""
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     return {"activation_function": "gelu_new", "tie_word_embeddings": True, **dropout}
 
 
 def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:
+    """Returns the fields of a config that depend on the `model_type` `kind`."""
     fields: dict[str, Any] = {"hidden_act": "silu"} | describe_rope(config.rope_theta, config.rope_scaling)
     if kind in ("llama", "qwen3"):
         fields["attention_bias"] = config.qkv_bias
@@ -233,10 +245,10 @@ def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:
 
 
 def llama_family(config: LlamaConfig) -> str:
-    """Returns the `model_type` that has the config's combination of options.
+    """Returns a `model_type` that has the config's combination of options.
 
     Raises:
-        ValueError: no family has it.
+        ValueError: no family has this combination.
     """
     if config.states is not None:
         return HYBRID
@@ -246,7 +258,7 @@ def llama_family(config: LlamaConfig) -> str:
         return "qwen3"
     if not config.qk_norm and biases == (True, False, False):
         return "qwen2"
-    # `transformers` requires that heads divide dim in a "llama", but not in a "mistral".
+    # In `transformers`, heads must divide dim for "llama", but need not for "mistral".
     divisible = config.dim % config.heads == 0
     if not config.qk_norm and config.window is None and same_bias and divisible:
         return "llama"

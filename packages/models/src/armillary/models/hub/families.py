@@ -22,7 +22,7 @@ LLAMA_FIELDS = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied_embeddings",
 }
-"""Our names by Hugging Face's, of the fields of `LlamaConfig` that all families have."""
+"""From names in `config.json` to fields of `LlamaConfig`, for the fields that all families of LLaMA have."""
 
 GPT_FIELDS = {
     "vocab_size": "vocab_size",
@@ -32,18 +32,22 @@ GPT_FIELDS = {
     "n_positions": "max_positions",
     "layer_norm_epsilon": "norm_eps",
 }
+"""From names in `config.json` to fields of `GPTConfig`."""
 
 LLAMA_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+"""Fields without a default in all families of LLaMA."""
 
 COMMON_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""Defaults of `transformers` that are the same in all families of LLaMA."""
 
 ALWAYS: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
+"""The accepted values of fields, for all families: see `Family.computed`."""
 SWIGLU: dict[str, tuple[Any, ...]] = ALWAYS | {"hidden_act": ("silu", "swish")}
-"""Values that our models compute. A field may be absent or null; any other value means another model."""
+"""The same for all families of LLaMA."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,13 @@ class Family:
     """A `model_type`.
 
     Args:
-        architecture: the class in `transformers`, with a head.
-        config: our class of its config.
-        fields: our names by Hugging Face's.
-        required: fields without a default.
+        architecture: the model's class in `transformers`, with a head.
+        config: our class of config.
+        fields: from names in `config.json` to fields of our config.
+        required: names of fields in `config.json` that have no default.
         defaults: defaults of `transformers` for absent fields.
-        computed: fields that choose a computation, with the values that our models compute.
+        computed: for each field that selects a computation, the values that our models compute. The field may also be
+            absent or null. With any other value, the file describes a model that we do not have.
     """
 
     architecture: str
@@ -68,10 +73,10 @@ class Family:
 
 
 HYBRID = "armillary_hybrid"
-"""Our own `model_type`, of models with other mixers than attention. `transformers` does not know it."""
+"""Our own `model_type`, for models with other mixers than attention. `transformers` does not have it."""
 
 HYBRID_FLAGS = ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")
-"""Fields of `LlamaConfig` that other families determine."""
+"""Fields of `LlamaConfig` that a hybrid's file states. In other families the `model_type` determines most of them."""
 
 FAMILIES = {
     "llama": Family(

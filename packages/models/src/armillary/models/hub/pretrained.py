@@ -16,11 +16,14 @@ from armillary.models.block import AttentionFunction
 from armillary.models.parameter_names import plain_name
 
 UNCHECKED = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
-"""Fields in which a model may differ from the folder of its weights, to be trained on longer contexts."""
+"""Fields in which a model's config may differ from the folder's, to train the model on longer sequences."""
 
 
 class Pretrained(nn.Module):
-    """A model that can be loaded and saved; constructed from its config and, optionally, attention."""
+    """The base class of `Llama` and `GPT`: a model that loads from a Hugging Face folder and saves to one.
+
+    Subclasses are constructed from a config and, optionally, attention.
+    """
 
     kind: ClassVar[Any]
     """The class of the config."""
@@ -37,22 +40,23 @@ class Pretrained(nn.Module):
     ) -> Self:
         """Returns the model of a Hugging Face folder: `config.json` and safetensors, in one file or with an index.
 
-        The model is on the CPU and not sharded; for a sharded model use `load_pretrained`.
+        The model is on the CPU and not sharded. For a sharded model use `load_pretrained`.
 
         Args:
+            attention: as in the constructor.
             dtype: dtype of the weights; by default the folder's.
 
         Raises:
-            ValueError: a file is missing or broken, a tensor is missing, unexpected or of another shape, or the config
-                has a value that this model does not compute; names it.
+            ValueError: a file is missing or broken, a tensor is missing, unexpected or of another shape, or a field of
+                the config has a value that this model does not compute. The error names the file, tensor or field.
         """
         build: Any = cls
         config = hub.read_config(folder, cls.kind)
-        hub.check_weights(Path(folder), config, cls)  # before a model is built with the sizes that the config states
+        hub.check_weights(Path(folder), config, cls)  # before a model of the config's sizes is built
         with torch.device("meta"):
             model = build(config, attention)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        # `assign` makes the tensors that were read the parameters, in place of those on "meta".
+        # `assign` replaces the parameters on "meta" by the tensors that were read, without a copy.
         model.load_state_dict(hub.read_tensors(folder, model.config, shapes, dtype), assign=True)
         model.source = Path(folder)
         return model
@@ -69,17 +73,19 @@ class Pretrained(nn.Module):
         The tokenizer's files, the generation config and the ids of special tokens are copied from `source`. Old files
         are replaced once all new ones are complete, and kept if there is an error. Other files are not touched.
 
-        Collective over the world for a model of `DTensor`s; all ranks must see the folder. Each rank writes some of the
-        files, and holds at most one file and one tensor at a time. An error on one rank is raised on all.
+        For a model of `DTensor`s all ranks of the world must call this, and see the folder. Each rank writes some of
+        the files, and has at most one file and one more tensor in memory at a time. An error on one rank is raised on
+        all ranks.
 
         Args:
             source: a Hugging Face folder; by default the one from which the weights were loaded, if it still exists.
             dtype: dtype of the written weights; by default the parameters'.
-            max_file_bytes: larger weights are written as several files with an index.
+            max_file_bytes: weights of more bytes are divided into several files, with an index.
 
         Raises:
-            ValueError: a parameter has no data, no model of `transformers` has this config, or `source` is no folder.
-            OSError: a file could not be written.
+            ValueError: a parameter is on "meta", no model of `transformers` has this config, or `source` is not a
+                folder.
+            OSError: a file cannot be written.
         """
         if source is None and self.source is not None and self.source.is_dir():
             source = self.source
@@ -87,18 +93,19 @@ class Pretrained(nn.Module):
 
 
 def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
-    """Fills the model's parameters in place from a Hugging Face folder; each rank reads its own parts.
+    """Fills the model's parameters in place from a Hugging Face folder. Each rank reads only its own shards.
 
     There is no communication. Every rank checks the whole folder first, so that all ranks raise the same error before
     anything changes. Values are rounded to the parameters' dtype.
 
     Args:
         model: `Llama` or `GPT`, with plain parameters or `DTensor`s (FSDP2, HSDP, tensor parallelism), after
-            `to_empty` if it was built on "meta". It may have another RoPE, window and number of positions than the
-            folder's config, to be trained on longer sequences.
+            `to_empty` if it was built on "meta". Its RoPE, window and number of positions may differ from the folder's
+            config, so that it can be trained on longer sequences.
 
     Raises:
-        ValueError: as `from_pretrained`; or parameters are on "meta", or the config differs, with the differences.
+        ValueError: as `from_pretrained`; or parameters are on "meta", or the config differs in another field. Then the
+            error lists the differences.
     """
     saved_config, config = hub.read_config(folder, model.kind), model.config
     names = [field.name for field in fields(config) if field.name not in UNCHECKED]
@@ -114,6 +121,7 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
 def parameters_by_name(model: nn.Module) -> Mapping[str, Tensor]:
     """Returns the parameters by their names in the unwrapped model.
 
-    Read from `state_dict`, which makes FSDP2 reshard parameters that a forward pass left gathered in compute dtype.
+    Calls `state_dict`, at which FSDP2 reshards parameters that are still gathered, in the compute dtype, after a
+    forward pass.
     """
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}

@@ -11,19 +11,19 @@ from armillary.core.validation import flag, number
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-"""By Hugging Face's `rope_type`."""
+"""The class of each `rope_type` of Hugging Face."""
 
 THETA = 10_000.0
-"""The default of `transformers`."""
+"""The default of `rope_theta` in `transformers`."""
 
 ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Returns theta and scaling.
+    """Returns RoPE's theta and scaling (None if there is none) from the fields of a `config.json`.
 
     Raises:
-        ValueError: a scaling is not supported, or a field is unknown, missing or no number; names it.
+        ValueError: the scaling is not supported, or a field is unknown, missing or not a number. The error names it.
     """
     source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope: Any = fields.get(source) or {}
@@ -32,8 +32,8 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     options = cast("dict[str, Any]", rope).copy()
     theta = options.pop("rope_theta", fields.get("rope_theta"))
     theta = number("rope_theta", THETA if theta is None else theta)
-    legacy = options.pop("type", "default")
-    kind = options.pop("rope_type", legacy)
+    legacy_type = options.pop("type", "default")  # the name in files of older releases
+    kind = options.pop("rope_type", legacy_type)
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
         raise ValueError(f"{source}={rope}; rope_type must be default, {' or '.join(SCALINGS)}")
     if options.pop("partial_rotary_factor", 1) != 1 or fields.get("partial_rotary_factor", 1) not in (None, 1):
@@ -45,20 +45,26 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
         return theta, None
     try:
         rope_scaling = scaling(kind, options, fields, max_positions)
-        # Extreme values fail here rather than in the first forward pass; any head dim shows it.
+        # Extreme values fail here, instead of in the first forward pass. The head dim does not matter for this check.
         if not (rope_scaling.frequencies(64, theta).isfinite().all() and isfinite(rope_scaling.amplitude)):
             raise ValueError(f"with rope_theta={theta}, its frequencies are not finite")
-    except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError names an argument that is missing
+    except (TypeError, ValueError, ArithmeticError) as error:  # a TypeError names a missing argument
         raise ValueError(f"{source}={rope}: {error}") from error
     return theta, rope_scaling
 
 
 def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], max_positions: int) -> RopeScaling:
-    """Returns the scaling, with the defaults of `transformers`."""
+    """Returns a scaling, with the defaults of `transformers`.
+
+    Args:
+        kind: the `rope_type`.
+        options: its fields in `rope_scaling` or `rope_parameters`.
+        fields: all fields of the `config.json`.
+    """
     for name, value in options.items():
         if value is not None:
             flag(name, value) if name == "truncate" else number(name, value)
-    # `transformers` takes 0 for null.
+    # `transformers` treats 0 like null, except in these two fields.
     values = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
     if kind != "linear":
         # The field beside `rope_scaling` takes precedence over the one inside (Phi 3).
@@ -70,10 +76,10 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
 
 
 def describe_rope(theta: float, rope_scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns `rope_theta` and `rope_scaling`, which all versions of `transformers` read.
+    """Returns the fields `rope_theta` and `rope_scaling`, which all versions of `transformers` read.
 
     Raises:
-        ValueError: Hugging Face has no name for the scaling.
+        ValueError: Hugging Face has no `rope_type` for the scaling.
     """
     if rope_scaling is None:
         return {"rope_theta": theta, "rope_scaling": None}
