@@ -335,7 +335,7 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
 
 
 def one_block(config: LlamaConfig | GPTConfig, mixer: Mixer | None = None) -> LlamaConfig | GPTConfig:
-    """Returns the config of a model with one such block. The block has a window only if all layers have it.
+    """Returns the config of the same model with only one block. The block has a window only if all layers have it.
 
     Args:
         mixer: the block's mixer; by default attention, or `mixers[0]` if the model has no attention.

@@ -11,8 +11,8 @@ x [B, T, E] is the block's input; out [B, T, H, D] and lse [B, T, H] are attenti
 store x, backward recomputes x by running the previous block again. When backward then reaches the previous block, its
 attention does not run a third time: the recomputation has stored its output, in memory that later blocks have freed.
 
-A layer with a state (`armillary.attention.states`) stores only x under "layer" and "attention_output". With its output
-stored it would be recomputed all the same, because its backward needs states and chunks, which are computed from x.
+A layer with a state (`armillary.attention.states`) stores only x under "layer" and "attention_output". Storing its
+output would save nothing: its backward needs states and chunks, for which the layer is recomputed from x anyway.
 
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
 are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
@@ -72,7 +72,7 @@ class Checkpointing:
         on_device: with `offload`, the tensors of this number of last blocks stay on the device.
 
     Raises:
-        ValueError: the policy is unknown, it has no such option, or a count is below its minimum.
+        ValueError: the policy is unknown, an option has no meaning under the policy, or a count is below its minimum.
     """
 
     policy: Policy = "none"
@@ -172,7 +172,7 @@ def run_checkpointed(
     params = trained_parameters(block)
     previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
-        keep = replace(keep, x=True)  # the previous block cannot recompute x: it is not its result
+        keep = replace(keep, x=True)  # x must be stored: it is not the previous block's result, or was changed
     context.previous_checkpoint.clear()
     if not torch.is_grad_enabled() or not (x.requires_grad or params):
         keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
@@ -196,6 +196,7 @@ class CheckpointedRun(BlockRun):
     def of(
         cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
     ) -> CheckpointedRun:
+        """Returns the run of a block on x [B, T, E]. Raises ValueError if attention does not accept the call."""
         method = cast(Method, block.attention)
         # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view of x that has
         # as many tokens is enough.
@@ -223,9 +224,10 @@ class CheckpointedRun(BlockRun):
         return Projected(x, projections, self.chunk, dx, totals, self.draws)
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """Returns the input of the projections: x itself, to which they apply the norm, again for each stage of heads.
+        """Returns the input of the projections.
 
-        Under tensor parallelism it is norm(x) of all ranks' tokens, so that they are gathered only once.
+        Without tensor parallelism it is x: the projections apply the norm, again for each stage of heads. Under tensor
+        parallelism it is norm(x) of all ranks' tokens, so that the tokens are gathered only once.
         """
         if self.gathered_ranks == 1:
             return x
@@ -258,8 +260,8 @@ class CheckpointedRun(BlockRun):
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
         needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
-        # 1. Backward of the token-wise part. Chunk by chunk it reads dy from `dx`, and writes the gradient of x through
-        # the residual and the MLP over it. Also writes dout.
+        # 1. Backward of the token-wise part. Chunk by chunk it reads dy from `dx`, and overwrites dy by the gradient of
+        # x through the residual and the MLP. Also writes dout.
         with label("attention"):
             dout = torch.empty_like(out) if needs_attention else None
         with label("mlp"):

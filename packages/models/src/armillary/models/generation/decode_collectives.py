@@ -19,7 +19,8 @@ def axes_of(method: Method) -> tuple[Axis, ...]:
     """Returns the axes whose ranks share the sequence, outermost first. Along the last axis, shard numbers rise by 1.
 
     Raises:
-        ValueError: the method has other ranks than those of `axis`, the attribute of armillary's methods.
+        ValueError: the sizes of the axes, which are read from the methods' attribute `axis`, do not multiply to the
+            number of shards.
     """
     outer = () if method.sequence_method is method else axes_of(method.sequence_method)
     own_axis: Axis | None = getattr(method, "axis", None)

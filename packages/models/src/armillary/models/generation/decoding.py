@@ -30,8 +30,8 @@ BlockRunner = Callable[[Block, Tensor, Context], Tensor]
 class Decoding:
     """A `Llama` or `GPT` with caches of keys and values, or of states, on the ranks of its attention method.
 
-    Caches are in the model only during `prompt` and `step`. Between these calls it can be trained, or decode another
-    prompt. All ranks of the method must make the same calls.
+    The model has the caches only during `prompt` and `step`. Between these calls the model can be trained, or be used
+    by another `Decoding`. All ranks of the method must make the same calls.
 
     Args:
         model: a plain model, or one on a mesh (`parallelize`).

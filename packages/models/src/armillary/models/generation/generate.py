@@ -119,6 +119,7 @@ def _generate(
     generators: Sequence[torch.Generator],
     stop: Tensor,
 ) -> Iterator[Tensor]:
+    """The generator behind `stream`, with checked arguments. `generators` has one for each completion of a prompt."""
     # The prompt is computed once; all of its completions start from the same logits.
     logits = decoding.prompt(ids, layout).repeat_interleave(len(generators), 0)
     token = ids[:, -1].repeat_interleave(len(generators))

@@ -23,7 +23,8 @@ class CachedStates:
 
     Bytes of the cache on every rank: B n (H Dk Dv a + (W - 1) C e), with `a` bytes of a state's element.
 
-    Bytes sent for the prompt: those of the layer, and (P - 1) B (W - 1) C e at most. None for a new token.
+    Bytes sent for the prompt: what the layer sends without a cache, and at most (P - 1) B (W - 1) C e. Nothing is sent
+    for a new token.
     """
 
     def __init__(self, method: Method) -> None:

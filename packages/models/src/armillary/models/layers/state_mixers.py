@@ -31,7 +31,7 @@ Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 @runtime_checkable
 class StateOperations(Protocol):
-    """Convolution and recurrence with a cache, for decoding. Set as a layer's `attention`, it replaces both."""
+    """Convolution and recurrence with a cache, for decoding. A layer calls them if this is its `attention`."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None

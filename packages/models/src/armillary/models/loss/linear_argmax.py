@@ -41,13 +41,13 @@ def linear_argmax(
     ranks = 1 if axis is None else Axis.of(axis).size
     check(hidden, weight, token_labels(labels, ignore, ranks).shape, None, None, ranks)
     shard = VocabularyShard.of(len(weight), axis, vocabulary)
-    is_labelled = labels != ignore
+    has_label = labels != ignore
     if not shard.alone:
         hidden = all_gather_interleaved(hidden, shard.axis)[:, : labels.shape[1]]
-    labelled_hidden = hidden[is_labelled]
-    chunk = loss_chunk_tokens(len(labelled_hidden), hidden.shape[-1], shard.total_rows, hidden.element_size(), ranks)
-    tokens = [most_likely(chunk_hidden, weight, shard) for chunk_hidden in labelled_hidden.split(chunk)]
-    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(is_labelled, torch.cat(tokens))
+    label_hidden = hidden[has_label]  # [M, E] for M labels
+    chunk = loss_chunk_tokens(len(label_hidden), hidden.shape[-1], shard.total_rows, hidden.element_size(), ranks)
+    tokens = [most_likely(chunk_hidden, weight, shard) for chunk_hidden in label_hidden.split(chunk)]
+    return torch.full_like(labels, ignore, dtype=torch.int64).masked_scatter(has_label, torch.cat(tokens))
 
 
 def most_likely(hidden: Tensor, weight: Tensor, shard: VocabularyShard) -> Tensor:

@@ -154,7 +154,8 @@ def find_backend(name: str, z_loss: float, ranks: int) -> LossBackend:
     """Returns the function of a backend.
 
     Raises:
-        ValueError: torch's backend without `F.linear_cross_entropy`, or with options that it lacks.
+        ValueError: the name is unknown; or it is "torch", and this torch has no `F.linear_cross_entropy`, `z_loss` is
+            not 0, or there are several ranks.
     """
     if name not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {name!r}")

@@ -182,6 +182,7 @@ class LabelList:
 
     @classmethod
     def of(cls, labels: Tensor, positions: Tensor | None, ignore: int, hidden: torch.Size, ranks: int) -> LabelList:
+        """Checks and sorts the labels of a call. `hidden` is the shape of this rank's hidden states."""
         check_tensor("labels", labels)
         if labels.is_floating_point() or labels.ndim != (2 if positions is None else 1):
             accepted_shape = "[B, T]" if positions is None else "[M] beside positions"
@@ -211,8 +212,9 @@ class LabelList:
         order = torch.argsort(host, stable=True)
         host = host[order]
         order, sorted_positions = order.to(labels.device), host.to(labels.device)
-        ordered = labels[order].long()
-        return cls((rows, tokens), sorted_positions, ordered, ordered != ignore, host, order, ranks, tokens)
+        sorted_labels = labels[order].long()
+        valid = sorted_labels != ignore
+        return cls((rows, tokens), sorted_positions, sorted_labels, valid, host, order, ranks, tokens)
 
     def slice_of(self, tokens: slice) -> slice:
         """Returns the slice of the M labels that a chunk predicts. The chunk is the slice `tokens` on every rank."""
