@@ -282,8 +282,8 @@ def test_chunks_stay_within_their_bytes():
     assert loss_chunk_tokens(0, 64, 1000) == 1
     assert loss_chunk_tokens(1, 4096, 10**9) == 1
     for tokens in (8192, 655360):
-        rows = loss_chunk_tokens(tokens, 4096, 128256)
-        assert 0.45 < rows * 128256 * 6 / ((tokens + 128256) * 4096 * 2) <= 0.51
+        chunk = loss_chunk_tokens(tokens, 4096, 128256)
+        assert 0.45 < chunk * 128256 * 6 / ((tokens + 128256) * 4096 * 2) <= 0.51
 
 
 @pytest.mark.parametrize(

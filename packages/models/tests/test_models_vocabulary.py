@@ -402,8 +402,8 @@ def test_a_label_out_of_range_raises_on_every_rank(worlds):
 
 def test_chunks_of_several_ranks_include_their_messages():
     for tokens, ranks in [(655360, 1), (655360, 8), (5 * 2**20, 8)]:
-        rows = loss_chunk_tokens(tokens, 4096, 128256, ranks=ranks)
-        chunk_bytes = rows * (128256 // ranks * 6 + (ranks > 1) * 4 * 4096 * 2)
+        chunk = loss_chunk_tokens(tokens, 4096, 128256, ranks=ranks)
+        chunk_bytes = chunk * (128256 // ranks * 6 + (ranks > 1) * 4 * 4096 * 2)
         assert 0.45 < chunk_bytes / ((tokens + 128256) * 4096 * 2 / ranks) <= 0.51
 
 

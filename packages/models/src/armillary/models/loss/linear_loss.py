@@ -111,8 +111,8 @@ def loss_chunk_tokens(tokens: int, dim: int, vocabulary: int, itemsize: int = 2,
     [vocabulary, dim], whichever is more. For LLaMA-3-8B that is 683 tokens per chunk of 8192 tokens, and 4148 of
     655360. Smaller chunks cost time, since each one reads the weight and adds to its full gradient.
 
-    With several ranks, the tensors in flight count too: the hidden states of this chunk and of the next, and the
-    gradient of hidden states before and after its reduction.
+    With several ranks, the limit is half of the bytes of a rank's part of both. The tensors in flight count too: the
+    hidden states of this chunk and of the next, and the gradient of hidden states before and after its reduction.
     """
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
     wide_itemsize = 4 if itemsize < 4 else 0  # the float32 copy of 16-bit logits
