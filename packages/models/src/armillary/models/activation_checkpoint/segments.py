@@ -14,7 +14,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Keep:
-    """Which tensors a block stores from forward to backward.
+    """Selects the tensors that a block stores from forward to backward.
 
     Args:
         x: True stores the block's input [B, T, E].

@@ -26,9 +26,9 @@ from armillary.models.generation.decode_collectives import axes_of, merge_partia
 
 
 class CacheLayout:
-    """Which rank caches which token. The prompt's tokens have a layout; each new one goes to the rank with the fewest.
+    """The rank that caches each token: by the layout for the prompt, the rank with the fewest tokens for each new one.
 
-    All layers of a model share one `CacheLayout`. Every rank computes the same layout, without communication.
+    All layers of a model share one `CacheLayout`. Every rank computes the same one, without communication.
 
     Args:
         shards: number of ranks.
