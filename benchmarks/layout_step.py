@@ -34,7 +34,7 @@ from armillary.train.run import Run
 from armillary.train.step import train_step
 
 RANKS, PORT = 4, 29500
-LAYOUTS = ("zigzag", "balanced, traffic=0", "balanced")
+LAYOUTS = ("zigzag", "balanced, send_cost=0", "balanced")
 
 
 def write_documents(folder: Path, documents: int, middle: int, sigma: float) -> None:
@@ -51,8 +51,8 @@ def built(config: Config, kind: str) -> Run:
     zigzag = SequenceLayout.zigzag(length, RANKS)
 
     def balanced(documents: tuple[tuple[int, ...], ...]) -> SequenceLayout:
-        traffic = 0 if "traffic=0" in kind else None
-        return SequenceLayout.balanced(length, RANKS, documents=documents, traffic=traffic)
+        send_cost = 0 if "send_cost=0" in kind else None
+        return SequenceLayout.balanced(length, RANKS, documents=documents, send_cost=send_cost)
 
     run.training = PackedSequences(
         open_stores(config.data),
@@ -144,7 +144,7 @@ def main() -> None:
                 "sent (MiB, all ranks)": median(sent_bytes[kind]) / 2**20,
                 "step (s)": median(seconds[kind]),
                 "of zigzag": median_ratio(seconds[kind], seconds["zigzag"]),
-                "of traffic=0": median_ratio(seconds[kind], seconds["balanced, traffic=0"]),
+                "of send_cost=0": median_ratio(seconds[kind], seconds["balanced, send_cost=0"]),
             }
             for kind in LAYOUTS
         ]

@@ -159,23 +159,23 @@ def fault(place: Place) -> tuple[str, str]:
 
 def check_mixed(setting: Setting) -> Iterator[Row]:
     """Sums over each axis of device and host tensors when the current device is not the local rank's."""
-    for host_too in (False, True):
-        sums = on_ranks(setting, sums_over_axes, host_too)
+    for with_gloo in (False, True):
+        sums = on_ranks(setting, sums_over_axes, with_gloo)
         for name in sums[0]:
-            label = f"{'gloo and NCCL' if host_too else 'NCCL'}, GPUs in reverse order: {name}"
+            label = f"{'gloo and NCCL' if with_gloo else 'NCCL'}, GPUs in reverse order: {name}"
             wrongs = [each[name] for each in sums if each[name]]
             yield setting.is_so(label, wrongs[0] if wrongs else "right", not wrongs, "right", "sums of ranks")
 
 
-def sums_over_axes(place: Place, host_too: bool) -> dict[str, str]:
+def sums_over_axes(place: Place, with_gloo: bool) -> dict[str, str]:
     """Errors of sums by group; "" for a correct sum."""
-    with joined(place, ASKED, host_too=host_too, chosen=True):
+    with joined(place, ASKED, with_gloo=with_gloo, chosen=True):
         ranks = dist.get_world_size()
         mesh = mesh_of_all(place, ring=ranks)
         axis = Axis.of(mesh["ring"])
         groups = {"the default group": dist.group.WORLD, "ring": axis.group, "ring's duplicate": axis.duplicate().group}
         wrong_sums = {name: wrong_sum(group, place.device, ranks) for name, group in groups.items()}
-        if host_too:
+        if with_gloo:
             wrong_sums["the host's tensors"] = wrong_sum(dist.group.WORLD, "cpu", ranks)
             waits = compat.host_timeout(dist.group.WORLD, "cpu")
             wrong_sums["gloo's time-out"] = "" if waits == ASKED else f"{waits}"

@@ -56,12 +56,12 @@ def free_port() -> int:
 
 @contextmanager
 def joined(
-    place: Place, timeout: timedelta = timedelta(minutes=2), host_too: bool = False, chosen: bool = False
+    place: Place, timeout: timedelta = timedelta(minutes=2), with_gloo: bool = False, chosen: bool = False
 ) -> Generator[int]:
     """Starts the process group of `torchrun` and the trainer; yields this rank.
 
     Args:
-        host_too: adds gloo to NCCL.
+        with_gloo: adds gloo to NCCL.
         chosen: the application has already selected GPUs, in reverse order.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -71,7 +71,7 @@ def joined(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port)}
     if place.device == "cuda" and chosen:
         torch.cuda.set_device(ranks - 1 - rank)
-    start_process_group(place.device, timeout, host_too=host_too)
+    start_process_group(place.device, timeout, with_gloo=with_gloo)
     try:
         yield rank
     finally:

@@ -76,7 +76,7 @@ def test_balance_is_the_most_loaded_shard_over_the_mean(case, shards, kind, of_k
 
 def test_rows_of_a_batch_are_balanced_together():
     ends = [documents(kind, 100_000) for kind in ("web", "books among posts")]
-    layout = SequenceLayout.balanced(100_000, 8, documents=ends, traffic=0)
+    layout = SequenceLayout.balanced(100_000, 8, documents=ends, send_cost=0)
     loads = torch.zeros(8)
     for row in ends:
         starts = torch.tensor(row)
@@ -91,7 +91,7 @@ def test_rows_of_a_batch_are_balanced_together():
 def test_every_position_has_one_shard_and_sizes_are_even(case, shards):
     length, mask = case
     shards = min(shards, length)
-    layout = SequenceLayout.balanced(length, shards, **mask, traffic=0)
+    layout = SequenceLayout.balanced(length, shards, **mask, send_cost=0)
     positions = torch.cat([layout.positions(shard) for shard in range(shards)])
     assert sorted(positions.tolist()) == list(range(length))
     assert max(layout.sizes) - min(layout.sizes) <= 1
@@ -119,7 +119,7 @@ def documents(kind: str, length: int) -> list[int]:
 def test_documents_are_balanced_better_than_by_zigzag(kind, shards):
     length = 1_000_000
     ends = documents(kind, length)
-    layout = SequenceLayout.balanced(length, shards, documents=ends, traffic=0)
+    layout = SequenceLayout.balanced(length, shards, documents=ends, send_cost=0)
     assert attention_balance(SequenceLayout.zigzag(length, shards), documents=ends) > 1.3
     assert attention_balance(layout, documents=ends) < 1.02
     assert attention_balance(layout, documents=ends, of_keys=True) < 1.02
@@ -171,7 +171,7 @@ def test_tokens_with_most_pairs_are_cut_finer():
     prompt = [(0, length, 0, 1000, None, 0)]
     mask = Mask(slice_array(prompt + [(at, at + 1000, at, at + 1000, None, 0) for at in starts]))
     assert attention_balance(SequenceLayout.zigzag(length, shards), mask=mask, of_keys=True) > 15
-    layout = SequenceLayout.balanced(length, shards, mask=mask, traffic=0)
+    layout = SequenceLayout.balanced(length, shards, mask=mask, send_cost=0)
     assert attention_balance(layout, mask=mask) < 1.05
     assert attention_balance(layout, mask=mask, of_keys=True) < 1.05
     assert max(len(layout.spans(shard)) for shard in range(shards)) <= 16
@@ -184,7 +184,7 @@ def test_with_random_slices_each_position_is_in_one_shard(length, shards, data):
     edges = st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True).map(sorted)
     rows = data.draw(st.lists(st.tuples(edges, edges), max_size=4))
     mask = Mask(slice_array((*queries, *keys, None, None) for queries, keys in rows))
-    layout = SequenceLayout.balanced(length, shards, mask=mask, traffic=0)
+    layout = SequenceLayout.balanced(length, shards, mask=mask, send_cost=0)
     assert layout.length == length and max(layout.sizes) - min(layout.sizes) <= 1
     pairs = np.zeros((length, length))
     for queries, keys in rows:

@@ -63,15 +63,15 @@ def test_only_groups_with_nccl_as_single_backend_are_bound_to_the_device(gpus, m
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
     gpus(8, 3)
     start_process_group("cuda", timedelta(seconds=5))
-    start_process_group("cuda", host_too=True)
-    start_process_group("cpu", host_too=True)
+    start_process_group("cuda", with_gloo=True)
+    start_process_group("cpu", with_gloo=True)
     start_process_group("cuda", bind=False)
     assert [backend for backend, _ in started] == ["nccl", "cpu:gloo,cuda:nccl", "gloo", "nccl"]
     assert [options["device_id"] for _, options in started] == [torch.device("cuda", 3), None, None, None]
     assert started[0][1]["timeout"] == timedelta(seconds=5)
 
 
-@pytest.mark.parametrize("call", [{"bind": False}, {"host_too": True}])
+@pytest.mark.parametrize("call", [{"bind": False}, {"with_gloo": True}])
 def test_nccl_with_own_binding_gets_the_callers_device(gpus, monkeypatch, call):
     started = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(options["device_id"]))

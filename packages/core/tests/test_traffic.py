@@ -109,11 +109,11 @@ def test_no_simpler_even_layout_sends_fewer_bytes(kind, draws):
         assert np.median(of_zigzag) <= 0.05
 
 
-def test_no_simpler_even_layout_sends_fewer_bytes_if_traffic_is_cheap():
+def test_no_simpler_even_layout_sends_fewer_bytes_if_sends_are_cheap():
     draws = [(random.Random(f"lognormal{seed}"), shards) for seed in range(6) for shards in (2, 3)]
     for rng, shards in draws:
         ends = drawn("lognormal", rng, shards)
-        layout = SequenceLayout.balanced(N, shards, documents=ends, traffic=1)
+        layout = SequenceLayout.balanced(N, shards, documents=ends, send_cost=1)
         for simpler in (SequenceLayout.zigzag(N, shards), SequenceLayout.contiguous(N, shards)):
             if unevenness(simpler, ends) <= EVEN:
                 assert attention_traffic(layout, documents=ends) <= attention_traffic(simpler, documents=ends)
@@ -129,7 +129,7 @@ def test_long_documents_among_short_ones_send_a_third_at_most():
     for _ in range(12):
         sizes = [rng.lognormvariate(0, 1) for _ in range(rng.choice([30, 34]))]
         ends = sorted({0, *np.rint(np.cumsum(sizes) / sum(sizes) * N).astype(int).tolist()})
-        layout, even = (SequenceLayout.balanced(N, 8, documents=ends, traffic=traffic) for traffic in (None, 0))
+        layout, even = (SequenceLayout.balanced(N, 8, documents=ends, send_cost=send_cost) for send_cost in (None, 0))
         assert unevenness(layout, ends) <= EVEN
         ratios.append(attention_traffic(layout, documents=ends) / attention_traffic(even, documents=ends))
     assert np.median(ratios) <= 1 / 3
@@ -142,7 +142,7 @@ def test_ranks_are_even_by_the_side_that_does_not_move(kind, by):
     for shards in (2, 4, 8):
         ends = drawn(kind, rng, shards)
         layout = SequenceLayout.balanced(N, shards, documents=ends, balanced_by=by)
-        even = SequenceLayout.balanced(N, shards, documents=ends, traffic=0)
+        even = SequenceLayout.balanced(N, shards, documents=ends, send_cost=0)
         assert attention_balance(layout, documents=ends, of_keys=True) <= EVEN
         assert by == "keys" or attention_balance(layout, documents=ends) <= EVEN
         assert max(layout.sizes) * shards <= EVEN * N
@@ -183,11 +183,11 @@ def test_any_mask_is_even_and_deterministic(rows):
     layout = SequenceLayout.balanced(4096, 8, mask=mask)
     assert layout == SequenceLayout.balanced(4096, 8, mask=Mask(*(row.copy() for row in rows)))
     assert attention_balance(layout, mask=mask) <= EVEN and max(layout.sizes) <= EVEN * 512
-    even = SequenceLayout.balanced(4096, 8, mask=mask, traffic=0)
+    even = SequenceLayout.balanced(4096, 8, mask=mask, send_cost=0)
     assert attention_traffic(layout, mask=mask) <= attention_traffic(even, mask=mask)
 
 
-@pytest.mark.parametrize("traffic", [-1, float("nan"), float("inf"), "much"])
-def test_invalid_traffic_cost_raises(traffic):
-    with pytest.raises(ValueError, match=r"traffic"):
-        SequenceLayout.balanced(8, 2, traffic=traffic)
+@pytest.mark.parametrize("send_cost", [-1, float("nan"), float("inf"), "much"])
+def test_invalid_send_cost_raises(send_cost):
+    with pytest.raises(ValueError, match=r"send_cost"):
+        SequenceLayout.balanced(8, 2, send_cost=send_cost)

@@ -1,6 +1,6 @@
 """Private interfaces of torch, and public ones that differ between the supported releases (>= 2.11).
 
-Other modules call torch's private functions only through this one, so that a new release is adapted to in one place.
+Other modules call torch's private functions only through this module, the one place to change for a new release.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def find_group(name: str) -> dist.ProcessGroup:
 
 def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Returns the time that the host may wait for an operation on `group`; None on CUDA, where the stream waits."""
-    # gloo ignores the time-out of a group in sends and receives, so callers pass it to `Work.wait`.
+    # gloo ignores a group's time-out in sends and receives. So callers pass the returned time to `Work.wait`.
     return group_timeout(group, device_type) if device_type == "cpu" else None
 
 
 def device_error() -> Exception | None:
-    """Returns the error of the current accelerator, such as an illegal memory access of a kernel; None without one."""
-    # A query instead of a synchronization: after the loss of a rank, kernels of collectives may never end.
+    """Returns the error of the current accelerator, such as a kernel's illegal memory access; None if it has none."""
+    # Queries the stream and does not synchronize: after the loss of a rank, kernels of collectives may never end.
     try:
         torch.accelerator.current_stream().query()
     except torch.AcceleratorError as error:
@@ -65,7 +65,7 @@ def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
     """Returns options for a process group whose NCCL kernels run on streams of high priority.
 
     Args:
-        max_ctas: upper limit of thread blocks of one NCCL kernel, of which each occupies a multiprocessor; by default
+        max_ctas: maximum number of thread blocks of one NCCL kernel; each block occupies a multiprocessor. By default
             NCCL decides.
     """
     options: Any = cast(Any, dist).ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -76,7 +76,7 @@ def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
 
 
 def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
-    """Returns the options of a group made with `high_priority`; None for any other group."""
+    """Returns the options of a group that was created with those of `high_priority`; None for any other group."""
     if device_type != "cuda":
         return None
     options: Any = getattr(cast(Any, group)._get_backend(torch.device("cuda")), "options", None)
@@ -84,8 +84,11 @@ def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
 
 
 def nccl_binds_devices() -> bool:
-    """Returns True if "nccl" binds each group to a device: the one given to `init_process_group`, or LOCAL_RANK's."""
-    # The backend nccl2 does, which torch 2.15 uses for "nccl" unless TORCH_DIST_USE_NCCL2=0.
+    """Returns True if backend "nccl" binds each group to a device, without a request to do so.
+
+    The device is the one passed to `init_process_group`, or by default the one with the number LOCAL_RANK.
+    """
+    # The implementation nccl2 does that. torch 2.15 uses it for "nccl" unless TORCH_DIST_USE_NCCL2=0.
     c10d: Any = dist.distributed_c10d
     nccl2 = getattr(c10d, "_create_nccl2_process_group", None)
     if nccl2 is None:
@@ -103,21 +106,22 @@ def has_several_backends() -> bool:
 
 
 def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
-    """Creates a process group of some ranks of the world, including this rank. Only these ranks call it.
+    """Creates a process group of some ranks of the world. Exactly these ranks must call it.
 
     Args:
-        name: name of the group, the same on all of its ranks and unique among their groups.
-        timeout: time that an operation on the group may wait; by default the backend's.
-        like: `priority_options` of another group, whose priority and CTA limit NCCL uses.
+        ranks: global ranks of the group, in its order.
+        name: name of the group, the same on all of its ranks. No other group of these ranks may have it.
+        timeout: time that an operation on the group may wait; by default the backend's default.
+        like: `priority_options` of another group, whose priority and CTA limit the new group gets.
     """
     # `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has
-    # made, so ranks that have made different numbers of groups would wait for each other forever.
+    # created. Ranks that have created different numbers of groups would wait for each other forever.
     c10d: Any = dist.distributed_c10d
     default: Any = c10d._get_default_group()
     backend, store = c10d._world.pg_map[default]
     duration: timedelta = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
-    # With a bound device torch would split NCCL's communicator, which waits for all ranks of the world.
+    # With a bound device torch would split the default group's NCCL communicator, which waits for all of its ranks.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         options = None if like is None else high_priority(duration, like.config.max_ctas)
@@ -130,12 +134,12 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
 
 
 def default_store() -> dist.Store:
-    """Returns the store of the rendezvous of the default process group."""
+    """Returns the store through which the default process group was started."""
     return cast(Any, dist.distributed_c10d)._get_default_store()
 
 
 def unbox_group(group: Any) -> dist.ProcessGroup:
-    """Returns the process group from the argument of an op of torch.distributed."""
+    """Returns the process group that an op of torch.distributed received as a boxed argument."""
     return cast(Any, dist.ProcessGroup).unbox(group)
 
 
@@ -147,14 +151,15 @@ def define_op(
 ) -> OpOverload:
     """Defines an op in namespace "armillary" that returns new tensors and mutates none.
 
-    `torch.library.custom_op` costs the host some 0.1 ms more per call, forward and backward: it flattens lists as
-    pytrees and searches inputs and outputs for shared memory. Tests check that ops defined here share none.
+    `torch.library.custom_op` takes about 0.1 ms more of the host's time per call of forward and backward: it flattens
+    lists as pytrees, and searches inputs and outputs for shared memory. Tests check that the ops defined here share
+    none.
 
     Args:
-        schema: schema of the op, with its name.
-        run: the implementation, which torch.compile never traces, not even after a graph break in its caller.
-        run_like: the fake implementation; returns empty tensors in the shapes of the results.
-        differentiable: the implementation under autograd, which calls the op again `below_autograd`.
+        schema: schema of the op, which begins with its name.
+        run: the implementation. torch.compile never traces it, not even after a graph break in its caller.
+        run_like: the fake implementation, which returns uninitialized tensors in the shapes of the results.
+        differentiable: the implementation under autograd, which calls the op again in the context `below_autograd`.
     """
     name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -197,7 +202,7 @@ def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
 
 
 def flatten_axes(axes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Returns the 1-D mesh over 1-D meshes that were sliced from one mesh, in that mesh's order."""
+    """Returns the 1-D mesh over several 1-D slices of one mesh, with axes in the order of that mesh."""
     root = cast(DeviceMesh, cast(Any, axes[0])._get_root_mesh())
     sliced = {name for axis in axes for name in axis.mesh_dim_names or ()}
     names = [name for name in root.mesh_dim_names or () if name in sliced]
@@ -205,31 +210,31 @@ def flatten_axes(axes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def parallel_ranks(mesh: DeviceMesh) -> list[list[int]]:
-    """Returns the global ranks of each 1-D mesh that the slicing of `mesh` from its root mesh has created."""
+    """Returns the global ranks of each 1-D slice of the root mesh along the axes of `mesh`; one of them is `mesh`."""
     private = cast(Any, mesh)
     ranks: Tensor = private._layout.remap_to_tensor(private._rank_map)
     return ranks.reshape(-1, mesh.size()).tolist()
 
 
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Returns the 2-D mesh of two 1-D meshes that were sliced from one mesh."""
+    """Returns the 2-D mesh of two 1-D slices of one mesh."""
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
 
 
 def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts an all-gather of flat tensors."""
+    """Starts an all-gather of the flat tensor `x` of each rank into the flat tensor `into`."""
     # torch 2.13 renames the function and deprecates the old name.
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
 
 
 def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Starts receives and sends of contiguous tensors by rank of the group, in one batch if the backend has batches.
+    """Starts receives and sends of contiguous tensors, which are given by rank of the group.
 
-    Returns one work for each message; for an NCCL batch a single work, whose event is recorded after all messages and
-    which keeps their tensors alive.
+    Backends with batches (NCCL) start all messages as one batch and return a single work, whose event is recorded after
+    all of them and which keeps their tensors alive. Other backends return one work for each message.
     """
-    # `dist.batch_isend_irecv` without its objects and checks for each message, which take longer than small messages.
+    # Like `dist.batch_isend_irecv`, whose objects and checks for each message take longer than a small message.
     tensors = receive or send
     if not tensors:
         return []
@@ -243,9 +248,9 @@ def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: M
 
 
 def above_autograd() -> AbstractContextManager[Any]:
-    """Returns a context that turns autograd on again inside the implementation of an op."""
+    """Returns a context in which autograd records operations again, inside the implementation of an op."""
     private: Any = cast(Any, torch)._C
-    # The dispatcher excludes each of these keys after it has run the kernel of that key for the op.
+    # Before it runs the implementation, the dispatcher excludes the keys of autograd. Include them again.
     keys = private._dispatch_tls_local_exclude_set()
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         keys = keys.remove(getattr(private.DispatchKey, name))
@@ -273,14 +278,14 @@ def fakes_tensors() -> bool:
 def no_view(x: Tensor) -> Tensor:
     """Returns an alias of `x` that autograd does not treat as a view."""
     private: Any = cast(Any, torch)._C
-    # The kernels of this dispatch key record views. Without them autograd sees a new tensor.
+    # The kernels of this dispatch key record that the result is a view of x. Without them it is a new tensor.
     view_tracking = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
     with private._ExcludeDispatchKeyGuard(view_tracking):
         return torch.ops.aten.alias.default(x)
 
 
 def references(x: Tensor) -> tuple[int, int]:
-    """Returns the numbers of C++ references to a tensor and to its storage."""
+    """Returns (number of C++ references to the tensor, number of references to its storage)."""
     storage: Any = x.untyped_storage()
     return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
 
@@ -306,9 +311,9 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 class OpRefused(NotImplementedError, ValueError):
-    """An op that DTensors with some placement do not support.
+    """Raised for an op that DTensors of some placement do not support.
 
-    A NotImplementedError, because DTensor passes these on and rewrites the messages of other errors.
+    A NotImplementedError, because DTensor rewrites the messages of other errors.
     """
 
 
@@ -318,9 +323,9 @@ def guard_dtensors(
     """Installs checks in DTensor, for placements with which some ops or gradients would be silently wrong.
 
     Args:
-        op: called with each op and the placements of its tensors before sharding propagation. Must depend on these
-            alone, because DTensor caches the propagation.
-        redistribution: called with a DTensor and its target placements before each explicit `redistribute`.
+        op: check of an op and the placements of its tensors, called before sharding propagation. Its result must
+            depend on these alone, because DTensor caches the propagation.
+        redistribution: check of a DTensor and its target placements, called before each explicit `redistribute`.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import _redistribute as redistributing
@@ -336,7 +341,8 @@ def guard_dtensors(
         redistribution(x, placements)
         return forward(ctx, x, mesh, placements, *options)
 
-    # `propagate_op_sharding` caches the non-cached function. An empty cache replaces it: its entries are unchecked.
+    # `propagate_op_sharding` is a cache around the non-cached function. It is replaced by an empty one, because its
+    # entries were computed without the check.
     propagator.propagate_op_sharding_non_cached = propagate_checked
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)
     function.forward = staticmethod(forward_checked)
@@ -351,7 +357,7 @@ def placements_in(arguments: object) -> list[Placement]:
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Returns True for a DTensor."""
-    # Without importing DTensor, which takes seconds, for a plain tensor.
+    # The import of DTensor takes seconds: plain tensors are answered without it.
     if type(x) is Tensor or type(x) is Parameter:
         return False
     from torch.distributed.tensor import DTensor
@@ -365,14 +371,15 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def constant_when_traced(function: F) -> F:
-    """`torch.compiler.assume_constant_result` without importing the compiler, which takes seconds."""
+    """Decorator `torch.compiler.assume_constant_result`: a graph takes the function's result as a constant."""
+    # Sets the mark by hand, because the import of torch.compiler's implementation takes seconds.
     cast(Any, function)._dynamo_marked_constant = True
     return function
 
 
 def with_dynamic_results(function: F) -> F:
     """Returns a compiled function whose graphs may contain ops with results of data-dependent size."""
-    # By default dynamo traces these only with `fullgraph=True`, and breaks the graph otherwise.
+    # By default dynamo traces such ops only with `fullgraph=True`, and otherwise breaks the graph at them.
     import torch._dynamo
 
     return cast(F, cast(Any, torch._dynamo.config).patch(capture_dynamic_output_shape_ops=True)(function))
@@ -382,7 +389,7 @@ def outside_graphs(function: F) -> F:
     """Decorator of functions that torch.compile runs eagerly: a compiled caller breaks its graph at the call."""
     disabled = _disable_dynamo(function)
 
-    # `disabled` imports dynamo at its first call, which takes seconds: eager callers do without.
+    # `disabled` imports dynamo at its first call, which takes seconds. So eager callers call `function` itself.
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
@@ -403,7 +410,7 @@ def dtensors_outside_graphs(function: F) -> F:
 
 
 def outside_modes(function: F) -> F:
-    """Decorator of functions whose results are cached: they return real tensors even under FakeTensorMode."""
+    """Decorator of functions that compute real tensors even under FakeTensorMode, as functions with a cache must."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -423,5 +430,5 @@ def assert_later(condition: Tensor, message: str) -> None:
 
 
 def traced_object(value: Any) -> Any:
-    """Returns the mesh or group that torch.compile has wrapped while it traces; other values unchanged."""
+    """Returns the mesh or group in the wrapper that torch.compile passes while it traces; other values unchanged."""
     return getattr(value, "real_obj", value)

@@ -1,4 +1,4 @@
-"""Files: parsing with one kind of error, errors with file names, and writes that are all or nothing."""
+"""Files: parsers that raise only ValueError, OSErrors with file names, and atomic writes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _parse_nested(parser: Callable[[Any], Any], text: str | bytes) -> Any:
 
 
 def is_file_name(name: object) -> TypeGuard[str]:
-    """Returns True for the name of a file in a folder, False for "..", "a/b" and other text."""
+    """Returns True if `name` is the name of a file in a folder; False for "..", "a/b" and values that are not text."""
     return isinstance(name, str) and name not in ("", "..") and "\0" not in name and Path(name).name == name
 
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Context that adds the path to an OSError without a file name, as a write to a full disk raises."""
+    """Context manager that adds `path` to an OSError that has no file name, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,10 @@ def writing(path: Path) -> Generator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Replaces the file at `path` once `write` has written a complete one beside it; returns `path`."""
+    """Calls `write` with the path of a temporary file beside `path`, then renames that file to `path`; returns `path`.
+
+    So `path` has the old or the new content, never a part of it.
+    """
     partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         write(partial)

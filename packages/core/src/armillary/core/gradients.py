@@ -1,4 +1,4 @@
-"""Gradients over ranks: summed, for losses divided by the global number of tokens, and clipped by one norm."""
+"""Gradients over all ranks: `sum_gradients` sums them instead of averaging, `clip_gradients` clips their norm."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,20 +16,22 @@ from armillary.core import compat
 def sum_gradients(model: nn.Module) -> None:
     """Makes FSDP2 or DDP sum gradients over ranks instead of averaging them.
 
-    Each rank's loss is the sum over its own tokens divided by the number of all ranks' tokens. The gradients of these
-    losses sum to the gradient of the global loss; averaged over N ranks it would be 1/N of that. Call it once on every
-    rank, after `fully_shard` on every module (or after wrapping in DDP). The mesh given to `fully_shard` must contain
-    all axes over which tokens are spread, including the sequence and head axes, as one dim, or as two for HSDP.
+    For losses that are a sum over the rank's tokens, divided by the number of tokens on all ranks. The gradients of
+    these losses add up to the gradient of the global loss; an average over R ranks would be 1/R of it.
+
+    Call it once on every rank, after `fully_shard` of every module (or after wrapping in DDP). The mesh passed to
+    `fully_shard` must contain all axes over which tokens are sharded, including the sequence and head axes, as one
+    dim, or as two for HSDP.
 
     Raises:
-        ValueError: no module is under FSDP2, or a trainable parameter is not; FSDP1; a DDP model that already has a
-            communication hook.
+        ValueError: no module is under FSDP2, a trainable parameter is not, a module is under FSDP1, or the model is a
+            DDP model that already has a communication hook.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{type(model).__name__} is not a model: pass the nn.Module with the parameters")
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # takes seconds to import
 
-    # DDP divides only without a communication hook, so a hook that just all-reduces sums.
+    # DDP divides by the number of ranks unless it has a communication hook. So a hook that only all-reduces sums.
     if isinstance(model, DistributedDataParallel):
         _sum_in_ddp(model)
         return
@@ -51,14 +53,16 @@ def sum_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scales all gradients down to a global norm of at most `limit`; returns their norm before, over all ranks.
+    """Scales all gradients down, in place, to a global norm of at most `limit`. Every rank must call it.
 
-    Parameters may be local tensors and DTensors, on one mesh or on several.
+    Parameters may be local tensors, the same on every rank, and DTensors on one mesh or on several.
+
+    Returns:
+        The norm of all gradients over all ranks before scaling, a tensor without dims.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(gradients).to(gradients[0].dtype)
-    # Each rank scales its local tensors, also of partial sums: in-place ops on `Partial` DTensors are wrong in torch
-    # 2.11.
+    # Each rank scales local tensors, those of `Partial` DTensors too: in-place ops on these are wrong in torch 2.11.
     on_device = defaultdict[torch.device, list[Tensor]](list)
     for gradient in gradients:
         on_device[gradient.device].append(compat.local_part(gradient))
@@ -71,21 +75,22 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Returns the norm of gradients over all ranks in float64, with the same bits on every rank.
 
-    Different bits would make the copies of a weight differ after a few steps. Copies on several ranks count once.
+    With different bits, the copies of a weight on several ranks would differ after a few steps. A gradient that several
+    ranks have counts once.
     """
-    shards = defaultdict[int, list[Tensor]](list)
+    shards = defaultdict[int, list[Tensor]](list)  # by their number of copies
     for shard, copies in map(_shard_and_copies, gradients):
         shards[copies].append(shard)
-    # A shard with copies on c ranks enters the all-reduced sum c times, so each of these ranks adds 1 / c of it.
+    # The all-reduce adds a shard with copies on c ranks c times, so each of these ranks gives 1 / c of its square.
     total = torch.stack([get_total_norm(group).double().square() / copies for copies, group in shards.items()]).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
 def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
-    """Returns this rank's shard of a gradient and the number of ranks with a copy of it.
+    """Returns this rank's shard of a gradient, and the number of ranks that have the same shard.
 
-    Partial sums are reduced first: the norm of a sum does not follow from the norms of its addends.
+    Partial sums are all-reduced first, because the norm of a sum does not follow from the norms of its addends.
     """
     if not compat.is_dtensor(x):
         return x, dist.get_world_size()
@@ -109,7 +114,8 @@ def _sum_in_ddp(model: DistributedDataParallel) -> None:
 
 
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sums a bucket: with a hook, DDP does not divide. DDP inspects the annotations, which must not be strings."""
+    """Communication hook of DDP that sums a bucket of gradients."""
+    # DDP inspects this function's annotations, which must not be strings: no `from __future__ import annotations` here.
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(_first)

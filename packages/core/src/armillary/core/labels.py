@@ -1,4 +1,4 @@
-"""Labels with weights, any number per token, as at the branch points of a token tree."""
+"""Labels with weights: a token may have several, as at the branch points of a token tree."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class LabelTriples:
 
     In a row that packs a prompt and several completions depth first, the prompt's last token predicts the first token
     of each completion: several labels at one position. A label that several sequences share has the sum of their
-    weights. A loss is the sum of weight times cross entropy; divide it by the sum of the weights of all ranks.
+    weights. A loss is the sum of weight times cross entropy, divided by the sum of the weights of all ranks.
 
-    Triples are sorted by position on the host, so that the labels of a chunk of tokens are found without waiting for a
-    device; `to` moves the tensors to compute with.
+    A triple is (position, label, weight). Triples are sorted by position, and a copy of the positions stays on the CPU,
+    so that the labels of a chunk of tokens are found without waiting for the device.
 
     Args:
-        positions: integers [M] on the CPU: b T + t for token t of row b, in any order, with repetitions.
+        positions: integers [M] on the CPU: b T + t for token t of row b, in any order; a position may be repeated.
         labels: integers [M] on the CPU, at least 0: the label that the hidden state at the position predicts.
-        weights: numbers [M] on the CPU, finite and at least 0; kept in float64.
-        shape: (B, T), the tokens of this rank.
+        weights: numbers [M] on the CPU, finite and at least 0; converted to float64.
+        shape: (B, T), rows and tokens per row of this rank.
 
     Raises:
         ValueError: tensors of other shapes or not on the CPU, positions out of range, labels below 0, invalid weights.
@@ -41,12 +41,12 @@ class LabelTriples:
             raise ValueError(f"positions, labels and weights must be [M] each, on the CPU; got {shapes} on {devices}")
         if positions.is_floating_point() or labels.is_floating_point():
             raise ValueError(f"positions and labels must be integers; got {positions.dtype} and {labels.dtype}")
-        # Sorted once on the host, so that `within` is a binary search for each chunk of tokens.
+        # Sorted, so that `within` can find the labels of a chunk by binary search.
         order = torch.argsort(positions, stable=True)
         self.shape = (int(shape[0]), int(shape[1]))
         """(B, T)"""
         self.host = positions.long()[order]
-        """int64 [M], rising, always on the CPU."""
+        """Copy of the positions, int64 [M], rising, that stays on the CPU."""
         self.positions, self.labels, self.weights = self.host, labels.long()[order], weights.double()[order]
         self.largest = int(self.labels.max()) if len(order) else -1
         """The largest label; -1 without labels."""
@@ -71,7 +71,7 @@ class LabelTriples:
         return f"LabelTriples({len(self)} labels of {self.shape} tokens)"
 
     def to(self, device: torch.device) -> Self:
-        """Returns a copy with positions, labels and weights on a device, without waiting for the copies."""
+        """Returns a copy with positions, labels and weights on `device`. The host does not wait for the transfers."""
         result = copy(self)
         result.positions, result.labels, result.weights = (
             to_device(x, device) for x in (self.positions, self.labels, self.weights)
@@ -79,13 +79,13 @@ class LabelTriples:
         return result
 
     def row(self, i: int) -> LabelTriples:
-        """Returns the labels of row `i` as a batch of one row. On the CPU."""
+        """Returns the labels of row `i` as a batch of one row. Call it before `to`, on CPU tensors."""
         tokens = self.shape[1]
         triples = self.within(i * tokens, (i + 1) * tokens)
         return LabelTriples(self.host[triples] - i * tokens, self.labels[triples], self.weights[triples], (1, tokens))
 
     def within(self, first: int, stop: int) -> slice:
-        """Returns the slice of the triples with positions `first` to `stop - 1`."""
-        # On the host copy of the positions, so that the device is not synchronized.
+        """Returns the slice of the triples whose positions are `first` to `stop - 1`."""
+        # The copy on the CPU is searched: reading `positions` from a GPU would wait for it.
         bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()
         return slice(*bounds)

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from armillary.core.balancing.balance import balanced_spans
-from armillary.core.balancing.spread import TRAFFIC
+from armillary.core.balancing.spread import SEND_COST
 from armillary.core.balancing.traffic import PositionRuns, token_hops
 from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
-from armillary.core.validation import check_choice, flag, integer
+from armillary.core.validation import check_bool, check_choice, check_dim, integer
 
 Side = Literal["queries", "keys", "both"]
 SIDES: dict[str, tuple[int, ...]] = {"queries": (0,), "keys": (1,), "both": (0, 1)}
+"""For each `balanced_by` the rows of a pair count to even out: 0 counts pairs by query, 1 by key."""
 
 
 class SequenceLayout:
@@ -54,7 +55,8 @@ class SequenceLayout:
         self._spans = tuple(join_spans(shard) for shard in _list_shards(spans))
         self.sizes = tuple(sum(map(len, shard)) for shard in self._spans)
         self.length = sum(self.sizes)
-        self._hash = hash(self._spans)  # every call looks up caches by layout, and a layout may have thousands of spans
+        # Computed once: every attention call looks up caches by layout, and a layout may have thousands of spans.
+        self._hash = hash(self._spans)
         self._check()
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self._spans)
 
@@ -70,7 +72,7 @@ class SequenceLayout:
         for shard, spans in enumerate(self._spans):
             if not spans:
                 raise ValueError(f"shard {shard} of {self.shards} has no positions; every shard needs at least one")
-        # Runs with the smallest position 0, no gap and no repeated position cover 0..length-1.
+        # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
         runs = [span for spans in self._spans for span in spans]
         first = min(span[0] for span in runs)
         if first != 0:
@@ -122,47 +124,49 @@ class SequenceLayout:
         documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         mask: Sliced | None = None,
-        traffic: float | None = None,
+        send_cost: float | None = None,
         balanced_by: Side = "queries",
     ) -> SequenceLayout:
         """Returns a layout that balances attention work under a mask and sends few bytes around a ring.
 
-        Documents that fit on a shard are not cut; a longer one is cut over as few consecutive shards as possible. Every
-        shard has at most 1.10 times the mean number of tokens, and of (query, key) pairs as counted by `balanced_by`.
-        The layout sends no more than zigzag, contiguous or the layout without cut documents, if one of these is as
-        balanced. If the search fails, or with `traffic=0`, sizes differ by at most one, pairs are as even as possible,
-        counted by queries and by keys, and spans are few.
+        A document that fits on a shard is not cut; a longer one is cut over as few consecutive shards as possible. No
+        shard has more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by`
+        counts. Zigzag, contiguous and a layout that cuts no document are candidates too: if one of them is as balanced,
+        the result sends at most as many bytes.
+
+        With `send_cost=0`, or if no layout reaches 1.10, bytes are ignored: sizes differ by at most one token, and
+        pairs are as even as possible, counted both by queries and by keys.
 
         Args:
             window: (left, right), each None or at least 0, as in an attention mask.
             documents: boundaries 0, end of the first, ..., `length`; or one list of boundaries per batch row, and the
                 sum over the rows is balanced.
             mask: any other attention mask, instead of `causal`, `window` and `documents`.
-            traffic: number of (query, key) pairs that take as long to compute as one token takes to send to the next
-                rank, 1000 by default; 0 ignores traffic.
-            balanced_by: the side whose pairs are counted. "queries": the work of a shard when keys rotate; "keys": its
-                work when queries rotate; "both" balances both.
+            send_cost: cost of sending one token to the next rank, as the number of (query, key) pairs that take as
+                long to compute; 1000 by default. 0: sending costs nothing.
+            balanced_by: the pairs that count as a shard's work. "queries": those of its queries, as when keys rotate;
+                "keys": those of its keys, as when queries rotate; "both": each of the two counts is balanced.
 
         Raises:
             ValueError: documents that do not rise from 0 to `length`, a negative window, `mask` together with another
-                mask argument, a negative `traffic`, an unknown `balanced_by`.
+                mask argument, a negative `send_cost`, an unknown `balanced_by`.
         """
         length, shards = _check_sizes(length, shards)
-        if traffic is None:
-            traffic = TRAFFIC
-        is_number = isinstance(traffic, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        if not (is_number and 0 <= traffic < inf):
-            raise ValueError(f"traffic={traffic!r}: a number of pairs that is at least 0, or None")
+        if send_cost is None:
+            send_cost = SEND_COST
+        is_number = isinstance(send_cost, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not (is_number and 0 <= send_cost < inf):
+            raise ValueError(f"send_cost={send_cost!r}: a number of pairs that is at least 0, or None")
         sides = SIDES[check_choice("balanced_by", balanced_by, tuple(SIDES))]
         rows = _slices_by_row(length, causal, window, documents, mask)
-        return cls(balanced_spans(length, shards, rows, traffic, sides))
+        return cls(balanced_spans(length, shards, rows, send_cost, sides))
 
     @classmethod
     def read(cls, text: str) -> SequenceLayout:
         """Returns the layout with this `text`.
 
         Raises:
-            ValueError: text in another format, or of an invalid layout.
+            ValueError: the text has another format, or its spans do not form a layout.
         """
         try:
             shards = [[range(*map(int, span.split(":"))) for span in shard.split(",")] for shard in text.split(";")]
@@ -191,7 +195,7 @@ class SequenceLayout:
         run_starts, run_shards, strided_spans = _sort_spans(self)
         shards = np.zeros_like(positions)
         if len(run_starts):
-            # The last run that starts at or before a position contains it, unless a strided span does.
+            # A position belongs to the last run that starts at or before it, unless a span with a step has it.
             shards = run_shards[np.searchsorted(run_starts, positions, side="right") - 1]
         for span, shard in strided_spans:
             inside = (positions >= span.start) & (positions < span.stop)
@@ -216,8 +220,8 @@ class SequenceLayout:
             dim: dim of the tokens.
 
         Raises:
-            ValueError: values that are not tensors, sizes that differ from the layout's, or different dtypes or
-            devices.
+            ValueError: an element is not a tensor, sizes on `dim` are not those of the shards, or the tensors differ
+                in their number of dims, dtype or device.
         """
         if not isinstance(parts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"parts are a {type(parts).__name__}; a list with a tensor for each shard is needed")
@@ -244,14 +248,14 @@ class SequenceLayout:
 
 @lru_cache(maxsize=16)  # sorting the spans of a million stripes takes seconds
 def _sort_spans(layout: SequenceLayout) -> tuple[Integers, Integers, list[tuple[range, int]]]:
-    """Returns the sorted starts of all spans with step 1, their shards, and (span, shard) for spans with a step."""
+    """Returns the sorted starts of all spans with step 1, the shards of these, and (span, shard) of all other spans."""
     spans = [(span, shard) for shard in range(layout.shards) for span in layout.spans(shard)]
     runs = sorted((span.start, shard) for span, shard in spans if span.step == 1)
     starts, shards = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     return starts, shards, [(span, shard) for span, shard in spans if span.step > 1]
 
 
-# Cached: every attention call of every layer derives the same layouts.
+# Cached, because every attention call of every layer derives the same layouts.
 @lru_cache(maxsize=256)
 def _refine(layout: SequenceLayout, n: int) -> SequenceLayout:
     smallest = min(layout.sizes)
@@ -286,13 +290,13 @@ def attention_balance(
     Args:
         layout: the layout to judge.
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
-        of_keys: counts the pairs of a shard's keys instead of its queries, the shard's work when queries rotate.
+        of_keys: True counts a shard's work by its keys instead of its queries, as when queries rotate.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_by_row(layout.length, causal, window, documents, mask)
-    # `KeyCounts` counts keys per query; in the mirrored mask, queries and keys have changed places.
-    counts = [KeyCounts.of(mirror(row) if flag("of_keys", of_keys) else row) for row in rows]
+    # `KeyCounts` counts the keys of each query. Keys are the queries of the mirrored mask, which counts by key.
+    counts = [KeyCounts.of(mirror(row) if check_bool("of_keys", of_keys) else row) for row in rows]
     positions_by_shard = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in positions_by_shard]
     return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
@@ -309,17 +313,17 @@ def attention_traffic(
 ) -> int:
     """Returns the token-hops of one pass of keys around a ring, in the cheaper direction.
 
-    A token-hop is one token sent to the next rank. A token stops at the last rank with a query that sees it. For k and
-    v of [B, N, K, D], all ranks together send 2 B K D elements per token-hop.
+    A token-hop is one token sent to the next rank. A key stops at the last rank that has a query which sees it. For k
+    and v of [B, N, K, D], all ranks together send 2 B K D elements per token-hop.
 
     Args:
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
-        of_queries: counts a pass of queries instead, which stop at the last rank with a key that they see.
+        of_queries: True counts a pass of queries instead. A query stops at the last rank that has a key it sees.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_by_row(layout.length, causal, window, documents, mask)
-    rows = [mirror(row) for row in rows] if flag("of_queries", of_queries) else rows
+    rows = [mirror(row) for row in rows] if check_bool("of_queries", of_queries) else rows
     return token_hops(PositionRuns.of_spans(map(layout.spans, range(layout.shards))), layout.shards, rows)
 
 
@@ -330,10 +334,13 @@ def _slices_by_row(
     documents: Sequence[int] | Sequence[Sequence[int]] | None,
     mask: Sliced | None,
 ) -> Sequence[Slices]:
-    """Returns the slices of `mask`, or of the mask that the other arguments describe, per row or once for all rows."""
+    """Returns one array of slices per batch row, or a single one for all rows.
+
+    The mask is `mask`, or by default the one that `causal`, `window` and `documents` describe.
+    """
     if mask is None:
         return mask_slices(length, causal, window, documents)
-    if not (flag("causal", causal) and window is documents is None):
+    if not (check_bool("causal", causal) and window is documents is None):
         raise ValueError(f"mask={mask!r} excludes other values of causal, window and documents")
     if not hasattr(mask, "slices"):
         raise ValueError(
@@ -343,7 +350,7 @@ def _slices_by_row(
 
 
 def _check_sizes(length: int, shards: int) -> tuple[int, int]:
-    """Returns (length, shards) as integers. Raises ValueError unless there is a token for every shard."""
+    """Returns (length, shards) as integers. Raises ValueError if there are fewer tokens than shards."""
     length, shards = integer("length", length), integer("shards", shards)
     if shards < 1:
         raise ValueError(f"a layout needs at least 1 shard; got {shards}")
@@ -357,7 +364,7 @@ def _check_sizes(length: int, shards: int) -> tuple[int, int]:
 
 
 def _list_shards(spans: Iterable[Iterable[range]]) -> list[list[range]]:
-    try:  # the elements are checked by `join_spans`
+    try:  # `join_spans` checks that the elements are ranges
         return [list(shard) for shard in spans]
     except TypeError:
         raise ValueError(
@@ -366,9 +373,7 @@ def _list_shards(spans: Iterable[Iterable[range]]) -> list[list[range]]:
 
 
 def _token_count(x: Tensor, dim: int) -> int:
-    """Returns the size of dim `dim`. Raises ValueError for other values than tensors, and for an unknown dim."""
+    """Returns the size of `x` on `dim`. Raises ValueError if `x` is not a tensor or has no such dim."""
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"a layout takes tokens from tensors and joins tensors; got {type(x).__name__}")
-    if not -x.ndim <= integer("dim", dim) < x.ndim:
-        raise ValueError(f"{tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
-    return x.shape[dim]
+    return x.shape[check_dim("x", x, dim)]

@@ -4,14 +4,14 @@
     partial = DTensor.from_local(packed, mesh["ring"], [LogSumExpPartial()])
     out, lse = unpack_partial(partial.redistribute(placements=[Shard(1)]))
 
-Every rank of the axis has computed attention of the same queries over its own keys. The results are merged in rank
-order: out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row for which no rank has
-visible keys has lse = -inf on every rank; its merged out is 0 and its lse -inf.
+Every rank r of the axis has computed attention of the same queries over its own keys, (out_r, lse_r). The results are
+merged in rank order: out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row without
+visible keys on any rank has lse_r = -inf on every rank, and the merged row has out = 0 and lse = -inf.
 
-Forward only: torch's backward treats every partial placement as a sum, and its gradients would be silently wrong.
-Tensors that require a gradient are refused; `merge_scatter` is the merge with a gradient. All ops on DTensors with this
-placement are refused too, except `redistribute`, `full_tensor` and `to_local`. This includes `clone` and `detach`,
-before which torch merges in some releases (2.15) and not in others (2.11).
+There is no gradient: torch's backward would treat the placement as a sum and be silently wrong. Tensors that require a
+gradient are refused; `merge_scatter` is the merge with a gradient. Of the ops on DTensors with this placement only
+`redistribute`, `full_tensor` and `to_local` are supported. `clone` and `detach` are not, because before these torch
+merges in some releases (2.15) and not in others (2.11).
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ from armillary.core.placements import chunk_sizes, describe
 from armillary.core.validation import check_tensor
 
 PACKED, SEPARATE = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
-"""Names of the reduction. Not torch's: it lets "sum" pass through many ops, and treats equal names as one placement."""
+"""Names of the reduction, for `Partial.reduce_op`. They must not be names of torch: it lets "sum" pass through many
+ops, and takes placements with equal names for the same one."""
 
 
 class LogSumExpPartial(Partial):
-    """Attention over each rank's own keys, to be merged over the ranks by log-sum-exp.
+    """Placement of attention over each rank's own keys, to be merged over ranks by log-sum-exp.
 
     For DTensors of (out, lse) packed along the last dim (`pack_partial`), in float32 or wider. `redistribute` to
-    `Replicate` merges all rows on every rank, to `Shard` only the rows of the rank's shard. Several axes and uneven
-    shards are supported. No axis may shard the last dim. `Partial("logsumexp")` is a placement of torch, not this one.
+    `Replicate` merges all rows on every rank, `redistribute` to `Shard` only the rows of each rank's shard. A DTensor
+    may have this placement on several axes, and its shards may be uneven, but no axis may shard the last dim.
+    torch's `Partial("logsumexp")` is another placement.
 
     Args:
-        packed: False for `out` and `lse` as separate DTensors, which `merge_scatter` takes and `redistribute` refuses.
+        packed: True for `out` and `lse` packed into one DTensor. False for two DTensors, which `merge_scatter` takes
+            and `redistribute` refuses.
 
-    Bytes sent on an axis of C ranks: to `Shard`, the other ranks' shards, kind "reduce_scatter"; to
+    Bytes sent on an axis of C ranks: to `Shard`, the other ranks' shards of the local tensor, kind "reduce_scatter"; to
     `Replicate`, (C - 1) / C of the local tensor twice, kinds "reduce_scatter" and "all_gather".
 
     Raises:
-        ValueError: in `redistribute`, before any communication: a tensor that requires a gradient, has a dtype below
-            float32, or is or would be sharded along the last dim. In every other op, with the op's name.
+        ValueError: in `redistribute`, before any communication, for a tensor that requires a gradient, has a dtype
+            below float32, or is or would be sharded along the last dim. In every other op, with the op's name.
     """
 
     def __init__(self, packed: bool = True) -> None:
@@ -90,12 +93,12 @@ class LogSumExpPartial(Partial):
         check_packed(tensor)
         axis, rows = Axis.on(mesh, mesh_dim), tensor.flatten(0, -2)
         sizes = chunk_sizes(len(rows), axis.size)
-        # To Replicate: an all-reduce as reduce-scatter of rows, then all-gather, so that each row is merged once.
+        # To Replicate: a reduce-scatter of rows, so that only one rank merges each row, then an all-gather.
         merged_rows = merge_parts(start_scatter_parts(rows, axis, sizes, 0).wait())
         return start_all_gather(merged_rows, axis, sizes, 0).wait().view(tensor.shape)
 
     def _reduce_shard_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Placement) -> Tensor:
-        # To Shard: each rank receives its shard of every other rank's partial result.
+        # To Shard: a reduce-scatter, in which each rank receives its shard of every other rank's partial result.
         check_packed(tensor)
         axis, dim = Axis.on(mesh, mesh_dim), cast(Shard, shard_spec).dim
         return merge_parts(start_scatter_parts(tensor, axis, chunk_sizes(tensor.shape[dim], axis.size), dim).wait())
@@ -107,10 +110,10 @@ class LogSumExpPartial(Partial):
 def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
     """Packs attention over some keys into one tensor: out [..., D] and lse [...] -> [..., D + 1].
 
-    The dtype of the result is the wider of both, and at least float32.
+    The dtype of the result is the wider one of out and lse, and at least float32.
 
     Raises:
-        ValueError: shapes that do not fit, dtypes that are not floating, or tensors that require a gradient.
+        ValueError: shapes do not fit together, a dtype is not floating, or a tensor requires a gradient.
     """
     for name, x in (("out", out), ("lse", lse)):
         check_tensor(name, x)
@@ -126,17 +129,21 @@ def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def unpack_partial(packed: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Returns views (out [..., D], lse [...]) of [..., D + 1], local or a merged DTensor; out in `dtype` if given."""
+    """Returns (out [..., D], lse [...]) as views of `packed` [..., D + 1], a local tensor or a merged DTensor.
+
+    Args:
+        dtype: dtype to which `out` is converted; by default that of `packed`.
+    """
     out, lse = packed[..., :-1], packed[..., -1]
     return (out if dtype is None else out.to(dtype)), lse
 
 
 def merge_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the merge of packed attention over disjoint keys, in order.
+    """Returns the merge of packed attention over disjoint keys, in the order of `parts`.
 
-    A row without visible keys has weight 0, even if its out is NaN.
+    A row without visible keys does not change the result, even if its out is NaN.
     """
-    # Weight 0 does not suffice: out of a row without visible keys may be NaN, and 0 * NaN is NaN.
+    # A weight of 0 would not suffice, because 0 * NaN is NaN: such rows become out = 0, lse = -inf first.
     result, *later_parts = (
         torch.where(partial[..., -1:] == -torch.inf, _empty_row(partial), partial) for partial in parts
     )
@@ -146,13 +153,14 @@ def merge_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _empty_row(partial: Tensor) -> Tensor:
-    """Returns the packed row of no keys: out = 0 and lse = -inf."""
+    """Returns the packed row of a query without visible keys: out = 0 and lse = -inf."""
     row = partial.new_zeros(partial.shape[-1])
     row[-1] = -torch.inf
     return row
 
 
 def forward_only() -> str:
+    """Returns the end of an error message about a tensor that requires a gradient."""
     return "requires a gradient, which LogSumExpPartial does not support; merge_scatter(out, lse, axis) does"
 
 
@@ -165,7 +173,7 @@ def check_packed(x: Tensor) -> None:
 
 
 def check_op(op: object, placements: Sequence[Placement]) -> None:
-    """Raises OpRefused, a ValueError with the op's name, if one of the placements is a `LogSumExpPartial`."""
+    """Raises OpRefused (a ValueError) with the op's name if one of the placements is a `LogSumExpPartial`."""
     partial = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
     if partial is not None:
         hint = "redistribute it first, to Replicate() or Shard(dim)" if partial.packed else "merge_scatter takes it"
@@ -173,7 +181,7 @@ def check_op(op: object, placements: Sequence[Placement]) -> None:
 
 
 def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
-    """Raises ValueError for redistributions of a `LogSumExpPartial` whose result or gradient would be wrong."""
+    """Raises ValueError if `x` is a `LogSumExpPartial`, and the result or gradient of `redistribute` would be wrong."""
     partials = [p for p in x.placements if isinstance(p, LogSumExpPartial)]
     if not partials:
         return

@@ -21,15 +21,17 @@ from armillary.core.rendezvous import rendezvous
 from armillary.core.validation import integer
 
 AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
-"""Outermost to innermost: the axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
+"""Axes of every mesh, outermost to innermost. Neighbouring ranks of the innermost axis are on the same node, so the
+axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
 OPTIONAL_AXES: tuple[str, ...] = ("pipe", "nodes", "devices")
-"""Axes that a mesh has only on request: `pipe` is outermost, `nodes` and `devices` replace `ring`."""
+"""Axes that a mesh has only if `build_mesh` is given their sizes: `nodes` and `devices` replace `ring`."""
 ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
-"""All axes, outermost to innermost."""
+"""All names of axes, outermost to innermost."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Backend of torch.distributed by device type."""
 TIMEOUT = timedelta(minutes=10)
+"""Default time-out of collectives and exchanges."""
 
 
 def build_mesh(
@@ -49,26 +51,28 @@ def build_mesh(
 ) -> DeviceMesh:
     """Builds a `DeviceMesh` with the five axes of `AXES`, and the requested axes of `OPTIONAL_AXES`.
 
-    Every rank of the world must call it. Starts the default process group if there is none: from torchrun's
-    environment, or with a single rank.
+    Every rank of the world must call it. If there is no default process group, starts one: with the ranks of torchrun's
+    environment, or without that environment with a single rank.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
-        replicate, shard, ring, ulysses, tp: ranks of each axis; the product of all axes must be the world size.
-        pipe: stages of a pipeline (`torch.distributed.pipelining`).
-        nodes, devices: two sequence axes instead of `ring`, for methods that treat the networks between and within
-            nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
+        replicate, shard, ring, ulysses, tp: number of ranks on each axis; the product over all axes must be the world
+            size.
+        pipe: number of pipeline stages (`torch.distributed.pipelining`); None for a mesh without this axis.
+        nodes, devices: sizes of two sequence axes instead of `ring`, for methods that treat the networks between and
+            within nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
         timeout: the time that a collective or exchange on any axis may wait before it raises.
-        high_priority: names of axes, such as "ring", that get communicators of their own on CUDA streams of high
-            priority, so that their kernels start before queued attention kernels. Otherwise an axis of all ranks
-            shares the default group's communicator, and its messages queue behind FSDP's. Ignored on "cpu".
-        max_ctas: upper limit of thread blocks of one NCCL kernel on these axes; by default NCCL decides.
+        high_priority: names of axes, such as "ring". Each gets a separate communicator on a CUDA stream of high
+            priority, so that its NCCL kernels start before queued attention kernels. Without it, an axis that contains
+            all ranks shares the default group's communicator, where its messages queue behind FSDP's. Ignored on "cpu".
+        max_ctas: maximum number of thread blocks of an NCCL kernel on the axes of `high_priority`; by default NCCL
+            decides.
 
     Raises:
         ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend, an
             invalid timeout, an unknown name in `high_priority`, or `max_ctas` below 1. Raised before any communication.
     """
-    # Everything is checked before the rendezvous: an error after it would leave the other ranks waiting.
+    # Checked before the rendezvous: a rank that raises after it would leave the other ranks waiting.
     arguments = zip(ALL_AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
     sizes = {name: integer(f"axis {name}", size) for name, size in arguments if size is not None}
     check_axes(sizes, world_size())
@@ -84,12 +88,12 @@ def build_mesh(
     priority_axes = [name for name in high_priority if device_type == "cuda" and sizes.get(name, 1) > 1]
     override: dict[int | str, Any] = {name: compat.high_priority(timeout, max_ctas) for name in priority_axes}
     if override and compat.has_several_backends():
-        # Options without a backend go to every backend of the group, and gloo's defaults, time-out included, then
-        # replace NCCL's options. So NCCL is named.
+        # torch passes options without a backend's name to every backend of the group: gloo ignores NCCL's options and
+        # overwrites them with its defaults, time-out included. So NCCL is named.
         override = {name: (backend_of(device_type), options) for name, options in override.items()}
     names, shape = tuple(sizes), tuple(sizes.values())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override or None)
-    # init_device_mesh takes no time-out: torch gives each new group the default of its backend.
+    # init_device_mesh has no time-out argument: torch gives each new group the default of its backend.
     for name in names:
         compat.set_timeout(timeout, mesh[name].get_group())
     return mesh
@@ -127,17 +131,17 @@ def world_size() -> int:
 
 
 def start_process_group(
-    device_type: str, timeout: timedelta = TIMEOUT, host_too: bool = False, bind: bool = True
+    device_type: str, timeout: timedelta = TIMEOUT, with_gloo: bool = False, bind: bool = True
 ) -> None:
-    """Starts the default process group: from torchrun's environment, or with a single rank without it.
+    """Starts the default process group: with the ranks of torchrun's environment, or without that with a single rank.
 
     Args:
         device_type: "cpu" or "cuda".
         timeout: the time that the rendezvous and operations on the group may wait.
-        host_too: adds a gloo backend for host tensors to the device's backend.
-        bind: binds NCCL to this rank's GPU: it then connects at once, and new groups split its communicator. Ignored
-            with `host_too`, because torch cannot reliably split groups of several backends. From torch 2.15 on NCCL is
-            always bound (`binds_device`).
+        with_gloo: True adds a gloo backend for CPU tensors to the group of a "cuda" device.
+        bind: True binds NCCL to this rank's GPU: NCCL then connects at once, and new groups split its communicator.
+            Ignored with `with_gloo`, because torch cannot reliably split groups of several backends. From torch 2.15
+            on, NCCL is always bound (`binds_device`).
 
     Raises:
         ValueError: a device type without a backend, or without a device on this machine.
@@ -147,34 +151,36 @@ def start_process_group(
     check_timeout(timeout)
     device = own_device(device_type)
     all_backends = ",".join(f"{kind}:{backend}" for kind, backend in BACKENDS.items())
-    backend = all_backends if host_too and device is not None else device_backend
-    bound_device = device if device is not None and binds_device(bind, host_too) else None
+    backend = all_backends if with_gloo and device is not None else device_backend
+    bound_device = device if device is not None and binds_device(bind, with_gloo) else None
     start = partial(dist.init_process_group, backend, timeout=timeout, device_id=bound_device)
     if "WORLD_SIZE" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         start(store=rendezvous(store, rank, ranks, timeout), rank=rank, world_size=ranks)
         if "gloo" in backend:
-            # Gloo returns on a rank as soon as this rank has connected to its peers. If it then exits or destroys the
+            # Gloo returns as soon as this rank has connected to its peers. If this rank then exits or destroys the
             # group, a peer that is still connecting fails with "connection closed by peer".
             _connect(None, "cpu")
     else:
         start(store=dist.HashStore(), rank=0, world_size=1)
 
 
-def binds_device(bind: bool, host_too: bool) -> bool:
-    """Returns True if the default process group is bound to this rank's GPU, on request or because NCCL requires it."""
-    # An NCCL that always binds must be given the device: by default it takes LOCAL_RANK's, although the caller may have
-    # chosen another.
-    return (bind and not host_too) or compat.nccl_binds_devices()
+def binds_device(bind: bool, with_gloo: bool) -> bool:
+    """Returns True if the default process group is bound to this rank's GPU.
+
+    It is if `bind` asks for it (without `with_gloo`), and always with an NCCL backend that binds itself.
+    """
+    # Such a backend must be given the device: by default it takes LOCAL_RANK's, but the caller may have chosen another.
+    return (bind and not with_gloo) or compat.nccl_binds_devices()
 
 
 def own_device(device_type: str) -> torch.device | None:
     """Returns this rank's accelerator and makes it the current device; None for "cpu".
 
-    The device is the caller's current one if CUDA is initialized, else the launcher's LOCAL_RANK.
+    The device is the current one if CUDA is initialized already, else the one with the launcher's LOCAL_RANK.
 
     Raises:
-        ValueError: this machine has no such device.
+        ValueError: this machine has no device of this type.
     """
     if device_type == "cpu":
         return None
@@ -198,7 +204,7 @@ class Axis:
         group: process group of the axis.
         timeout: the time that the host may wait for other ranks; None on CUDA, where the stream waits instead.
         device: device type of the tensors that are sent.
-        mesh: the 1-D mesh of the axis, if it was made from one.
+        mesh: the 1-D mesh that `of` was given; otherwise None.
     """
 
     name: str
@@ -236,17 +242,17 @@ class Axis:
         return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
 
     def duplicate(self) -> Axis:
-        """Returns the same axis with a second communicator: messages on one do not queue behind those on the other.
+        """Returns this axis with a second communicator, whose messages do not queue behind those of the first.
 
-        The first call creates a process group, so every rank of the axis must make it, in the same order. Later calls
-        return the same group: the attention methods of all layers share one communicator.
+        The first call creates a process group, so every rank of the axis must make it, in the same order as its other
+        calls that create groups. Later calls return the same group: the attention methods of all layers share it.
         """
         return self if self.size == 1 else replace(self, group=_subgroup(self, None))
 
     def part(self, ranks: Sequence[int]) -> Axis:
-        """Returns the axis over some ranks of this axis, which are in rising order and include this rank.
+        """Returns the axis over `ranks`, indices on this axis in rising order that include this rank.
 
-        The first call creates a process group, so each of these ranks must make it, in the same order.
+        The first call for these ranks creates a process group, so each of them must make it, as in `duplicate`.
         """
         indices = tuple(ranks)
         group = _subgroup(self, indices)
@@ -260,7 +266,7 @@ class Axis:
         return dist.get_process_group_ranks(self.group)
 
     def parallel_ranks(self) -> list[list[int]]:
-        """Returns the global ranks of this axis and of each parallel axis of the mesh, if the mesh is known."""
+        """Returns the global ranks of each 1-D slice of the mesh along this axis; of this axis alone without a mesh."""
         return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
 
 
@@ -278,7 +284,8 @@ def check_axis(mesh: DeviceMesh) -> None:
 
 SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Subgroups of each process group, by ranks (None: all of them, a duplicate) and time-out. Freed with their group."""
+"""Subgroups of each process group, by (ranks, time-out). Ranks None stands for a duplicate over all ranks of the group.
+Subgroups are freed with their group."""
 
 
 def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
@@ -294,10 +301,10 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
     group_ranks = axis_ranks if ranks is None else [axis_ranks[rank] for rank in ranks]
     kind = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
     name = f"{axis.group.group_name} {kind} {axis.timeout}"
-    # axis.timeout is the host's, and None on CUDA: torch would give the new group NCCL's default of 10 minutes.
+    # The group's own time-out, because `axis.timeout` is None on CUDA: torch would take NCCL's default of 10 minutes.
     timeout = compat.group_timeout(axis.group, axis.device)
     group = compat.new_group(group_ranks, name, timeout, compat.priority_options(axis.group, axis.device))
-    # An exchange over the axis and its duplicate may skip ranks, so both must be connected before it.
+    # Ranks without messages skip an exchange on the axis or its duplicate, so both must be connected before the first.
     for unconnected_group in (axis.group, group) if ranks is None else (group,):
         _connect(unconnected_group, axis.device)
     return group
@@ -306,9 +313,9 @@ def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
 def _connect(group: dist.ProcessGroup | None, device: str) -> None:
     """Connects all ranks of a group, or of the default group (None), by a small all-reduce.
 
-    NCCL connects a group at its first use, which all of its ranks must take part in, but an exchange may involve only
-    some. A barrier does not suffice: in a group with a host backend it connects only gloo, and otherwise it guesses the
-    device. Gloo connects when the group is created, but one rank may be done before another: after the all-reduce, all
-    ranks are connected.
+    NCCL connects a group at its first use. All ranks of the group must take part in that, but an exchange may involve
+    only some. Gloo connects when the group is created, but one rank may be done before another. After the all-reduce
+    all ranks are connected. A barrier does not suffice: in a group with gloo and NCCL it connects only gloo, and in a
+    group with NCCL alone it guesses the device.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)

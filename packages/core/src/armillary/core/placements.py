@@ -1,8 +1,8 @@
-"""Placements of DTensors: checks of a function's arguments, and its results as DTensors with explicit placements.
+"""For functions of DTensors: checks of their arguments' placements, and their results as DTensors.
 
 A sequence shard is `Shard(1)`, a head shard `Shard(2)`. The global view of a sequence-sharded DTensor has the tokens in
-shard order, which a zigzag layout permutes. Shards have the sizes of DTensor's chunks (`chunk_sizes`). Gradients have
-explicit placements too.
+shard order, which is not sequence order in a zigzag layout. Shards have the sizes of DTensor's chunks (`chunk_sizes`).
+Results and gradients have explicit placements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from armillary.core.mesh import Axis
 
 
 class Placed(NamedTuple):
-    """Mesh, placements and shape of a DTensor, to be checked without the tensor."""
+    """Mesh, placements and global shape of a DTensor, for checks without the tensor."""
 
     device_mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -39,8 +39,8 @@ def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis:
     """Raises ValueError unless the shard sizes over an axis are those of DTensor's chunks.
 
     Args:
-        name: name of the sizes, for the error.
-        sizes: one for each rank.
+        name: noun for the sizes in the error, such as "sizes" or "heads".
+        sizes: shard size of each rank.
         expected: sizes of DTensor's chunks.
         axis: name of the axis.
     """
@@ -52,10 +52,10 @@ def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis:
 
 
 def mesh_dim(x: DTensor | Placed, axis: Axis) -> int:
-    """Returns the mesh dim of `x` that is the axis.
+    """Returns the dim of the mesh of `x` that is the axis.
 
     Raises:
-        ValueError: the mesh has no axis of this name, or one over other ranks.
+        ValueError: the mesh has no axis of this name, or its axis of this name has other ranks.
     """
     names = x.device_mesh.mesh_dim_names or ()
     if axis.name not in names:
@@ -67,10 +67,7 @@ def mesh_dim(x: DTensor | Placed, axis: Axis) -> int:
 
 
 def check_placement(name: str, x: DTensor | Placed, dim: int, expected: Placement) -> None:
-    """Raises ValueError unless the placement of `x` on mesh dim `dim` is `expected`.
-
-    On one rank any placement is accepted.
-    """
+    """Raises ValueError unless the placement of `x` on mesh dim `dim` is `expected`. On one rank, accepts any."""
     placement = x.placements[dim]
     if placement != expected and x.device_mesh.size(dim) > 1:
         axis = (x.device_mesh.mesh_dim_names or ())[dim]
@@ -78,7 +75,7 @@ def check_placement(name: str, x: DTensor | Placed, dim: int, expected: Placemen
 
 
 def check_other_axes(name: str, x: DTensor | Placed, dim: int) -> None:
-    """Raises ValueError for partial sums and strided shards on mesh dims other than `dim`."""
+    """Raises ValueError if `x` is partial, or sharded with a stride, on a mesh dim other than `dim`."""
     for mesh_dim, placement in enumerate(x.placements):
         if mesh_dim != dim and not (placement == Replicate() or type(placement) is Shard):
             axis = (x.device_mesh.mesh_dim_names or ())[mesh_dim]
@@ -88,8 +85,8 @@ def check_other_axes(name: str, x: DTensor | Placed, dim: int) -> None:
 
 
 def check_innermost(name: str, x: DTensor | Placed, mesh_dim: int, dim: int) -> None:
-    """Raises ValueError if an axis inside mesh dim `mesh_dim` shards the same tensor dim."""
-    # The shards of neighbouring ranks on `mesh_dim` would not be adjacent in the tensor.
+    """Raises ValueError if a mesh dim inside `mesh_dim` shards tensor dim `dim` too."""
+    # Then shards of neighbouring ranks on `mesh_dim` would not be adjacent in the tensor.
     names = x.device_mesh.mesh_dim_names or ()
     for inner in range(mesh_dim + 1, x.device_mesh.ndim):
         if x.placements[inner] == Shard(dim) and x.device_mesh.size(inner) > 1:
@@ -100,7 +97,7 @@ def check_innermost(name: str, x: DTensor | Placed, mesh_dim: int, dim: int) -> 
 
 
 def outer_length(x: DTensor | Placed, dim: int, mesh_dim: int) -> int:
-    """Returns the size of tensor dim `dim` in this rank's shard over the mesh dims outside `mesh_dim`."""
+    """Returns the size of tensor dim `dim` on this rank after the mesh dims outside `mesh_dim` have cut it."""
     length = x.shape[dim]
     for outer in range(mesh_dim):
         if x.placements[outer] == Shard(dim):
@@ -110,9 +107,11 @@ def outer_length(x: DTensor | Placed, dim: int, mesh_dim: int) -> int:
 
 
 def local_of(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-    """Returns this rank's shard of `x`. Its gradient gets `grad_placements`, by default the placements of `x`.
+    """Returns this rank's shard of `x`, a local tensor.
 
-    The gradient of a partial `x` is `Replicate`, torch's convention.
+    Args:
+        grad_placements: placements of the gradient of `x`. By default those of `x`, with `Replicate` for `Partial` as
+            is torch's convention.
     """
     if grad_placements is None:
         grad_placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
@@ -122,18 +121,20 @@ def local_of(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> 
 def dtensor_like(
     x: DTensor, local: Tensor, shape: Sequence[int], changed: dict[int, Placement] | None = None
 ) -> DTensor:
-    """Returns the DTensor of global `shape` with shard `local` on this rank, with the mesh and placements of `x`.
+    """Returns the DTensor of global `shape` whose shard on this rank is `local`, on the mesh of `x`.
+
+    The gradient has the placements of the result.
 
     Args:
-        changed: other placements, by mesh dim. Gradients get the placements of the result.
+        changed: by mesh dim, the placements that differ from those of `x`.
     """
     placements = [(changed or {}).get(mesh_dim, old) for mesh_dim, old in enumerate(x.placements)]
     return from_local(local, x.device_mesh, placements, shape)
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """Returns the DTensor of global `shape` with shard `local` on this rank. No communication."""
-    # Without shape and stride, DTensor.from_local would communicate to learn them.
+    """Returns the DTensor of global `shape` whose shard on this rank is `local`. Does not communicate."""
+    # Without shape and stride, DTensor.from_local assumes that the shards of all ranks have the size of this one.
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

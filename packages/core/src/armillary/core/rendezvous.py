@@ -1,4 +1,4 @@
-"""Rendezvous that ignores stale entries of earlier starts."""
+"""Rendezvous of ranks in a store that may still have entries of an earlier start of the same run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ PAUSE = 0.05
 
 
 def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
-    """Returns a prefix of `store` that is used by these processes alone. Every rank must call it.
+    """Returns `store` behind a prefix that only the ranks of this start use. Every rank must call it.
 
-    torchrun restarts ranks with the store of the failed ones, which still has their addresses, and has no identifier of
-    a start that is the same on all hosts. So rank 0 announces a name for the start, every rank answers with a random
-    token, and continues once rank 0 has echoed that token.
+    torchrun restarts ranks with the store of the failed ranks, which still has the addresses of these, and does not
+    number starts in a way that is the same on all hosts. So the ranks agree on a new prefix:
+
+    1. Rank 0 draws a random name for the start and announces it under the key "start".
+    2. Every other rank answers the name that it reads with a random token.
+    3. Rank 0 writes all tokens under the name. A rank that reads its own token there belongs to this start; a rank that
+       has answered the name of an earlier start reads "start" again.
 
     Raises:
-        TimeoutError: not all ranks arrived within `timeout`; on rank 0 with the missing ranks.
+        TimeoutError: not all ranks arrived within `timeout`. On rank 0 the message has the missing ranks.
     """
     end, token = time.monotonic() + timeout.total_seconds(), token_hex(8)
     name = _gather(store, token, ranks, end, timeout) if rank == 0 else _answer(store, token, rank, end, timeout)
@@ -28,9 +32,9 @@ def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> 
 
 
 def _gather(store: dist.Store, name: str, ranks: int, end: float, timeout: timedelta) -> str:
-    """Runs rank 0: announces the start under its token, and waits for all other ranks."""
+    """Steps 1 and 3, on rank 0. Returns `name`, the name of the start."""
     store.set("start", name)
-    # Answers to earlier starts are under their names, so only ranks of this start are counted.
+    # Answers to earlier starts have other names in their keys, so only ranks of this start are counted.
     missing_ranks = list(range(1, ranks))
     while missing_ranks := [rank for rank in missing_ranks if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > end:
@@ -41,11 +45,11 @@ def _gather(store: dist.Store, name: str, ranks: int, end: float, timeout: timed
 
 
 def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timedelta) -> str:
-    """Runs another rank: answers each announced start until one of them echoes its token."""
+    """Step 2, on the other ranks: answers each announced start, and returns the name of the one that has its token."""
     answered_starts = set[str]()
     while time.monotonic() <= end:
         name = store.get("start").decode() if store.check(["start"]) else ""
-        # "start" may still name an earlier start, whose rank 0 will never echo; a later name replaces it.
+        # This may be the name of an earlier start, whose rank 0 will write no tokens. A later name will replace it.
         if name and name not in answered_starts:
             store.set(f"{name}/{rank}", token)
             answered_starts.add(name)

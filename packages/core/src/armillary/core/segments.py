@@ -1,8 +1,8 @@
 """Segments of a row of tokens: packed documents, or the branches of a prefix tree.
 
-Layers with a state (convolutions, linear attention) and token shifts run along paths from a root. The token before
-position i is i - 1 inside a segment, and the last token of the parent at the start of a segment. Documents and roots
-have no parent.
+Layers with a state (convolutions, linear attention) and token shifts run along the paths of a tree, from a root to each
+leaf. Inside a segment the token before position i is i - 1. Before the first token of a segment comes the last token of
+its parent segment; a document, or a root of a tree, has no parent and no token before it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Segments:
     """The segments of one row. Immutable and hashable.
 
     Args:
-        ends: boundaries 0, end of the first segment, ..., N.
-        parents: index of each segment's parent, which precedes it; -1 for documents and roots.
+        ends: boundaries of the segments: 0, end of the first, ..., N.
+        parents: index of each segment's parent, which is an earlier segment; -1 for documents and roots.
     """
 
     ends: tuple[int, ...]
@@ -49,22 +49,22 @@ class Segments:
         return np.array(self.ends, dtype=np.int64), np.array(self.parents, dtype=np.int64)
 
     def ancestors(self, positions: Integers, distance: int) -> Integers:
-        """Returns the position `distance` tokens before each position along its path, or -1 where the path is shorter.
+        """Returns the position `distance` tokens before each of `positions` on its path; -1 if the path is too short.
 
-        Negative distances look ahead within a segment.
+        A negative distance looks ahead, within the segment only: after its end several segments may follow.
         """
         ends, parents = self._arrays
         segment = np.searchsorted(ends, positions, side="right") - 1
-        if distance < 0:  # look ahead, which is unique only inside a segment
+        if distance < 0:
             later = positions - distance
             return np.where(later < ends[segment + 1], later, NONE)
         position, steps_left = positions.copy(), np.full_like(positions, distance)
-        # Climb the tree, all positions at once: those whose ancestor is above their segment step to the last token of
-        # the parent segment, or to -1 at a root. There are as many iterations as generations between a token and its
-        # ancestor.
+        # Climb the tree, all positions at once. A position whose ancestor is not in its segment moves to the last token
+        # of the parent segment, or to -1 if there is no parent. There is one iteration per generation between a token
+        # and its ancestor.
         while (climbing := np.flatnonzero((steps_left > position - ends[segment]) & (position != NONE))).size:
             parent = parents[segment[climbing]]
-            steps_left[climbing] -= position[climbing] - ends[segment[climbing]] + 1
+            steps_left[climbing] -= position[climbing] - ends[segment[climbing]] + 1  # to the end of the parent
             position[climbing] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
             segment[climbing] = parent
             steps_left[climbing[parent == NONE]] = 0
@@ -72,27 +72,27 @@ class Segments:
 
     @cached_property
     def last_descendants(self) -> list[int]:
-        """The last descendant of each segment, or the segment itself. Segments are in depth-first order."""
+        """Index of each segment's last descendant, or of the segment itself. Segments must be in depth-first order."""
         last = list(range(len(self.parents)))
-        # Backwards, so that a segment is complete before it is merged into its parent.
+        # Backwards, because all descendants of a segment come after it.
         for segment in range(len(last) - 1, 0, -1):
             if (parent := self.parents[segment]) != NONE:
                 last[parent] = max(last[parent], last[segment])
         return last
 
     def slices(self, length: int) -> list[Slices]:
-        """Returns the slices of the mask in which a token sees its path up to itself.
+        """Returns the slices of the mask in which a token sees the tokens of its path, up to itself.
 
-        Segments must be in depth-first order. One slice per segment: its keys are the segment, its queries the
-        segment and all of its descendants. A chain of only children shares one slice.
+        Segments must be in depth-first order. Each segment has one slice: the keys are its tokens, the queries its
+        tokens and those of all descendants. Segments that follow each other as only children share one slice.
         """
         (ends, parents), child_counts = self._arrays, np.zeros(len(self.parents), dtype=np.int64)
         np.add.at(child_counts, parents[parents != NONE], 1)
-        # In depth-first order the descendants of a segment follow it without a gap, so they are one range of queries.
         only_child = (parents != NONE) & (parents == np.arange(-1, len(parents) - 1)) & (child_counts[parents] == 1)
-        # The first and the last segment of each chain.
+        # A chain is a segment and the only children after it: indices of the first and the last segment of each chain.
         first = np.flatnonzero(~only_child)
         last = np.append(first[1:], len(parents)) - 1
+        # In depth-first order the descendants of a segment follow it without a gap, so its queries are one range.
         slices = np.empty((len(first), 6), dtype=np.int64)
         slices[:, 0] = slices[:, 2] = ends[first]
         slices[:, 1], slices[:, 3] = ends[np.array(self.last_descendants)[last] + 1], ends[last + 1]
@@ -100,11 +100,11 @@ class Segments:
         return [slices]
 
     def runs(self, spans: Iterable[range]) -> list[range]:
-        """Returns the runs of adjacent tokens of one segment in a shard's spans, in local order."""
+        """Cuts a shard's spans at the ends of segments. Each run has step 1; runs are in local order."""
         return [run for span in spans for run in self.cut(span)]
 
     def cut(self, span: range) -> list[range]:
-        """Returns the runs of adjacent tokens of one segment in a span; single tokens if its step is above 1."""
+        """Cuts a span at the ends of segments, and a span with a step above 1 into single tokens."""
         if span.step > 1:
             return [range(token, token + 1) for token in span]
         ends, _ = self._arrays
@@ -113,7 +113,12 @@ class Segments:
 
 
 def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Returns the number of tokens before each segment on its path."""
+    """Returns the number of tokens between the root and the start of each segment, along its path.
+
+    Args:
+        parents: as in `Segments`.
+        lengths: number of tokens of each segment.
+    """
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent == NONE else depths[parent] + lengths[parent])
@@ -121,11 +126,11 @@ def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def misplaced_segment(parents: Sequence[int]) -> int | None:
-    """Returns the first segment that is not in depth-first order; None if all are.
+    """Returns the first segment that violates depth-first order; None if no segment does.
 
-    The parent of a segment must be the segment before it, an ancestor of that one, or -1.
+    The parent of a segment must be the segment before it, an ancestor of that segment, or -1.
     """
-    path: list[int] = []  # from the root to the previous segment; the next parent must be one of these
+    path: list[int] = []  # the previous segment and its ancestors, from the root: the next parent must be one of these
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()
@@ -139,12 +144,12 @@ class Segmented(Protocol):
     """An attention mask whose rows are segments: packed documents or a tree."""
 
     def segments(self, length: int) -> Sequence[Segments]:
-        """Returns the segments of each row, or one entry for all rows."""
+        """Returns the segments of each batch row, or a single entry that holds for all rows."""
         ...
 
 
 def check_lookahead(name: str, distance: int, rows: Sequence[Segments]) -> None:
-    """Raises ValueError if argument `name` looks ahead (a negative distance) in a tree."""
+    """Raises ValueError if `distance`, the argument called `name`, is negative and a row is a tree."""
     if distance < 0 and any(row.branching for row in rows):
         raise ValueError(
             f"{name} asks for {-distance} tokens ahead in a tree, where a token may have several successors"
@@ -152,10 +157,14 @@ def check_lookahead(name: str, distance: int, rows: Sequence[Segments]) -> None:
 
 
 def segments_of(length: int, documents: object = None, mask: Segmented | None = None) -> tuple[Segments, ...]:
-    """Returns the segments of each row, or one entry for all rows. By default all tokens are one document.
+    """Returns the segments of each batch row, or a single entry that holds for all rows.
+
+    Args:
+        documents: document boundaries; without these and without a mask, all tokens are one document.
+        mask: an attention mask of documents or a tree, instead of `documents`.
 
     Raises:
-        ValueError: both documents and a mask, boundaries that do not rise from 0 to `length`, or a mask without
+        ValueError: both documents and a mask, boundaries that do not rise from 0 to `length`, or a mask that has no
             segments.
     """
     if mask is not None:

@@ -3,9 +3,9 @@
     x = distribute_sequence(ids, layout, mesh["ring", "ulysses"])   # [B, N] on every rank -> Shard(1) over both axes
     logits = gather_sequence(model(x), layout)                      # -> [B, N, V], in sequence order, on every rank
 
-In between, the global view of a DTensor is the sequence in shard order: the tokens of shard 0, then of shard 1, and so
-on. torch's `full_tensor()` and `redistribute` do not know layouts and keep this order, which is sequence order only in
-a contiguous layout. Ops that do not mix tokens give the same values in any order.
+The DTensor's global view has the tokens in shard order: those of shard 0, then those of shard 1, and so on. This is
+sequence order only in a contiguous layout. torch's `full_tensor()` and `redistribute` do not know layouts and return
+tokens in shard order. Ops that do not mix tokens compute the same values in any order.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from armillary.core.layout import SequenceLayout
 from armillary.core.placements import check_chunks, chunk_sizes, describe, from_local
-from armillary.core.validation import check_tensor, integer
+from armillary.core.validation import check_dim, check_tensor
 
 SEQUENCE_AXES = ("nodes", "devices", "ring", "ulysses")
-"""Names of the axes that shard the sequence in a mesh of `build_mesh`."""
+"""Names of the axes of `build_mesh` that shard the sequence."""
 
 
 def distribute_sequence(
@@ -32,27 +32,28 @@ def distribute_sequence(
 ) -> DTensor:
     """Returns the DTensor of a tensor that all ranks have: `Shard(dim)` on the sequence axes, in the order of `layout`.
 
-    Rank (r, u) of sequence axes of P x U ranks holds `layout.take(x, r * U + u, dim)`. On all other axes of the mesh
-    the result is `Replicate`, which `redistribute` can shard by batch or heads without communication. `full_tensor()`
-    of the result has the tokens in shard order; `gather_sequence` returns `x`. Forward does not communicate.
+    On sequence axes of P x U ranks, rank (r, u) holds `layout.take(x, r * U + u, dim)`. On all other axes the result is
+    `Replicate`; `redistribute` can shard it by batch or heads there without communication. `gather_sequence` returns
+    `x`, `full_tensor()` its tokens in shard order. Forward does not communicate.
 
-    Differentiable: every rank gets the gradient of the full `x`, which torch gathers as in `full_tensor`.
+    Differentiable: every rank gets the gradient of the full `x`, for which backward gathers the shards' gradients.
 
     Args:
         x: local [..., N, ...], N = `layout.length` on `dim`; any dtype.
-        layout: a layout over all ranks of the sequence axes. If the innermost axis is `ulysses`, also a layout over the
-            axes outside it, which is then refined over `ulysses`. Its shards must have the sizes of DTensor's chunks:
-            10 tokens on 4 ranks are 3, 3, 3, 1 in a DTensor but 3, 3, 2, 2 in zigzag, which is refused.
+        layout: a layout with one shard for each rank of the sequence axes. If the innermost of these is `ulysses`, a
+            layout over the other sequence axes is accepted too, and refined over `ulysses`. Shards must have the sizes
+            of DTensor's chunks: 10 tokens on 4 ranks are 3, 3, 3, 1 in a DTensor, but 3, 3, 2, 2 in a zigzag layout,
+            which is refused.
         mesh: the mesh of the result, usually the model's, such as `mesh["ring", "ulysses", "tp"]`. Leave out axes that
-            shard nothing: at the first call of an op on a mesh of five axes, even of one rank each, torch (2.15)
-            searches all placements, which takes seconds to minutes.
+            shard nothing: the first call of an op on a mesh of five axes, even of one rank each, takes seconds to
+            minutes, because torch (2.15) searches all placements.
         dim: dim of the tokens; counted from the end if negative.
-        axes: names of the mesh axes that shard the sequence. By default those in `SEQUENCE_AXES`; all axes of the mesh
-            if it has none of these, or if the layout has a shard for every rank of the mesh.
+        axes: names of the mesh axes that shard the sequence. By default the mesh's axes in `SEQUENCE_AXES`; or all axes
+            of the mesh, if it has none of these or the layout has a shard for every rank of the mesh.
 
     Raises:
-        ValueError: an unknown dim or axis, another length, another number of shards, or shards of other sizes than
-            DTensor's chunks. Raised before any communication.
+        ValueError: `x` has no such dim, the mesh no such axis, or the layout another length, another number of shards,
+            or shards of other sizes than DTensor's chunks. Raised before any communication.
     """
     if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed")
@@ -61,7 +62,7 @@ def distribute_sequence(
     dim = _check_tokens(x, layout, dim)
     mesh_dims, rank_layout, expected, axes_name = _resolve_axes(layout, mesh, None if axes is None else tuple(axes))
     check_chunks("shards of the layout", rank_layout.sizes, expected, axes_name)
-    # Every rank has all of x, so it reorders and cuts x locally. `redistribute` also gathers the gradient in backward.
+    # Every rank has all of x and cuts it locally. `redistribute` does the cutting, because its backward is the gather.
     in_shard_order = x.index_select(dim, shard_order(rank_layout).to(x.device))
     return _redistribute_by_dim(
         DTensor.from_local(in_shard_order, mesh, [Replicate()] * mesh.ndim), mesh_dims, Shard(dim)
@@ -79,21 +80,19 @@ def sequence_from_local(
 ) -> DTensor:
     """Returns the DTensor of `distribute_sequence` from this rank's shard of the sequence.
 
-    For loaders that read only the tokens of their rank. No communication; the gradient is that of the local shard.
+    For loaders that read only the tokens of their rank. Does not communicate: `x` gets the gradient of its own shard.
 
     Args:
         x: [..., T, ...] with the tokens of this rank's shard on `dim`.
         layout, mesh, dim, axes: as in `distribute_sequence`.
-        rows: names of mesh axes over which the batch is sharded evenly, B rows per rank: `Shard(0)` on these axes.
+        rows: names of mesh axes that shard the batch: the result is `Shard(0)` on these. All ranks have B rows.
 
     Raises:
-        ValueError: as in `distribute_sequence`; also if the number of tokens is not the size of this rank's shard, or
-            if an axis of `rows` is not in the mesh or shards the sequence.
+        ValueError: as in `distribute_sequence`; also if T is not the size of this rank's shard, or if an axis of `rows`
+            is not in the mesh or shards the sequence.
     """
     check_tensor("x", x)
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
-    dim %= x.ndim
+    dim = check_dim("x", x, dim)
     mesh_dims, rank_layout, expected, axes_name = _resolve_axes(layout, mesh, None if axes is None else tuple(axes))
     check_chunks("shards of the layout", rank_layout.sizes, expected, axes_name)
     shard = 0  # DTensor cuts dim by dim, so the last mesh dim varies fastest
@@ -103,7 +102,7 @@ def sequence_from_local(
         raise ValueError(f"dim {dim} of x {tuple(x.shape)} has {x.shape[dim]} tokens; shard {shard} has {tokens}")
     names = mesh.mesh_dim_names or ()
     row_dims = [mesh_dim for mesh_dim, name in enumerate(names) if name in rows and mesh_dim not in mesh_dims]
-    # Fewer dims than names: a name is unknown or shards the sequence.
+    # There are fewer `row_dims` than names if a name is unknown or shards the sequence.
     if len(row_dims) != len(rows) or (row_dims and dim == 0):
         raise ValueError(
             f"rows={tuple(rows)}, tokens on dim {dim}: rows are dim 0, over axes of {names} other than {axes_name}"
@@ -118,7 +117,7 @@ def sequence_from_local(
 
 
 def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[str] | None = None) -> bool:
-    """Returns True if the layout's shards have the sizes of DTensor's chunks, which the functions above require."""
+    """Returns True if the layout's shards have the sizes of DTensor's chunks, as `distribute_sequence` requires."""
     _, rank_layout, expected, _ = _resolve_axes(layout, mesh, None if axes is None else tuple(axes))
     return rank_layout.sizes == expected
 
@@ -128,9 +127,9 @@ def gather_sequence(
 ) -> Tensor:
     """Returns the full tensor in sequence order, on every rank, from a DTensor with tokens in the order of `layout`.
 
-    The inverse of `distribute_sequence`: `full_tensor()`, reordered. Sums partial values and gathers shards on every
-    axis. Differentiable like `full_tensor`. Uneven shards over several axes are gathered correctly even if the mesh has
-    also been flattened, where `full_tensor` may be wrong (pytorch#194457).
+    The inverse of `distribute_sequence`. Like `full_tensor()`, it sums partial values, gathers the shards on every axis
+    and is differentiable; then it reorders the tokens. `full_tensor` may be wrong for uneven shards over several axes
+    if the mesh has been flattened (pytorch#194457); this function is right there too.
 
     Args:
         x: a DTensor with any placements, N = `layout.length` on the dim of the tokens.
@@ -138,9 +137,9 @@ def gather_sequence(
         dim: dim of the tokens. By default the dim of size N that is sharded over a sequence axis; otherwise over any
             axis; otherwise the only dim of size N.
         grad_placements: placements of the result's gradient, as in `full_tensor`. By default `Replicate` on every axis:
-            every rank has the full gradient. `Partial` if each rank has an addend of it.
+            every rank has the full gradient. Use `Partial` if the gradient is the sum of those of all ranks.
 
-    Bytes sent: as torch's `redistribute`, innermost axis first. A `CommLedger` does not count them.
+    Bytes sent: those of torch's `redistribute`, one axis after another, innermost first. No `CommLedger` counts them.
 
     Raises:
         ValueError: not a DTensor, an unknown dim, or a layout whose shards have other sizes than DTensor's chunks.
@@ -153,8 +152,8 @@ def gather_sequence(
     if prod(ranks) == layout.shards:
         expected = nested_sizes(layout.length, ranks)
         check_chunks("shards of the layout", layout.sizes, expected, _axes_name(x.device_mesh, mesh_dims))
-    # Partial values are summed first, while tensors are small. Then axes are gathered, innermost first: the reverse of
-    # the order in which DTensor cuts.
+    # Partial values are summed first, while shards are small. Then the axes are gathered, innermost first, which is the
+    # reverse of the order in which DTensor cuts.
     x = x.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in x.placements])
     x = _redistribute_by_dim(x, range(x.device_mesh.ndim)[::-1], Replicate())
     in_shard_order = x.to_local(grad_placements=grad_placements)
@@ -162,9 +161,9 @@ def gather_sequence(
 
 
 def _redistribute_by_dim(x: DTensor, mesh_dims: Sequence[int], placement: Placement) -> DTensor:
-    """Returns `x` with this placement on `mesh_dims`, redistributed one mesh dim after the other."""
-    # In one call torch (2.11 to 2.15, pytorch#194457) would gather over a flattened axis if the mesh has one, such as
-    # FSDP2's, and order uneven nested shards wrongly: here in forward, and for sharding in backward.
+    """Redistributes `x` to `placement` on `mesh_dims`, one mesh dim after the other."""
+    # If the mesh has a flattened axis, such as FSDP2's, one call for all dims would gather over that axis and order
+    # uneven nested shards wrongly (torch 2.11 to 2.15, pytorch#194457): in forward, or in the backward of sharding.
     for mesh_dim in mesh_dims:
         x = x.redistribute(placements=[placement if i == mesh_dim else old for i, old in enumerate(x.placements)])
     return x
@@ -176,7 +175,7 @@ def shard_order(layout: SequenceLayout) -> Tensor:
 
 
 def nested_sizes(length: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Returns the sizes of DTensor's chunks of `length` over axes of so many ranks: one per rank, last axis fastest."""
+    """Returns the chunk size of each rank if DTensor cuts `length` over axes with these `ranks`; last axis fastest."""
     sizes = (length,)
     for count in ranks:
         sizes = tuple(shard_size for size in sizes for shard_size in chunk_sizes(size, count))
@@ -184,22 +183,21 @@ def nested_sizes(length: int, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_tokens(x: Tensor, layout: SequenceLayout, dim: int) -> int:
-    """Returns `dim`, counted from the start. Raises ValueError unless `x` has N tokens on it."""
+    """Returns `dim`, counted from the start. Raises ValueError unless `x` has the layout's N tokens on it."""
     check_tensor("x", x)
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    if not -x.ndim <= integer("dim", dim) < x.ndim:
-        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
+    dim = check_dim("x", x, dim)
     if x.shape[dim] != layout.length:
         raise ValueError(f"dim {dim} of x {tuple(x.shape)} has {x.shape[dim]} tokens; the layout has {layout.length}")
-    return dim % x.ndim
+    return dim
 
 
-@lru_cache(maxsize=16)  # needed for each tensor of each batch, mostly with the same layout
+@lru_cache(maxsize=16)  # called for each tensor of each batch, mostly with the same layout
 def _resolve_axes(
     layout: SequenceLayout, mesh: DeviceMesh, axes: tuple[str, ...] | None
 ) -> tuple[tuple[int, ...], SequenceLayout, tuple[int, ...], str]:
-    """Returns (mesh dims that shard the sequence, layout over their ranks, sizes of DTensor's chunks, axis names)."""
+    """Returns (mesh dims of the sequence axes, layout over their ranks, DTensor's chunk sizes, the axes' names)."""
     mesh_dims = _sequence_dims(mesh, layout, axes)
     expected = nested_sizes(layout.length, [mesh.size(mesh_dim) for mesh_dim in mesh_dims])
     return tuple(mesh_dims), _layout_over(layout, mesh, mesh_dims), expected, _axes_name(mesh, mesh_dims)
@@ -213,17 +211,17 @@ def _sequence_dims(mesh: DeviceMesh, layout: SequenceLayout, axes: Sequence[str]
             raise ValueError(f"axes {tuple(axes)} are not some of the mesh's, {tuple(names)}, outermost first")
         return [names.index(name) for name in axes]
     mesh_dims = [mesh_dim for mesh_dim, name in enumerate(names) if name in SEQUENCE_AXES]
-    # A mesh with other axes, such as the flattened one of FSDP2, may shard the sequence over all of its axes.
+    # If the layout has a shard for every rank, all axes of the mesh shard the sequence, whatever their names.
     shards_whole_mesh = layout.shards == mesh.size() != prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
     return mesh_dims if mesh_dims and not shards_whole_mesh else list(range(mesh.ndim))
 
 
 def _layout_over(layout: SequenceLayout, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> SequenceLayout:
-    """Returns the layout over all ranks of these mesh dims: `layout`, or `layout` refined over `ulysses`."""
+    """Returns the layout with one shard for each rank of these mesh dims: `layout`, or `layout` refined."""
     ranks, innermost = prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims), mesh_dims[-1]
     if layout.shards == ranks:
         return layout
-    # A layout over the axes outside `ulysses` is refined over its ranks, like Ulysses inside a ring.
+    # Ulysses cuts each shard of the axes outside of it once more, over its own ranks.
     head_ranks = mesh.size(innermost) if _axes_name(mesh, [innermost]) == "ulysses" else 1
     if layout.shards * head_ranks == ranks:
         return layout.refine(head_ranks)
@@ -232,11 +230,12 @@ def _layout_over(layout: SequenceLayout, mesh: DeviceMesh, mesh_dims: Sequence[i
 
 
 def _token_dim(x: DTensor, layout: SequenceLayout) -> int:
-    """Returns the dim of the tokens, inferred from length and placements."""
+    """Returns the dim of `x` that has the layout's tokens, inferred from its size and placement."""
     names = x.device_mesh.mesh_dim_names or [""] * x.device_mesh.ndim
     sharded_dims = {name: p.dim for name, p in zip(names, x.placements, strict=True) if isinstance(p, Shard)}
     by_name = [dim for name, dim in sharded_dims.items() if name in SEQUENCE_AXES]
-    # The strongest evidence first: a sequence axis, any axis, the size alone.
+    # In this order: dims sharded over a sequence axis, dims sharded over any axis, all dims. The first of these groups
+    # that has exactly one dim of the layout's length decides.
     for candidates in (by_name, [p.dim for p in x.placements if isinstance(p, Shard)], range(x.ndim)):
         matching_dims = {dim for dim in candidates if x.shape[dim] == layout.length}
         if len(matching_dims) == 1:

@@ -1,8 +1,8 @@
-"""Masks as slices: bands on rectangles of (query, key) positions, as host arrays.
+"""Masks as slices: bands on rectangles of (query, key) positions, in numpy arrays.
 
 A slice is a row q0, q1, k0, k1, low, high of an int64 array [n, 6]: the query at i in q0..q1 - 1 sees the key at j in
-k0..k1 - 1 iff low <= j - i <= high, with -FAR and FAR for unbounded sides. The slices of a mask are disjoint, so counts
-and results of slices add up.
+k0..k1 - 1 iff low <= j - i <= high, with -FAR and FAR for unbounded sides. The slices of a mask are disjoint, so the
+pairs of a mask are the sum of its slices' pairs, and attention merges over its slices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.validation import Window, boundaries_of, documents_of, flag, window_of
+from armillary.core.validation import Window, boundaries_of, check_bool, documents_of, window_of
 
 FAR = 2**62
 """Larger than the distance of any two positions."""
@@ -32,13 +32,17 @@ class Sliced(Protocol):
 
 
 def slice_array(slices: Iterable[Sequence[int | None]]) -> Slices:
-    """Returns the array of rows q0, q1, k0, k1, low, high, in which None is an unbounded side."""
+    """Returns the array of these rows q0, q1, k0, k1, low, high; None for `low` or `high` is an unbounded side."""
     rows = [(*corners, -FAR if low is None else low, FAR if high is None else high) for *corners, low, high in slices]
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
 def document_slices(ends: Sequence[int], low: int | None = None, high: int | None = None) -> Slices:
-    """Returns one slice for each document: its tokens see each other, within a band."""
+    """Returns one slice for each document, whose tokens see each other if low <= j - i <= high.
+
+    Args:
+        ends: boundaries of the documents, rising; positions before the first and from the last on see nothing.
+    """
     bounds = np.asarray(ends, dtype=np.int64)
     slices = np.empty((len(bounds) - 1, 6), dtype=np.int64)
     slices[:, 0] = slices[:, 2] = bounds[:-1]
@@ -47,10 +51,10 @@ def document_slices(ends: Sequence[int], low: int | None = None, high: int | Non
 
 
 def within_band(slices: Slices, low: int | None, high: int | None, has_bands: bool = True) -> Slices:
-    """Returns the slices cut to a band.
+    """Returns the slices cut to the band low <= j - i <= high; None is an unbounded side.
 
     Args:
-        has_bands: False if the slices have no bands yet.
+        has_bands: False if columns 4 and 5 of `slices`, the bands, are not yet initialized.
     """
     if has_bands and low is None and high is None:
         return slices
@@ -66,12 +70,12 @@ def mask_slices(
     window: Sequence[int | None] | None = None,
     documents: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> list[Slices]:
-    """Returns one array for each row of a batch that has documents of its own, or one for all rows.
+    """Returns the slices of this mask: one array for each row of `documents`, or a single one for all batch rows.
 
     Raises:
         ValueError: documents that do not rise from 0 to `length`, or a negative window.
     """
-    low, high = band(flag("causal", causal), window_of(window))
+    low, high = band(check_bool("causal", causal), window_of(window))
     rows = documents_of(documents, length)
     if rows is None:
         return [document_slices((0, length), low, high)]
@@ -80,7 +84,7 @@ def mask_slices(
 
 
 def band(causal: bool, window: Window | None) -> Window:
-    """Returns the smallest and the largest visible `j - i`; None: unbounded."""
+    """Returns the smallest and the largest j - i at which the query at i sees the key at j; None if unbounded."""
     left_width, right_width = window or (None, None)
     if causal:
         right_width = 0 if right_width is None else min(right_width, 0)
@@ -88,7 +92,7 @@ def band(causal: bool, window: Window | None) -> Window:
 
 
 def widen(counts: Integers, rows: int, columns: int) -> Integers:
-    """Returns the counts in a dtype that can represent `rows * columns`: Python's integers beyond 64 bits."""
+    """Returns the counts in a dtype that can represent `rows * columns`: int64, or beyond that Python's integers."""
     return counts.astype(object) if rows * columns > FAR else counts
 
 
@@ -101,9 +105,12 @@ def mirror(slices: Slices) -> Slices:
 
 
 def trim(slices: Slices) -> Slices:
-    """Returns slices of the same pairs in which every query and key has a visible partner, without empty slices."""
+    """Returns slices of the same pairs whose ranges have only queries that see a key and keys that a query sees.
+
+    Empty slices are left out.
+    """
     q0, q1, k0, k1, low, high = slices.T
-    # A query needs a key in its band, then a key needs one of the remaining queries.
+    # First drop queries whose band has no key, then keys that none of the remaining queries sees.
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
     trimmed_slices = np.stack((q0, q1, k0, k1, low, high), axis=1)
@@ -112,12 +119,13 @@ def trim(slices: Slices) -> Slices:
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """The number of keys that each query sees, a piecewise linear function of its position, and its sums.
+    """The number of keys that each query sees, as a piecewise linear function of the query's position.
 
     Args:
-        starts: where pieces begin, rising.
-        slopes, constants: in piece n, the query at i sees slopes[n] * i + constants[n] keys.
-        sums: subtracted from the sum of a piece's line over all positions before one, to get the sum of the function.
+        starts: positions where a new piece begins, rising: [n]. Piece 0 is before the first.
+        slopes, constants: in piece p the query at i sees slopes[p] * i + constants[p] keys: [n + 1].
+        sums: corrections for `before`, [n + 1]: the sum of the line of piece p over positions 0..i - 1, less sums[p],
+            is the number of pairs of queries 0..i - 1.
     """
 
     starts: Integers
@@ -127,24 +135,26 @@ class KeyCounts:
 
     @classmethod
     def of(cls, slices: Slices) -> KeyCounts:
-        """Sums over slices. In a slice the query at i sees keys max(k0, i + low) to min(k1 - 1, i + high).
+        """Returns the counts of a mask, added over its slices.
 
-        So its count is a difference of two bounds, each of which is linear in i with one bend.
+        In a slice the query at i sees the keys max(k0, i + low) to min(k1 - 1, i + high). So the number of keys is a
+        difference of two bounds, and each bound is linear in i with one bend.
         """
         slices = trim(slices)
         q0, q1, k0, k1, low, high = widen(slices, *(int(slices[:, i].max(initial=0)) for i in (1, 3))).T
         # The upper bound rises with i until `until`, the lower bound from `since` on; both are constant elsewhere.
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
+        # Each slice changes slope and constant of the total at four positions.
         ones = np.ones_like(q0)
         starts = np.concatenate((q0, until, since, q1))
         slopes = np.concatenate((ones, -ones, -ones, ones))
-        # An unbounded side bends at its first query, so FAR cancels out. Intermediate sums may wrap around modulo 2^64;
-        # results that fit are exact.
+        # An unbounded side bends at its first query, where FAR cancels out. Intermediate sums may wrap around modulo
+        # 2^64; results that fit into 64 bits are exact.
         constants = np.concatenate((high - k0 + 1, k1 - 1 - high, k0 - low, low - k1))
         order = np.argsort(starts, kind="stable")
         starts, slopes, constants = starts[order], slopes[order], constants[order]
         sums = slopes * (starts * (starts - 1) // 2) + constants * starts
-        none = np.zeros(1, dtype=np.int64)  # before the first piece
+        none = np.zeros(1, dtype=np.int64)  # piece 0: no pairs before the first start
         return cls(starts, *(np.concatenate((none, x.cumsum())) for x in (slopes, constants, sums)))
 
     def at(self, positions: Integers) -> Integers:
@@ -156,7 +166,7 @@ class KeyCounts:
         """Returns the number of (query, key) pairs of all queries before each of these positions."""
         piece = np.searchsorted(self.starts, positions, side="right")
         positions = positions.astype(self.sums.dtype)
-        triangle = positions * (positions - 1) // 2
+        triangle = positions * (positions - 1) // 2  # the sum of 0..position - 1
         return self.slopes[piece] * triangle + self.constants[piece] * positions - self.sums[piece]
 
 

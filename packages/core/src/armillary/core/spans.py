@@ -1,4 +1,4 @@
-"""Runs of positions: the spans of a shard joined, cut, and checked for gaps."""
+"""Spans, the runs of positions of a shard: how they are joined, cut and checked for gaps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from itertools import accumulate
 from math import lcm
 
 MAX_POSITION = 2**63 - 1
-"""Positions are kept in 64-bit integers."""
+"""Largest position: positions are 64-bit integers."""
 
 Spans = tuple[range, ...]
 """Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
 
 
 def join_spans(spans: Iterable[range]) -> Spans:
-    """Returns the same positions in the same order in fewer runs, without empty ones.
+    """Returns the same positions in the same order, as few runs without empty ones.
 
-    A run that starts one step after the end of the previous run is joined with it.
+    A run is joined to the previous one if it continues with the same step.
+
+    Raises:
+        ValueError: a span is not a range, has a step below 1, or reaches beyond `MAX_POSITION`.
     """
     runs: list[range] = []
     for span in spans:
@@ -28,6 +31,7 @@ def join_spans(spans: Iterable[range]) -> Spans:
             continue
         if span[-1] > MAX_POSITION:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
+        # One form for equal positions: the stop is one past the last position, and a single position has step 1.
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
         if runs and (union := _join(runs[-1], span)) is not None:
             runs[-1] = union
@@ -37,7 +41,7 @@ def join_spans(spans: Iterable[range]) -> Spans:
 
 
 def _join(a: range, b: range) -> range | None:
-    """Returns the run of `a` followed by `b`, or None if that is not one run."""
+    """Returns `a` followed by `b` as one run, or None if they do not form one."""
     step = a.step if len(a) > 1 else b.step
     same_step = len(b) == 1 or b.step == step
     return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
@@ -49,17 +53,18 @@ def span_text(span: range) -> str:
 
 
 def missing_position(runs: Sequence[range]) -> int | None:
-    """Returns the smallest position below the largest one that is in no run; None if all are covered.
+    """Returns the smallest position that no run has, up to the largest position of all runs; None if there is no gap.
 
     Takes time in proportion to the number of runs, not to their lengths.
 
     Raises:
         ValueError: two runs hold the same position.
     """
-    # Split all runs to one step. Then the runs of each remainder modulo `step` must follow each other without gaps.
+    # Split all runs into pieces of one common step. A piece has positions of one remainder modulo `step`. Sorted by
+    # remainder and position, the pieces of each remainder must follow each other without gaps.
     step = lcm(*(span.step for span in runs))
     pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
-    expected, gaps = dict[int, int](), list[int]()
+    expected, gaps = dict[int, int](), list[int]()  # `expected`: for each remainder the first position not yet covered
     for remainder, first, last, i in pieces:
         next_position = expected.get(remainder, remainder)
         if first < next_position:
@@ -67,14 +72,15 @@ def missing_position(runs: Sequence[range]) -> int | None:
         if first > next_position:
             gaps.append(next_position)
         expected[remainder] = last + step
+    # Remainders whose pieces end too early, and the first remainder without pieces.
     end = max(span[-1] for span in runs)
-    absent_remainder = next((r for r in range(min(step, end + 1)) if r not in expected), None)
-    early_ends = (next_position for next_position in expected.values() if next_position <= end)
-    return min((*gaps, *early_ends, *(() if absent_remainder is None else (absent_remainder,))), default=None)
+    gaps += [next_position for next_position in expected.values() if next_position <= end]
+    gaps += [r for r in range(min(step, end + 1)) if r not in expected][:1]
+    return min(gaps, default=None)
 
 
 def _split(span: range, step: int) -> Iterable[range]:
-    """Returns the span as runs of `step`, a multiple of its own step."""
+    """Returns the positions of the span as runs with step `step`, which is a multiple of the span's step."""
     times = step // span.step
     return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
 

@@ -1,4 +1,4 @@
-"""Copies from host to device memory that do not block the host."""
+"""Copies from host memory to a device that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Returns the tensor on a device. A GPU copies from pinned memory in stream order, while the host continues."""
+    """Returns the tensor on a device. For a GPU the copy is queued on the current stream and the host continues."""
+    # Only copies from pinned memory are asynchronous.
     pinned = device.type == "cuda" and x.device.type == "cpu"
     return (x.pin_memory() if pinned else x).to(device, non_blocking=True)

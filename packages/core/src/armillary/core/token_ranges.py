@@ -1,4 +1,4 @@
-"""Ranges of tokens of a shard: as local indices, and packed one after another in a tensor."""
+"""Some tokens of a shard, as ranges of local indices; and packed tensors, which have only these tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor, cat
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """The tokens of some ranges, in order. A packed tensor has these tokens, without the gaps, on dim 1.
+    """Some tokens of a shard, in rising order. A packed tensor has these tokens on dim 1, without the gaps.
 
-    Compared by identity, because caches look them up at every step of a ring, and ranges may be hundreds: compare
-    `runs` for equal tokens.
+    Two objects are equal only if they are the same object: caches look them up at every step of a ring, and comparing
+    hundreds of ranges would take long. Compare `runs` to find out whether two have equal tokens.
 
     Args:
-        runs: non-empty ranges of step 1, in order, with a gap between consecutive ones.
+        runs: non-empty ranges of step 1 in rising order, with a gap between consecutive ranges.
     """
 
     runs: tuple[range, ...] = ()
@@ -39,8 +39,8 @@ class TokenRanges:
 
     @classmethod
     def select(cls, ends: NDArray[np.int64], is_selected: NDArray[np.bool_]) -> TokenRanges:
-        """Returns the tokens ends[i] .. ends[i + 1] - 1 of all i with selected[i]; `ends` rises."""
-        # Indices at which a run of selected ranges begins or ends, alternately.
+        """Returns the tokens ends[i] .. ends[i + 1] - 1 of every i with is_selected[i]; `ends` rises."""
+        # Indices i at which a run of selected ranges begins, ends, begins, ...
         edges = np.flatnonzero(np.diff(is_selected, prepend=False, append=False))
         return cls(tuple(map(range, ends[edges[::2]].tolist(), ends[edges[1::2]].tolist())))
 
@@ -51,27 +51,27 @@ class TokenRanges:
 
     @cached_property
     def _starts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The start of each run: in the shard, and packed."""
+        """Starts of the runs: as local indices of the shard, and as indices of the packed tensor."""
         return tuple(map(_start, self.runs)), tuple(accumulate(map(len, self.runs), initial=0))
 
     def index(self, token: int) -> int:
-        """Returns the packed index of a token of these ranges."""
+        """Returns the index in the packed tensor of a token that these ranges contain."""
         starts, packed_starts = self._starts
         run = bisect_right(starts, token) - 1
         return packed_starts[run] + token - starts[run]
 
     def within(self, container: TokenRanges) -> TokenRanges:
-        """Returns the ranges of these tokens in a tensor with the tokens of `container`, which include them."""
+        """Returns the indices of these tokens in the packed tensor of `container`, which contains all of them."""
         positions = ((container.index(run.start), len(run)) for run in self.runs)
         return TokenRanges.union(range(start, start + tokens) for start, tokens in positions)
 
-    # -- tensors with tokens on dim 1 ---------------------------------------------------------------------------------
+    # -- for tensors x with all tokens of the shard on dim 1 ----------------------------------------------------------
 
     def take(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns these tokens of `x`: x itself if these are all, a view if they are one run or none, else a copy.
+        """Returns these tokens of `x`, packed: x itself for all tokens, a view for one run or none, otherwise a copy.
 
         Args:
-            out: destination of a copy.
+            out: tensor that receives a copy; by default a new one.
         """
         if self.count == x.shape[1]:
             return x
@@ -83,13 +83,13 @@ class TokenRanges:
         return cat(self.views(x), 1, out=out)
 
     def views(self, x: Tensor) -> list[Tensor]:
-        """Returns the runs of `x` as views; x itself if these are all of its tokens."""
+        """Returns a view of `x` for each run; x itself if these are all of its tokens."""
         if self.count == x.shape[1]:
             return [x]
         return [x.narrow(1, run.start, len(run)) for run in self.runs]
 
     def unpack(self, packed: Tensor) -> Sequence[Tensor]:
-        """Returns the runs of a packed tensor, as views."""
+        """Returns a view of a packed tensor for each run."""
         return (packed,) if len(self.runs) == 1 else packed.split_with_sizes(list(map(len, self.runs)), 1)
 
     def put(self, x: Tensor, packed: Tensor) -> None:

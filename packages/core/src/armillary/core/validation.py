@@ -1,7 +1,7 @@
-"""Argument validation: each function returns the value in its Python type, or raises ValueError.
+"""Argument validation: each function returns the value as a plain Python object, or raises ValueError.
 
-Integers may be numpy's, or tensors without dims; sequences may be tensors or arrays. Values that merely compare equal
-are refused: True for 1, 3.0 for 3, and any text. Errors have the argument's name, its value and the accepted values.
+Integers may also be numpy integers or tensors without dims; sequences may also be tensors or arrays. True is not
+accepted for 1, 3.0 not for 3, and text for neither. Errors name the argument, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Boundaries = tuple[int, ...]
 
 
 def integer(name: str, value: object, minimum: int | None = None) -> int:
-    """Returns `value` as an int. Raises ValueError for other types, and below `minimum`."""
+    """Returns `value` as an int. Raises ValueError if it is not an integer, or is below `minimum`."""
     result = _as_int(value)
     if result is None or (minimum is not None and result < minimum):
         requirement = "" if minimum is None else f" of at least {minimum}"
@@ -31,20 +31,22 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
     return result
 
 
-def flag(name: str, value: object) -> bool:
-    """Returns `value` as a bool: True or False, numpy's too. Raises ValueError for other types."""
+def check_bool(name: str, value: object) -> bool:
+    """Returns `value` as a bool. Raises ValueError unless it is True or False, of Python or of numpy."""
     if value is True or value is False:
         return value
-    if type(value).__name__ in ("bool", "bool_") and getattr(value, "ndim", 1) == 0:  # the type's name in numpy 2 and 1
+    if type(value).__name__ in ("bool", "bool_") and getattr(value, "ndim", 1) == 0:  # numpy 2's name, numpy 1's name
         return bool(value)
     raise ValueError(f"{name}={_format(value)}: True or False is needed")
 
 
 def number(name: str, value: object, hint: str = "") -> float:
-    """Returns `value` as a finite float. Raises ValueError for other values, and tensors: their gradient would be lost.
+    """Returns `value` as a finite float. Raises ValueError if it is not a finite number.
+
+    Tensors are refused too: the gradient of the value would be lost.
 
     Args:
-        hint: appended to the error.
+        hint: appended to the error message.
     """
     result = math.nan
     if isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor)):
@@ -77,17 +79,24 @@ def check_tensor(name: str, value: object) -> None:
         )
 
 
+def check_dim(name: str, x: Tensor, dim: int) -> int:
+    """Returns `dim`, a dim of tensor `x`, counted from the start. Raises ValueError if `x` has no such dim."""
+    if not -x.ndim <= integer("dim", dim) < x.ndim:
+        raise ValueError(f"{name} {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
+    return dim % x.ndim
+
+
 def window_of(window: object) -> Window | None:
-    """Returns (left, right) of an attention mask; None if both sides are unbounded.
+    """Returns the sliding window (left, right) of an attention mask; None if both sides are unbounded.
 
     Raises:
-        ValueError: `window` is not a pair whose sides are None or an integer of at least 0.
+        ValueError: `window` is not a pair, or a side is neither None nor an integer of at least 0.
     """
     if window is None:
         return None
     sides = _elements(window)
     sides_or_none = [None if side is None else _as_int(side) for side in sides or ()]
-    # None in `sides_or_none` is an unbounded side, or a value that is not an integer.
+    # `_as_int` returns None for values that are not integers, so a None here is an error unless the side is None.
     invalid = any(side is not None and (n is None or n < 0) for side, n in zip(sides or (), sides_or_none, strict=True))
     if len(sides_or_none) != 2 or invalid:
         raise ValueError(
@@ -98,10 +107,10 @@ def window_of(window: object) -> Window | None:
 
 
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
-    """Returns document boundaries (0, end of the first, ..., N) for all rows of a batch, or a tuple of them per row.
+    """Returns one tuple of boundaries that holds for all rows of a batch, or a tuple of such tuples, one for each row.
 
     Raises:
-        ValueError: boundaries that are not integers, or do not rise from 0 (to `length`).
+        ValueError: boundaries that are not integers or do not rise from 0; or the last one is not `length`, if given.
     """
     if documents is None:
         return None
@@ -109,13 +118,13 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     if not values or set(map(type, values)) == {int}:  # the usual case: one list of ints
         return boundaries_of(documents if values is None else values, length)
     rows = [_elements(row) for row in values]
-    if any(row is None for row in rows):  # integers of other types; numbers mixed with lists are refused there
+    if any(row is None for row in rows):  # numpy integers, or numbers mixed with lists, which `boundaries_of` refuses
         return boundaries_of(values, length)
     return tuple(boundaries_of(row, length) for row in rows)
 
 
 def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
-    """Returns the document boundaries of one row. Raises ValueError unless they are integers that rise from 0."""
+    """Returns the document boundaries of one row. Raises ValueError as `documents_of` does."""
     values = ends if isinstance(ends, (tuple, list)) else ()
     ends_or_none = [end if type(end) is int else _as_int(end) for end in cast("Sequence[object]", values)]
     integers = [end for end in ends_or_none if end is not None]

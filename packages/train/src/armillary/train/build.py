@@ -49,8 +49,8 @@ def process_group(config: Config) -> Generator[torch.device]:
     # 2. The group, which ends here only if it was started here.
     owns_group = not dist.is_initialized()
     if owns_group:
-        host_too = config.optimizer.cpu_offload
-        start_process_group(device.type, collective_timeout(config), host_too=host_too, bind=config.cuda.bind_device)
+        with_gloo = config.optimizer.cpu_offload
+        start_process_group(device.type, collective_timeout(config), with_gloo=with_gloo, bind=config.cuda.bind_device)
     yield device
     if owns_group:  # not after an error (no `finally`): destroying a group can wait for ranks that are in a collective
         dist.destroy_process_group()

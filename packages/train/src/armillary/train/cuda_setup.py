@@ -37,7 +37,7 @@ class CudaSetup:
 def cuda_setup(config: Config, ring: int) -> CudaSetup:
     """Returns the settings of a run with `ring` ranks on its ring, the same on every rank."""
     settings = config.cuda
-    device_is_bound = binds_device(settings.bind_device, host_too=config.optimizer.cpu_offload)
+    device_is_bound = binds_device(settings.bind_device, with_gloo=config.optimizer.cpu_offload)
     return CudaSetup(
         allocator=allocator_settings(settings.expandable_segments),
         device_id="cuda:LOCAL_RANK" if device_is_bound else None,

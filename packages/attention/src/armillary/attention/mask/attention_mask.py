@@ -22,7 +22,7 @@ from armillary.attention.mask.slice_list import Slice, SliceList
 from armillary.attention.mask.tree import Tree
 from armillary.core import Segments
 from armillary.core.slices import Integers, Slices, band, count_pairs, document_slices, slice_array, within_band
-from armillary.core.validation import Window, documents_of, flag, window_of
+from armillary.core.validation import Window, check_bool, documents_of, window_of
 
 PATTERNS: dict[int, type[RowPattern]] = {
     pattern.code: pattern for pattern in (SliceList, Tree, Prefix, Chunked, ImageSpans, Blocks)
@@ -83,7 +83,7 @@ class AttentionMask:
         # `replace` passes the content of the old mask, and often its documents and pattern too.
         if content is None or documents is not content.documents or pattern is not content.pattern:
             content = Content(documents_of(documents), pattern)
-        values = (flag("causal", causal), window_of(window), content.documents, pattern, content, content.numbers)
+        values = (check_bool("causal", causal), window_of(window), content.documents, pattern, content, content.numbers)
         for name, value in zip(("causal", "window", "documents", "pattern", "content", "numbers"), values, strict=True):
             object.__setattr__(self, name, value)
         if pattern is None:

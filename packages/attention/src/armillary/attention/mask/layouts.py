@@ -14,7 +14,7 @@ def layout_of(
 
     Args:
         mask: the mask under which a balanced layout has even work; causal by default.
-        balanced_by: of a balanced layout, as in `SequenceLayout.balanced`; None ignores traffic (`traffic=0`).
+        balanced_by: of a balanced layout, as in `SequenceLayout.balanced`; None ignores traffic (`send_cost=0`).
 
     Raises:
         ValueError: another kind, or a mask of another type.
@@ -31,7 +31,7 @@ def layout_of(
         case "balanced":
             mask = mask or AttentionMask()
             if balanced_by is None:
-                return SequenceLayout.balanced(length, shards, mask=mask, traffic=0)
+                return SequenceLayout.balanced(length, shards, mask=mask, send_cost=0)
             return SequenceLayout.balanced(length, shards, mask=mask, balanced_by=balanced_by)
         case _:
             raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

@@ -32,7 +32,7 @@ from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
-from armillary.core.validation import flag
+from armillary.core.validation import check_bool
 
 QueryTensor = Callable[[Heads], Tensor]
 """Returns [B, T, len(heads), D] of this rank's tokens: q, out or dout of some query heads."""
@@ -74,7 +74,7 @@ class UPipe(HeadMethod, StagedMethod):
         if isinstance(inner, Method) and inner.head_axis is not None:
             raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
         super().__init__(axis, inner)
-        self._set_options(heads_per_stage, flag("prefetch", prefetch))
+        self._set_options(heads_per_stage, check_bool("prefetch", prefetch))
 
     @classmethod
     def for_method(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:

@@ -37,7 +37,7 @@ from armillary.core import (
     start_merge_scatter,
     start_reduce_scatter,
 )
-from armillary.core.validation import flag
+from armillary.core.validation import check_bool
 
 Tensors = Sequence[Tensor]
 PendingGather = Callable[[], tuple[Tensor, ...]]
@@ -81,7 +81,7 @@ class WallFacer(Method):
     ) -> None:
         self.axis = Axis.of(axis)
         self.teams = Teams(self.axis.size, team, placement)
-        self.gather_keys = flag("gather_keys", gather_keys)
+        self.gather_keys = check_bool("gather_keys", gather_keys)
         self.seat = self.teams.seat(self.axis.rank)  # (team, member)
         self.team_ring = TeamRing(self.axis, self.teams, backward)
         self.team_axis = self.axis.part(self.teams.team_ranks(self.seat[0]))

@@ -16,7 +16,7 @@ from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
 from armillary.attention.tiling.packs import KernelCall, PackedCall, Shards, SingleCall, pack_calls
 from armillary.core import TokenRanges, Trace, compat, span
-from armillary.core.observe.trace import IDLE
+from armillary.core.observe.trace import NO_SPAN
 
 Calls = tuple[SingleCall | PackedCall, ...]
 HOST = torch.device("cpu")
@@ -73,7 +73,7 @@ class BlockAttention:
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         k, v = contiguous_rows(k), contiguous_rows(v)
         kernel, scores = self.kernel, self.scores
-        with IDLE if Trace.current is None else self._span("forward"):
+        with NO_SPAN if Trace.current is None else self._span("forward"):
             for call in self._calls_on(q, k):
                 rows, columns = call.queries, call.keys
                 tensors = rows.of(q), columns.of(k), columns.of(v)
@@ -96,7 +96,7 @@ class BlockAttention:
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         dout, k, v, out = contiguous_rows(dout), contiguous_rows(k), contiguous_rows(v), contiguous_rows(out)
         kernel, scores = self.kernel, self.scores
-        with IDLE if Trace.current is None else self._span("backward"):
+        with NO_SPAN if Trace.current is None else self._span("backward"):
             for call in self._calls_on(q, k):
                 rows, columns = call.queries, call.keys
                 tensors = rows.of(dout), rows.of(q), columns.of(k), columns.of(v), rows.of(out), rows.of(lse)

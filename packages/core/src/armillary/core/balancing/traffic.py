@@ -1,7 +1,7 @@
-"""Token-hops: the distance that the tokens of a layout travel around a ring. Arrays on the host.
+"""Token-hops: how far the tokens of a layout travel around a ring. All arrays are numpy's.
 
-A ring sends every shard in one direction, and a token no further than to the last rank that sees it. A rank just before
-the owner of a token is therefore almost a full round away.
+All shards of a ring travel in the same direction, and a key travels no further than to the last rank with a query that
+sees it. So the rank just before a key's owner is almost a full round away.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from armillary.core.slices import Integers, Slices, trim
 
 @dataclass(frozen=True)
 class PositionRuns:
-    """A layout as consecutive segments of positions.
+    """A layout as consecutive runs of positions.
 
     Args:
-        ends: boundaries, from 0 to the length: [n + 1].
-        owners: the shard of each segment: [n].
+        ends: boundaries of the runs, from 0 to the length: [n + 1].
+        owners: the shard that holds each run: [n].
     """
 
     ends: Integers
@@ -28,15 +28,15 @@ class PositionRuns:
 
     @classmethod
     def of(cls, ends: Integers, owners: Integers) -> PositionRuns:
-        """Joins neighbouring segments of one shard and drops empty ones."""
+        """Joins neighbouring runs of one shard and drops empty runs."""
         size = np.diff(ends)
         starts, owners = ends[:-1][size > 0], owners[size > 0]
-        turns = np.append(True, owners[1:] != owners[:-1])
-        return cls(np.append(starts[turns], ends[-1]), owners[turns])
+        changes_owner = np.append(True, owners[1:] != owners[:-1])
+        return cls(np.append(starts[changes_owner], ends[-1]), owners[changes_owner])
 
     @classmethod
     def of_spans(cls, shards: Iterable[Sequence[range]]) -> PositionRuns:
-        """Returns the segments of a layout's spans. A span with a step becomes one segment per position."""
+        """Returns the runs of a layout's spans. A span with a step becomes one run per position."""
         starts, owners, length = list[Integers](), list[int](), 0
         for shard, spans in enumerate(shards):
             for span in spans:
@@ -55,59 +55,64 @@ class PositionRuns:
         return lists
 
 
-def token_hops(segments: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:
-    """Returns the tokens that all ranks send if keys rotate in the cheaper direction; a token counts once per hop."""
-    ends, owners = segments.ends, segments.owners
-    ranks, starts, stops = _visible_keys(segments, rows)
+def token_hops(layout: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:
+    """Returns the number of tokens that all ranks together send if keys rotate in the cheaper direction.
+
+    A token counts once for each hop, from one rank to the next.
+    """
+    ends, owners = layout.ends, layout.owners
+    ranks, starts, stops = _visible_keys(layout, rows)
     if not len(ranks):
         return 0
-    # Between consecutive bounds, all tokens have the same owner and are seen by the same ranks.
+    # Between consecutive bounds all tokens have the same owner and are seen by the same ranks: compute hops for each
+    # of these intervals, and multiply by its number of tokens.
     bounds = np.unique(np.concatenate((starts, stops, ends)))
     sizes, owner = np.diff(bounds), owners[np.searchsorted(ends, bounds[:-1], side="right") - 1]
     first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, stops)
-    forward, backward = np.zeros_like(sizes), np.zeros_like(sizes)
+    forward, backward = np.zeros_like(sizes), np.zeros_like(sizes)  # hops of each interval, by direction
     order = np.argsort(ranks, kind="stable")
     cuts = np.searchsorted(ranks[order], np.arange(shards + 1))
     for rank in range(shards):
-        rank_runs = order[cuts[rank] : cuts[rank + 1]]
-        if len(rank_runs):
+        key_runs = order[cuts[rank] : cuts[rank + 1]]  # the runs of keys that this rank sees
+        if len(key_runs):
             # +1 where a run of visible keys starts and -1 where it stops: their running sum is positive inside.
-            edges = np.bincount(first[rank_runs], minlength=len(bounds)) - np.bincount(
-                last[rank_runs], minlength=len(bounds)
-            )
-            visible = edges.cumsum()[:-1] > 0
+            begins = np.bincount(first[key_runs], minlength=len(bounds))
+            visible = (begins - np.bincount(last[key_runs], minlength=len(bounds))).cumsum()[:-1] > 0
             # A token travels as far as the furthest rank that sees it.
             np.maximum(forward, visible * ((rank - owner) % shards), out=forward)
             np.maximum(backward, visible * ((owner - rank) % shards), out=backward)
     return min(int((forward * sizes).sum()), int((backward * sizes).sum()))
 
 
-def _visible_keys(segments: PositionRuns, rows: Sequence[Slices]) -> tuple[Integers, Integers, Integers]:
-    """Returns runs of keys that ranks see outside of their own segment: arrays (rank, start, stop)."""
-    ends, owners = segments.ends, segments.owners
-    runs = list[Integers]()
+def _visible_keys(layout: PositionRuns, rows: Sequence[Slices]) -> tuple[Integers, Integers, Integers]:
+    """Returns the runs of keys that ranks see and do not hold in one run: arrays of (rank, start, stop)."""
+    ends, owners = layout.ends, layout.owners
+    visible_runs = list[Integers]()
     for row in rows:
+        # Slice i has queries in the runs first[i] to last[i] - 1 of the layout. Below there is one entry for each pair
+        # of a slice and such a run: `of` is its slice, `run` its run of the layout.
         q0, q1, k0, k1, low, high = trim(row).T
         first, last = np.searchsorted(ends, q0, side="right") - 1, np.searchsorted(ends, q1)
-        # One entry per (slice, segment of its queries): entries of slice i are `of == i`.
         counts = last - first
         of = np.repeat(np.arange(len(q0)), counts)
-        segment = first[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
-        start = np.maximum(k0[of], np.maximum(q0[of], ends[segment]) + low[of])
-        stop = np.minimum(k1[of], np.minimum(q1[of], ends[segment + 1]) + high[of])
-        key_segment = np.minimum(np.searchsorted(ends, start, side="right") - 1, len(owners) - 1)
-        local = (stop <= ends[key_segment + 1]) & (owners[key_segment] == owners[segment])
-        crosses = (start < stop) & ~local
-        runs.append(np.stack((owners[segment], start, stop))[:, crosses])
-    ranks, starts, stops = np.concatenate(runs, axis=1)
+        run = first[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+        # The keys that the entry's queries see: from the first query's lowest key to the last query's highest one.
+        start = np.maximum(k0[of], np.maximum(q0[of], ends[run]) + low[of])
+        stop = np.minimum(k1[of], np.minimum(q1[of], ends[run + 1]) + high[of])
+        # Keys inside a single run of the same rank need not be sent.
+        key_run = np.minimum(np.searchsorted(ends, start, side="right") - 1, len(owners) - 1)
+        is_local = (stop <= ends[key_run + 1]) & (owners[key_run] == owners[run])
+        visible_runs.append(np.stack((owners[run], start, stop))[:, (start < stop) & ~is_local])
+    ranks, starts, stops = np.concatenate(visible_runs, axis=1)
     return ranks, starts, stops
 
 
 def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
-    """Returns the boundaries of the shortest runs of positions that do not see each other in any row: 0, ..., N."""
+    """Returns boundaries 0, ..., N between positions that do not see each other in any row, as many as possible."""
     slices = np.concatenate([trim(row) for row in rows])
     starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
     order = np.argsort(starts, kind="stable")
+    # A slice that starts at or after `reach`, the largest stop of all slices before it, begins a new run.
     starts, reach = starts[order], np.maximum.accumulate(np.append(0, stops[order]))
     free = starts >= reach[:-1]
     return np.unique(np.concatenate(([0, length], starts[free], reach[:-1][free], reach[-1:])))

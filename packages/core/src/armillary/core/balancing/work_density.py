@@ -1,4 +1,4 @@
-"""Attention work of the tokens of a sequence, and the runs of tokens where it is densest."""
+"""The attention work of tokens, in (query, key) pairs, and the groups of tokens that have most of it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ MAX_GROUPS = 4
 
 @dataclass(frozen=True)
 class Work:
-    """(query, key) pairs of the tokens of a sequence, counted by queries and by keys, summed over batch rows."""
+    """Counts of the visible (query, key) pairs of each token, as a query and as a key, summed over batch rows.
+
+    Args:
+        sides: for each batch row the number of keys that a query sees; and the number of queries that see a key.
+    """
 
     sides: tuple[list[KeyCounts], list[KeyCounts]]
-    """Counts of each row: keys by query, and queries by key."""
 
     @classmethod
     def of(cls, rows: Sequence[Slices]) -> Work:
@@ -28,17 +31,18 @@ class Work:
 
     @property
     def total(self) -> int:
-        """Pairs of all tokens. The last piece of the counts begins after the last query that has keys."""
+        """Pairs of all tokens."""
+        # The last piece of the counts begins after the last query that has keys, so all pairs are before it.
         return sum(int(counts.before(counts.starts[-1:] + 1)[0]) for counts in self.sides[0] if len(counts.starts))
 
     def before(self, positions: Integers) -> Integers:
-        """Returns the pairs of all tokens before each of these positions [n]: [2, n], by queries and by keys."""
+        """Returns the pairs of all queries, and of all keys, before each of these positions [n]: [2, n]."""
         return np.array([np.sum([counts.before(positions) for counts in side], axis=0) for side in self.sides])
 
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """Some tokens of a sequence, numbered consecutively: runs of positions from starts to stops - 1."""
+    """Some tokens of a sequence: runs of positions starts[i] to stops[i] - 1. Token numbers count through all runs."""
 
     starts: Integers
     stops: Integers
@@ -53,8 +57,8 @@ class TokenRuns:
         return int(self.offsets[-1])
 
     def pairs(self, ends: Integers, work: Work) -> Integers:
-        """Returns the pairs of the tokens between consecutive `ends`, which are token numbers: [2, n]."""
-        # The pairs before a position, less the pairs of positions outside of the runs, which are summed run by run.
+        """Returns the pairs of the tokens between consecutive `ends`, which are token numbers [n + 1]: [2, n]."""
+        # Pairs of all tokens before a position, less the pairs of tokens outside of the runs (`skipped_pairs`).
         run = np.minimum(np.searchsorted(self.offsets, ends, side="right") - 1, len(self.starts) - 1)
         before = work.before(self.starts)
         skipped_pairs = before - np.concatenate((np.zeros((2, 1), np.int64), work.before(self.stops)[:, :-1]), axis=1)
@@ -68,18 +72,18 @@ class TokenRuns:
         return [range(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True) if a < b]
 
     def select(self, starts: Integers, stops: Integers) -> TokenRuns:
-        """Returns the tokens with numbers in starts..stops - 1."""
+        """Returns the tokens with the numbers starts[i] to stops[i] - 1, for every i."""
         spans = [span for a, b in zip(starts.tolist(), stops.tolist(), strict=True) for span in self.spans(a, b)]
         return TokenRuns(np.array([span.start for span in spans]), np.array([span.stop for span in spans]))
 
 
 def split_by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[TokenRuns]:
-    """Splits runs into groups of rising density, each of which the caller cuts into `chunks` chunks.
+    """Splits tokens into groups of rising density, for a caller that cuts each group into `chunks` chunks.
 
-    1. Cut the runs into `chunks` chunks. Chunks with at most `limit` pairs are a group.
-    2. Repeat with the runs of the other chunks, whose new chunks are smaller, so that fewer exceed `limit`.
+    1. Cut the tokens into `chunks` chunks. The chunks with at most `limit` pairs form a group.
+    2. Repeat with the tokens of all other chunks: their new chunks are smaller, so that fewer exceed `limit`.
 
-    The size of every group after the first is divisible by `chunks`.
+    The number of tokens in every group except the first is divisible by `chunks`.
     """
     groups = list[TokenRuns]()
     while len(groups) < MAX_GROUPS - 1:
@@ -88,7 +92,7 @@ def split_by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> 
         starts, stops = dense_runs(ends, dense, chunks)
         dense_size = int((stops - starts).sum())
         if not 0 < dense_size <= runs.size - chunks:
-            break  # no dense chunk, or less than one sparse token for each chunk
+            break  # no chunk is dense, or the sparse tokens would not suffice for `chunks` chunks
         sparse = np.concatenate(([0], stops)), np.concatenate((starts, [runs.size]))
         groups.append(runs.select(*sparse))
         runs = runs.select(starts, stops)
@@ -96,14 +100,15 @@ def split_by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> 
 
 
 def dense_runs(ends: Integers, dense: NDArray[np.bool_], chunks: int) -> tuple[Integers, Integers]:
-    """Returns the runs (starts, stops) of dense chunks, with neighbours added until `chunks` divides their size.
+    """Returns the runs (starts, stops) of tokens in dense chunks.
 
-    Returns no runs if there are too few neighbours.
+    Neighbouring tokens are added until the number of tokens is divisible by `chunks`. If there are too few neighbours,
+    no runs are returned.
     """
-    # Consecutive dense chunks are one run: the indices where runs begin and end.
+    # Consecutive dense chunks are one run. `edges`: the chunks at which a run begins, ends, begins, ...
     edges = np.flatnonzero(np.diff(np.concatenate(([False], dense, [False])).astype(np.int64)))
     starts, stops = ends[edges[::2]], ends[edges[1::2]]
-    # The last run grows to the right, or the first one to the left.
+    # The last run grows to the right; if the sequence ends there, the first run grows to the left.
     padding = -int((stops - starts).sum()) % chunks
     if padding and stops[-1] + padding <= ends[-1]:
         stops[-1] += padding

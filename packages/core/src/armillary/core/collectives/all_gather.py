@@ -18,9 +18,9 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     """Starts to gather the tokens of all ranks, in rank order: [B, T, ...] -> [B, sum(sizes), ...].
 
     Args:
-        x: local; its size on `dim` is `sizes[axis.rank]`. Must not be written to before `wait`.
+        x: local tensor; its size on `dim` is `sizes[axis.rank]`. Must not be written to before `wait`.
         axis: the axis to gather over, of C ranks.
-        sizes: tokens of each rank. Every rank sends max(sizes) tokens, the shorter ones padded.
+        sizes: tokens of each rank. Every rank sends max(sizes) tokens; ranks with fewer tokens pad them.
         dim: dim of the tokens.
 
     Bytes sent: (C - 1) times the bytes of `x` padded to max(sizes), kind "all_gather".
@@ -31,7 +31,7 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     if x.shape[dim] == max(sizes):
         send_buffer = x.contiguous()
-    else:  # padded by uninitialized values, which `assemble` drops
+    else:  # pads with uninitialized values, which `assemble` drops
         send_buffer = x.new_empty(shape)
         send_buffer.narrow(dim, 0, x.shape[dim]).copy_(x)
     buffer = x.new_empty((axis.size, *shape))
@@ -39,7 +39,7 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
     work = compat.all_gather_single(buffer.view(-1), send_buffer.view(-1), axis.group)
 
     def assemble() -> Tensor:
-        # Without dims before the tokens, and with equal sizes, the buffer is the result already.
+        # If all dims before the tokens have size 1, and no rank has padding, the buffer is the result already.
         if prod(shape[:dim]) == 1 and min(sizes) == max(sizes):
             return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
         return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(buffer, sizes, strict=True)], dim)

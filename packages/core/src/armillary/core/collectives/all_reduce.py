@@ -16,10 +16,11 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Collective[Tensor]:
     """Starts to sum a tensor over all ranks; every rank gets the same bits.
 
     Args:
-        x: local, of the same shape and dtype on each rank.
+        x: local tensor, of the same shape and dtype on each rank.
         axis: the axis to sum over, of C ranks.
 
-    Bytes sent: 2 (C - 1) / C times those of `x`, kind "all_reduce": a ring scatters the sums and gathers them again.
+    Bytes sent: 2 (C - 1) / C times the bytes of `x`, kind "all_reduce", as in a ring: a reduce-scatter of C - 1 steps,
+    then an all-gather of C - 1 steps. Other algorithms of the backend may send other amounts.
     """
     check_tensor("x", x)
     if axis.size == 1:

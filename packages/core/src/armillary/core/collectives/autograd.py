@@ -21,7 +21,7 @@ Start = Callable[..., Collective[Tensor]]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear collective. Its gradient is the adjoint collective, and the gradient of that is the first again."""
+    """A linear collective, whose backward is the adjoint collective, whose backward is the collective again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
@@ -30,25 +30,27 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Through `linear` again, so that the gradient is itself differentiable.
+        # Calls `linear`, so that the gradient is differentiable too.
         with phase("backward"):
             return linear(grads[0], *ctx.call), *[None] * len(ctx.call)
 
 
 def linear(x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
-    """Returns `start(x, *call).wait()`, differentiable; `adjoint` starts the transposed collective."""
+    """Returns `start(x, *call).wait()`, differentiable; `adjoint(grad, *call)` starts the collective of backward."""
     return cast(Tensor, _Linear.apply(x, start, adjoint, *call))
 
 
 class _MergeScatter(torch.autograd.Function):
-    """The merge of WallFacer's step 4, with its gradient.
+    """The merge of attention over the keys of all ranks (step 4 of WallFacer), with its gradient.
 
-    With d(out) and d(lse) of the merged result, the gradients of rank r are
+    out and lse are the merged result, out_r and lse_r the attention over the keys of rank r, w_r = exp(lse_r - lse) its
+    weight, and a . b the dot product over the head dim. The gradients of rank r are
 
         d(out_r) = w_r d(out)
         d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
 
-    so each rank needs d(out), lse and one more number per row from every other rank.
+    Each rank has d(out), d(lse), out and lse of its own tokens only, and needs d(out), lse and d(lse) - d(out) . out of
+    all tokens. So backward gathers d(out), and the two numbers per row.
     """
 
     @staticmethod
@@ -62,12 +64,12 @@ class _MergeScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dout, dlse), (out, lse, merged_out, merged_lse), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
-        # Two numbers per row: lse, and d(lse) - d(out) . out.
+        # The two numbers per row: lse, and d(lse) - d(out) . out.
         rows = torch.stack([merged_lse, dlse - (dout.to(lse.dtype) * merged_out).sum(-1)], dim=-1)
         with phase("backward"):  # both gathers are in flight together
             gathers = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
         dout, rows = gathers[0].wait(), gathers[1].wait()
-        # w_r of every row; 0 if no rank has visible keys.
+        # w_r of every row; 0 for rows without visible keys.
         weight = (lse - pivot(rows[..., 0])).exp()
         dlse = weight * ((dout.to(lse.dtype) * out).sum(-1) + rows[..., 1])
         return (weight.unsqueeze(-1) * dout).to(out.dtype), dlse, None, None
@@ -82,13 +84,18 @@ def merge(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[T
 
 
 def check_dims(x: Tensor) -> None:
+    """Raises ValueError unless `x` is a tensor of 4 dims."""
     check_tensor("x", x)
     if x.ndim != 4:
         raise ValueError(f"x {tuple(x.shape)} needs 4 dims, [batch, tokens, heads, head dim]")
 
 
 def check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
-    """Raises ValueError unless `heads` has one range for each rank, in order and without gaps, from 0 to `count`."""
+    """Raises ValueError unless `heads` has one range for each rank, in order and without gaps, from 0 on.
+
+    Args:
+        count: number of heads at which the last range must end; None if it is unknown.
+    """
     requirement = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
     if len(heads) != axis.size or not all(isinstance(head_range, range) for head_range in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"heads {list(heads)}: {requirement} is needed")

@@ -1,4 +1,4 @@
-"""A collective in flight, and the all-to-all of uneven parts that most collectives here use."""
+"""A collective in flight, and the all-to-all of parts of any sizes by which most collectives here are implemented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Collective(Generic[R]):
-    """A collective in flight. It keeps the buffers alive, so hold it until `wait` has returned."""
+    """A collective in flight, whose `wait` returns the result. Callers must keep it until then.
+
+    Args:
+        buffers: the sent and received tensors, referenced here so that their memory is not reused before `wait`.
+        works: works of torch.distributed to wait for; none on an axis of one rank.
+        assemble: returns the result from the received tensors, after all works are complete.
+    """
 
     axis: Axis
     buffers: tuple[Tensor, ...]
@@ -39,7 +45,7 @@ class Collective(Generic[R]):
 
 
 class PartsInFlight(NamedTuple):
-    """An all-to-all of parts in flight: the sent tensor, the flat receive buffer in rank order, and the works."""
+    """An all-to-all in flight: the sent tensor, the flat buffer that receives parts in rank order, and the works."""
 
     send_buffer: Tensor
     receive_buffer: Tensor
@@ -47,11 +53,11 @@ class PartsInFlight(NamedTuple):
 
 
 def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> PartsInFlight:
-    """Starts to send send[w] elements to each rank w of the axis and to receive receive[w] elements from it.
+    """Starts an all-to-all that sends send[w] elements to rank w of the axis and receives receive[w] elements from it.
 
     Args:
-        values: contiguous; the parts one after another, as `pack` returns them.
-        kind: the kind under which the ledger counts the bytes for other ranks.
+        values: contiguous tensor of the parts for rank 0, 1, ..., one after another, as `pack` returns them.
+        kind: kind under which the ledger counts the bytes sent to other ranks.
     """
     buffer, own_count = values.new_empty(sum(receive)), send[axis.rank]
     messages = len(send) - send.count(0) - (own_count > 0)
@@ -62,7 +68,7 @@ def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequen
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """Copies the parts one after another: stacked on a new first dim if they have one shape, else flat."""
+    """Copies the parts one after another into one tensor: [parts, *shape] if all have the same shape, else flat."""
     if all(tensor.shape == parts[0].shape for tensor in parts):
         flat = parts[0].new_empty((len(parts), *parts[0].shape))
         return torch.stack(list(parts), out=flat)  # without `out`, stack keeps strides that all parts share
@@ -82,5 +88,6 @@ def tokens_on(x: Tensor, dim: int) -> int:
 
 
 def check_tokens(name: str, x: Tensor, dim: int, tokens: int, sizes: Sequence[int]) -> None:
+    """Raises ValueError unless `x` has `tokens` tokens on `dim`. `name` and `sizes` are for the message."""
     if tokens_on(x, dim) != tokens:
         raise ValueError(f"{name} {tuple(x.shape)} must have {tokens} tokens on dim {dim}: sizes are {tuple(sizes)}")

@@ -1,8 +1,8 @@
-"""All-gather and reduce-scatter inside `torch.compile` without a graph break: opaque ops, each the other's gradient.
+"""All-gather and reduce-scatter as ops that `torch.compile` does not trace into, so that they break no graph.
 
-`collectives.differentiable` calls them while a graph is traced. Ops take only tensors, numbers and strings, so an axis
-is passed as its name and its group's name, and `axis_of` looks it up when the graph runs. `TracedAxis`, `axis_of` and
-`own_memory` serve all other ops of armillary too.
+`collectives.differentiable` calls them while a graph is traced. An op takes only tensors, numbers and strings. So an
+axis is passed as its name and the name of its group, and `axis_of` looks it up when the graph runs. All other ops of
+armillary use `TracedAxis`, `axis_of` and `own_memory` too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _TracedCollective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: OpOverload, adjoint: OpOverload, *call: Any) -> Tensor:
-        ctx.adjoint, ctx.call = adjoint, call[:-1]  # without `backward`, which is True in the gradient
+        ctx.adjoint, ctx.call = adjoint, call[:-1]  # without the last argument, which is True in backward
         with compat.below_autograd():
             return op(x, *call)
 
@@ -78,7 +78,7 @@ def _scatter_differentiably(x: Tensor, *call: Any) -> Tensor:
     return cast(Tensor, cast(Any, _TracedCollective).apply(x, _reduce_scatter, _all_gather, *call))
 
 
-# `backward` carries the ledger's phase: inside a graph no context manager is active.
+# The argument `backward` tells the ledger the phase: a graph cannot enter the context manager `phase`.
 CALL = "Tensor x, str name, str group, SymInt[] sizes, SymInt rank, SymInt dim, bool backward"
 _all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _gather_like, _gather_differentiably)
 _reduce_scatter = compat.define_op(
@@ -87,7 +87,7 @@ _reduce_scatter = compat.define_op(
 
 
 class TracedAxis(NamedTuple):
-    """An axis while a graph is traced. `group` names its process group; "" for `Axis.alone`, without one."""
+    """An axis as constants of a traced graph. `group` is the name of its process group; "" for `Axis.alone`."""
 
     name: str
     rank: int
@@ -106,7 +106,7 @@ def traced_axis(axis: DeviceMesh | Axis) -> TracedAxis:
 
 @compat.constant_when_traced
 def _axis_text(mesh: DeviceMesh) -> str:
-    # One string, which dynamo takes as a constant of the graph.
+    # As one string, because dynamo makes a string a constant of the graph.
     axis = Axis.of(compat.traced_object(mesh))
     return f"{axis.name}|{axis.rank}|{axis.size}|{axis.group.group_name}"
 
@@ -122,11 +122,11 @@ def axis_of(name: str, group: str, x: Tensor) -> Axis:
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """Returns `x` as the result of an op must be: contiguous, in memory of its own, and not a view.
+    """Returns `x` in the form that results of ops must have: contiguous, alone in its storage, and not a view.
 
-    It is not a view, so that the caller may write to it.
+    Autograd lets callers write in place to a result that is not a view.
     """
-    # A part of a larger buffer is copied, an `x` that fills its storage is not.
+    # If x is a part of a larger buffer, it is copied.
     fills_storage = x.untyped_storage().nbytes() == x.nbytes
     result = x.contiguous() if fills_storage else x.clone(memory_format=torch.contiguous_format)
     return compat.no_view(result) if result._is_view() else result

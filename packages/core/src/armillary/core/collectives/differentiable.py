@@ -1,17 +1,17 @@
 """Differentiable collectives along one axis, from which attention methods are built.
 
-    seq_to_head    [B, T, H, D] -> [B, N, h, D]      all tokens of some heads; adjoint: head_to_seq
-    head_to_seq    [B, N, h, D] -> [B, T, H, D]      all heads of some tokens; adjoint: seq_to_head
-    all_gather     [B, T, ...]  -> [B, N, ...]       all tokens; adjoint: reduce_scatter
-    reduce_scatter [B, N, ...]  -> [B, T, ...]       local tokens of the sum; adjoint: all_gather
-    merge_scatter  [B, N, H, D] -> [B, T, H, D]      local tokens of partial attention, merged by log-sum-exp
-    all_reduce     [...]        -> [...]             the sum on every rank; adjoint: all_reduce. Local tensors only
+    seq_to_head    [B, T, H, D] -> [B, N, h, D]      all tokens of this rank's heads; backward: head_to_seq
+    head_to_seq    [B, N, h, D] -> [B, T, H, D]      all heads of this rank's tokens; backward: seq_to_head
+    all_gather     [B, T, ...]  -> [B, N, ...]       the tokens of all ranks; backward: reduce_scatter
+    reduce_scatter [B, N, ...]  -> [B, T, ...]       this rank's tokens of the sum over ranks; backward: all_gather
+    merge_scatter  [B, N, H, D] -> [B, T, H, D]      this rank's tokens of partial attention, merged by log-sum-exp
+    all_reduce     [...]        -> [...]             the sum over ranks; backward: all_reduce. Local tensors only
 
-N is the number of tokens on all ranks of the axis, T the number on this rank; e is the size of an element in bytes. On
-DTensors these functions are redistributions along the axis, with the placements, values and gradients of torch's
-`redistribute` where it supports them:
+N is the number of tokens on all ranks of the axis, T the number on this rank. H is the number of all heads, h the
+number on this rank; e is the size of an element in bytes. On DTensors these functions are redistributions along the
+axis, with the placements, values and gradients of torch's `redistribute`, if torch supports these placements:
 
-                   before                           after          incoming gradient         returned gradient
+                   before                           after          gradient of the result    gradient of the argument
     seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
     head_to_seq    Shard(2)                         Shard(1)       Shard(1)                  Shard(2)
     all_gather     Shard(dim)                       Replicate()    Replicate() or Partial()  Shard(dim)
@@ -19,8 +19,8 @@ DTensors these functions are redistributions along the axis, with the placements
     merge_scatter  LogSumExpPartial(packed=False)   Shard(1)       Shard(1)                  Replicate()
 
 Other axes of the mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the token
-dim as well. Shards have the sizes of DTensor's chunks, so the last ones may be smaller or empty. For other sizes pass
-local tensors and `sizes`.
+dim too. Shards have the sizes of DTensor's chunks: the last ones may be smaller or empty. For other sizes pass local
+tensors and `sizes`.
 
 These functions wait for their result. To overlap communication with computation, attention methods call
 `start_all_gather`, `start_reduce_scatter`, `start_merge_scatter`, `start_seq_to_head` and `start_head_to_seq`: these
@@ -59,19 +59,19 @@ def seq_to_head(
     If ranges of heads overlap, a head is sent to each rank whose range contains it, and its gradients are summed.
 
     Args:
-        x: local; or a DTensor, redistributed from `Shard(1)` on the axis to `Shard(2)`, and its gradient from
-            `Shard(2)` to `Shard(1)`. If an axis inside this one (tp) shards the heads too, each rank of that axis
-            redistributes its own heads, so the global view of the result has heads in rank order; `head_to_seq`
-            restores their order.
+        x: local tensor; or a DTensor, redistributed from `Shard(1)` on the axis to `Shard(2)`, and its gradient from
+            `Shard(2)` to `Shard(1)`. If an axis inside this one (tp) shards the heads too, the ranks of this axis
+            exchange only the heads of their tp rank. The result's global view then has heads in another order, which
+            `head_to_seq` restores.
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`.
-        sizes: tokens of each rank; by default equal ones.
-        heads: one range of heads for each rank, in order and covering all heads; by default as `torch.tensor_split`
-            cuts them, or as DTensor shards them.
+        sizes: tokens of each rank; by default T on each.
+        heads: one range of heads for each rank, in order and together covering all heads; by default as
+            `torch.tensor_split` cuts them, or as DTensor shards them.
 
     Bytes sent: B T D e for every head of every other rank, kind "all_to_all"; in backward as `head_to_seq`.
 
     Raises:
-        ValueError: sizes, heads or placements do not fit. Raised before any communication.
+        ValueError: sizes, heads or placements do not fit the tensor or the axis. Raised before any communication.
     """
     mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
@@ -89,15 +89,15 @@ def head_to_seq(
 ) -> Tensor:
     """Exchanges heads for tokens: [B, N, h, D] -> [B, T, H, D], all heads of this rank's tokens. Differentiable.
 
-    The inverse of `seq_to_head` if heads do not overlap, and always its transpose: a head of several ranks is summed in
-    rank order, in float32 or wider, and its gradient is sent to all of these ranks.
+    The transpose of `seq_to_head`, and its inverse if ranges of heads do not overlap. A head that several ranks hold is
+    summed over these ranks, in rank order and in float32 or wider, and its gradient is sent to all of them.
 
     Args:
-        x: local; or a DTensor, redistributed from `Shard(2)` on the axis to `Shard(1)`, and its gradient from
-            `Shard(1)` to `Shard(2)`; with heads in the order of `seq_to_head`.
+        x: local tensor; or a DTensor, redistributed from `Shard(2)` on the axis to `Shard(1)`, and its gradient from
+            `Shard(1)` to `Shard(2)`. Its heads are in the order in which `seq_to_head` returns them.
         axis: a 1-D mesh of U ranks.
         sizes: tokens of each rank; by default N / U.
-        heads: one range of heads for each rank, in order and covering all heads; by default h heads each.
+        heads: one range of heads for each rank, in order and together covering all heads; by default h heads each.
 
     Bytes sent: B h D e for every token of every other rank, kind "all_to_all"; in backward as `seq_to_head`.
 
@@ -111,7 +111,7 @@ def head_to_seq(
     sizes = _sizes(mesh_axis, sizes, x.shape[1])
     heads = cut(range(x.shape[2] * mesh_axis.size), mesh_axis.size) if heads is None else heads
     check_tokens("x", x, 1, sum(sizes), sizes)
-    check_heads(heads, mesh_axis, None)  # only the other ranks know how many heads there are
+    check_heads(heads, mesh_axis, None)  # this rank cannot know the number of all heads
     if x.shape[2] != len(heads[mesh_axis.rank]):
         raise ValueError(
             f"x {tuple(x.shape)} has {x.shape[2]} heads; rank {mesh_axis.rank} needs {heads[mesh_axis.rank]}"
@@ -125,11 +125,10 @@ def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
     The gradient of a token is summed over ranks, as in `reduce_scatter`.
 
     Args:
-        x: local; or a DTensor, redistributed from `Shard(dim)` on the axis to `Replicate()`. Its gradient is
-            redistributed to `Shard(dim)` from `Replicate()` without communication, because every rank has all of it, or
-            from `Partial()`.
+        x: local tensor; or a DTensor, redistributed from `Shard(dim)` on the axis to `Replicate()`. Its gradient is
+            redistributed to `Shard(dim)`: from `Partial()`, or without communication from `Replicate()`.
         axis: a 1-D mesh of C ranks.
-        sizes: tokens of each rank; by default equal ones.
+        sizes: tokens of each rank; by default T on each.
         dim: dim of the tokens.
 
     Bytes sent: (C - 1) times the bytes of `x` padded to max(sizes) tokens, kind "all_gather"; in backward as
@@ -153,8 +152,8 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
     The transpose of `all_gather`. Adds in rank order, in float32 or wider.
 
     Args:
-        x: local; or a DTensor, redistributed from `Partial()` on the axis to `Shard(dim)`, and its gradient from
-            `Shard(dim)` to `Replicate()`: every rank's addend has the same gradient.
+        x: local tensor; or a DTensor, redistributed from `Partial()` on the axis to `Shard(dim)`, and its gradient from
+            `Shard(dim)` to `Replicate()`: the addends of all ranks have the same gradient.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; by default N / C.
         dim: dim of the tokens.
@@ -176,18 +175,18 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
 def all_reduce(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
     """Sums a tensor over ranks: [...] -> [...], bitwise equal on all ranks. Differentiable.
 
-    The gradient is summed over ranks too, because each rank's `x` is part of every rank's result. If all ranks
-    differentiate the same function of the sum, each gets C times the gradient of its `x`, and the average that FSDP2 or
-    DDP then takes over the ranks is the sum of their gradients.
+    The gradient is summed over ranks too, because the result of every rank depends on each rank's `x`. So if all ranks
+    compute the same loss from the sum, each gets C times the gradient of its `x`. FSDP2 and DDP divide by C when they
+    average gradients over these ranks.
 
     Args:
-        x: local, of the same shape and dtype on each rank.
+        x: local tensor, of the same shape and dtype on each rank.
         axis: a 1-D mesh of C ranks.
 
     Bytes sent: 2 (C - 1) / C times the bytes of `x`, kind "all_reduce"; in backward the same.
 
     Raises:
-        ValueError: `x` is not a tensor, or is a DTensor: use its `redistribute`, which sums `Partial()`.
+        ValueError: `x` is not a tensor, or it is a DTensor, whose `redistribute` sums `Partial()`.
     """
     if compat.is_dtensor(x):
         raise ValueError(f"x is a DTensor {x.placements}: redistribute it from Partial() to Replicate()")
@@ -199,16 +198,16 @@ def merge_scatter(
 ) -> tuple[Tensor, Tensor]:
     """Merges attention over each rank's keys into attention over all keys, for this rank's tokens. Differentiable.
 
-    Every rank of the axis has computed attention of the same N queries over its own keys. Each rank gets the
-    log-sum-exp merge for its T tokens: out = sum_r w_r out_r, with w_r = exp(lse_r - lse) and lse = log sum_r
+    Rank r of the axis has computed attention of the same N queries over its own keys: out_r and lse_r. Each rank gets
+    the merge over all ranks for its T tokens: out = sum_r w_r out_r, with w_r = exp(lse_r - lse) and lse = log sum_r
     exp(lse_r). A row without visible keys has out = 0, lse = -inf and zero gradients. This is step 4 of WallFacer
     (arXiv 2407.00611).
 
     Args:
-        out: [B, N, H, Dv], local; or a DTensor, redistributed from `LogSumExpPartial(packed=False)` on the axis to
-            `Shard(1)`; torch's `redistribute` does the same for out and lse packed into one tensor. Its gradient is
-            `Replicate`, torch's convention for partial tensors.
-        lse: [B, N, H], float32 (float64 if `out` is); local or a DTensor like `out`.
+        out: [B, N, H, Dv], a local tensor; or a DTensor, redistributed from `LogSumExpPartial(packed=False)` on the
+            axis to `Shard(1)`. Its gradient is `Replicate`, torch's convention for partial tensors. (For out and lse
+            packed into one DTensor, torch's `redistribute` computes the same.)
+        lse: [B, N, H], float32 (float64 if `out` is); a local tensor, or a DTensor if `out` is one.
         axis: a 1-D mesh of C ranks.
         sizes: tokens of each rank; by default N / C.
 
@@ -219,7 +218,7 @@ def merge_scatter(
     (C - 1) (B T H Dv e + 8 B T H), kind "all_gather". In float64, 8 and 16 instead of 4 and 8.
 
     Raises:
-        ValueError: shapes, dtypes, sizes or placements do not fit. Raised before any communication.
+        ValueError: shapes, dtypes, sizes or placements do not fit together. Raised before any communication.
     """
     mesh_axis = Axis.of(axis)
     if compat.is_dtensor(out) and compat.is_dtensor(lse):
@@ -230,7 +229,7 @@ def merge_scatter(
 
 
 def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int]:
-    """Returns the tokens of each rank: `sizes`, checked, or equal shares of `tokens`."""
+    """Returns the number of tokens on each rank: `sizes`, checked, or by default `tokens` divided evenly."""
     if sizes is None:
         if tokens % axis.size:
             raise ValueError(
@@ -244,7 +243,7 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
 
 
 def _dtensor_functions() -> ModuleType:
-    """Returns the module with these functions for DTensors, imported late because DTensor takes seconds to import."""
+    """Returns the module of these functions for DTensors. Imported at the first use: DTensor's import takes seconds."""
     from armillary.core.collectives import dtensors
 
     return dtensors

@@ -1,4 +1,7 @@
-"""The collectives on DTensors: check placements, run on local tensors, return DTensors with explicit placements."""
+"""The functions of `collectives.differentiable` for DTensors.
+
+Each checks the placements of its arguments, runs on local tensors and returns DTensors with explicit placements.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def reduce_scatter(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int
 
 
 def merge_scatter(out: DTensor, lse: DTensor, axis: Axis, sizes: Sequence[int] | None) -> tuple[DTensor, DTensor]:
-    """Redistributes both from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`."""
+    """Redistributes out and lse from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`."""
     if out.device_mesh != lse.device_mesh or out.placements != lse.placements:
         raise ValueError(f"out is {describe(out)}, lse {describe(lse)}; both need the same placements")
     axis_dim, sizes = _tokens("out", out, axis, LogSumExpPartial(packed=False), 1, sizes)
@@ -70,17 +73,17 @@ def merge_scatter(out: DTensor, lse: DTensor, axis: Axis, sizes: Sequence[int] |
 def on_local_tokens(
     x: DTensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, sizes: Sequence[Sequence[int]]
 ) -> DTensor:
-    """Applies a function to this rank's tokens, which stay `Shard(dim)` on the axis.
+    """Applies a function to the local tensor of `x`, whose tokens stay `Shard(dim)` on the axis.
 
     Args:
-        sizes: shard sizes before and after, which must be DTensor's own.
+        sizes: shard sizes before and after the function. Both must be DTensor's chunk sizes.
     """
     axis_dims = [_tokens("x", x, axis, Shard(dim), dim, shards)[0] for shards in sizes]
     return dtensor_like(x, function(local_of(x)), x.shape, {axis_dims[0]: Shard(dim)})
 
 
 class _AllGather(torch.autograd.Function):
-    """`all_gather` of a DTensor. Backward sums the gradient over the axis only if the gradient is `Partial` there."""
+    """`all_gather` of a DTensor. Backward communicates over the axis only if the gradient is `Partial` there."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, axis_dim: int) -> DTensor:
@@ -92,7 +95,7 @@ class _AllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,), (axis, sizes, dim, axis_dim) = grads, ctx.call
-        # torch redistributes the other axes. The sum over this axis runs here, so that the ledger counts it.
+        # torch redistributes the gradient on the other axes. We sum it over this axis, so that the ledger counts that.
         target = list(ctx.placements)
         if grad.placements[axis_dim] == Partial():
             target[axis_dim] = Partial()
@@ -106,7 +109,7 @@ class _AllGather(torch.autograd.Function):
 def _all_to_all(
     x: DTensor, axis: Axis, source: Shard, target: Shard, sizes: Sequence[int] | None, heads: Sequence[range] | None
 ) -> DTensor:
-    """Runs either all-to-all, from placement `source` on the axis to `target`."""
+    """Redistributes `x` by an all-to-all from placement `source` on the axis to `target`."""
     check_dims(x)
     axis_dim = mesh_dim(x, axis)
     check_placement("x", x, axis_dim, source)
@@ -126,7 +129,7 @@ def _all_to_all(
 
 
 def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
-    """Returns the range of heads of each rank of the axis, counted within this rank's shard on the outer axes."""
+    """Returns the range of heads of each rank of the axis. Heads count within this rank's shard on the outer axes."""
     outer_heads = outer_length(x, 2, axis_dim)
     inner_ranks = prod(
         x.device_mesh.size(i) for i in range(axis_dim + 1, x.device_mesh.ndim) if x.placements[i] == Shard(2)
@@ -138,7 +141,7 @@ def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
             "local tensors"
         )
     ends = [0]
-    # Axes inside this one have cut the heads already, so this axis cuts the heads of each inner rank.
+    # In the local tensor, axes inside this one have cut the heads already. This axis cuts the local heads.
     for size in chunk_sizes(outer_heads // inner_ranks, axis.size):
         ends.append(ends[-1] + size)
     return tuple(range(a, b) for a, b in pairwise(ends))
@@ -147,7 +150,13 @@ def _heads(x: DTensor, axis: Axis, axis_dim: int) -> tuple[range, ...]:
 def _tokens(
     name: str, x: DTensor, axis: Axis, placement: Placement, dim: int, sizes: Sequence[int] | None
 ) -> tuple[int, tuple[int, ...]]:
-    """Returns (mesh dim of the axis, tokens of each of its ranks), after checks of x's placements."""
+    """Checks the placements of `x`. Returns (mesh dim of the axis, number of tokens on each of its ranks).
+
+    Args:
+        placement: the placement that `x` must have on the axis.
+        dim: dim of the tokens.
+        sizes: the tokens of each rank that the caller passed, which must be DTensor's chunk sizes; None for these.
+    """
     tokens_on(x, dim)
     axis_dim = mesh_dim(x, axis)
     check_placement(name, x, axis_dim, placement)

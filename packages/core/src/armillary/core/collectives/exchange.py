@@ -1,6 +1,6 @@
 """Point-to-point messages between the ranks of one axis, in flight while the caller computes.
 
-`start_exchange` starts sends and receives of `FlatBuffer`s and returns an `Exchange`, whose `wait` ends them.
+`start_exchange` starts sends and receives of `FlatBuffer`s and returns an `Exchange`, whose `wait` completes them.
 `ReceiveBuffers` bounds the memory of an exchange that is repeated at every step of a ring.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import IDLE, Trace, end_span_on_wait, record, span
+from armillary.core.observe.trace import NO_SPAN, Trace, end_span_on_wait, record, span
 from armillary.core.token_ranges import TokenRanges
 
 ALIGNMENT = 16
@@ -26,11 +26,12 @@ ALIGNMENT = 16
 
 
 class FlatBuffer(NamedTuple):
-    """Tensors that are sent as one message, contiguous and without gaps in one buffer.
+    """Tensors that are sent as one message, without gaps in one contiguous buffer.
 
     Args:
-        buffer: the stacked tensors, if they have one shape and dtype; otherwise a flat tensor of their bytes.
-        views: the tensors: views of a buffer of bytes, or the only tensor; empty if `buffer` has them stacked.
+        buffer: all tensors stacked, if they have the same shape and dtype; otherwise a uint8 tensor of their bytes.
+        views: the tensors as views of a uint8 `buffer`; the single tensor if there is only one; empty if `buffer` has
+            them stacked.
     """
 
     buffer: Tensor
@@ -47,16 +48,16 @@ class FlatBuffer(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], tokens: TokenRanges | None = None) -> FlatBuffer:
-        """Returns a buffer with the values of `tensors`. Copies them, except a single contiguous tensor.
+        """Returns a buffer with copies of `tensors`; a single contiguous tensor is not copied.
 
         Args:
             tensors: tensors on one device.
-            tokens: the tokens on dim 1 to copy; None copies all.
+            tokens: the tokens on dim 1 to copy; None for all.
         """
-        # Messages carry values only: attention methods compute their gradients in their own backward.
+        # Autograd does not follow messages: attention methods have a backward that sends the gradients.
         values = [x.detach() if x.requires_grad else x for x in tensors]
         if tokens is not None:
-            # Several runs are gathered directly into the buffer. One run is a view, so the code below copies it once.
+            # Several runs are copied directly into the buffer. A single run is a view, which is copied further below.
             if len(tokens.runs) > 1:
                 flat = cls.like(values, tokens.count)
                 for target, x in zip(flat.tensors, values, strict=True):
@@ -68,7 +69,7 @@ class FlatBuffer(NamedTuple):
             return cls(tensor, (tensor,))
         if _same_shape_and_dtype(values):
             return cls(torch.stack(values).contiguous())  # stack keeps the strides of transposed tensors
-        flat = cls._of_bytes(values, None)
+        flat = cls._of_bytes(values)
         for target, x in zip(flat.views, values, strict=True):
             target.copy_(x)
         return flat
@@ -78,7 +79,8 @@ class FlatBuffer(NamedTuple):
         """Returns an uninitialized buffer for tensors like these, with `tokens` on dim 1 if given.
 
         Args:
-            memory: a uint8 tensor whose first bytes become the buffer; by default new memory.
+            memory: a uint8 tensor, at least as large as the buffer, whose first bytes become the buffer. By default
+                new memory is allocated.
         """
         if not _same_shape_and_dtype(tensors):
             return cls._of_bytes(tensors, tokens, memory)
@@ -102,7 +104,10 @@ class FlatBuffer(NamedTuple):
         return FlatBuffer(self.buffer.narrow(2, run.start, len(run)).contiguous())
 
     @classmethod
-    def _of_bytes(cls, tensors: Sequence[Tensor], tokens: int | None, memory: Tensor | None = None) -> FlatBuffer:
+    def _of_bytes(
+        cls, tensors: Sequence[Tensor], tokens: int | None = None, memory: Tensor | None = None
+    ) -> FlatBuffer:
+        """Returns `like` for tensors of several shapes or dtypes."""
         shapes = [x.shape if tokens is None else (x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         sizes = [prod(shape) * x.element_size() for shape, x in zip(shapes, tensors, strict=True)]
         if memory is None:
@@ -172,11 +177,11 @@ def _same_shape_and_dtype(tensors: Sequence[Tensor]) -> bool:
 
 
 FlatBuffers = Mapping[int, FlatBuffer]
-"""Buffers by peer: the rank on the axis that receives or sends them."""
+"""Buffers by the rank on the axis to which they are sent, or from which they are received."""
 
 
 class Exchange(NamedTuple):
-    """Messages in flight. Keeps their buffers alive, so callers keep it until `wait` has returned."""
+    """Messages in flight. Holds references to their buffers, so callers keep it until `wait` has returned."""
 
     axis: Axis
     send_buffers: FlatBuffers
@@ -203,17 +208,17 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     """Starts sends and receives along an axis, one message for each buffer, and returns at once.
 
     Messages arrive in separate buffers, so kernels may read the sent buffers meanwhile (double buffering). All ranks
-    must start their exchanges on an axis in the same order. A rank without messages may skip an exchange if the group
-    has been connected by a collective of all its ranks; `Axis.duplicate` does this for the axis and its duplicate.
+    must start their exchanges on an axis in the same order. A rank without messages may skip an exchange, but only
+    after a collective has connected all ranks of the group; `Axis.duplicate` runs one on the axis and on its duplicate.
 
     Args:
-        send: buffers by receiving rank. Kept alive until `wait`; not to be written to before it.
-        receive: buffers by sending rank, in the shape and dtype of the peer's `send`. Not to be used before `wait`.
+        send: buffers by receiving rank. Must not be written to before `wait`.
+        receive: buffers by sending rank, in the shape and dtype of that rank's `send`. Must not be used before `wait`.
 
     Bytes sent: the buffers of `send`, kind "p2p".
 
     Raises:
-        ValueError: a peer that is this rank itself or not on the axis.
+        ValueError: a peer is this rank itself, or not a rank of the axis.
     """
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
@@ -233,23 +238,23 @@ def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) 
     """Waits for all of `works`.
 
     Args:
-        describe: returns a description of the operations, for the error.
+        describe: returns a description of the operations for the error message.
 
     Raises:
         TimeoutError: the axis' time-out passed, or a peer is lost.
         torch.AcceleratorError: an earlier kernel of this rank failed; no other rank is at fault.
-        RuntimeError: any other error of the backend, unchanged, such as messages of different sizes.
+        RuntimeError: any other error of the backend, unchanged, such as a message of an unexpected size.
     """
     if not works:
         return
     try:
-        with IDLE if Trace.current is None else span(f"wait {axis.name}", "wait"):
+        with NO_SPAN if Trace.current is None else span(f"wait {axis.name}", "wait"):
             for work in works:
                 work.wait() if axis.timeout is None else work.wait(axis.timeout)
     except torch.AcceleratorError:
-        raise  # a subclass of RuntimeError: an earlier kernel failed, and CUDA reports its error at the next call
+        raise  # a RuntimeError too, but not of communication: CUDA reports an earlier kernel's error at the next call
     except RuntimeError as error:
-        # The backend may report a failed kernel of this rank as a communication error, which would blame a peer.
+        # NCCL may report a failed kernel of this rank as a communication error; the message below would blame a peer.
         if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
             raise kernel_error from error
         if not LOST_PEER.search(str(error)):

@@ -1,7 +1,7 @@
 """`merge_` as one Triton kernel that reads and writes each element once. Imported at its first use on CUDA."""
 
 # pyright: basic
-# Triton has no types, and compiles a kernel's body, which takes no annotations, itself.
+# Not strict, because Triton has no types and the arguments of a kernel cannot be annotated.
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_WIDTH = 1024
-"""Elements of a row that a program holds at a time."""
+"""Maximum number of elements of a row, out of the head dim, that a program holds at a time."""
 ELEMENTS = 4096
-"""Elements that a program holds at a time, over its rows: 32 for each thread of four warps."""
+"""Elements that a program holds at a time, in all of its rows: 32 for each of the 128 threads of four warps."""
 
 
 @triton.jit
@@ -43,21 +43,24 @@ def _merge_rows(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # In 32 bits: 64-bit divisions would take as long as the memory traffic.
+    # A row is one head of one token, and has `dim` elements of out. The arguments from out_batch on are strides.
+    # Rows are numbered in 32 bits: 64-bit divisions would take as long as the loads and stores.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     head, token, batch = row % heads, row // heads % tokens, row // heads // tokens
-    head, token, batch = head.to(tl.int64), token.to(tl.int64), batch.to(tl.int64)  # 2^31 elements are 8 GB of float32
+    # Offsets need 64 bits: 2^31 elements of float32 are only 8 GB.
+    head, token, batch = head.to(tl.int64), token.to(tl.int64), batch.to(tl.int64)
     lse_at = lse + batch * lse_batch + token * lse_token + head * lse_head
     part_lse_at = part_lse + batch * part_lse_batch + token * part_lse_token + head * part_lse_head
     lse_value = tl.load(lse_at, mask=inside, other=0.0)
     part_lse_value = tl.load(part_lse_at, mask=inside, other=0.0)
 
-    # weight = sigmoid(part_lse - lse) and total = log(e^lse + e^part_lse), from one exponential that cannot overflow.
+    # weight = sigmoid(part_lse - lse) and total = log(e^lse + e^part_lse), both from e^-|gap|, which cannot overflow.
+    # If neither part has visible keys, -inf - -inf is NaN: the weight is then 0.
     gap = part_lse_value - lse_value
     decay = tl.exp(-tl.abs(gap))
     weight = tl.where(gap >= 0, 1.0, decay) / (1.0 + decay)
-    weight = tl.where(weight == weight, weight, 0.0)  # -inf - -inf is NaN: neither part has visible keys
+    weight = tl.where(weight == weight, weight, 0.0)
     larger = tl.where(lse_value > part_lse_value, lse_value, part_lse_value)
     total = larger + tl.log(1.0 + tl.where(lse_value == part_lse_value, 1.0, decay))
 
@@ -69,7 +72,7 @@ def _merge_rows(
         old = tl.load(out_at[:, None] + column[None, :] * out_dim, mask=valid, other=0.0)
         new = tl.load(part_at[:, None] + column[None, :] * part_dim, mask=valid, other=0.0).to(old.dtype)
         row_weight = weight[:, None]
-        # The formula of torch.lerp.
+        # out += weight * (part_out - out), in the form of torch.lerp, which is exact for weights 0 and 1.
         blended = tl.where(row_weight < 0.5, old + row_weight * (new - old), new - (new - old) * (1.0 - row_weight))
         tl.store(out_at[:, None] + column[None, :] * out_dim, blended, mask=valid)
     tl.debug_barrier()  # all threads of a row have read its lse before one of them overwrites it
@@ -80,7 +83,7 @@ def fused_merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
     """Merges (part_out, part_lse) into (out, lse) in place, for any strides. `merge_` checks the arguments.
 
     Args:
-        out, lse: no two elements may share memory.
+        out, lse: accumulators. No two of their elements may be at the same address, as in expanded tensors.
     """
     if out.numel() == 0:
         return

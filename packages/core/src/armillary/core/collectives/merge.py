@@ -19,27 +19,27 @@ from armillary.core.mesh import Axis
 MAX_DIMS = 4
 """Largest number of dims of `out` in the fused kernel: [B, T, H, Dv]."""
 MAX_ROWS = 2**31 - 2**16
-"""Largest number of rows of `lse` in the fused kernel, which numbers them in 32 bits."""
+"""Largest number of elements of `lse`, the rows of the fused kernel, which numbers them in 32 bits."""
 
 
 def start_merge_scatter(
     out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]
 ) -> Collective[tuple[Tensor, Tensor]]:
-    """Starts a reduce-scatter by `merge_`: from attention over each rank's keys to attention over all keys.
+    """Starts a reduce-scatter whose reduction is `merge_`: of attention over each rank's keys into that over all keys.
 
-    The result has this rank's tokens. Merges in rank order, in float32 (float64 for float64). A row without visible
-    keys has out = 0 and lse = -inf, in the input and in the result.
+    Merges in rank order, in float32 (float64 for float64). A row without visible keys has out = 0 and lse = -inf, in
+    the input and in the result.
 
     Args:
-        out: [B, sum(sizes), H, Dv], local. Must not be written to before `wait`.
-        lse: [B, sum(sizes), H], in the accumulation dtype. Must not be written to before `wait`.
+        out: [B, sum(sizes), H, Dv], a local tensor. Must not be written to before `wait`.
+        lse: [B, sum(sizes), H], local, in float32 (float64 if `out` is). Must not be written to before `wait`.
         axis: the axis whose ranks hold the keys, of C ranks.
         sizes: tokens of each rank of the axis.
 
     Returns:
-        (out [B, T, H, Dv], lse [B, T, H]), in the dtypes of the inputs.
+        (out [B, T, H, Dv], lse [B, T, H]) of this rank's T tokens, in the dtypes of the inputs.
 
-    Bytes sent: the other ranks' tokens in both, kind "reduce_scatter". With T tokens on every rank:
+    Bytes sent: the other ranks' tokens of `out` and `lse`, kind "reduce_scatter". With T tokens on every rank:
     (C - 1) (B T H Dv e + 4 B T H), or 8 instead of 4 in float64.
     """
     check_partial(out, lse, sizes)
@@ -49,7 +49,7 @@ def start_merge_scatter(
     def assemble() -> tuple[Tensor, Tensor]:
         if axis.size == 1:
             return out, lse
-        # `merge_` works in place, so the accumulators are copies. `out` accumulates in the dtype of lse.
+        # Copies, because `merge_` works in place. `out` is accumulated in the dtype of lse.
         merged_out, merged_lse = outs[0].to(lse.dtype, copy=True), lses[0].clone()
         for part_out, part_lse in zip(outs[1:], lses[1:], strict=True):
             merge_(merged_out, merged_lse, part_out, part_lse)
@@ -61,12 +61,12 @@ def start_merge_scatter(
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merges attention over some keys, (part_out, part_lse), into attention over other keys, (out, lse), in place.
 
-    out [..., Dv] and lse [...] are accumulators. A row with lse = -inf has weight 0.
+    out [..., Dv] and lse [...] are accumulators, in float32 or wider. A row with lse = -inf has weight 0.
 
-    On CUDA this is one Triton kernel if Triton is available: 10 bytes per element of a 16-bit part, where torch's ops
-    move 18.
+    On CUDA this is one Triton kernel if Triton is available. For part_out in 16 bits it moves 10 bytes per element:
+    reads 2 of part_out and 4 of out, writes 4 of out. torch's ops move 18.
     """
-    if not torch.compiler.is_compiling():  # inductor fuses the ops by itself
+    if not torch.compiler.is_compiling():  # inductor fuses torch's ops itself
         kernel = fused_kernel(out.device.type)
         if kernel is not None and fuses(out, lse, part_out, part_lse):
             kernel(out, lse, part_out, part_lse)
@@ -79,13 +79,13 @@ MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @cache
 def fused_kernel(device_type: str) -> MergeKernel | None:
-    """Returns the fused kernel for a device type; None without Triton, or if Triton cannot compile it."""
+    """Returns the fused kernel for a device type; None if there is no Triton, or if Triton cannot compile it."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     try:
         from armillary.core.collectives.fused_merge import fused_merge_
 
-        # Compiles on a tiny input, so that a failure is found here and not in the middle of attention.
+        # Compiles the kernel on a tiny input, so that a failure occurs here and not in the middle of attention.
         fused_merge_(*(torch.zeros(shape, device=device_type) for shape in ((1, 1), 1, (1, 1), 1)))
     except Exception as error:  # no C compiler, unknown driver, old GPU: Triton raises many types
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -95,9 +95,9 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
 
 
 def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
-    """Returns True if the fused kernel accepts these: plain tensors without a gradient, in the dtypes of attention."""
+    """Returns True if the fused kernel accepts these tensors: plain, without a gradient, in the dtypes of attention."""
     tensors = (out, lse, part_out, part_lse)
-    are_plain = all(type(x) is Tensor for x in tensors) and not compat.transforms_on()  # no fake tensors, no DTensors
+    are_plain = all(type(x) is Tensor for x in tensors) and not compat.transforms_on()  # not fake, not DTensors
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     shapes = part_out.shape == out.shape and lse.shape == part_lse.shape == out.shape[:-1]
     dtypes = out.dtype == lse.dtype == part_lse.dtype == accumulation_dtype(out.dtype) and part_out.is_floating_point()
@@ -107,12 +107,14 @@ def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
 def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Computes `merge_` with torch's ops, on any device."""
     # out += w (part_out - out) with w = e^part_lse / (e^lse + e^part_lse) = sigmoid(part_lse - lse).
-    weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)  # -inf - -inf is NaN: neither part has visible keys
+    # If neither part has visible keys, -inf - -inf is NaN: w is then 0.
+    weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)
     torch.logaddexp(lse, part_lse, out=lse)
     out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
 
 
 def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
+    """Raises ValueError unless `out` and `lse` fit each other and have sum(sizes) tokens."""
     if out.ndim != 4 or lse.shape != out.shape[:3] or lse.dtype != accumulation_dtype(out.dtype):
         raise ValueError(
             f"out {tuple(out.shape)} in {out.dtype} and lse {tuple(lse.shape)} in {lse.dtype} do not fit together; "

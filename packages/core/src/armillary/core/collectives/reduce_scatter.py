@@ -14,10 +14,11 @@ from armillary.core.mesh import Axis
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
-    """Starts to sum over all ranks: [B, sum(sizes), ...] on every rank -> [B, T, ...], the sum of this rank's tokens.
+    """Starts to sum over all ranks: [B, sum(sizes), ...] on every rank -> [B, T, ...], the sums of this rank's tokens.
 
-    The transpose of `start_all_gather`, with the same arguments. Each rank adds the received tokens in rank order, in
-    float32 or wider: the same bits on every run, and one rounding to the dtype of `x`.
+    The transpose of `start_all_gather`, with the same `axis`, `sizes` and `dim`. Each rank adds the tokens that it
+    receives in rank order, in float32 or wider, and then rounds once to the dtype of `x`. So every run has the same
+    bits.
 
     Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
     """
@@ -38,9 +39,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
 
 
 def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
-    """Starts the same exchange unsummed: the result is this rank's tokens [B, T, ...] of each rank, in rank order.
+    """Starts the exchange of `start_reduce_scatter` without the sum.
 
-    For reductions other than sums, such as log-sum-exp. Arguments and bytes as in `start_reduce_scatter`.
+    The result has one tensor [B, T, ...] from each rank, in rank order: that rank's values for this rank's tokens. For
+    reductions other than sums, such as log-sum-exp. Sends as many bytes as `start_reduce_scatter`.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
     send_buffer, shards, works = start_scatter(x, axis, sizes, dim)
@@ -52,12 +54,12 @@ def start_scatter(
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
     """Starts to send each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works).
 
-    An all-to-all, because a backend's own reduce-scatter fixes the order and precision of the sum.
+    Uses an all-to-all: with the backend's reduce-scatter we could not choose the order and the precision of the sum.
     """
     if axis.size == 1:
         return x, (x,), ()
     outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
-    # Without dims before the tokens, each rank's tokens are contiguous already.
+    # If all dims before the tokens have size 1, each rank's tokens are contiguous already.
     values = x.contiguous() if outer == 1 else pack(x.split_with_sizes(list(sizes), dim))
     shape = (*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
     send, receive = [outer * size * inner for size in sizes], [prod(shape)] * axis.size

@@ -1,4 +1,4 @@
-"""Clocks of traces: they record instants on the host or the device without making either wait."""
+"""Clocks of traces. Recording an instant makes neither the host nor the device wait."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Instant = TypeVar("Instant")
 
 
 class Clock(Protocol[Instant]):
-    """Records instants now and converts them to times later."""
+    """Records instants, and converts them to times later."""
 
     def now(self) -> Instant: ...
 
     def microseconds(self, instant: Instant) -> float:
-        """Returns the time of an instant since the clock was made."""
+        """Returns the time from the creation of the clock to an instant."""
         ...
 
 
@@ -34,7 +34,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Instants of the current stream, as CUDA events. The host waits only when a time is read."""
+    """Instants are CUDA events on the current stream. The host waits for the device only in `microseconds`."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

@@ -18,7 +18,7 @@ class Label(NamedTuple):
 
     Args:
         name: such as "attention".
-        host: True if the tensors that it allocates lie in host memory.
+        host: True if the tensors that the computation allocates are in host memory.
     """
 
     name: str
@@ -30,15 +30,15 @@ _current: ContextVar[Label | None] = ContextVar("label", default=None)
 
 @contextmanager
 def label(name: str, *, host: bool = False) -> Generator[None]:
-    """Context that labels the computations of this thread, such as "attention" or "mlp". The innermost label counts.
+    """Context manager that labels the computations of this thread. Of nested labels the innermost counts.
 
-    The label appears in a torch profile and in a `Trace`. A backward pass does not inherit it: label it where it is
-    written.
+    The label appears in a torch profile, in a `Trace` and in memory accounts. The backward pass of a labelled
+    computation has no label; a function that implements a backward can label it there.
 
     Args:
-        name: the label.
-        host: True if new tensors lie in host memory, as those of offloaded checkpoints do. A simulation without devices
-            cannot tell by itself.
+        name: the label, such as "attention" or "mlp".
+        host: True if new tensors are in host memory, as those of offloaded checkpoints are. A memory simulation, where
+            all tensors are on the CPU, needs to be told.
     """
     if torch.compiler.is_compiling():
         yield

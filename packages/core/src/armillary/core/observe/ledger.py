@@ -19,7 +19,7 @@ KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 PHASES = ("forward", "backward")
 EXACT, UNITS = 15, 11
 NUMBERS = EXACT + 1 + UNITS
-"""Widths of columns of the table: exact bytes, bytes with a unit, and both together."""
+"""Widths in characters of columns of the table: exact bytes, bytes with a unit, and both together."""
 
 _phase: ContextVar[str] = ContextVar("phase", default="forward")
 
@@ -38,14 +38,14 @@ class CommLedger:
     ulysses  all_to_all           65,536  64.000 KiB           65,536  64.000 KiB          131,072 128.000 KiB         8
     total                        114,688 112.000 KiB          188,416 184.000 KiB          303,104 296.000 KiB        17
 
-    It counts in all threads of the process, because autograd runs backward passes on threads of its own. Data that a
-    rank keeps does not count. Ledgers may be nested; each counts all bytes.
+    It counts the bytes of all threads of the process, because autograd runs backward passes on other threads. Data that
+    a rank sends to itself does not count. Ledgers may be nested; each counts all bytes.
     """
 
     entries: Counter[Key] = field(default_factory=Counter[Key])
-    """Bytes by (axis, kind, phase)."""
+    """Number of bytes sent, by (axis, kind, phase)."""
     sends: Counter[Key] = field(default_factory=Counter[Key])
-    """Messages by (axis, kind, phase)."""
+    """Number of messages sent, by (axis, kind, phase)."""
 
     opened: ClassVar[list[CommLedger]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -57,27 +57,33 @@ class CommLedger:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            # By identity: ledgers with equal counts are equal.
+            # By identity: two ledgers with equal counts compare equal.
             self.opened[:] = [ledger for ledger in self.opened if ledger is not self]
 
     def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
-        """Returns the bytes sent on one axis, by one kind, in one phase ("forward", "backward"). None stands for all.
+        """Returns the bytes sent on an axis, by messages of a kind, in a phase. None stands for all.
 
-        Kinds are "p2p", "all_to_all", "all_gather", "reduce_scatter" and "all_reduce". A reduce-scatter is sent as an
-        all-to-all and summed by the receiver, in rank order and in float32 or wider. An all-reduce is the backend's
-        own; its bytes are those of a ring.
+        Args:
+            axis: name of the axis.
+            kind: "p2p", "all_to_all", "all_gather", "reduce_scatter" or "all_reduce". A "reduce_scatter" is sent as an
+                all-to-all and summed by the receiver. An "all_reduce" is the backend's, and counted as one around a
+                ring.
+            phase: "forward" or "backward".
 
         Raises:
-            ValueError: an unknown kind or phase, or an axis that is no string.
+            ValueError: an unknown kind or phase, or an axis that is not a string.
         """
         return _total(self.entries, (axis, kind, phase))
 
     def messages(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
-        """Returns the number of messages: one for each rank that an exchange or a collective sends to."""
+        """Returns the number of messages sent. The arguments are those of `bytes`.
+
+        An exchange or collective counts one for each rank that it sends to, an all-reduce one for each step of a ring.
+        """
         return _total(self.sends, (axis, kind, phase))
 
     def table(self) -> str:
-        """Formats bytes by axis and kind, for forward, backward and both, as in the example above."""
+        """Formats bytes by axis and kind: those of forward, of backward and of both, as in the example above."""
         rows = sorted({(axis, kind) for (axis, kind, _), size in self.entries.items() if size})
         if not rows:
             return "nothing was sent"
@@ -96,7 +102,7 @@ class CommLedger:
 
     @classmethod
     def add(cls, axis: str, kind: str, nbytes: int, messages: int = 1) -> None:
-        """Adds a sent message to all open ledgers."""
+        """Adds sent bytes and messages to all open ledgers, under the current phase."""
         key = axis, kind, current_phase()
         with cls._lock:
             for ledger in cls.opened:

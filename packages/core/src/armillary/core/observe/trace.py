@@ -28,7 +28,14 @@ Event = dict[str, Any]
 
 @dataclass
 class TraceSpan:
-    """A time span on a lane of a trace; a context manager, or ended by `finish`."""
+    """A time span on a lane of a trace. It ends at the end of its `with` block, or when `finish` is called.
+
+    Args:
+        clock: the clock that read `start` and `end`.
+        category: Chrome's category: "compute", "wait", "label" or "exchange".
+        arguments: shown by the viewer with the span.
+        start, end: instants of `clock`; `end` is None while the span is open.
+    """
 
     clock: Clock[Any]
     lane: str
@@ -58,19 +65,20 @@ class Trace:
             attend(q, k, v, mask=mask, layout=layout).backward(dout)
         trace.write(Path("trace.json"))  # on every rank; open it in ui.perfetto.dev or chrome://tracing
 
-    Each rank is a process of the picture. Its lane "compute" shows blocks of attention, the labels around them, and
-    "wait" while computation waits for a message: the time that is not overlapped. Its lanes "exchange <axis>" show the
-    messages of all primitives of `armillary.core`, with bytes, kind, axis and phase, from their start to the end of the
-    wait for them (they may have arrived earlier). Concurrent exchanges of an axis are on separate lanes.
+    The viewer shows each rank as a process. Its lane "compute" has blocks of attention, the labels around them, and a
+    span "wait ..." while computation waits for a message: communication that is not overlapped. Its lanes
+    "exchange <axis>" have the messages of all primitives of `armillary.core`, with bytes, kind, axis and phase. A
+    message's span lasts from its start to the end of `wait`, although the message may have arrived earlier. Concurrent
+    exchanges of an axis are on separate lanes.
 
-    All ranks must open a trace together for the first time: their clocks start at a barrier, and differ by the times at
-    which the ranks leave it. A closed trace may be opened again, and continues. Inside graphs of torch.compile only the
-    ops of Armillary appear.
+    All ranks must open a trace for the first time together: their clocks start at a barrier, and differ by as much as
+    the times at which the ranks leave the barrier. A closed trace may be opened again, and continues. Of a graph of
+    torch.compile a trace shows only the ops of Armillary.
 
     Args:
         device: "cpu" records times of the host. "cuda" records times of the current stream by CUDA events, and waits
-            for the device only when the trace is written. An exchange then lasts from the point of the stream at which
-            it was started to the point at which the stream has waited for it.
+            for the device only when the trace is written. The span of an exchange is then from the point of the stream
+            where the exchange was started to the point where the stream has waited for it.
     """
 
     device: str = "cpu"
@@ -84,7 +92,7 @@ class Trace:
         if Trace.current is not None:
             raise ValueError("another trace is open; close it first, or use that one")
         if self.clock is None:
-            for _ in range(2 if dist.is_initialized() else 0):  # the first barrier may have to connect the ranks
+            for _ in range(2 if dist.is_initialized() else 0):  # ranks leave a first barrier late: it may connect them
                 dist.barrier()
             self.clock = CudaClock() if self.device == "cuda" else HostClock()
         Trace.current = self
@@ -127,7 +135,7 @@ class Trace:
         events = self.events()
         events_by_rank = [events]
         if dist.is_initialized():
-            events_by_rank = [events] * dist.get_world_size()  # replaced by `gather_object`
+            events_by_rank = [events] * dist.get_world_size()  # a list of the right length for `gather_object` to fill
             dist.gather_object(events, events_by_rank if dist.get_rank() == 0 else None)
             if dist.get_rank() != 0:
                 return
@@ -148,9 +156,9 @@ Timed = tuple[float, float, TraceSpan]
 
 
 def _lanes(timed: Sequence[Timed]) -> list[tuple[str, list[Timed]]]:
-    """Returns (name, spans) of each lane: computation first, then exchanges."""
-    # Chrome draws overlapping spans of one lane only if they are nested. Computations are; an exchange that overlaps
-    # the last one of its lane goes to the next lane of its axis that is free.
+    """Returns (name, spans) of each lane: the lane of computation, then those of exchanges."""
+    # Chrome can draw overlapping spans in one lane only if they are nested. Computations are nested. An exchange that
+    # overlaps the last exchange of its lane goes to the next free lane of its axis.
     lanes: dict[tuple[str, int], list[Timed]] = {(COMPUTE, 1): []}
     for timed_span in sorted(timed, key=lambda timed_span: timed_span[:2]):
         start, _, span = timed_span
@@ -163,27 +171,27 @@ def _lanes(timed: Sequence[Timed]) -> list[tuple[str, list[Timed]]]:
 
 
 def _meta(rank: int, event: str, thread: int, **arguments: object) -> Event:
-    """Returns an event that names or sorts a rank (Chrome's process) or a lane (its thread)."""
+    """Returns an event that sets the name or the sort index of a rank (a process to Chrome) or a lane (a thread)."""
     return {"ph": "M", "pid": rank, "tid": thread, "name": event, "args": arguments}
 
 
 def span(name: str, category: str = COMPUTE, **arguments: object) -> AbstractContextManager[object]:
-    """Context manager that records a computation of this rank in the open trace, if there is one."""
+    """Context manager that records a computation of this rank in the open trace; does nothing without one."""
     trace = Trace.current
     if trace is None or torch.compiler.is_compiling():
         return nullcontext()
     return trace.begin(COMPUTE, name, category, arguments)
 
 
-IDLE: AbstractContextManager[None] = nullcontext()
-"""A `span` without an open trace, for callers on the hot path, which check `Trace.current` before they call `span`."""
+NO_SPAN: AbstractContextManager[None] = nullcontext()
+"""A context that records nothing. Code on the hot path uses it instead of calling `span` when no trace is open."""
 
 
 def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None:
     """Records messages to other ranks in open ledgers and the trace, just before a primitive sends them.
 
     Returns:
-        The span in flight, for `end_span_on_wait`; None without an open trace.
+        The span of the messages, which `end_span_on_wait` ends; None without an open trace.
     """
     if CommLedger.opened:
         CommLedger.add(axis, kind, nbytes, messages)
@@ -193,7 +201,7 @@ def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None
 
 
 def end_span_on_wait(works: Sequence[dist.Work], span: TraceSpan | None) -> tuple[dist.Work, ...]:
-    """Returns the started works; the wait for the last of them ends the span."""
+    """Returns `works`, the last one wrapped so that its `wait` ends the span."""
     if span is None or not works:
         return tuple(works)
     return (*works[:-1], cast(dist.Work, TracedWork(works[-1], span)))
@@ -201,7 +209,7 @@ def end_span_on_wait(works: Sequence[dist.Work], span: TraceSpan | None) -> tupl
 
 @dataclass(frozen=True)
 class TracedWork:
-    """A work whose wait ends a span."""
+    """A work of torch.distributed whose `wait` ends a span."""
 
     work: dist.Work
     span: TraceSpan

@@ -1,6 +1,11 @@
 """Ranks for tests, on any machine: `with World(4) as world: world.run(function, ...)`.
 
-from armillary.core.testing.plugin import worlds   # in conftest.py: a fixture for the whole run
+from armillary.core.testing.plugin import worlds   # in conftest.py: a fixture for the whole test session
+
+def add_ranks() -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return int(total)
 
 def test_sum(worlds):
     assert worlds(4).run(add_ranks) == [6, 6, 6, 6]

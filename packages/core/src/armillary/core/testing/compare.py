@@ -1,4 +1,4 @@
-"""Comparison with an oracle that a small wrong gradient cannot pass."""
+"""Comparison of tensors with an oracle, relative to the size of the expected tensor: small gradients count too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference over the norm of `expected`, in float64. Any NaN makes it infinite.
+    """Returns the norm of the difference over the norm of `expected`, in float64.
 
-    Where `expected` is zero, returns 0 for zeros and infinity for anything else.
+    Infinite if a tensor has a NaN, or if `expected` is zero everywhere and `actual` is not.
     """
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: actual {tuple(actual.shape)}, expected {tuple(expected.shape)}")

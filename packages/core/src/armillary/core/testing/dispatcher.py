@@ -1,36 +1,37 @@
-"""Counts operations of torch.distributed in torch's dispatcher, to prove that a ledger misses nothing."""
+"""Counts the operations of torch.distributed in torch's dispatcher, to prove that a ledger counts all bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from armillary.core import compat
 from armillary.core.observe.ledger import CommLedger
 
 
 class Traffic(NamedTuple):
-    """The bytes and messages that a rank sends to others by one operation."""
+    """The bytes and messages that a rank sends to other ranks."""
 
     bytes: int
     messages: int
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts all bytes that this rank passes to torch.distributed for other ranks, while it is open.
+    """Dispatch mode that counts all bytes which this rank passes to torch.distributed for other ranks.
 
         with Dispatched() as dispatched, CommLedger() as ledger:
             ...
         assert dispatched.sent == Dispatched.of(ledger)
 
-    Kinds are those of the operations: "p2p", "all_to_all", "all_gather" and "all_reduce". Other operations, such as
-    reduce-scatters of FSDP, which a ledger does not count, have their own names and the bytes of their arguments. Our
-    ops, which torch shows to a mode as one call, run as their implementation. Autograd's threads inherit the mode.
+    Counts are by operation: "p2p", "all_to_all", "all_gather" and "all_reduce". All other operations, such as the
+    reduce-scatters of FSDP, which a ledger does not count, are counted under torch's name, with the bytes of their
+    arguments. The mode is active in autograd's threads too.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Dispatched(TorchDispatchMode):
 
     @staticmethod
     def of(ledger: CommLedger) -> dict[str, Traffic]:
-        """Returns a ledger's entries by operation of torch.distributed: a reduce-scatter is an all-to-all there."""
+        """Returns the counts of a ledger in the form of `sent`: a reduce-scatter of ours is an all-to-all of torch."""
         traffic: dict[str, Traffic] = {}
         for key, nbytes in ledger.entries.items():
             kind = "all_to_all" if key[1] == "reduce_scatter" else key[1]
@@ -50,12 +51,13 @@ class Dispatched(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # DTensor dispatches again, with ops on local tensors
+            return NotImplemented  # DTensor then dispatches ops on local tensors
         if func.namespace == "armillary":
+            # Run the implementation of our op, whose operations the dispatcher would not show to this mode.
             with self:
                 return compat.function_of(func)(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            kind, count = KINDS.get(func.name(), (func.name(), traffic_of))
+            kind, count = KINDS.get(func.name(), (func.name(), all_arguments))
             _add(self.sent, kind, count(*args))
         return func(*args, **(kwargs or {}))
 
@@ -64,6 +66,9 @@ def _add(traffic: dict[str, Traffic], kind: str, added: Traffic) -> None:
     if added.bytes or added.messages:
         before = traffic.get(kind, Traffic(0, 0))
         traffic[kind] = Traffic(before.bytes + added.bytes, before.messages + added.messages)
+
+
+# Each of these functions takes the arguments of an operation of torch.distributed and returns the operation's traffic.
 
 
 def sends(tensors: Sequence[Tensor], *_: Any) -> Traffic:
@@ -96,16 +101,8 @@ def all_reduce(tensors: Sequence[Tensor], boxed: Any, *_: Any) -> Traffic:
     return Traffic(sum(2 * (ranks - 1) * x.nbytes // ranks for x in tensors), 2 * (ranks - 1))
 
 
-def traffic_of(*args: Any) -> Traffic:
-    return Traffic(sum(x.nbytes for x in _tensors(args)), 1)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(item)
+def all_arguments(*args: Any) -> Traffic:
+    return Traffic(sum(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)), 1)
 
 
 KINDS: dict[str, tuple[str, Callable[..., Traffic]]] = {
@@ -117,4 +114,4 @@ KINDS: dict[str, tuple[str, Callable[..., Traffic]]] = {
     "c10d::allgather_": ("all_gather", all_gather_list),
     "c10d::allreduce_": ("all_reduce", all_reduce),
 }
-"""For each operation its kind and the function that counts its arguments."""
+"""For each operation of torch the name under which it is counted, and the function that counts it."""

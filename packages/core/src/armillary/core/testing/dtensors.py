@@ -1,8 +1,8 @@
-"""Random DTensors for tests: any placements, uneven shards included, of values that every rank can compute.
+"""DTensors for tests, with random placements, uneven shards too. Every rank knows their full value.
 
 random = Random(7)                                                    # the same on every rank
 placements = draw_placements(random, mesh, dims=(0, 1), fixed={"tp": Shard(2)})
-x = place(full, mesh, placements)                                     # communicates nothing
+x = place(full, mesh, placements)                                     # does not communicate
 assert torch.equal(x.full_tensor(), full)
 """
 
@@ -26,29 +26,29 @@ def draw_placements(
     fixed: Mapping[str, Placement] | None = None,
     partial: bool = False,
 ) -> tuple[Placement, ...]:
-    """Draws a placement for each axis of the mesh that `fixed` does not name.
+    """Returns a placement for each axis of the mesh: that of `fixed`, or a random one.
 
     Args:
-        random: generator in the same state on every rank.
-        dims: dims of the tensor that may be sharded, each over any number of axes.
-        fixed: placements by name of the axis.
-        partial: True if placements may be `Partial`.
+        random: generator, which must be in the same state on every rank.
+        dims: dims of the tensor that may be sharded; a dim may be sharded over several axes.
+        fixed: placements by the name of the axis.
+        partial: True if random placements may be `Partial`.
     """
     choices = [Replicate(), *(Shard(dim) for dim in dims), *[Partial()] * partial]
     return tuple((fixed or {}).get(name) or random.choice(choices) for name in mesh.mesh_dim_names or [""] * mesh.ndim)
 
 
 def place(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> DTensor:
-    """Returns a DTensor with the value `full`, which every rank has, without communication.
+    """Returns a DTensor with the value `full`, which every rank passes. Does not communicate.
 
-    On `Partial` axes, ranks have random addends, drawn from `seed`, that sum to `full` up to rounding.
+    On `Partial` axes the ranks have random addends, drawn from `seed`, whose sum is `full` up to rounding.
     """
     local = local_part(addends(full, mesh, placements, seed), mesh, placements)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def local_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Returns this rank's shard of `full`, cut by one axis after the other as DTensor does; a copy."""
+    """Returns a copy of this rank's shard of `full`. Like DTensor, cuts by one axis after the other."""
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             sizes, rank = chunk_sizes(full.shape[placement.dim], mesh.size(mesh_dim)), mesh.get_local_rank(mesh_dim)
@@ -57,14 +57,16 @@ def local_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 
 def addends(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> Tensor:
-    """Returns `full`, or on `Partial` axes this rank's random addend of it."""
+    """Returns this rank's random addend of `full`; without a `Partial` axis `full` itself."""
     addend = full
     for mesh_dim, placement in enumerate(placements):
         if placement == Partial():
-            draw = torch.Generator().manual_seed(1000 * seed + mesh_dim)
-            drawn = torch.randn(mesh.size(mesh_dim) - 1, *full.shape, generator=draw, dtype=torch.float64).to(full)
+            # All ranks but the last have random values, and the last rank has the difference to the sum.
+            generator = torch.Generator().manual_seed(1000 * seed + mesh_dim)
+            shape = mesh.size(mesh_dim) - 1, *full.shape
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(full)
             rank = mesh.get_local_rank(mesh_dim)
-            addend = drawn[rank] if rank < len(drawn) else addend - drawn.sum(0)
+            addend = noise[rank] if rank < len(noise) else addend - noise.sum(0)
         elif placement.is_partial():
-            raise ValueError(f"{placement!r}: addends can be drawn of sums only")
+            raise ValueError(f"{placement!r}: only sums have addends")
     return addend

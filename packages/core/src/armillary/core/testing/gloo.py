@@ -1,7 +1,7 @@
 """One gloo device for all process groups of a rank.
 
-torch gives each group a device of its own, whose thread wakes up a hundred times a second. Long-lived ranks of tests
-have hundreds of groups, and would do little else.
+torch creates a device for each group, whose thread wakes up a hundred times a second. Long-lived ranks of tests have
+hundreds of groups: the threads of as many devices would take most of a core.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch.distributed as dist
 
 THREADS = 2
-"""Threads that run the operations of one group, torch's own number."""
+"""Threads that run the operations of one group; the number that torch uses."""
 
 
 def share_device() -> None:
-    """Makes all later gloo groups of this process with a time-out share one device. Uses private options of torch."""
+    """Makes all gloo groups that this process creates from now on share one device. Uses private options of torch."""
     gloo = cast(Any, dist).ProcessGroupGloo
     original, device = gloo.__init__, gloo.create_default_device()
 

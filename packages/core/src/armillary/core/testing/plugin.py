@@ -1,4 +1,4 @@
-"""pytest fixtures of the test worlds, for conftest.py."""
+"""pytest fixtures around test worlds, to be imported in conftest.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["no_group_left", "one_thread", "worlds"]
 
 @pytest.fixture(scope="session")
 def worlds() -> Generator[Worlds]:
-    """Worlds that outlive a test and are closed at the end of the session."""
+    """Test worlds that are shared by all tests of the session: `worlds(4).run(function)`."""
     session_worlds = Worlds()
     yield session_worlds
     session_worlds.close()
@@ -23,7 +23,7 @@ def worlds() -> Generator[Worlds]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Generator[None]:
-    """Limits torch to one thread: on tiny tensors, a second thread costs more than it saves."""
+    """Limits torch to one thread: on tiny tensors a second thread makes it slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""One rank of a test world: a loop that receives functions, calls them and sends back their results."""
+"""One rank of a test world: a process that receives functions, calls them and sends back their results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ STACKS = signal.SIGUSR1
 
 
 def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
-    """Joins the world, then answers each pickled (function, args, kwargs) by `_answer`."""
-    gc.freeze()  # a collection would copy the memory of everything that the server imported into each rank
+    """Joins the world, then answers each request, a pickled (function, args, kwargs), until an empty one."""
+    # The rank shares memory with the server from which it was forked, until one of them writes to it. A garbage
+    # collection writes to every object that it visits; frozen objects are not visited.
+    gc.freeze()
     stacks = stack_file(folder, rank).open("w")
     faulthandler.register(STACKS, file=stacks, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -35,7 +37,7 @@ def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: f
     share_device()
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    # Until all ranks are connected: a function that destroys the group at once would make gloo fail on a slower rank.
+    # Wait until all ranks are connected: a rank that destroys the group at once would make gloo fail on a slower rank.
     dist.all_reduce(torch.zeros(1))
     while (request := _receive(connection)) is not None:
         connection.send_bytes(_answer(request))
@@ -82,7 +84,7 @@ def _receive(connection: Connection) -> bytes | None:
 
 
 def _answer(request: bytes) -> bytes:
-    """Returns ("ok", result, number of groups made) or ("error", text), pickled."""
+    """Calls the function. Returns ("ok", result, `group_count()`) or ("error", traceback), pickled."""
     try:
         function, args, kwargs = pickle.loads(request)
         return pickle.dumps(("ok", function(*args, **kwargs), group_count()))
@@ -91,5 +93,5 @@ def _answer(request: bytes) -> bytes:
 
 
 def group_count() -> int:
-    """Returns the number of process groups made so far, by which torch names the next one."""
+    """Returns the number of process groups that this rank has created. torch names the next group by it."""
     return cast(Any, dist).distributed_c10d._world.group_count

@@ -1,4 +1,4 @@
-"""Error messages of commands and calls that refuse their arguments."""
+"""For tests of wrong arguments: the error messages of commands and of calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from armillary.core.observe.ledger import CommLedger
 
 
 def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> str:
-    """Returns the line with which a command refuses its arguments.
+    """Returns the line that a command prints on stderr for wrong arguments.
 
     Raises:
-        AssertionError: it did not exit with code 2, or did not print exactly one line on stderr.
+        AssertionError: the command did not exit with code 2, or did not print exactly one line, on stderr.
     """
     out, err = io.StringIO(), io.StringIO()
     words = [str(word) for word in argv]
@@ -32,7 +32,7 @@ def value_errors(calls: Sequence[Callable[[], object]]) -> list[str]:
     """Returns the message of the ValueError that each call raises.
 
     Raises:
-        AssertionError: a call raised no ValueError, or sent something before.
+        AssertionError: a call raised no ValueError, or sent bytes to another rank before.
     """
     with CommLedger() as ledger:
         messages = [_value_error(number, call) for number, call in enumerate(calls)]

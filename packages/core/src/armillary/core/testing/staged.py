@@ -1,4 +1,4 @@
-"""The backend "staged" of torch.distributed: ranks that share one GPU, with messages copied through host memory.
+"""The backend "staged" of torch.distributed, for ranks that share one GPU: it copies messages through host memory.
 
 NCCL refuses two ranks on one GPU, and gloo cannot send or receive CUDA tensors. Importing this module registers the
 backend: `dist.init_process_group("staged", ...)`, or `World(4, backend="staged")`. CPU tensors are copied too, so that
@@ -23,7 +23,12 @@ DEVICES = ("cpu", "cuda")
 
 
 class StagedWork(cast(Any, dist)._Work):
-    """A work of gloo on host copies. `wait` also copies received values to the targets, on the current stream."""
+    """A work of gloo on host copies. `wait` also copies received values to their targets, on the current stream.
+
+    Args:
+        arriving: pairs (target, host copy that gloo writes to).
+        longest: time-out of `wait` if none is passed.
+    """
 
     def __init__(self, work: dist.Work, arriving: list[tuple[Tensor, Tensor]], longest: timedelta) -> None:
         super().__init__()
@@ -41,10 +46,10 @@ class StagedWork(cast(Any, dist)._Work):
 
 
 def stage_operation(name: str, arrives: bool = True) -> Callable[..., StagedWork]:
-    """Returns the operation of this name on host copies. In every operation of torch the first argument is the output.
+    """Returns the method of `StagedGroup` that runs gloo's operation `name` on host copies.
 
     Args:
-        arrives: True if the operation writes to its first argument.
+        arrives: True if the operation writes to its first argument, where torch's operations have their output.
     """
 
     def start(self: StagedGroup, *args: Any, **options: Any) -> StagedWork:
@@ -57,14 +62,14 @@ def stage_operation(name: str, arrives: bool = True) -> Callable[..., StagedWork
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Returns a contiguous host copy, complete on return."""
+    """Returns a contiguous copy in host memory. Waits until it is complete."""
     return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group whose operations are those of gloo, on host copies.
+    """A process group whose operations are gloo's, on host copies.
 
-    torch 2.13 and later rename some of them; both names are defined.
+    torch 2.13 renames some operations; these have both names.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -73,7 +78,7 @@ class StagedGroup(dist.ProcessGroup):
         gloo, kind = cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), dist.ProcessGroup.BackendType.GLOO
         for group, devices in ((self.host, DEVICES[:1]), (self, DEVICES)):
             cast(Any, group)._set_default_backend(kind)
-            for device in devices:  # on this group too, for its time-out
+            for device in devices:  # also on this group, where torch looks for the time-out
                 cast(Any, group)._register_backend(torch.device(device), kind, gloo)
 
     @property

@@ -1,7 +1,7 @@
 """Test worlds: a `World` is a set of ranks on this machine that start quickly and serve many calls.
 
-Ranks are forked from a server that has imported torch once. If a rank fails or hangs, `run` raises an error with the
-traceback or stack of each rank, and the next call starts new ranks.
+Ranks are forked from a server process that has imported torch once. If a rank fails or hangs, `run` raises an error
+with the traceback or stack of each such rank, and the next `run` starts new ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch
 """Modules that the server imports once for all ranks."""
 
 TEST_PACKAGES = ("accelerate", "armillary", "datasets", "diffusers", "hypothesis", "pytest", "transformers", "trl")
-"""Packages whose modules the server imports too, if this process has imported them.
-
-Test modules are not imported: they may query GPUs, and after that a process cannot fork ranks that use GPUs.
-"""
+"""Packages whose modules the server imports too, if this process has imported them. The server does not import test
+modules: these may query GPUs, and after that a process cannot fork ranks that use GPUs."""
 
 
 def fork_context() -> ForkServerContext:
@@ -44,14 +42,14 @@ def fork_context() -> ForkServerContext:
 
 
 MAX_CALLS = 100
-"""Calls after which `Worlds` replaces the ranks of a world."""
+"""Number of calls after which `Worlds` replaces the ranks of a world."""
 
 GRACE = 2.0
-"""Seconds that other ranks get after the first failure to report errors of their own."""
+"""Seconds that `run` waits for the errors of other ranks after the first rank has failed."""
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not answer in time. The message has the traceback or the stack of each."""
+    """A rank raised, died or did not answer in time. The message has the traceback or the stack of each such rank."""
 
 
 class World:
@@ -84,7 +82,7 @@ class World:
             RankFailed: a rank raised, died, or did not answer within `timeout` seconds.
         """
         limit = self.timeout if timeout is None else timeout
-        # Pickled before it is sent to any rank, so that a value that cannot be pickled does not leave a call half sent.
+        # Pickled before the first send: otherwise a value that cannot be pickled could leave a call on some ranks only.
         request = pickle.dumps((function, args, kwargs))
         if not self._ranks:
             self._start()
@@ -93,8 +91,8 @@ class World:
         answers = self._receive(time.monotonic() + limit)
         if all(answers.get(rank, ("missing",))[0] == "ok" for rank in range(self.size)):
             if len({answers[rank][2] for rank in range(self.size)}) > 1:
-                # An "ok" answer ends with the number of process groups of the rank. If these differ, the next groups
-                # would have different names and wait for each other forever.
+                # The last element of an "ok" answer is the number of process groups that the rank has created. If
+                # these differ, ranks would give the next group different names and wait for each other forever.
                 self.close()
             return [answers[rank][1] for rank in range(self.size)]
         message = self._error_message(answers, limit)
@@ -123,7 +121,7 @@ class World:
             arguments = (rank, self.size, self._folder, rank_connection, self.timeout, self.backend)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            rank_connection.close()  # the child has the only copy, so that its death closes the connection
+            rank_connection.close()  # only the rank's copy is left, so its death closes the connection
             self._ranks.append((process, connection))
 
     def _receive(self, deadline: float) -> dict[int, tuple[Any, ...]]:
@@ -157,7 +155,7 @@ class World:
         return process.exitcode
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Returns the innermost Python frames of each rank."""
+        """Returns the innermost Python frames of each of `ranks`, as text."""
         assert self._folder is not None
         for rank in ranks:
             pid = self._ranks[rank][0].pid
@@ -168,10 +166,10 @@ class World:
 
 
 class Worlds:
-    """Worlds by size, reused for `MAX_CALLS` calls: `worlds(4).run(...)`.
+    """Test worlds, one for each size: `worlds(4).run(...)`.
 
-    The first call in new ranks takes several times as long as later ones. But tests leave state in the ranks, so worlds
-    are replaced from time to time.
+    Worlds are reused, because the first call in new ranks takes several times as long as later ones. They are replaced
+    after `MAX_CALLS` calls, because tests leave state in the ranks.
     """
 
     def __init__(self) -> None:
@@ -186,7 +184,7 @@ class Worlds:
         return self._worlds.setdefault(size, World(size))
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks of all worlds."""
         for world in self._worlds.values():
             world.close()
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from armillary.core.validation import check_choice, flag, integer, number
+from armillary.core.validation import check_bool, check_choice, integer, number
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.families import FAMILIES, HYBRID, HYBRID_FLAGS, Config, Family
 from armillary.models.hub.folder import CONFIG, read_json
@@ -108,7 +108,7 @@ def read_field(family: Family, name: str, value: object) -> int | float | bool:
         case "int":
             return size(name, value)
         case "bool":
-            return flag(name, value)
+            return check_bool(name, value)
         case _:
             return number(name, value)
 

@@ -7,7 +7,7 @@ from dataclasses import fields as fields_of
 from math import isfinite
 from typing import Any, cast
 
-from armillary.core.validation import flag, number
+from armillary.core.validation import check_bool, number
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -63,7 +63,7 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
     """
     for name, value in options.items():
         if value is not None:
-            flag(name, value) if name == "truncate" else number(name, value)
+            check_bool(name, value) if name == "truncate" else number(name, value)
     # `transformers` treats 0 like null, except in these two fields.
     values = {name: value for name, value in options.items() if value or name in ("truncate", "factor")}
     if kind != "linear":

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from armillary.core.validation import flag, number
+from armillary.core.validation import check_bool, number
 
 
 class RopeScaling(Protocol):
@@ -164,6 +164,6 @@ def check_positive(scaling: LinearScaling | Llama3Scaling | YarnScaling) -> None
     for field in fields(scaling):
         value = getattr(scaling, field.name)
         if field.name == "truncate":
-            flag("truncate", value)
+            check_bool("truncate", value)
         elif not (value is None and field.default is None) and number(field.name, value) <= 0:
             raise ValueError(f"{type(scaling).__name__}: {field.name}={value!r} must be a number above 0")
