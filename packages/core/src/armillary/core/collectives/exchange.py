@@ -123,18 +123,18 @@ class FlatBuffer(NamedTuple):
 class ReceiveBuffers:
     """Receive buffers for the steps of a repeated exchange, in at most two blocks of memory.
 
-    New memory for each step would accumulate while the host runs ahead of the GPU: up to torch 2.14, ProcessGroupNCCL
-    calls `record_stream` on sent and received tensors, so the allocator reuses their memory only after the host has
-    observed that the GPU no longer needs them.
+    If each step allocated a new buffer, memory would grow while the host runs ahead of the GPU: up to torch 2.14,
+    ProcessGroupNCCL calls `record_stream` on sent and received tensors, and the allocator reuses their memory only
+    after the host has seen that the GPU no longer needs them.
 
     Args:
-        tensors: examples of the tensors that arrive.
-        tokens: tokens on dim 1 that arrive at each step.
+        tensors: tensors with the shapes and dtypes of those that arrive, except for the size of dim 1.
+        tokens: number of tokens, the size of dim 1, that arrive at each step.
     """
 
     def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
         self.tensors, self.tokens = tensors, list(tokens)
-        # Each block of memory, with the buffer that it was last used as.
+        # The two blocks: the one of the last step and the other one. Each is (memory, the last buffer in it).
         self._last: tuple[Tensor, FlatBuffer] | None = None
         self._other: tuple[Tensor, FlatBuffer] | None = None
 
@@ -142,23 +142,23 @@ class ReceiveBuffers:
         """Returns an uninitialized buffer for the tokens of the next step; None if no tokens arrive.
 
         Args:
-            last_in_use: True if the last returned buffer is still needed. The new one then reuses the memory of the
-                buffer before it; otherwise the memory of the last one.
+            last_in_use: True if the buffer of the last call is still needed: the new buffer then takes the other block
+                of memory. Otherwise it takes the same block.
         """
-        # Double buffering: steps alternate between two blocks while the last buffer is in use, else they stay on one.
+        # Double buffering: steps alternate between the blocks while the last buffer is in use, otherwise stay on one.
         count, *self.tokens = self.tokens
         if not count:
             return None
         block, other = (self._other, self._last) if last_in_use else (self._last, self._other)
         if block is None:
-            # Large enough for every later step, so that a block is never reallocated.
+            # Large enough for this and every later step, so that a block is never reallocated.
             token_bytes = sum(x.element_size() * x.shape[0] * prod(x.shape[2:]) for x in self.tensors)
             size = token_bytes * max(count, *self.tokens, 0)
             memory = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
             block = memory, FlatBuffer.like(self.tensors, count, memory)
         elif block[1].tokens != count:
             block = block[0], FlatBuffer.like(self.tensors, count, block[0])
-        # After the last step this object drops its blocks, so that they are freed with the caller's buffers.
+        # At the last step this object drops its blocks, so that they are freed with the caller's buffers.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)
         return block[1]
 
