@@ -50,30 +50,9 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 
 @cache
-def mesh(
-    *,
-    pipe: int | None = None,
-    replicate: int = 1,
-    shard: int = 1,
-    nodes: int | None = None,
-    devices: int | None = None,
-    ring: int = 1,
-    ulysses: int = 1,
-    tp: int = 1,
-    device: str = "cpu",
-) -> DeviceMesh:
-    """Returns this rank's mesh with these axes, such as `mesh(ring=2, ulysses=2)`, built once per process."""
-    return build_mesh(
-        device,
-        pipe=pipe,
-        replicate=replicate,
-        shard=shard,
-        nodes=nodes,
-        devices=devices,
-        ring=ring,
-        ulysses=ulysses,
-        tp=tp,
-    )
+def mesh(device: str = "cpu", **sizes: Any) -> DeviceMesh:
+    """Returns `build_mesh(device, **sizes)`, such as `mesh(ring=2, ulysses=2)`, built once per process."""
+    return build_mesh(device, **sizes)
 
 
 def _receive(connection: Connection) -> bytes | None:
