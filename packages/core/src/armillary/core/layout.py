@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from math import inf
 from typing import Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from armillary.core.balancing.spread import SEND_COST
 from armillary.core.balancing.traffic import PositionRuns, token_hops
 from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
-from armillary.core.validation import check_bool, check_choice, check_dim, integer
+from armillary.core.validation import check_bool, check_choice, check_dim, integer, number
 
 Side = Literal["queries", "keys", "both"]
 SIDES: dict[str, tuple[int, ...]] = {"queries": (0,), "keys": (1,), "both": (0, 1)}
@@ -131,8 +130,8 @@ class SequenceLayout:
 
         A document that fits on a shard is not cut; a longer one is cut over as few consecutive shards as possible. No
         shard has more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by`
-        counts. Zigzag, contiguous and a layout that cuts no document are candidates too: if one of them is as balanced,
-        the result sends at most as many bytes.
+        counts. Zigzag, contiguous and a layout that cuts no document are candidates too: if one of these is within 1.10
+        as well, the result sends at most as many bytes.
 
         With `send_cost=0`, or if no layout reaches 1.10, bytes are ignored: sizes differ by at most one token, and
         pairs are as even as possible, counted both by queries and by keys.
@@ -152,11 +151,9 @@ class SequenceLayout:
                 mask argument, a negative `send_cost`, an unknown `balanced_by`.
         """
         length, shards = _check_sizes(length, shards)
-        if send_cost is None:
-            send_cost = SEND_COST
-        is_number = isinstance(send_cost, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not (is_number and 0 <= send_cost < inf):
-            raise ValueError(f"send_cost={send_cost!r}: a number of pairs that is at least 0, or None")
+        send_cost = SEND_COST if send_cost is None else number("send_cost", send_cost)
+        if send_cost < 0:
+            raise ValueError(f"send_cost={send_cost}: a number of pairs of at least 0 is needed, or None")
         sides = SIDES[check_choice("balanced_by", balanced_by, tuple(SIDES))]
         rows = _slices_by_row(length, causal, window, documents, mask)
         return cls(balanced_spans(length, shards, rows, send_cost, sides))

@@ -113,7 +113,7 @@ class Segments:
 
 
 def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Returns the number of tokens between the root and the start of each segment, along its path.
+    """Returns the number of tokens that precede each segment on its path, from the first token of the root on.
 
     Args:
         parents: as in `Segments`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import lcm
 
 MAX_POSITION = 2**63 - 1
@@ -75,7 +75,7 @@ def missing_position(runs: Sequence[range]) -> int | None:
     # Remainders whose pieces end too early, and the first remainder without pieces.
     end = max(span[-1] for span in runs)
     gaps += [next_position for next_position in expected.values() if next_position <= end]
-    gaps += [r for r in range(min(step, end + 1)) if r not in expected][:1]
+    gaps += islice((r for r in range(min(step, end + 1)) if r not in expected), 1)
     return min(gaps, default=None)
 
 
