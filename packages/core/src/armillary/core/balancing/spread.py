@@ -213,8 +213,8 @@ class DocumentAssigner:
         leave_room: True reserves room on every rank for the pairs of short documents. Otherwise a rank may be full in
             pairs when short documents are assigned, although it needs their tokens.
 
-    A reserved rank starts as if all of its tokens were those of short documents. So its initial load is their density,
-    pairs per token, and an assigned piece adds only the pairs that it has above that density (`_without_reserve`).
+    To reserve room, each rank starts as if all of its tokens were those of short documents: its load in pairs is their
+    density, the pairs per token. A piece then adds only the pairs that exceed its tokens times the density.
     """
 
     def __init__(self, ring: RingShares, stretch: float, leave_room: bool) -> None:
@@ -234,7 +234,7 @@ class DocumentAssigner:
         self.pieces = dict[int, DocumentPieces]()
 
     def _without_reserve(self, measures: Floats) -> Floats:
-        """Subtracts from pairs those that as many tokens of short documents have: room is reserved for these."""
+        """Subtracts from pairs the tokens times the density of short documents: room for these is reserved."""
         return measures - self.density * measures[0]
 
     def assign(self, use_zigzag: bool) -> PositionRuns:
