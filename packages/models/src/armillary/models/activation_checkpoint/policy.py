@@ -168,7 +168,7 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
 def run_checkpointed(
     chunk: int | None, prefetch: bool, keep: Keep, block: Block, x: Tensor, context: Context
 ) -> Tensor:
-    """Runs a block as one `autograd.Function` under a checkpoint policy."""
+    """Runs a block as one `autograd.Function` under a checkpoint policy. `Checkpointing.apply` binds the options."""
     params = trained_parameters(block)
     previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
     if previous is None or not previous.is_result(x):
@@ -241,8 +241,10 @@ class CheckpointedRun(BlockRun):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (the block's result, out, lse). Unless out is stored, the result overwrites it chunk by chunk."""
+        # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
-        # The result cannot overwrite out if backward needs out, or if their numbers of elements differ.
+        # The result [B, T, E] cannot overwrite out [B, tokens, heads, D] if backward needs out, or if their numbers of
+        # elements differ.
         if self.keep.attention_output or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.after_attention(x, out, None), out, lse

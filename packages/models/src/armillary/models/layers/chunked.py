@@ -103,7 +103,7 @@ def backward(
         sources = [*trained_inputs, *totals.parameters]
         gradients: list[Tensor | None] = list(torch.autograd.grad(y, sources, chunk_dy, allow_unused=True))
         del y, chunk_dy, sources
-        # The first gradients are the inputs', the others the parameters'.
+        # The gradients of the inputs come first, then those of the parameters.
         totals.add(gradients[len(trained_inputs) :])
         for grad, gradient in zip((g for g in grads if g is not None), gradients, strict=False):
             if gradient is None:
