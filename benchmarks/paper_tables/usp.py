@@ -14,7 +14,7 @@ from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan import Cluster
-from armillary.plan.comm_time.comm_plan_time import FORWARD, PassTime, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, plan_seconds
 from armillary.plan.comm_volume import BytesPlan, plan_bytes
 from armillary.plan.search.search import SearchPlan, search
 from paper_tables import usp_training
@@ -232,12 +232,12 @@ def forward(cluster: Cluster, length: int, split: int, kind: str) -> PassTime:
     combined = [
         Step(step.moves, count or (step.pairs and (0,) * 8)) for step, count in zip(full_steps, pairs, strict=True)
     ]
-    return plan_seconds(combined, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0]))
+    return plan_seconds(combined, cluster, FORWARD_FLOPS * 128 / (device.flops * device.attention_shares(length)[0]))
 
 
 def pass_row(title: str, paper: float, span: PassTime, length: int, cluster: Cluster) -> Row:
     """A row, with attained FLOPs as its reason."""
-    flops = FORWARD * 128 * 32 * (length * 1024) ** 2 / 2 / 8
+    flops = FORWARD_FLOPS * 128 * 32 * (length * 1024) ** 2 / 2 / 8
     reason = (
         f"the paper attains {flops * paper / 1e12:.0f} TFLOPS a GPU, ours {flops / span.seconds / 1e12:.0f}: a kernel "
         f"of {cluster.accelerator.flops * cluster.accelerator.attention_shares(length * 1024)[0] / 1e12:.0f}, and "

@@ -9,10 +9,16 @@ from typing import NamedTuple
 
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan import Cluster
-from armillary.plan.comm_time.step_time import StepTime, reduced_seconds, root_transfers, sharded_seconds, step_time
+from armillary.plan.comm_time.step_time import (
+    StepTime,
+    gradient_reduction_seconds,
+    root_transfers,
+    shard_transfer_seconds,
+    step_time,
+)
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.plan.memory.estimate.step import MASTER, StepSizes
+from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh
@@ -113,9 +119,9 @@ class MemoryBound:
         assert isinstance(model, LlamaConfig)
         rotated = (model.heads + model.kv_heads) * model.head_dim
         numbers = (2 * (2 + 3) + 2 * (3 + 3)) * model.dim + 4 * rotated + (3 + 5) * model.hidden_dim
-        logits = 12 * MASTER * model.vocab_size
+        logits = 12 * FLOAT32_BYTES * model.vocab_size
         seconds = tokens * (2 * model.layers * numbers + logits) / bandwidth
-        return cls(seconds, 2 * MASTER * parameters / bandwidth, 3 * MASTER * parameters / bandwidth)
+        return cls(seconds, 2 * FLOAT32_BYTES * parameters / bandwidth, 3 * FLOAT32_BYTES * parameters / bandwidth)
 
 
 @dataclass(frozen=True)
@@ -156,8 +162,8 @@ class Predicted:
     def transfers(self) -> float:
         """Seconds of all-gathers and reduce-scatters of a step, if nothing hides them."""
         step = StepSizes.of(self.job)
-        blocks = sharded_seconds(step, self.cluster, step.model.block * step.e)
-        blocks += reduced_seconds(step, self.cluster, step.model.block)
+        blocks = shard_transfer_seconds(step, self.cluster, step.model.block * step.e)
+        blocks += gradient_reduction_seconds(step, self.cluster, step.model.block)
         return step.model.layers * blocks + root_transfers(step, self.cluster)
 
     @property
@@ -192,7 +198,7 @@ class Predicted:
         nodes = self.cluster.nodes
         if nodes == 1 or self.row.tp in (1, self.cluster.ranks_per_node):
             return self.transfers
-        size = (step.e + MASTER) * step.all_parameters * (1 - 1 / step.sharing)
+        size = (step.e + FLOAT32_BYTES) * step.all_parameters * (1 - 1 / step.sharing)
         return size / self.cluster.between.bandwidth
 
     @property
@@ -216,7 +222,7 @@ class Predicted:
         inner = step.tensor(step.model.inner)
         gathered = 2 * (step.gathered - step.x) if step.tp > 1 else 0
         return {
-            "whole float32 gradients": MASTER * step.all_parameters * (1 - 1 / step.sharing),
+            "whole float32 gradients": FLOAT32_BYTES * step.all_parameters * (1 - 1 / step.sharing),
             "fused SwiGLU, which stores 3 tensors and not 4": -step.model.layers * inner,
             "inputs gathered again in backward": -step.model.layers * gathered,
         }

@@ -7,7 +7,7 @@ import pytest
 
 from armillary.attention.registry import names
 from armillary.plan.cli import main
-from armillary.plan.comm_volume import BytesPlan, PhaseBytes, Row, choices, plan_bytes
+from armillary.plan.comm_volume import BytesPlan, MethodBytes, PhaseBytes, candidates_of, plan_bytes
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh
 
@@ -17,12 +17,12 @@ LSE = 1024 * 52 * 4
 SMALL = BytesPlan(tokens="480", heads=8, kv_heads=4, head_dim=8, ranks=8, rows=2, of_ranks=(0, 5))
 
 
-def figures(rows: list[Row]) -> dict[tuple[str, tuple[int, ...], str], PhaseBytes]:
+def figures(rows: list[MethodBytes]) -> dict[tuple[str, tuple[int, ...], str], PhaseBytes]:
     return {(str(row.candidate.attention), row.ranks, row.phase): row.counted for row in rows}
 
 
 @pytest.fixture(scope="module")
-def model_m() -> list[Row]:
+def model_m() -> list[MethodBytes]:
     return plan_bytes(BytesPlan(attention=("ring", "wallfacer", "usp"), team=(4,)))
 
 
@@ -60,14 +60,14 @@ def test_closed_forms_equal_the_ledger(dtype, causal):
 
 
 def test_default_methods():
-    assert [str(candidate.attention) for candidate in choices(BytesPlan())] == [
+    assert [str(candidate.attention) for candidate in candidates_of(BytesPlan())] == [
         "ring",
         "token_ring",
         *(f"wallfacer C={team}" for team in (2, 4, 8)),
         *("all_gather", "ring+ring", "ring+token_ring"),
         "usp",
     ]
-    candidates = list(choices(BytesPlan(ranks=4, kv_heads=13)))
+    candidates = list(candidates_of(BytesPlan(ranks=4, kv_heads=13)))
     assert Candidate(Mesh(1, 1, 4), AttentionChoice("ulysses")) in candidates
     assert Candidate(Mesh(1, 4, 1), AttentionChoice("usp")) in candidates
     assert Candidate(Mesh(1, 4, 1), AttentionChoice("wallfacer", team=2)) in candidates

@@ -91,7 +91,7 @@ def test_live_bytes_of_views_copies_and_resizes(tensors):
 
 def test_earlier_tensors_count_only_if_pinned(tensors):
     before, also = torch.zeros(1024), torch.zeros(1024)
-    with LiveBytes(block=1) as live:
+    with LiveBytes(round_to=1) as live:
         assert before.view(32, 32).sum(0).shape == (32,)
         assert live.device.total == 0
         live.pin("parameters", [also, also.view(2, 512)])
@@ -101,7 +101,7 @@ def test_earlier_tensors_count_only_if_pinned(tensors):
 
 
 def test_the_innermost_label_and_the_hosts_account(tensors):
-    with LiveBytes(block=1) as live:
+    with LiveBytes(round_to=1) as live:
         plain = torch.zeros(10)
         with label("attention"):
             first = torch.zeros(20)
@@ -150,7 +150,7 @@ def test_gradients_accumulate_in_place_as_in_autograd(keep):
         y.backward(torch.ones_like(y), retain_graph=True)
 
     work()
-    with LiveBytes(block=1) as live:
+    with LiveBytes(round_to=1) as live:
         work()
     assert live.device.peak == pytest.approx(measured_peak(work), abs=100)  # scalars that become tensors in C++
 
@@ -162,7 +162,7 @@ def test_composite_ops_are_counted_by_their_parts():
         with torch.inference_mode():  # or autograd would decompose it before the dispatch mode
             torch.nn.functional.rms_norm(x, (1000,))
 
-    with LiveBytes(block=1) as live:
+    with LiveBytes(round_to=1) as live:
         work()
     assert live.device.peak == pytest.approx(measured_peak(work), abs=100)
 
@@ -197,7 +197,7 @@ def test_allocations_inside_an_attention_op_are_counted():
         Local()(q, k, v, mask=mask, kernel=SimulatedFlash()).sum().backward()
 
     work()  # caches the lengths of packed documents
-    with LiveBytes(block=1) as live:
+    with LiveBytes(round_to=1) as live:
         work()
     assert live.device.peak == measured_peak(work)
 
@@ -229,7 +229,7 @@ def test_allocations_of_simulated_flash(version):
     q, out, dout = (torch.zeros(2, 200, 8, 80, dtype=torch.bfloat16) for _ in range(3))
     k, v = (torch.zeros(2, 300, 4, 80, dtype=torch.bfloat16) for _ in range(2))
     lse = torch.zeros(2, 200, 8)
-    with LiveBytes(block=1) as live:
+    with LiveBytes(round_to=1) as live:
         grads = SimulatedFlash(version=version).backward(dout, q, k, v, out, lse, (None, None), None)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     results, rows = q.nbytes + 2 * k.nbytes, 2 * 256
@@ -301,7 +301,7 @@ def test_simulated_and_real_step_of_a_hybrid_agree_to_the_byte(policy):
 def forward_bytes(job: Job, stream) -> list[int]:
     """Bytes on the device at the start of each block and after the loss."""
     actual: list[int] = []
-    with fake_world() as mesh, LiveBytes(block=1) as live, stream:
+    with fake_world() as mesh, LiveBytes(round_to=1) as live, stream:
         step = SimulatedStep.of(job, mesh)
         step.allocate_state()
         for block in step.model.model.layers:

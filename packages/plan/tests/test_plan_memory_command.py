@@ -37,7 +37,7 @@ def test_the_longest_fit_fills_device_or_host(device, host, limit, start):
         lengths.append(length)
         return linear(length, device * 1.02, host * 1.02)  # 2% more than predicted
 
-    fit = longest_fit(measure, lambda n: linear(n, device, host), room, step=1024, start=start)
+    fit = longest_fit(measure, lambda n: linear(n, device, host), room, multiple=1024, start=start)
     exact = ((74 << 30) - (4 << 30)) / device if limit == "device" else (232 << 30) / host
     assert exact / 1.02 * 0.99 - 1024 <= fit.length <= exact / 1.02 and fit.length % 1024 == 0
     assert len(lengths) <= 2
@@ -48,7 +48,7 @@ def test_the_longest_fit_fills_device_or_host(device, host, limit, start):
 def test_an_error_compares_needed_and_available_memory():
     full = linear(0, minimum=90 << 30)
     with pytest.raises(DoesNotFitError, match=r"1,024 .*90\.0 of 74\.0 GiB"):
-        longest_fit(lambda _: full, lambda _: full, Room(74 << 30, 1 << 40), step=1024, start=5000)
+        longest_fit(lambda _: full, lambda _: full, Room(74 << 30, 1 << 40), multiple=1024, start=5000)
 
 
 def test_presets():

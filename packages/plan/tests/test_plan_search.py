@@ -24,7 +24,7 @@ from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint.segments import segment_sizes
 from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
-from armillary.plan.comm_time.comm_plan_time import FORWARD, PassTime, all_gather_seconds, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, all_gather_seconds, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, step_time
 from armillary.plan.dry_run import read_plan
 from armillary.plan.memory import Job
@@ -60,7 +60,9 @@ def usp_forward(cluster: Cluster, length: int, split: int) -> float:
     full_steps, causal_steps = steps(causal=False), steps(causal=True)
     device = cluster.accelerator
     both = [Step(all_.moves, some.pairs) for all_, some in zip(full_steps, causal_steps, strict=True)]
-    return plan_seconds(both, cluster, FORWARD * 128 / (device.flops * device.attention_shares(length)[0])).seconds
+    return plan_seconds(
+        both, cluster, FORWARD_FLOPS * 128 / (device.flops * device.attention_shares(length)[0])
+    ).seconds
 
 
 L20 = {8192: (57.1, 152.2, 454.9, 362.0), 32768: (14.3, 32.8, 62.8, 58.4), 131072: (2.59, 4.24, 5.48, 5.19)}

@@ -1,12 +1,16 @@
-"""Planning a run before there is a machine for it, and measuring candidates where there is one.
+"""Predicts time and memory of training runs without a GPU, and measures candidates on a machine.
 
-presets.py   models and clusters by the names that people type
-cluster/     accelerators, nodes, and how long sends take between them
-comm_time/   the time of communication plans, and of a full step
-memory/      the memory of a step: simulated, and by formulas
-search/      every way to run a model on a cluster, best first
-tune/        the same measured on the machine at hand
-dry_run/     memory and time of a configuration of the trainer
+presets.py        models and clusters by name
+train_config.py   a trainer configuration as a TOML file or as flags
+cluster/          accelerators, nodes, links, and the time of concurrent sends
+comm_time/        the time of a communication plan, and of a training step
+memory/           the peak memory of a training step: simulated, or by formulas
+search/           every mesh, method and checkpoint policy on a cluster, fastest first
+tune/             meshes and methods measured on the machine that it runs on
+dry_run.py        memory and time of a configuration of the trainer
+comm_volume.py    bytes that attention methods send
+steps/            pictures of a method, step by step
+cli.py            the command `armillary-plan`
 """
 
 from armillary.plan.cluster.cluster import Cluster

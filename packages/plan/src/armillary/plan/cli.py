@@ -35,23 +35,23 @@ USAGE = """usage: armillary-plan [COMMAND] [options]
   armillary-plan run --recipe llama3_8b_1m --cluster 8xh100
 
 commands:
-  search   the fastest mesh, method and checkpoints for a model on a cluster, and why others are slower (the default)
+  search   the fastest mesh, method and checkpoints for a model on a cluster, and why others are slower; the default
   memory   peak memory of a training step on each rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
   bytes    bytes that attention methods send, forward and backward, at any number of ranks
   steps    a method step by step, as a page or a picture: sends between ranks, and the tiles that they compute
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
-Exit codes: 0; 1 if it does not fit; 2 for wrong arguments."""
+Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command. Exits with 1 if the answer is that nothing fits, and with 2 and one line on wrong arguments."""
+    """Runs a command. Exits with 1 if nothing fits into memory, and with 2 and one line if arguments are wrong."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
-    # Without a command, flags are those of `search`.
+    # If the first word is a flag, the command is `search`.
     command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
     fits = None
     with exit_on_error(PROGRAM):
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def search(argv: Sequence[str]) -> bool:
-    """Runs `armillary-plan search`. Returns True if anything fits."""
+    """Runs `armillary-plan search`. Returns True if at least one choice fits into memory."""
     plan = parse(argv, SearchPlan, f"{PROGRAM} search")
     if plan.plot is not None:
         check_picture(plan.plot, "--plot")
@@ -102,8 +102,8 @@ def sent_bytes(argv: Sequence[str]) -> None:
     """Runs `armillary-plan bytes`."""
     plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
     with Bar(quiet=plan.json) as bar:
-        rows = plan_bytes(plan, bar.show)
-    print_result(plan.json, partial(comm_volume.as_dict, plan, rows), partial(comm_volume.show, plan, rows))
+        results = plan_bytes(plan, bar.show)
+    print_result(plan.json, partial(comm_volume.as_dict, plan, results), partial(comm_volume.show, plan, results))
 
 
 def steps(argv: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ def steps(argv: Sequence[str]) -> None:
 
 
 def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
-    """Prints the result of a command as JSON, or as tables by its `show`."""
+    """Prints the result of a command: `as_dict()` as JSON, or the tables that `show()` prints."""
     if as_json:
         print(json.dumps(as_dict(), indent=2))
     else:

@@ -44,6 +44,8 @@ COLUMNS = (
     *map(Column, ("p2p (GiB)", "collective (GiB)", "all (GiB)", "closed form (GiB)", "sends")),
     Column("paper (GiB)", text=True, own_line=True),
 )
+LARGEST_DEFAULT_ULYSSES = 8
+"""Largest default size of the head axis, for methods on two axes: the accelerators of a typical node."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class BytesPlan:
       # two methods with a model's heads
       armillary-plan bytes --tokens 128Ki --ranks 16 --heads 32 --kv-heads 8 --causal --attention usp ring
 
-    The real methods run on fake tensors in a fake process group, under a ledger. The table also has closed forms and,
-    for full masks, the forward bytes of WallFacer's paper (arXiv 2407.00611), which has one more send and no lse.
-    Defaults are that paper's model M.
+    Runs the methods on fake tensors in a fake process group, while a ledger counts the bytes. The table also has the
+    bytes by each method's closed form and, for full masks, the forward bytes by the formulas of WallFacer's paper
+    (arXiv 2407.00611), which count one more send and no lse. Defaults are that paper's model M.
     """
 
     tokens: Quantity = "64Ki"
@@ -68,27 +70,28 @@ class BytesPlan:
     kv_heads: CountOrNone = None
     """Key/value heads (K); by default as many as query heads."""
     head_dim: Count = 128
-    """D."""
+    """Head dim (D)."""
     rows: Count = 1
-    """Sequences (B)."""
+    """Sequences in the batch (B)."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     causal: bool = False
-    """Causal mask; by default a full one."""
+    """Causal mask; by default a full mask."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Distribution of positions over sequence ranks."""
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 64
     ulysses: CountOrNone = None
-    """Ranks on the head axis, for methods on both axes such as usp; by default the largest common divisor up to 8."""
+    """Ranks on the head axis, for methods on both axes such as usp; by default the largest number up to 8 that divides
+    the ranks and the heads."""
     attention: tuple[str, ...] = ()
-    """Methods, named as for --parallel.attention; by default usp and the methods on one axis that support the heads."""
+    """Methods, named as for --parallel.attention; by default usp and all methods on one axis that the heads allow."""
     team: tuple[Count, ...] = ()
     """wallfacer: team sizes (C); by default all valid sizes of at least 2."""
     nodes: CountOrNone = None
-    """ring+ring, ring+token_ring: number of nodes of the sequence ranks; by default the smallest of at least 2."""
+    """ring+ring, ring+token_ring: number of nodes of the sequence ranks; by default the smallest possible from 2 on."""
     of_ranks: tuple[int, ...] = ()
-    """Ranks to show; by default 0 and 1. With wallfacer, rank 0 keeps its own keys and sends less."""
+    """Ranks whose bytes are counted; by default 0 and 1. With wallfacer, rank 0 keeps its keys and sends less."""
     json: bool = False
-    """Print JSON, with all bytes."""
+    """Print JSON, with exact numbers of bytes."""
 
     @property
     def key_heads(self) -> int:
@@ -112,13 +115,14 @@ class PhaseBytes:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Bytes of a method in one phase, for ranks with equal figures.
+class MethodBytes:
+    """Bytes that a rank sends in one phase of a method: counted, by closed form, and by WallFacer's paper.
 
     Args:
+        ranks: ranks that send these bytes.
         counted: bytes that the ledger counted, in `messages` messages.
-        closed: bytes by the closed form, the method's communication plan.
-        published: bytes by the formula in WallFacer's paper, if it has the method.
+        closed: bytes by the closed form, which is the method's communication plan.
+        published: bytes by the paper's formula; None if the paper has none for the method and the mask.
     """
 
     candidate: Candidate
@@ -132,87 +136,98 @@ class Row:
 
 def plan_bytes(
     plan: BytesPlan, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
-) -> list[Row]:
-    """Returns rows for forward and backward of each method; ranks with equal figures share a row.
+) -> list[MethodBytes]:
+    """Returns the bytes of each method in forward and in backward. Ranks with equal bytes are in one result.
 
     Args:
-        progress: called before each method and rank with its name, the number done, and their total number.
+        progress: called before each run with the method and rank, the number of finished runs, and of all runs.
 
     Raises:
         ValueError: a method that does not support the shapes or the ranks, or an unknown rank.
     """
     check_limits(plan)
     plan = replace(plan, kv_heads=plan.key_heads)
-    all_choices, finished_runs = list(choices(plan)), count()
+    candidates, finished_runs = list(candidates_of(plan)), count()
     ranks = plan.of_ranks or tuple(range(min(2, plan.ranks)))
-    rows = list[Row]()
-    for candidate in all_choices:
-        by_figures = dict[tuple[object, ...], list[Row]]()
+    results = list[MethodBytes]()
+    for candidate in candidates:
+        # [forward, backward] of the ranks whose figures are equal in both phases, by these figures.
+        phases_by_figures = dict[tuple[object, ...], list[MethodBytes]]()
         for rank in ranks:
-            progress(f"{candidate.attention}, rank {rank}", next(finished_runs), len(all_choices) * len(ranks))
-            pair = rows_of(plan, candidate, rank)
-            group = by_figures.setdefault(tuple((row.counted, row.closed, row.messages) for row in pair), [])
-            # Ranks with equal figures in both phases share the rows.
-            group[:] = [replace(row, ranks=(*(group[0].ranks if group else ()), rank)) for row in pair]
-        rows += (row for group in by_figures.values() for row in group)
-    return rows
+            progress(f"{candidate.attention}, rank {rank}", next(finished_runs), len(candidates) * len(ranks))
+            phases = bytes_by_phase(plan, candidate, rank)
+            figures = tuple((result.counted, result.closed, result.messages) for result in phases)
+            if figures in phases_by_figures:
+                ranks_before = phases_by_figures[figures][0].ranks
+                phases = [replace(result, ranks=(*ranks_before, rank)) for result in phases]
+            phases_by_figures[figures] = phases
+        results += (result for phases in phases_by_figures.values() for result in phases)
+    return results
 
 
-def choices(plan: BytesPlan) -> Iterator[Candidate]:
-    """Yields the plan's methods, or the default ones, each on its mesh; WallFacer once for every team size."""
+def candidates_of(plan: BytesPlan) -> Iterator[Candidate]:
+    """Yields the chosen methods, or the default ones, each on its mesh; WallFacer once for every team size."""
     for name in plan.attention or default_methods(plan):
         method = named_method(name)
-        # All ranks are on the method's axis. A method on two axes gets the largest head axis of at most 8 ranks.
+        # A method on one axis gets all ranks on this axis.
         if method.axes == ("ring", "ulysses"):
             common = gcd(plan.heads, plan.key_heads, plan.ranks)
-            ulysses = plan.ulysses or max(u for u in range(1, 9) if common % u == 0)
+            ulysses = plan.ulysses or max(u for u in range(1, LARGEST_DEFAULT_ULYSSES + 1) if common % u == 0)
         else:
             ulysses = plan.ranks if "ulysses" in method.axes else 1
         if plan.ranks % ulysses:
             raise ValueError(f"--ulysses {ulysses} does not divide {plan.ranks} ranks")
         mesh = Mesh(1, plan.ranks // ulysses, ulysses)
-        for team in teams(plan, method, mesh.ring):
+        for team in team_sizes(plan, method, mesh.ring):
             nodes = plan.nodes if "nodes" in method.sequence.mesh_options else None
             yield Candidate(mesh, AttentionChoice(name, team=team, nodes=nodes))
 
 
 def default_methods(plan: BytesPlan) -> list[str]:
-    """Returns USP and the methods on one axis that support the ranks, except methods without a communication plan."""
+    """Returns the methods on one axis that support the number of ranks, and USP, if they have a communication plan."""
     names = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
     return [name for name in names if name not in methods_without_plan("comm_plan")]
 
 
-def teams(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
-    """Returns the team sizes to count: the plan's, or all valid ones; [None] for a method without teams."""
+def team_sizes(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
+    """Returns the chosen team sizes, or all valid ones; [None] for a method without teams."""
     if "team" not in method.sequence.options:
         return [None]
-    fitting_teams = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
-    return plan.team or fitting_teams or [None]
+    valid_sizes = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
+    return plan.team or valid_sizes or [None]
 
 
-def rows_of(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Row]:
-    """Returns the rows of one rank, for forward and for backward: bytes counted, by closed form, and published."""
-    ledger, shape = attend(plan, candidate, rank)
+def bytes_by_phase(plan: BytesPlan, candidate: Candidate, rank: int) -> list[MethodBytes]:
+    """Returns the bytes that one rank sends: [in forward, in backward]."""
+    ledger, shape = run_attention(plan, candidate, rank)
     comm_plan = candidate.attention.comm_plan(shape, candidate.mesh.ring, candidate.mesh.ulysses)
-    rows = list[Row]()
+    results = list[MethodBytes]()
     for name in PHASES:
-        # Both count all kinds of sends; all but p2p are collectives.
+        # All kinds of sends except p2p are collectives.
         p2p, closed_p2p = ledger.bytes(kind="p2p", phase=name), comm_plan.bytes(rank, "p2p", name)
-        counted_bytes = PhaseBytes(p2p, ledger.bytes(phase=name) - p2p)
-        formula_bytes = PhaseBytes(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p)
-        paper = published_bytes(shape, candidate.attention) if name == "forward" else None
-        rows.append(Row(candidate, (rank,), name, counted_bytes, formula_bytes, paper, ledger.messages(phase=name)))
-    return rows
+        results.append(
+            MethodBytes(
+                candidate=candidate,
+                ranks=(rank,),
+                phase=name,
+                counted=PhaseBytes(p2p, ledger.bytes(phase=name) - p2p),
+                closed=PhaseBytes(closed_p2p, comm_plan.bytes(rank, phase=name) - closed_p2p),
+                published=published_bytes(shape, candidate.attention) if name == "forward" else None,
+                messages=ledger.messages(phase=name),
+            )
+        )
+    return results
 
 
-def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
-    """Runs one call forward and backward as `rank`; returns (its ledger, the shape of the call)."""
+def run_attention(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
+    """Runs one call of attention, forward and backward, as `rank`. Returns (ledger, shape of the call)."""
     dtype = DTYPES[plan.dtype]
-    # Only shapes matter: fake tensors have no storage, and the fake group delivers nothing.
+    # Bytes depend only on shapes. Fake tensors have no storage, and the fake process group sends nothing.
     with fake_world(rank, **candidate.attention.mesh_axes(candidate.mesh.axes)) as mesh:
         method = candidate.attention(mesh)
         layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:
+            # The layout has the shards of the sequence axis. Ranks on a head axis divide each shard among them.
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
             heads = (plan.heads, plan.key_heads, plan.key_heads)
             q, k, v = (torch.empty((plan.rows, tokens, n, plan.head_dim), dtype=dtype) for n in heads)
@@ -234,7 +249,7 @@ def attend(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger
 
 @dataclass(frozen=True)
 class AnyFlash(SimulatedFlash):
-    """A simulated kernel that accepts every dtype and head dim."""
+    """A simulated kernel for every dtype and head dim. Its lse has the accumulation dtype, as that of a real kernel."""
 
     def refuses(self, inputs: Inputs) -> str | None:
         return None
@@ -245,7 +260,10 @@ class AnyFlash(SimulatedFlash):
 
 
 def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> PhaseBytes | None:
-    """Returns forward bytes under a full mask by WallFacer's paper (arXiv 2407.00611); None if it has no formula."""
+    """Returns the bytes of forward by WallFacer's paper (arXiv 2407.00611), or None.
+
+    The paper has formulas for some methods on the sequence axis, for full masks and equal shards.
+    """
     method, ranks = attention.method, shape.layout.shards
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
@@ -256,12 +274,12 @@ def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> PhaseB
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def as_dict(plan: BytesPlan, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the plan and all rows as JSON values, in bytes."""
-    return {"plan": asdict(plan), "rows": [asdict(row) for row in rows]}
+def as_dict(plan: BytesPlan, results: Sequence[MethodBytes]) -> dict[str, Any]:
+    """Returns the options and all results as JSON values, in bytes."""
+    return {"plan": asdict(plan), "rows": [asdict(result) for result in results]}
 
 
-def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
+def show(plan: BytesPlan, results: Sequence[MethodBytes]) -> None:
     """Prints a table in GiB."""
     mask = f"causal, {plan.layout}" if plan.causal else "full mask"
     ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
@@ -270,24 +288,29 @@ def show(plan: BytesPlan, rows: Sequence[Row]) -> None:
     for name in () if plan.attention else methods_without_plan("comm_plan"):
         print(f"skipped: {name} has no comm_plan")
     print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
-    print_table(COLUMNS, map(cells, rows))
+    print_table(COLUMNS, map(cells, results))
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """Returns the table cells of a row; names are in the forward row only."""
-    attention, mesh, counted_bytes, paper = row.candidate.attention, row.candidate.mesh, row.counted, row.published
+def cells(result: MethodBytes) -> tuple[str, ...]:
+    """Returns the cells of a table row. Method and ranks are shown for forward, in the first of a method's two rows."""
+    attention, mesh, counted, paper = (
+        result.candidate.attention,
+        result.candidate.mesh,
+        result.counted,
+        result.published,
+    )
     title = f"{attention} ({mesh})" if min(mesh.ring, mesh.ulysses) > 1 else str(attention)
-    names = (title, ", ".join(map(str, row.ranks))) if row.phase == "forward" else ("", "")
-    figures = map(gib, (counted_bytes.p2p, counted_bytes.collective, counted_bytes.total, row.closed.total))
+    names = (title, ", ".join(map(str, result.ranks))) if result.phase == "forward" else ("", "")
+    figures = map(gib, (counted.p2p, counted.collective, counted.total, result.closed.total))
     if paper is None:
         paper_text = ""
     elif not paper.collective:
         paper_text = gib(paper.p2p)
     else:
         paper_text = f"{gib(paper.p2p)} + {gib(paper.collective)} = {gib(paper.total)}"
-    return (*names, row.phase, *figures, str(row.messages), paper_text)
+    return (*names, result.phase, *figures, str(result.messages), paper_text)
 
 
 def gib(size: int) -> str:
-    """Formats GiB with five decimals; WallFacer's paper has four."""
+    """Formats bytes in GiB with five decimals, one more than WallFacer's paper."""
     return f"{size / 2**30:,.5f}"

@@ -16,6 +16,7 @@ from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import StepTime, step_time
 from armillary.plan.memory import Job, StepMemory, simulate
 from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory.estimate.step import FLOAT32_BYTES
 from armillary.plan.memory.report import COLUMNS, fullness, memory_rows
 from armillary.plan.memory.room import Room, check_simulated
 from armillary.plan.memory.simulation.simulate import Progress
@@ -43,27 +44,29 @@ class RunPlan(Source):
     """
 
     cluster: str = "8xh100"
-    """8xh100, 16xh200, 8xa100-80, ..., or a TOML file. The run has a rank for each accelerator."""
+    """8xh100, 16xh200, 8xa100-80, ..., or a TOML file. The run has one rank on each accelerator."""
     json: bool = False
     """Print JSON."""
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def read_plan(argv: Sequence[str], program: str) -> RunPlan:
-    """Parses a command line with a recipe, a file and flags, as the trainer's. Errors as in `parse`."""
+    """Parses a command line with the trainer's recipe, file and flags. Raises the errors of `parse`."""
     source, _, config = read_source(argv, program)
     return parse(argv, RunPlan, program, RunPlan(source.recipe, source.config, run=config))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run on a cluster, from the view of rank 0.
+    """Predicted memory and time of a run on a cluster. The memory is that of rank 0 or, for a hybrid, of `Job.rank`.
 
     Args:
+        room: memory that a rank may use.
         memory: simulated memory of a step.
         bound: True if `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
-            the tensors that CUDA's do.
-        limit: seconds that a step may take before the run's watchdog ends it.
+            as many bytes for backward as CUDA's kernels.
+        time: predicted time of a step.
+        limit: seconds that a step may take before the run's watchdog ends the run.
     """
 
     run: DryRun
@@ -76,13 +79,13 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if memory suffices."""
+        """True if the step fits into memory."""
         return self.room.share(self.memory) <= 1
 
     @property
     def mfu(self) -> float:
-        """The model's FLOPs over the cluster's peak FLOPs in the predicted time."""
-        peak = self.cluster.ranks * self.cluster.accelerator.flops
+        """MFU: the model's FLOPs of a step, divided by those that the cluster could do in the predicted time."""
+        peak = self.cluster.ranks * self.cluster.accelerator.flops  # FLOP/s
         return self.run.flops / (self.time.seconds * peak)
 
 
@@ -90,27 +93,28 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
     """Predicts memory and time of a step.
 
     Args:
+        cluster: a preset's name or a TOML file.
         progress: as in `simulate`.
 
     Raises:
         ValueError: a configuration that could not be trained, or an unknown cluster.
         DoesNotFitError: the step needs so much memory that a simulation would take too long.
     """
-    machines = cluster_of(cluster)
-    run = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
+    known_cluster = cluster_of(cluster)
+    run = dry_run(config, known_cluster.ranks, known_cluster.accelerator.compute_capability)
     job = job_of(config, run.axes, run.model, precision_of(config))
-    room = Room.of(machines)
+    room = Room.of(known_cluster)
     assert isinstance(job.attention, AttentionChoice)
-    # A step that is far too large is refused by formulas, if the method has them, before a long simulation.
+    # If the method has formulas for its memory, they refuse a step that is far too large before a long simulation.
     if not job.attention.method.missing("forward_memory", "backward_memory"):
-        check_simulated(job, machines, room, "--data.sequence-length")
+        check_simulated(job, known_cluster, room, "--data.sequence-length")
     return Prediction(
         run=run,
-        cluster=machines,
+        cluster=known_cluster,
         room=room,
         memory=memory_of(config, job, run.local_parameters, progress),
         bound=config.checkpointing.policy == "none",
-        time=time_of(config, job, machines),
+        time=time_of(config, job, known_cluster),
         limit=60 * config.train.timeout_minutes,
     )
 
@@ -118,20 +122,21 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
 def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
     """Returns the simulated memory of a step.
 
-    With gradient accumulation under ZeRO stages 2 and 3, adds the float32 gradients of earlier micro-batches: an upper
-    bound, because the simulation contains some of them.
+    The simulation has one micro-batch under ZeRO stages 2 and 3. If the run accumulates gradients over several, adds
+    the float32 gradients of the earlier ones. The sum is an upper bound, because the simulated peak already contains
+    the gradients of some parameters.
     """
     memory = simulate(job, progress)
     if config.train.accumulation == 1 or job.zero_stage == 1:
         return memory
     place, sizes = ("host", memory.host_breakdown) if job.on_host else ("device", memory.device_breakdown)
-    gradient_bytes = 4 * local_parameters  # float32
+    gradient_bytes = FLOAT32_BYTES * local_parameters
     sizes = sizes | {"gradients": sizes.get("gradients", 0) + gradient_bytes}
     return replace(memory, **{place: getattr(memory, place) + gradient_bytes, f"{place}_breakdown": sizes})
 
 
 def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
-    """Returns the predicted time of a step: of its micro-batches, and of one optimizer update."""
+    """Returns the predicted time of a step: the sum over its micro-batches, and one optimizer update."""
     assert isinstance(job.attention, AttentionChoice)
     mesh = Mesh(**job.axes)
     rows = job.rows * mesh.replicas
@@ -141,13 +146,13 @@ def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     micro_batch = step_time(job, passes, cluster)
     seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
     step_parts = {"optimizer": micro_batch.optimizer}
-    if job.zero_stage == 1:  # gathers parameters and reduces gradients once a step
+    if job.zero_stage == 1:  # gathers parameters and reduces gradients once a step, not once a micro-batch
         step_parts["parameters"] = micro_batch.parameters
     return StepTime(**seconds_by_part | step_parts)
 
 
 def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, dtype: torch.dtype) -> Job:
-    """Returns one rank's micro-batch, for simulation or estimate."""
+    """Returns the `Job` of a configuration: one rank's micro-batch, for `simulate` or `estimate`."""
     parallel = config.parallel
     return Job(
         model=model,
@@ -170,12 +175,12 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
-    """All figures for JSON."""
+    """Returns all figures as JSON values."""
     return asdict(prediction) | {"fits": prediction.fits, "mfu": prediction.mfu}
 
 
 def show(prediction: Prediction) -> None:
-    """Prints the trainer's dry run, then memory and time."""
+    """Prints the output of the trainer's dry run, then memory and time."""
     report.show(prediction.run, f", on {prediction.cluster.name}")
     print_table(COLUMNS, memory_rows(prediction.memory, prediction.room))
     print()
@@ -183,7 +188,7 @@ def show(prediction: Prediction) -> None:
 
 
 def verdict(prediction: Prediction) -> Iterator[str]:
-    """Lines on fit and step time."""
+    """Yields the lines that say whether the run fits into memory, and how long a step takes."""
     fits = "fits" if prediction.fits else "does not fit"
     yield f"memory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}"
     if prediction.bound:

@@ -1,4 +1,4 @@
-"""Models and clusters by name, and quantities, as typed on the planner's command lines."""
+"""Models, clusters and quantities that users name on the planner's command lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
-"""Tokens or bytes, such as 65536 or "128Ki"; `amount` converts it."""
+"""A number of tokens or bytes, such as 65536 or "128Ki"; `amount` converts it to an int."""
 
 
 def hybrid_8b() -> LlamaConfig:
-    """LLaMA-3-8B with Gated DeltaNet of Qwen3-Next's sizes in three of four layers."""
+    """Returns LLaMA-3-8B with Gated DeltaNet, in the sizes of Qwen3-Next, in three of every four layers."""
     states = StateConfig(heads=32, key_heads=16, key_dim=128, value_dim=128)
     mixers = ("delta_rule", "delta_rule", "delta_rule", "attention")
     return replace(LlamaConfig.llama3_8b(), mixers=mixers, states=states)
@@ -36,11 +36,11 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "gpt-7b": GPTConfig.wallfacer_7b,
     "hybrid-8b": lambda _: hybrid_8b(),
 }
-"""Functions of the sequence length, which is the number of a GPT's learned positions."""
+"""Model presets, as functions of the sequence length: a GPT has as many learned positions."""
 
 
 def model_of(name: str, length: int) -> Model:
-    """The model `name` for sequences of `length` tokens.
+    """Returns the model preset `name` for sequences of `length` tokens.
 
     Raises:
         ValueError: an unknown name.
@@ -51,12 +51,12 @@ def model_of(name: str, length: int) -> Model:
 
 
 def is_hybrid(model: Model) -> TypeGuard[LlamaConfig]:
-    """True if some blocks have a state in attention's place."""
+    """True if some blocks have a layer with a state instead of attention."""
     return isinstance(model, LlamaConfig) and model.states is not None
 
 
 def cluster_of(name: str) -> Cluster:
-    """A preset such as "16xh100", or a cluster's TOML file (`Cluster.load`).
+    """Returns a cluster by its preset's name, such as "16xh100", or from a TOML file (`Cluster.load`).
 
     Raises:
         ValueError: an unknown name, an invalid file, or too many ranks.
@@ -72,10 +72,10 @@ def cluster_of(name: str) -> Cluster:
 
 
 def amount(plan: Any, name: str) -> int:
-    """The number in a `Quantity` field of a plan.
+    """Returns the number in the `Quantity` field `name` of a plan.
 
     Raises:
-        ValueError: not a quantity; names the flag.
+        ValueError: the field's text is no quantity. The message names the flag.
     """
     try:
         return quantity(getattr(plan, name))
@@ -84,6 +84,6 @@ def amount(plan: Any, name: str) -> int:
 
 
 def model_size(model: Model) -> str:
-    """Such as "8.03B parameters"."""
+    """Returns the number of parameters as text, such as "8.03B parameters"."""
     count = model.parameters()
     return f"{count / 1e9:.2f}B parameters" if count >= 1e8 else f"{count / 1e6:.2f}M parameters"

@@ -1,4 +1,4 @@
-"""A trainer configuration as a TOML file for `armillary-train --config`, or as flags: a recipe and the differences."""
+"""Writes a trainer configuration as TOML for `armillary-train --config`, or as flags: a recipe and its changes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from armillary.train.config.overlay import flag, flat, overlay_settings
 
 
 def recipe_config(name: str) -> Config:
-    """Returns the configuration of a recipe: a built-in name, or "my.module:function"."""
+    """Returns the configuration of a recipe, which is given by a built-in name or as "my.module:function"."""
     config = find_recipe(name)()
     assert isinstance(config, Config)
     return config
 
 
 def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:
-    """Writes the file, with `comment` as its first line.
+    """Writes a configuration to a TOML file, with `comment` as its first line.
 
     Raises:
-        ValueError: it cannot be written, or a value has no representation in TOML.
+        ValueError: the file cannot be written, or a value has no representation in TOML.
     """
     text = toml_text(recipe, config, comment)
     settings = parse_toml(text)
-    # Read it back: a recipe of the user's may have values, such as objects, that a file cannot express.
+    # Read the text back: a user's recipe may have values, such as objects, that TOML cannot express.
     if overlay_settings(recipe_config(settings.pop("recipe")), settings, path) != config:
         raise ValueError(f"--out {path}: the recipe {recipe} has a value that TOML cannot express; name another recipe")
     try:
@@ -39,7 +39,7 @@ def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:
 
 
 def toml_text(recipe: str, config: Config, comment: str) -> str:
-    """The recipe's name, and a table for each section with differences from it."""
+    """Returns TOML with the recipe's name, and a table for each section whose settings differ from the recipe's."""
     sections = dict[str, list[str]]()
     for name, value in changes(recipe, config):
         section, _, key = flag(name).rpartition(".")
@@ -49,7 +49,7 @@ def toml_text(recipe: str, config: Config, comment: str) -> str:
 
 
 def flags(recipe: str, config: Config) -> list[str]:
-    """Arguments for `armillary-train`."""
+    """Returns the arguments of `armillary-train` that give this configuration."""
     words = ["--recipe", recipe]
     for name, value in changes(recipe, config):
         if isinstance(value, bool):  # --section.no-key
@@ -61,13 +61,13 @@ def flags(recipe: str, config: Config) -> list[str]:
 
 
 def changes(recipe: str, config: Config) -> Iterator[tuple[str, Any]]:
-    """("section.key", value) of all differences from the recipe."""
+    """Returns ("section.key", value) of each setting that differs from the recipe's."""
     defaults = dict(flat(recipe_config(recipe)))
     return ((name, value) for name, value in flat(config) if value != defaults[name])
 
 
 def literal(value: Any) -> str:
-    """A TOML value; None is "none", as `overlay_settings` reads it."""
+    """Formats a value as TOML. None becomes "none", which `overlay_settings` reads as None."""
     if isinstance(value, bool | int | float):
         return str(value).lower()
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""A cluster: identical nodes, by the name of a preset or from a TOML file."""
+"""`Cluster`: identical nodes, from a preset's name or a TOML file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLES = {"accelerator": Accelerator, "within": Link, "between": Link, "switch":
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class Cluster(Node):
-    """`nodes` identical machines.
+    """A number (`nodes`) of identical machines, whose accelerators and links are the fields of `Node`.
 
     Raises:
         ValueError: as `Node`.
@@ -33,18 +33,18 @@ class Cluster(Node):
 
     @property
     def ranks(self) -> int:
-        """Accelerators of all machines."""
+        """Number of ranks, one for each accelerator of all machines."""
         return self.nodes * self.ranks_per_node
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Groups of ranks by the link inside them, from the smallest groups to all ranks."""
+        """Levels of the network, from the smallest groups of ranks (a PCIe switch, or a node) to all ranks."""
         switch = () if self.switch is None else (Level("switch", self.switch_ranks, self.switch),)
         node = Level("within", self.ranks_per_node, self.within)
         return (*switch, node, Level("between", self.ranks, self.between, card=self.ranks_per_node))
 
     def deliveries(self, sends: Iterable[Send]) -> list[Delivery]:
-        """Timing of concurrent sends. Ranks fill one machine after another."""
+        """Timing of sends that start together. Ranks 0, 1, ... are on the first machine, the next on the second."""
         return deliveries(self.levels, sends)
 
     def transit(self, sends: Iterable[Send]) -> float:
@@ -53,7 +53,9 @@ class Cluster(Node):
 
     @classmethod
     def named(cls, name: str) -> Cluster:
-        """A preset: "8xh100", "64xh100-ethernet", "8xl20" or "emulated-..."; see `armillary.plan.cluster.machines`.
+        """Returns a preset: "8xh100", "64xh100-ethernet", "8xl20" or "emulated-...".
+
+        The number counts accelerators. Machines are listed in `armillary.plan.cluster.machines`.
 
         Raises:
             ValueError: an unknown machine, or accelerators that do not fill whole nodes.
@@ -63,8 +65,9 @@ class Cluster(Node):
             nodes, machine = EMULATED[name]
             full_name = machine.name
         elif (match := re.fullmatch(r"(\d+)x(.+)", name)) and (machine := MACHINES.get(match[2])):
-            nodes, remainder = divmod(int(match[1]), machine.ranks_per_node)
-            nodes, full_name = 0 if remainder else nodes, f"{match[1]} x {machine.name}"
+            full_name = f"{match[1]} x {machine.name}"
+            if int(match[1]) % machine.ranks_per_node == 0:
+                nodes = int(match[1]) // machine.ranks_per_node
         if machine is None or not nodes:
             presets = [f"{machine.ranks_per_node}x{kind}" for kind, machine in MACHINES.items()]
             raise ValueError(
@@ -76,9 +79,9 @@ class Cluster(Node):
 
     @classmethod
     def load(cls, path: Path | str) -> Cluster:
-        """A cluster from a TOML file.
+        """Reads a cluster from a TOML file.
 
-            like = "8xh100"              # a preset, which the other lines change; without it, all fields are needed
+            like = "8xh100"              # a preset, which the other lines change; without "like", all fields are needed
             nodes = 4
             host_memory = "1.5TB"
             [between]

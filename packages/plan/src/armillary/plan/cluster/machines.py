@@ -1,4 +1,4 @@
-"""Presets of machines. Bandwidths are those that large messages attain, below the nominal ones."""
+"""Presets of machines. Bandwidths are those that large messages attain, which are below the nominal ones."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ NVLINK_3 = Link(bandwidth=240e9, latency=8e-6, disturbs=0.1)
 NDR = Link(bandwidth=46e9, latency=12e-6, disturbs=0.1)
 """InfiniBand, 400 Gb/s for each rank."""
 NVLINK_A800 = Link(bandwidth=160e9, latency=8e-6, disturbs=0.1)
-"""An A800's 400 GB/s, both ways together, where an A100 has 600."""
+"""An A800 has 400 GB/s, both directions together; an A100 has 600."""
 HDR = Link(bandwidth=23e9, latency=12e-6, disturbs=0.1)
 """InfiniBand, 200 Gb/s for each rank."""
 ETHERNET = Link(bandwidth=11e9, latency=50e-6, per="group", disturbs=0.1)
 """100 Gb/s for each machine."""
 PCIE_SWITCH = Link(bandwidth=17.5e9, latency=10e-6, disturbs=1.0)
 HOST_BRIDGES = Link(bandwidth=17.5e9, latency=20e-6, disturbs=1.0, crowding=1.6)
-"""Between PCIe switches, through the machine's processors. Fitted to table 3 of USP (arXiv 2405.07719): a ring attains
-17 GB/s a rank, an all-to-all of four ranks about 3, one of eight about 1, and neither overlaps with computation."""
+"""Links between PCIe switches, through the machine's processors. Fitted to table 3 of USP (arXiv 2405.07719), where a
+rank attains 17 GB/s in a ring, about 3 in an all-to-all of four ranks and about 1 in one of eight, without overlap."""
 
 _H100 = Node(name="H100 80 GB", ranks_per_node=8, accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR)
 _H200 = replace(_H100, name="H200 141 GB", accelerator=H200)
@@ -59,6 +59,7 @@ _L20 = Node(
 
 
 def _over_ethernet(node: Node, machine: str = "", ranks: int = 8) -> Node:
+    """Returns a node of `ranks` accelerators on Ethernet. `machine` describes it in the name."""
     return replace(node, name=f"{node.name}{machine} over Ethernet", ranks_per_node=ranks, between=ETHERNET)
 
 
@@ -77,7 +78,7 @@ MACHINES = {
 }
 """Nodes by kind; `Cluster.named` takes a number of accelerators and a kind, as in "16xh100"."""
 
-# -- networks slow enough to be emulated by network namespaces on one machine ------------------------------------------
+# -- slow networks, which benchmarks emulate on one machine with network namespaces ------------------------------------
 
 CORE = Accelerator(
     name="share of a processor",
@@ -90,13 +91,13 @@ CORE = Accelerator(
     attention_backward=1.0,
     step=2e-3,
 )
-"""One of 16 ranks on two cores, in float32. Benchmarks measure the actual speed where needed."""
+"""Accelerator of one of 16 ranks that share two cores, in float32. Benchmarks that need its real speed measure it."""
 
 _SOFTWARE = 1e-4
-"""Processor seconds per message, at both ends together; two processors serve all ranks."""
+"""Processor seconds per message, of sender and receiver together."""
 
 _LATENCY = 5e-4
-"""Seconds for gloo and for waking a process up; the emulated wires themselves have no latency."""
+"""Seconds for gloo and for waking a process up. The emulated wires have no latency."""
 
 _TURNS = 0.35
 """A gloo receiver requests data on the connection by which it sends, so a rank that is late for a collective queues its
@@ -109,9 +110,15 @@ _SOCKET = 1 << 18
 def _emulated_nodes(
     title: str, nodes: int, per_node: int, within: tuple[float, Wiring], wiring: Wiring
 ) -> tuple[int, Node]:
-    """(nodes, node) with links of `within` MB/s inside nodes and 2 MB/s between them."""
+    """Returns (number of nodes, node).
+
+    Args:
+        within: (MB/s, `per`) of the links inside nodes.
+        wiring: `per` of the links between nodes, which have 2 MB/s.
+    """
 
     def link(megabytes: float, per: Wiring) -> Link:
+        # All ranks send at once, and two processors handle their messages.
         software = _SOFTWARE * nodes * per_node / 2
         speed = megabytes * 1e6
         return Link(bandwidth=speed, latency=_LATENCY, per=per, message=software, turns=_TURNS, buffer=_SOCKET)

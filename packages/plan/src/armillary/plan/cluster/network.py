@@ -22,7 +22,7 @@ from armillary.data.console.quantity import LARGEST, quantity
 
 Wiring = Literal["rank", "pair", "group"]
 Port = tuple[str | int, ...]
-"""Name of a level, the kind of port, and the rank, pair or group that it belongs to."""
+"""A port's name: its level, its kind, and the rank, pair of ranks or group that has it."""
 
 
 def number(value: Any) -> Any:
@@ -44,19 +44,21 @@ class Link:
     """A kind of connection between ranks.
 
     Args:
-        bandwidth: bytes a second in each direction, as large messages attain it.
+        bandwidth: bytes per second that large messages attain, in each direction.
         latency: seconds from the start of a send to the arrival of its first byte.
         per: "rank": each rank has one, into a switch. "pair": each pair of ranks has one (full mesh). "group": all
             ranks of a group share one, such as a node's network card or bus.
-        disturbs: slowdown of an exchange and a concurrent computation, as a share of the shorter one. 0: they overlap
-            fully; 1: they take as long as one after the other.
-        message: software overhead in seconds per message, for its sender and for its receiver.
-        crowding: a port with p concurrent peers attains bandwidth / p ** crowding; 0 for a non-blocking switch.
-        turns: fraction of a collective's send that waits for the opposite one. 0: full duplex; 1: one after the other.
-        buffer: bytes that a sender hands over at once when the receiver is ready, without waiting for their arrival.
+        disturbs: time that an exchange and a concurrent computation lose, as a fraction of the shorter one. 0: they
+            overlap fully; 1: together they take as long as one after the other.
+        message: seconds of software overhead per message, at the sender and at the receiver.
+        crowding: exponent of the slowdown by concurrent peers: with p of them a port attains bandwidth / p ** crowding.
+            0 for a non-blocking switch.
+        turns: fraction of a collective's send that waits for the send in the opposite direction. 0: full duplex; 1: one
+            after the other.
+        buffer: size of the send buffer in bytes. The sender continues once its remaining bytes fit into the buffer.
 
     Raises:
-        ValueError: a number outside its range, or other wiring.
+        ValueError: a number outside its range, or an unknown value of `per`.
     """
 
     bandwidth: Positive
@@ -73,11 +75,11 @@ class Link:
 class Level:
     """One level of the network: groups of ranks, and the link that carries sends within a group.
 
-    The smallest group that contains both ends of a send carries it.
+    A send belongs to the lowest level that has both its source and its target in one group.
 
     Args:
-        ranks: size of a group.
-        card: ranks per network card where the link is per "group"; None: the whole group shares one bus.
+        ranks: number of ranks of a group.
+        card: if the link is per "group", number of ranks that share a network card; None: the group shares one bus.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Level:
     card: int | None = None
 
     def ports(self, source: int, target: int) -> Iterator[Port]:
-        """Ports that a send occupies; each has the link's full bandwidth."""
+        """Yields the ports that a send occupies. Each port has the link's full bandwidth."""
         if self.link.per == "pair":
             yield (self.name, "pair", source, target)
         elif self.link.per == "group" and self.card is None:
@@ -101,8 +103,8 @@ class Delivery(NamedTuple):
     """Timing of one of several concurrent sends.
 
     Args:
-        seconds: until the last byte arrives.
-        sending: until the sender may continue.
+        seconds: seconds from the start until the last byte has arrived.
+        sending: seconds from the start until the sender may continue.
     """
 
     source: int
@@ -112,21 +114,21 @@ class Delivery(NamedTuple):
     link: Link
 
     def receive_and_compute(self, compute: float) -> float:
-        """Seconds until both the arrival and a computation that starts with it are done."""
+        """Seconds until the receiver has all bytes and has done a computation that starts with the send."""
         return self._overlap(self.seconds, compute)
 
     def send_and_compute(self, compute: float) -> float:
-        """Seconds until both the sender's part and a computation that starts with it are done."""
+        """Seconds until the sender may continue and has done a computation that starts with the send."""
         return self._overlap(self.sending, compute)
 
     def _overlap(self, seconds: float, compute: float) -> float:
-        # The longer of both, plus the part of the shorter one that contention for the device's resources adds.
+        # The longer of both, plus the fraction of the shorter one that contention for the device's resources adds.
         return max(compute, seconds) + self.link.disturbs * min(compute, seconds)
 
 
 @dataclass
 class Load:
-    """Sends through one port. They share its bandwidth evenly, so small ones finish before large ones."""
+    """The sends through one port. They share its bandwidth evenly, so small sends finish before large ones."""
 
     link: Link
     sizes: list[int] = field(default_factory=list[int])
@@ -134,14 +136,14 @@ class Load:
 
     @cached_property
     def sorted_sizes(self) -> tuple[list[int], list[int]]:
-        """(sizes in ascending order, their prefix sums). Only valid once all sends are registered."""
+        """Returns (sizes in ascending order, their prefix sums). Cached, so read it after the last send is added."""
         sizes = sorted(self.sizes)
         return sizes, [0, *accumulate(sizes)]
 
     def seconds(self, size: int) -> float:
-        """Seconds until a send of `size` bytes is through, if all start together.
+        """Seconds until the port has carried a send of `size` bytes, if all sends start together.
 
-        By then the port has carried all smaller sends and `size` bytes of each larger one.
+        By then it has carried all smaller sends, and `size` bytes of each larger one.
         """
         sizes, sums = self.sorted_sizes
         smaller = bisect_right(sizes, size)
@@ -151,10 +153,12 @@ class Load:
 
 
 def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
-    """Timing of sends that start together; each takes as long as at the busiest port on its route.
+    """Timing of sends that start together. The busiest port on its route determines the time of a send.
+
+    Sends of 0 bytes, or from a rank to itself, are left out.
 
     Args:
-        levels: links by level, from the smallest groups to all ranks.
+        levels: levels of the network, from the smallest groups to all ranks.
     """
     # 1. The load of every port, and the ports on the route of every send.
     loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
@@ -164,13 +168,13 @@ def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Deliver
             continue
         sends_by_rank[send.source] += 1
         receives_by_rank[send.target] += 1
-        # The smallest group that contains both ends carries the send.
+        # The lowest level that has both ends in one group.
         level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
         route = list[Load]()
         for port in level.ports(send.source, send.target):
             load = loads.setdefault(port, Load(level.link))
             load.sizes.append(send.bytes)
-            if level.link.crowding:
+            if level.link.crowding:  # the peers of an input port are sources, those of any other port targets
                 load.peers.add(send.source if "in" in port else send.target)
             route.append(load)
         routes.append((send, level.link, route))

@@ -1,4 +1,4 @@
-"""A node of a cluster and its accelerators."""
+"""`Node` and `Accelerator`: one machine of a cluster, and what each of its ranks computes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
 from armillary.plan.cluster.network import CHECKED, Count, Link, NotNegative, Positive, number
 
 DEFAULT_SHARES = (0.55, 0.45)
-"""Attention's shares of the peak for kernels without published figures: (forward, backward)."""
+"""Fractions of the peak FLOP/s that attention attains with kernels without published figures: (forward, backward)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -21,15 +21,16 @@ class Accelerator:
     """The accelerator of one rank.
 
     Args:
-        memory: bytes of device memory, as its driver reports them.
-        flops: dense bfloat16 FLOP/s, the peak that MFU refers to.
-        memory_bandwidth: bytes a second of its own memory.
-        host_bandwidth: bytes a second between device and host memory, each way.
-        matmul: share of the peak that large matrix products attain.
+        memory: bytes of device memory, as the driver reports them.
+        flops: peak FLOP/s in bfloat16 without sparsity, to which MFU refers.
+        memory_bandwidth: bytes per second of device memory.
+        host_bandwidth: bytes per second between device and host memory, in each direction.
+        matmul: fraction of the peak that large matrix products attain.
         capability: compute capability of a CUDA device, such as 9.0. Selects the published efficiency of the attention
             kernel (`armillary.attention.kernels.efficiency`).
-        attention, attention_backward: measured or fitted efficiency, in place of the published one.
-        step: seconds of overhead per step of an attention method: launches and merges.
+        attention, attention_backward: fractions of the peak that attention attains in forward and in backward, measured
+            or fitted. They replace the published efficiency.
+        step: seconds of overhead in each step of an attention method: kernel launches and merges of partial results.
 
     Raises:
         ValueError: a number outside its range.
@@ -47,7 +48,7 @@ class Accelerator:
     step: NotNegative = 60e-6
 
     def attention_shares(self, tokens: int, kernel: str | None = None, margin: int = 0) -> tuple[float, float]:
-        """Shares of the peak that attention attains over a causal sequence of `tokens`: (forward, backward).
+        """Fractions of the peak that attention attains over a causal sequence of `tokens`: (forward, backward).
 
         Args:
             kernel: name of the kernel; by default the fastest that torch ships.
@@ -60,11 +61,11 @@ class Accelerator:
             else (published_efficiency.forward(tokens), published_efficiency.backward)
         )
         if self.is_persistent(kernel):
-            forward *= 1 - margin / MULTIPROCESSORS  # it computes on the other multiprocessors only
+            forward *= 1 - margin / MULTIPROCESSORS  # it computes on the remaining multiprocessors only
         return self.attention or forward, self.attention_backward or backward
 
     def is_persistent(self, kernel: str | None = None) -> bool:
-        """True if the kernel's forward occupies all multiprocessors; by default, the fastest that torch ships."""
+        """True if a kernel's forward occupies all multiprocessors. By default asks for the fastest that torch ships."""
         return (kernel or self.kernel) in PERSISTENT
 
     @property
@@ -78,12 +79,12 @@ class Accelerator:
         if self.compute_capability is None:
             return None
         inputs = Inputs("cuda", torch.bfloat16, 128, 128, capability=self.compute_capability)
-        usable = (
-            candidate
+        # Preferred kernels come first. A kernel with `limits.module` needs a package besides torch.
+        return next(
+            candidate.kernel.name
             for candidate in kernel_candidates(inputs)
             if candidate.kernel.limits.module is None and candidate.refusal is None
         )
-        return next(usable).kernel.name
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -92,13 +93,13 @@ class Node:
 
     Args:
         ranks_per_node: number of accelerators.
-        host_memory: bytes of the machine.
-        within: between accelerators of a machine: a port into a switch for each ("rank"), a link for each "pair", or a
-            bus for all ("group").
-        between: between machines: a network card for each rank, one for each machine ("group"), or a link for each pair
-            of ranks.
-        switch: where groups of `switch_ranks` accelerators have PCIe switches of their own, the link inside such a
-            group; `within` then connects the switches.
+        host_memory: bytes of the machine's memory.
+        within: link between accelerators of the machine. Its `per` is "rank" if each has a port into a switch, "pair"
+            if each pair has a link, and "group" if all share a bus.
+        between: link between machines. Its `per` is "rank" if each accelerator has a network card, "group" if they
+            share one, and "pair" if each pair of ranks has a link.
+        switch: link inside a group of `switch_ranks` accelerators that have a PCIe switch of their own. `within` then
+            connects the switches. None: there are no such groups.
 
     Raises:
         ValueError: a number outside its range, or `switch_ranks` that do not divide `ranks_per_node`.
@@ -121,5 +122,5 @@ class Node:
 
     @property
     def device_memory(self) -> int:
-        """Bytes of each accelerator."""
+        """Bytes of memory of each accelerator."""
         return self.accelerator.memory

@@ -1,7 +1,8 @@
-"""Predicts time and bytes of a hybrid's layers with a state, and of moving hidden states between two layouts."""
+"""Predicts time and bytes of a hybrid model's layers with a state, and of moving hidden states between two layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 
 from armillary.attention import AttentionMask
-from armillary.attention.planning.comm_plan import CommPlan
+from armillary.attention.planning.comm_plan import CommPlan, Step
 from armillary.attention.planning.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
 from armillary.core import SequenceLayout
 from armillary.models import LlamaConfig
@@ -31,17 +32,19 @@ def with_states(
     precision: torch.dtype,
     mask: AttentionMask,
 ) -> Passes:
-    """Returns the passes of a hybrid, whose attention alone takes `passes`.
+    """Returns `passes`, which are those of attention, together with the passes of a hybrid's layers with a state.
 
     Assumes that recurrences run at the speed of matrix products, with the FLOPs of a token-by-token recurrence (chunked
-    kernels compute more), and that nothing hides their exchanges, the short convolution's or moves between layouts.
+    kernels compute more). Also assumes that computation hides none of these: the exchange of states, the exchange of
+    the short convolution, and moves of hidden states between layouts.
 
     Args:
-        attention_layout, state_layout: over all ranks of ring x ulysses.
+        attention_layout, state_layout: layouts of attention and of layers with a state, over the ranks of
+            ring x ulysses.
         rows: sequences of a rank.
 
     Raises:
-        ValueError: a layout that layers with a state do not take.
+        ValueError: a layout that layers with a state do not support.
     """
     assert model.states is not None
     states = {
@@ -58,13 +61,13 @@ def with_states(
 
 
 def relayouts(model: LlamaConfig) -> int:
-    """Number of moves of hidden states, in both directions, if blocks with a state have a layout of their own."""
+    """Number of times that hidden states move in forward, from attention's layout to that of states or back."""
     # The sequence begins and ends in attention's layout.
     has_state = [False, *(model.mixer_of(i) != "attention" for i in range(model.layers)), False]
     return sum(a != b for a, b in pairwise(has_state))
 
 
-@lru_cache(maxsize=1024)  # candidates with other methods have the same layouts
+@lru_cache(maxsize=1024)  # candidates that differ in the method have equal layouts
 def state_passes(
     mixer: Mixer,
     states: StateConfig,
@@ -75,7 +78,7 @@ def state_passes(
     precision: torch.dtype,
     mask: AttentionMask,
 ) -> Passes:
-    """Time of a layer with a state, whose backward computes the recurrence again."""
+    """Time of a layer with a state. Its backward computes the recurrence again."""
     layer: Literal["ssd", "gated_delta_rule"] = "ssd" if mixer == "mamba2" else "gated_delta_rule"
     channels = (2 * states.keys + states.values) // tp
     halo = halo_comm_plan(layout, states.conv_width - 1, channels, precision, rows, mask)
@@ -92,9 +95,10 @@ def state_passes(
     # has the opposite order.
     plan = CommPlan((*halo.forward, *scan.forward), (*scan.backward, *halo.backward))
     exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
-    # `flops_per_token` counts forward once and backward twice, hence / 3; the rank with the most tokens counts.
-    operations = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
-    compute = operations / (device.flops * device.matmul)
+    # `flops_per_token` counts forward once and backward twice, so a third of it is forward. The rank with the most
+    # tokens determines the time.
+    flops = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
+    compute = flops / (device.flops * device.matmul)
     # Backward recomputes the recurrence, and differentiates it in twice the time.
     return replace(
         exchanges, forward=exchanges.forward + PassTime(compute), backward=exchanges.backward + PassTime(3 * compute)
@@ -102,12 +106,10 @@ def state_passes(
 
 
 def exchange_passes(plan: CommPlan, cluster: Cluster, layout: SequenceLayout, tp: int) -> Passes:
-    """Time of a plan without computation, all of it exposed, in groups of `layout.shards` ranks side by side."""
-    copies = cluster.ranks // layout.shards
-    forward, backward = (
-        PassTime(exposed=seconds, exchange=seconds)
-        for seconds in (
-            plan_seconds(steps, cluster, 0.0, copies, stride=tp).exchange for steps in (plan.forward, plan.backward)
-        )
-    )
-    return Passes(forward, backward, sent_bytes=sent_bytes(plan, layout.shards))
+    """Time of a plan that only communicates, and so is exposed. All groups of `layout.shards` ranks run it at once."""
+
+    def exposed(steps: Sequence[Step]) -> PassTime:
+        seconds = plan_seconds(steps, cluster, 0.0, cluster.ranks // layout.shards, stride=tp).exchange
+        return PassTime(exposed=seconds, exchange=seconds)
+
+    return Passes(exposed(plan.forward), exposed(plan.backward), sent_bytes=sent_bytes(plan, layout.shards))

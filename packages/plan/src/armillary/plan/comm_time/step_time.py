@@ -9,21 +9,27 @@ from armillary.attention.planning.comm_plan import CommPlan
 from armillary.core.observe.ledger import PHASES
 from armillary.models.state_config import Mixer
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.comm_plan_time import BACKWARD, FORWARD, PassTime, all_gather_seconds, plan_seconds
+from armillary.plan.comm_time.comm_plan_time import (
+    BACKWARD_FLOPS,
+    FORWARD_FLOPS,
+    PassTime,
+    all_gather_seconds,
+    plan_seconds,
+)
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate.peaks import Peaks
-from armillary.plan.memory.estimate.step import MASTER, StepSizes
+from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
 
-ADAM = 7 * MASTER
-"""Bytes that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient) per parameter."""
-HOST_BANDWIDTH = 200e9
-"""Memory bandwidth of a machine in bytes a second, for an optimizer on the host."""
+ADAM_BYTES = 7 * FLOAT32_BYTES
+"""Bytes that AdamW reads (parameter, gradient, two moments) and writes (parameter, two moments) per parameter."""
+HOST_MEMORY_BANDWIDTH = 200e9
+"""Memory bandwidth of a machine's processors in bytes per second, for an optimizer on the host."""
 
 SentBytes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Bytes by rank: (in forward, in backward)."""
+"""Bytes that each rank sends: (by rank in forward, by rank in backward)."""
 
-Seconds = tuple[float, float]
-"""(in forward, in backward) of one block."""
+BlockSeconds = tuple[float, float]
+"""Seconds of one block: (in forward, in backward)."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,9 @@ class StepTime:
         dense: matrix products of blocks, forward and backward.
         attention: attention kernels, and recurrences of a hybrid, forward and backward.
         recomputed: recomputation in backward, attention included.
-        head: the loss.
-        exchange: waiting for attention's communication, and the slowdown of kernels beside it.
-        steps: launches and merges of attention's steps.
+        head: matrix products of the head, for logits and their gradients.
+        exchange: waiting for attention's communication, and the slowdown of kernels that run beside it.
+        steps: kernel launches and merges of partial results, in the steps of attention's communication plan.
         tensor: all-gathers and reduce-scatters of tensor parallelism.
         parameters: waiting for all-gathers of parameters and reduce-scatters of gradients.
         offload: waiting for copies to and from the host.
@@ -68,12 +74,12 @@ class Passes:
     """Time of one block's attention, forward and backward, and of a hybrid's other mixers.
 
     Args:
-        overlap: False if nothing is sent while forward computes.
+        overlap: True if forward sends while it computes.
         sent_bytes: bytes that each rank sends, in forward and in backward.
-        states: the same for a block of each recurrent mixer.
-        relayout: one exchange of activations between attention's layout and that of recurrent layers (forward), and of
-            the gradients of these activations (backward).
-        relayouts: number of such exchanges in a step, in both directions.
+        states: passes of a block of each recurrent mixer.
+        relayout: one move of hidden states between attention's layout and the layout of recurrent layers (forward), and
+            the move of their gradients (backward).
+        relayouts: number of such moves in the model's forward; its backward has as many.
     """
 
     forward: PassTime
@@ -85,7 +91,7 @@ class Passes:
     relayouts: int = 0
 
     def both(self) -> PassTime:
-        """Forward and backward."""
+        """Time of forward and backward together."""
         return self.forward + self.backward
 
     def at(self, mixer: Mixer) -> Passes:
@@ -116,9 +122,9 @@ class Passes:
         device = cluster.accelerator
         overlap = margin > 0 or not device.is_persistent(kernel)
         forward_share, backward_share = device.attention_shares(tokens, kernel, margin)
-        # Seconds for one (query, key) pair of one head.
-        forward_pair = FORWARD * head_dim / (device.flops * forward_share)
-        backward_pair = BACKWARD * head_dim / (device.flops * backward_share)
+        # Seconds for one (query, key) pair of one head: its FLOPs over the FLOP/s that the kernel attains.
+        forward_pair = FORWARD_FLOPS * head_dim / (device.flops * forward_share)
+        backward_pair = BACKWARD_FLOPS * head_dim / (device.flops * backward_share)
         return cls(
             plan_seconds(plan.forward, cluster, forward_pair, copies, overlap, stride),
             plan_seconds(plan.backward, cluster, backward_pair, copies, stride=stride),
@@ -136,13 +142,13 @@ def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
-    FSDP2 gathers parameters one block ahead and reduces gradients while the next block computes; checkpoints are copied
-    at the same time. So a block's computation hides these transfers, except for the time in which it already hides
-    attention's exchanges. Exposed are copies of checkpoints without prefetch, and transfers of
-    recomputed segments (the blocks from one kept input to the next).
+    While a block computes, FSDP2 gathers the parameters of the next block and reduces the gradients of the one before,
+    and checkpoints are copied to or from the host. The computation hides these transfers, except for the time in which
+    it already hides attention's exchanges. Two kinds of transfers are not hidden: copies of checkpoints from the host
+    without prefetch, and transfers of recomputed segments (the blocks from one kept input to the next).
 
     Raises:
-        ValueError: as `estimate`.
+        ValueError: the job's attention is not an `AttentionChoice`.
     """
     step, device = StepSizes.of(job), cluster.accelerator
     matmul_flops = device.flops * device.matmul
@@ -151,7 +157,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     dense = recomputed = 0.0
     attention = PassTime() if passes.relayout is None else passes.relayout.both().times(passes.relayouts)
     recomputed_attention = PassTime()
-    computing, gathers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
+    computation, transfers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
     segment_ends = {segment[-1] for segment in step.segments}
     for sizes, blocks in step.by_mixer(range(layers)):
         mixer_passes = passes.at(sizes.mixer)
@@ -161,24 +167,25 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         recomputed += recomputed_products(step, sizes, blocks, block_dense)
         recomputed_attention += mixer_passes.forward.times(recomputed_attentions(step, blocks))
         attention += mixer_passes.both().times(len(blocks))
-        gather = parameter_transfers(sizes, cluster)
+        block_transfers = parameter_transfers(sizes, cluster)
         for i in blocks:
-            computing[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
-            gathers[i] = gather
-    # 2. Transfers of parameters and gradients, less the computation beside them.
+            computation[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
+            transfers[i] = block_transfers
+    # 2. Transfers of parameters and gradients, less the concurrent computation.
     segment_gathers, segment_copies = recomputed_segments(step, cluster)
-    parameters = sum(map(exposed_seconds, gathers, computing)) + segment_gathers + root_transfers(step, cluster)
+    parameters = sum(map(exposed_seconds, transfers, computation)) + segment_gathers + root_transfers(step, cluster)
     return StepTime(
         dense=dense,
         attention=attention.compute,
         recomputed=recomputed + recomputed_attention.compute,
-        # The logits' product, and two for their gradients. `linear_token_loss` computes logits once.
+        # Three products of 2 FLOPs per element: logits, the gradient of hidden states, and the gradient of the weight.
+        # `linear_token_loss` computes the gradients in its forward, so logits are not recomputed.
         head=6 * step.model.vocabulary * step.model.dim * tokens / matmul_flops,
         exchange=attention.exposed + recomputed_attention.exposed,
         steps=attention.overhead + recomputed_attention.overhead,
         tensor=tensor_transfers(step, cluster),
         parameters=parameters,
-        offload=sum(block_offload(step, i, cluster, each) for i, each in enumerate(computing)) + segment_copies,
+        offload=sum(block_offload(step, i, cluster, computation[i]) for i in range(layers)) + segment_copies,
         optimizer=optimizer_update(step, cluster),
     )
 
@@ -186,7 +193,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 def step_bytes(job: Job, passes: Passes) -> list[int]:
     """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included.
 
-    Not counted: under a checkpoint policy, methods with a head axis send q, k, v and out once more in backward.
+    Does not count the q, k, v and out that methods with a head axis send once more in backward under a
+    checkpoint policy.
     """
     step, total = StepSizes.of(job), [0] * len(passes.sent_bytes[0])
 
@@ -203,23 +211,23 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
     return total
 
 
-def exposed_seconds(transfers: Seconds, computing: Seconds) -> float:
-    """Seconds of transfers, in forward and backward, beyond those of the concurrent computation."""
-    return sum(max(0.0, transfer - compute) for transfer, compute in zip(transfers, computing, strict=True))
+def exposed_seconds(transfers: BlockSeconds, computation: BlockSeconds) -> float:
+    """Seconds by which transfers take longer than the concurrent computation, in forward and backward together."""
+    return sum(max(0.0, transfer - compute) for transfer, compute in zip(transfers, computation, strict=True))
 
 
 def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int], dense: float) -> float:
     """Seconds of matrix products that backward recomputes in the blocks of one mixer.
 
     - Policy "none" recomputes the projections of staged methods, and chunked MLPs.
-    - A block that keeps its input recomputes all its products.
-    - One that does not also recomputes the part after attention of the previous block once more.
+    - Every other policy recomputes all products of a block. If the block does not keep its input, the input is
+      recomputed too: by the part after attention of the previous block, once more.
 
     Args:
         sizes: sizes of these blocks.
-        dense: seconds of one block's products in forward.
+        dense: seconds of one block's matrix products in forward.
     """
-    # Time of products is proportional to the parameters that they multiply with.
+    # The time of a product is proportional to the number of parameters in its matrix.
     after_attention = sizes.model.after_attention / sizes.model.block * dense
     if step.checkpointing.policy == "none":
         projections = dense - after_attention if sizes.projects_in_stages else 0.0
@@ -229,55 +237,52 @@ def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int]
 
 
 def recomputed_attentions(step: StepSizes, blocks: Sequence[int]) -> int:
-    """Number of these blocks that recompute attention in backward: those that do not keep its output."""
+    """Number of these blocks that recompute attention in backward, because they do not keep its output."""
     return 0 if step.checkpointing.policy == "none" else sum(not step.keeps[i].attention_output for i in blocks)
 
 
-def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> Seconds:
+def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> BlockSeconds:
     """Seconds of computation of block i that can hide transfers: (forward, backward).
 
     Args:
-        ends_segment: the block is the last of its segment. The other blocks recompute their attention when the segment
-            is recomputed, not in their own backward.
+        ends_segment: True if the block is the last of its segment. The other blocks recompute their attention earlier,
+            when the segment is recomputed from its input.
+        dense: seconds of the block's matrix products in forward.
     """
     backward, is_checkpointed = passes.backward, step.checkpointing.policy != "none"
     if is_checkpointed and passes.overlap and ends_segment and not step.keeps[i].attention_output:
         backward += passes.forward
     recomputed = dense if is_checkpointed else recomputed_products(step, step.at(i), [i], dense)
 
-    def idle_links(attention: PassTime) -> float:
-        # Attention's own exchanges use the links first; the rest of its time is free for other transfers.
+    def idle_link_seconds(attention: PassTime) -> float:
+        # Attention's own exchanges use the links first. For the rest of its time the links are free.
         return max(0.0, attention.compute + attention.exposed - attention.exchange)
 
-    hidden_by_forward = idle_links(passes.forward) if passes.overlap else 0.0
-    # Backward has twice the products of forward, and those that it recomputes.
-    return dense + hidden_by_forward, 2 * dense + recomputed + idle_links(backward)
+    hidden_by_forward = idle_link_seconds(passes.forward) if passes.overlap else 0.0
+    # Backward has twice the products of forward, and the recomputed ones.
+    return dense + hidden_by_forward, 2 * dense + recomputed + idle_link_seconds(backward)
 
 
-def recomputed_segments(step: StepSizes, cluster: Cluster) -> Seconds:
+def recomputed_segments(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
     """Exposed seconds of recomputed segments: (all-gathers of parameters, copies from and to the host).
 
-    The parameters of a segment's last two blocks are gathered for their backward anyway; the others' are gathered once
-    more. Checkpoints of all blocks but the last are read from the host, and those that recomputation adds are written.
+    Recomputation gathers the parameters of all blocks of a segment. For the last two blocks this is their gather for
+    backward; for the others it is one more. Of all blocks but the last, the stored checkpoints are read from the host,
+    and the recomputed ones are written there.
     """
-    peaks, gathers, copied = Peaks(step), 0.0, 0.0
+    peaks, gather_seconds, copied_bytes = Peaks(step), 0.0, 0.0
     if len(step.segments) == len(step.keeps):
         return 0.0, 0.0  # every block stores its input
     for segment in step.segments:
-        gathers += sum(parameter_transfers(step.at(i), cluster)[0] for i in segment[:-2])
-        copied += sum(
-            (
-                peaks.stored_tensors(segment[:-1], host=True) + peaks.recomputed_checkpoints(segment[:-1], host=True)
-            ).values()
-        )
-    return gathers, copied / cluster.accelerator.host_bandwidth
+        gather_seconds += sum(parameter_transfers(step.at(i), cluster)[0] for i in segment[:-2])
+        read_tensors = peaks.stored_tensors(segment[:-1], host=True)
+        written_tensors = peaks.recomputed_checkpoints(segment[:-1], host=True)
+        copied_bytes += sum((read_tensors + written_tensors).values())
+    return gather_seconds, copied_bytes / cluster.accelerator.host_bandwidth
 
 
 def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
-    """Seconds of tensor parallelism's all-gathers and reduce-scatters of [B, T, E], for which computation waits.
-
-    Their number times the time of one.
-    """
+    """Seconds of tensor parallelism's all-gathers and reduce-scatters of [B, T, E], none of which computation hides."""
     if step.tp == 1:
         return 0.0
     layers, policy = step.model.layers, step.checkpointing
@@ -285,46 +290,52 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
     # (sequence parallelism, arXiv 2205.05198). Embedding and loss have 4 together.
     count = 8 * layers + 4
     if policy.policy != "none":
-        # Backward recomputes attention's gather, and the part after attention: a reduce-scatter, a gather, and another
-        # reduce-scatter, whose result is not needed. Recomputing attention itself gathers once more.
+        # Backward repeats 4 a block: attention's gather, and in the part after attention a reduce-scatter, a gather and
+        # a reduce-scatter (whose result is not needed). Recomputing attention gathers once more.
         count += 4 * layers + sum(not keep.attention_output for keep in step.keeps)
-        # A block without its input repeats the part after attention of the block below.
+        # If a block does not keep its input, the part after attention of the previous block runs once more.
         count += 3 * sum(not keep.x for keep in step.keeps)
-    elif policy.tiled:
+    elif policy.tiled:  # without checkpoints, a chunked MLP still recomputes the part after attention
         count += 3 * layers
     return count * all_gather_seconds(cluster, step.tp * step.x, step.tp)
 
 
-def parameter_transfers(step: StepSizes, cluster: Cluster) -> Seconds:
-    """Seconds to transfer a block's parameters and gradients: (all-gather in forward, transfers in backward)."""
-    gather = sharded_seconds(step, cluster, step.model.block * step.e)
+def parameter_transfers(step: StepSizes, cluster: Cluster) -> BlockSeconds:
+    """Seconds to transfer a block's parameters and gradients.
+
+    Forward gathers parameters; backward gathers them again under ZeRO stage 3, and reduces gradients.
+    """
+    gather = shard_transfer_seconds(step, cluster, step.model.block * step.e)
     regather = gather if step.zero_stage == 3 else 0.0  # stages 1 and 2 keep parameters gathered
-    return gather, regather + reduced_seconds(step, cluster, step.model.block)
+    return gather, regather + gradient_reduction_seconds(step, cluster, step.model.block)
 
 
 def root_transfers(step: StepSizes, cluster: Cluster) -> float:
     """Seconds to all-gather embedding and head and to reduce their gradients. Nothing hides these."""
     parameters = step.model.table + step.model.head + step.model.root
-    return sharded_seconds(step, cluster, parameters * step.e) + reduced_seconds(step, cluster, parameters)
+    gather = shard_transfer_seconds(step, cluster, parameters * step.e)
+    return gather + gradient_reduction_seconds(step, cluster, parameters)
 
 
-def sharded_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
-    """Seconds to all-gather, or to reduce-scatter, `size` bytes over the ranks that share parameters."""
+def shard_transfer_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
+    """Seconds to all-gather, or to reduce-scatter, `size` bytes over the ranks that shard parameters."""
     return all_gather_seconds(cluster, size, step.sharing, step.tp)
 
 
-def reduced_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
-    """Seconds to reduce-scatter gradients, and to all-reduce the result over replicas."""
-    replicas, stride = cluster.ranks // (step.sharing * step.tp), step.sharing * step.tp
-    # HSDP's all-reduce of a shard is a reduce-scatter and an all-gather.
-    over_replicas = 2 * all_gather_seconds(cluster, MASTER * parameters / step.sharing, replicas, stride)
-    return sharded_seconds(step, cluster, MASTER * parameters) + over_replicas
+def gradient_reduction_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
+    """Seconds to reduce-scatter the float32 gradients of `parameters`, and to all-reduce the result over replicas."""
+    ranks_per_replica = step.sharing * step.tp
+    replicas = cluster.ranks // ranks_per_replica
+    # HSDP all-reduces the shard of gradients of each rank: a reduce-scatter and an all-gather.
+    shard_bytes = FLOAT32_BYTES * parameters / step.sharing
+    over_replicas = 2 * all_gather_seconds(cluster, shard_bytes, replicas, stride=ranks_per_replica)
+    return shard_transfer_seconds(step, cluster, FLOAT32_BYTES * parameters) + over_replicas
 
 
-def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds) -> float:
-    """Exposed seconds of copies of block i's checkpoints: to the host in forward and back in backward.
+def block_offload(step: StepSizes, i: int, cluster: Cluster, computation: BlockSeconds) -> float:
+    """Exposed seconds of copies of block i's checkpoints: to the host in forward, and from the host in backward.
 
-    Backward of the block above hides the copy back, if it is prefetched.
+    With prefetch, the backward of the next block hides the copy from the host. The last block has no next one.
     """
     if not step.checkpointing.offload:
         return 0.0
@@ -332,16 +343,15 @@ def block_offload(step: StepSizes, i: int, cluster: Cluster, computing: Seconds)
     to_host = sum(peaks.stored_tensors([i], host=True).values())
     from_host = to_host + sum(peaks.recomputed_checkpoints([i], host=True).values())
     prefetched = step.checkpointing.prefetch and i < step.model.layers - 1
-    return exposed_seconds(
-        (to_host / bandwidth, from_host / bandwidth), (computing[0], computing[1] if prefetched else 0.0)
-    )
+    forward, backward = computation
+    return exposed_seconds((to_host / bandwidth, from_host / bandwidth), (forward, backward if prefetched else 0.0))
 
 
 def optimizer_update(step: StepSizes, cluster: Cluster) -> float:
-    """Seconds of AdamW on a rank's shard. On the host, gradients are copied there and parameters back."""
-    # AdamW is bound by memory bandwidth; on the host all ranks of a node share it.
-    owned = step.all_parameters / step.sharing
+    """Seconds of AdamW on a rank's shard. If it runs on the host, gradients are copied there and parameters back."""
+    # Memory bandwidth limits AdamW. All ranks of a node share the host's.
+    parameters_per_rank = step.all_parameters / step.sharing
     if not step.on_host:
-        return ADAM * owned / cluster.accelerator.memory_bandwidth
-    copied = 2 * MASTER * owned / cluster.accelerator.host_bandwidth
-    return copied + ADAM * owned * cluster.ranks_per_node / HOST_BANDWIDTH
+        return ADAM_BYTES * parameters_per_rank / cluster.accelerator.memory_bandwidth
+    copies = 2 * FLOAT32_BYTES * parameters_per_rank / cluster.accelerator.host_bandwidth
+    return copies + ADAM_BYTES * parameters_per_rank * cluster.ranks_per_node / HOST_MEMORY_BANDWIDTH

@@ -1,10 +1,10 @@
 """Peak memory of a training step: simulated without a GPU, or estimated by formulas.
 
-simulation/   a step on fake tensors, its live bytes counted by category
+simulation/   runs a step on fake tensors and counts live bytes by category
 estimate/     closed formulas, within a few percent of the simulation
 room.py       available memory, and the longest sequence that fits
 plan.py       the command `armillary-plan memory`
-report.py     its output
+report.py     the output of this command
 """
 
 from armillary.plan.memory.simulation.accounts import Account

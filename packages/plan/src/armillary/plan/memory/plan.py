@@ -28,17 +28,17 @@ from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Simulates a training step without a GPU: its peak memory, by category.
+    """Simulates a training step without a GPU, and prints its peak memory by category.
 
     Three ways to start:
       # 6 million tokens on a node
       armillary-plan memory --model llama3-8b --cluster 8xh100 --tokens 6M
       # the longest sequence that fits
       armillary-plan memory --model llama3-8b --cluster 8xh100 --max-context
-      # another method, and all on the device
+      # another method, with optimizer and master weights on the device
       armillary-plan memory --tokens 256Ki --attention usp --ulysses 4 --no-on-host
 
-    The model is the real one, sharded by the real FSDP2, on tensors without storage. Exit code 1: it does not fit.
+    Runs the real model, sharded by the real FSDP2, on tensors without storage. Exit code 1: the step does not fit.
     """
 
     model: str = "llama3-8b"
@@ -46,7 +46,7 @@ class MemoryPlan:
     cluster: str = "8xh100"
     """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file."""
     tokens: Quantity = "1M"
-    """Sequence length: 5M, 128Ki, ... With --max-context, the length to start the search with."""
+    """Sequence length: 5M, 128Ki, ... With --max-context, the length at which the search starts."""
     max_context: bool = False
     """Find the longest sequence that fits."""
     attention: str = "upipe"
@@ -54,11 +54,12 @@ class MemoryPlan:
     heads_per_stage: CountOrNone = None
     """upipe: query heads per stage; by default one for each rank of the head axis."""
     shard: Count = 1
-    """Size of the mesh axis `shard`: groups of ranks with different sequences."""
+    """Size of the mesh axis `shard`: number of groups of ranks that train on different sequences."""
     ring: CountOrNone = None
-    """Ranks on the sequence axis; by default all ranks besides shard and ulysses."""
+    """Ranks on the sequence axis; by default all ranks that shard and ulysses leave."""
     ulysses: CountOrNone = None
-    """Ranks on the head axis; by default all. With a ring, the most in a node that divide the key/value heads."""
+    """Ranks on the head axis; by default all. For methods that also have a ring, the largest number of ranks in a node
+    that divides the key/value heads."""
     rows: Count = 1
     """Sequences in the batch of each group of ranks that share them."""
     checkpointing: Checkpointing = field(
@@ -67,21 +68,22 @@ class MemoryPlan:
     on_host: bool = True
     """Keep master weights, their gradients and the optimizer's state in the host's memory."""
     reserve: Quantity = RESERVE
-    """Memory of each device to reserve for the CUDA context, NCCL, libraries and fragmentation."""
+    """Memory of each device that is reserved for the CUDA context, NCCL, libraries and fragmentation."""
     host_memory: Quantity | None = None
     """Memory of each node; by default the cluster's."""
     host_reserve: Quantity = HOST_RESERVE
-    """Memory of each node to reserve for the system, data loaders and rounding of pinned memory."""
+    """Memory of each node that is reserved for the system, data loaders and rounding of pinned memory."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """A plan with names and defaults resolved, and the simulated and estimated memory of its step.
+    """Memory of a step: simulated and estimated.
 
     Args:
-        fit: with `max_context`, the longest sequence that fits.
+        plan: the command's options. `model`, `cluster`, `axes`, `room` and `length` are what they resolve to.
+        fit: the longest sequence that fits, if the options ask for it (`max_context`).
     """
 
     plan: MemoryPlan
@@ -96,6 +98,7 @@ class MemoryResult:
 
     @property
     def fits(self) -> bool:
+        """True if the simulated step fits into memory."""
         return self.room.share(self.memory) <= 1
 
     @property
@@ -110,11 +113,11 @@ def plan_memory(
     """Simulates the plan's step, or with `max_context` the longest one that fits.
 
     Args:
-        progress: called with a simulation's title, its gradients so far, and their total number.
+        progress: called with a simulation's title, the number of gradients so far, and their total number.
 
     Raises:
-        ValueError: an unknown name, axes that do not match the cluster or the model, or reserves that leave nothing.
-        DoesNotFitError: so far from fitting that a simulation would take too long; or no length fits.
+        ValueError: an unknown name, axes that do not match the cluster or the model, or reserves that leave no memory.
+        DoesNotFitError: the step needs so much memory that a simulation would take too long; or no length fits.
     """
     check_limits(plan)
     cluster = cluster_of(plan.cluster)
@@ -127,12 +130,12 @@ def plan_memory(
     def simulate_length(length: int) -> StepMemory:
         return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
 
-    # A faster prediction, with which `longest_fit` searches.
+    # `longest_fit` searches with this faster prediction, and simulates only the lengths that it finds.
     def predict_length(length: int) -> StepMemory | Estimate:
         job, policy = job_of(plan, axes, length), plan.checkpointing
         if is_hybrid(job.model) or (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
             return estimate(job)
-        # With the same checkpoints in every block, memory is linear in blocks: two short simulations suffice.
+        # If every block has the same checkpoints, memory is linear in the number of blocks: simulate two and three.
         title = f"{length:,} tokens in a few blocks"
         two, three = (
             simulate(replace(job, model=replace(job.model, layers=n)), partial(progress, title)) for n in (2, 3)
@@ -142,7 +145,7 @@ def plan_memory(
         return replace(three, device=device, host=host)
 
     check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
-    multiple = 1024 * cluster.ranks  # of which lengths are chosen: they divide evenly over the ranks
+    multiple = 1024 * cluster.ranks  # the search tries multiples of this length, which all ranks divide evenly
     try:
         fit = longest_fit(simulate_length, predict_length, room, multiple, start=length) if plan.max_context else None
     except DoesNotFitError as error:
@@ -162,7 +165,7 @@ def plan_memory(
 
 
 def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
-    """The training step to simulate."""
+    """Returns the training step to simulate, for a sequence of `length` tokens."""
     return Job(
         model=model_of(plan.model, length),
         axes=axes,
@@ -175,17 +178,17 @@ def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
 
 
 def mesh_axes(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
-    """Sizes of the mesh axes, with defaults for ring and ulysses.
+    """Returns the sizes of the mesh axes, with defaults for ring and ulysses.
 
     Raises:
-        ValueError: their product is not the cluster's number of ranks.
+        ValueError: the product of the sizes is not the cluster's number of ranks.
     """
     ranks, method_axes = max(1, cluster.ranks // plan.shard), named_method(plan.attention).axes
     free_ranks = ranks // (plan.ring or 1)
     if plan.ulysses is not None:
         ulysses = plan.ulysses
     elif method_axes == ("ring", "ulysses"):
-        # Heads within a node, where links are fast, and at most as many ranks as divide the key/value heads evenly.
+        # The head axis stays in a node, where links are fast, and divides the key/value heads.
         ulysses = gcd(model.kv_heads, cluster.ranks_per_node, free_ranks)
     else:
         ulysses = free_ranks if "ulysses" in method_axes else 1

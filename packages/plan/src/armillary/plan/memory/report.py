@@ -18,7 +18,7 @@ COLUMNS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (
 
 
 def as_dict(result: MemoryResult) -> dict[str, Any]:
-    """All figures for JSON, sizes in bytes."""
+    """Returns all figures as JSON values, sizes in bytes."""
     fields: dict[str, Any] = {
         "plan": asdict(result.plan),
         "model": asdict(result.model),
@@ -40,7 +40,7 @@ def as_dict(result: MemoryResult) -> dict[str, Any]:
 
 
 def show(result: MemoryResult) -> None:
-    """Prints memory at the peak by category, and the verdict."""
+    """Prints the peak memory by category, and whether the sequence fits."""
     plan, ranks = result.plan, result.axes["ring"] * result.axes["ulysses"]
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "1 rank"
     optimizer = "host" if plan.on_host else "device"
@@ -52,9 +52,9 @@ def show(result: MemoryResult) -> None:
 
 
 def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
-    """Table rows: GiB by category, each memory at its own peak; then the peaks and the room."""
+    """Yields the table's rows: GiB by category at the peak of device and of host, then the two peaks and the room."""
     device, host = memory.device_breakdown, memory.host_breakdown
-    # By size on the device; the small weight of the host orders categories that are only there.
+    # Sort by bytes on the device. Bytes on the host have a small weight, which orders categories that are only there.
     for name in sorted({**device, **host}, key=lambda name: -device.get(name, 0) - host.get(name, 0) / 1e6):
         yield [name, *(gib(sizes[name]) if sizes.get(name) else "" for sizes in (device, host))]
     yield []
@@ -63,7 +63,7 @@ def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
 
 
 def verdict(result: MemoryResult) -> Iterator[str]:
-    """Lines on fit; after a search, the memory that the next million tokens would need."""
+    """Yields the lines that say whether the sequence fits, or what a longer one than the longest would need."""
     room, memory = result.room, result.memory
     if result.fit is not None:
         longer = result.fit.longer
@@ -80,7 +80,7 @@ def verdict(result: MemoryResult) -> Iterator[str]:
 
 
 def policy_text(policy: Checkpointing) -> str:
-    """Such as "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
+    """Describes a policy: "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
 
     def blocks(count: int) -> str:
         return f"{count} block{'' if count == 1 else 's'}"
@@ -92,10 +92,10 @@ def policy_text(policy: Checkpointing) -> str:
 
 
 def fullness(room: Room, memory: StepMemory) -> str:
-    """Such as "the host's memory is 88% full"."""
+    """Describes the fuller memory, such as "the host's memory is 88% full"."""
     return f"the {room.limit(memory)}'s memory is {room.share(memory):.0%} full"
 
 
 def spare_text(need: int, size: int) -> str:
-    """Returns the needed GiB, and the GiB missing or to spare."""
+    """Describes `need` bytes beside an available `size`, such as "70.10 GiB (4.00 GiB to spare)"."""
     return f"{gib(need)} GiB ({gib(abs(need - size))} {'missing' if need > size else 'to spare'})"

@@ -1,4 +1,4 @@
-"""`Room`: memory that a run may use; the longest sequence that fits into it, and the accelerators for a longer one."""
+"""`Room`: memory that a run may use. Also finds the longest sequence that fits, and how many accelerators suffice."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 
 RESERVE, HOST_RESERVE = "5GiB", "100GB"
-"""Default memory of a device and of a machine that is not available to torch's tensors."""
+"""Default reserves of a device and of a machine: memory that is not available to torch's tensors."""
 
 SIMULATED_SHARE = 4
-"""A step with a larger estimated share of the room is not simulated: simulations take longer the more chunks it has."""
+"""Steps whose estimated memory is more than this many times the room are not simulated.
+
+A long sequence has many chunks, and a simulation runs the ops of each.
+"""
 
 Usage = StepMemory | Estimate
+"""Memory of a step, simulated or estimated."""
 Simulate = Callable[[int], StepMemory]
 """Simulates a step with a sequence of this length."""
 Predict = Callable[[int], Usage]
@@ -24,7 +28,7 @@ Predict = Callable[[int], Usage]
 
 
 class DoesNotFitError(Exception):
-    """A step, or every sequence length, needs more memory than there is. The input is valid: the exit code is 1."""
+    """A step, or every sequence length, needs more memory than there is. The arguments are valid: exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class Room:
 
     @classmethod
     def of(cls, cluster: Cluster, reserve: int = quantity(RESERVE), host_reserve: int = quantity(HOST_RESERVE)) -> Room:
-        """Room on a cluster, with `reserve` bytes of each device and `host_reserve` bytes of each machine left out.
+        """Returns the room on a cluster, less `reserve` bytes of each device and `host_reserve` bytes of each machine.
 
         Raises:
-            ValueError: the reserves leave nothing.
+            ValueError: the reserves leave no memory.
         """
         room = cls(cluster.device_memory - reserve, (cluster.host_memory - host_reserve) // cluster.ranks_per_node)
         if min(room.device, room.host) < 1:
@@ -50,15 +54,15 @@ class Room:
         return room
 
     def share(self, usage: Usage) -> float:
-        """Used share of the device or the host, whichever is fuller; above 1 it does not fit."""
+        """Used fraction of device or host, whichever is fuller. Above 1, the step does not fit."""
         return max(usage.device / self.device, usage.host / self.host)
 
     def limit(self, usage: Usage) -> str:
-        """The fuller of "device" and "host"."""
+        """Returns "device" or "host", whichever is fuller."""
         return "device" if usage.device / self.device >= usage.host / self.host else "host"
 
     def comparison(self, usage: Usage) -> str:
-        """Needed and available memory, such as "91.4 of 74.1 GiB on the device, 7.5 of 221.2 GiB on the host"."""
+        """Describes needed and available memory: "91.4 of 74.1 GiB on the device, 7.5 of 221.2 GiB on the host"."""
         pairs = ((usage.device, self.device, "device"), (usage.host, self.host, "host"))
         return ", ".join(
             f"{need / 2**30:,.1f} of {size / 2**30:,.1f} GiB on the {place}" for need, size, place in pairs
@@ -66,15 +70,15 @@ class Room:
 
 
 def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
-    """Advice for a step that does not fit: the number of accelerators that suffice, by formulas.
+    """Returns advice for a step that does not fit: the number of accelerators that would suffice, by formulas.
 
-    Doubles the ring until the step fits. A method without a ring gets one around it.
+    Doubles the ring until the step fits. If the method has no ring, it is put inside of one.
     """
     attention = job.attention
     assert isinstance(attention, AttentionChoice)
     if "ring" not in attention.method.axes:
         attention = replace(attention, name="ring" if attention.name == "local" else f"{attention.name}+ring")
-    # Memory falls monotonically with the ring, up to the part that does not depend on its size.
+    # A larger ring reduces memory, down to the part that does not depend on the ring.
     for factor in (2**n for n in range(1, 33)):
         axes = {**job.axes, "ring": job.axes.get("ring", 1) * factor}
         usage = estimate(replace(job, attention=attention, axes=axes))
@@ -87,13 +91,14 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
 
 
 def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
-    """Refuses a step that needs far more memory than there is, by formulas: simulating it would take too long.
+    """Refuses a step that by formulas needs far more memory than there is, because its simulation would take too long.
 
     Args:
-        flag: flag of the sequence length.
+        flag: flag of the sequence length, for the error's message.
 
     Raises:
-        DoesNotFitError: with the number of accelerators that would suffice.
+        DoesNotFitError: the step needs more than `SIMULATED_SHARE` times the room. The message has the number of
+            accelerators that would suffice.
     """
     if room.share(usage := estimate(job)) > SIMULATED_SHARE:
         raise DoesNotFitError(
@@ -107,9 +112,9 @@ class LongestFit:
     """The longest sequence that fits.
 
     Args:
-        length: its number of tokens.
-        memory: its memory, simulated.
-        longer: predicted memory of a sequence with a million tokens more.
+        length: number of tokens of the sequence.
+        memory: simulated memory of its step.
+        longer: predicted memory for a sequence of a million tokens more (`longer_length`).
     """
 
     length: int
@@ -121,47 +126,47 @@ class LongestFit:
         return self.length + 1_000_000
 
 
-def longest_fit(simulate: Simulate, predict: Predict, room: Room, step: int, start: int) -> LongestFit:
-    """The longest sequence that fits, in multiples of `step` tokens.
+def longest_fit(simulate: Simulate, predict: Predict, room: Room, multiple: int, start: int) -> LongestFit:
+    """Returns the longest sequence that fits, among lengths that are multiples of `multiple` tokens.
 
-    Searches by prediction, then confirms with as few simulations as possible, each of a slightly shorter sequence.
+    Searches by prediction, then simulates the length, and shorter ones until one fits.
 
     Args:
-        start: length to start the search with.
+        start: length at which the search starts.
 
     Raises:
-        DoesNotFitError: not even `step` tokens fit.
+        DoesNotFitError: not even `multiple` tokens fit.
     """
     # 1. Search with the fast prediction.
-    length = longest_predicted(predict, room, step, start)
-    # 2. Confirm by simulation, and shorten in proportion while it does not fit.
+    length = longest_predicted(predict, room, multiple, start)
+    # 2. Confirm by simulation. While the sequence does not fit, shorten it in proportion.
     memory = simulate(length)
     while (used_share := room.share(memory)) > 1:
-        if length == step:
-            raise DoesNotFitError(f"not even {step:,} tokens fit: {room.comparison(memory)}")
+        if length == multiple:
+            raise DoesNotFitError(f"not even {multiple:,} tokens fit: {room.comparison(memory)}")
         # Memory is nearly proportional to the length; half a percent less makes a second correction unlikely.
-        length = max(step, int(length / used_share * 0.995) // step * step)
+        length = max(multiple, int(length / used_share * 0.995) // multiple * multiple)
         memory = simulate(length)
     return LongestFit(length, memory, predict(length + 1_000_000))
 
 
-def longest_predicted(predict: Predict, room: Room, step: int, start: int, attempts: int = 8) -> int:
-    """The length at which the room is full by prediction, found by the secant method.
+def longest_predicted(predict: Predict, room: Room, multiple: int, start: int, attempts: int = 8) -> int:
+    """Returns the length at which the room is full by prediction, found by the secant method.
 
-    Memory is nearly linear in the length, so a few attempts suffice.
+    Memory is nearly linear in the length, so a few attempts suffice. Returns `multiple` if no tried length fits.
     """
-    first = max(step, start // 2 // step * step)
+    first = max(multiple, start // 2 // multiple * multiple)
     usages = {length: predict(length) for length in (first, 2 * first)}  # the first two points of the secant
     for _ in range(attempts):
-        guess = max(step, _full_length(usages, room) // step * step)
+        guess = max(multiple, _full_length(usages, room) // multiple * multiple)
         if guess in usages:
             break
         usages[guess] = predict(guess)
-    return max((length for length, usage in usages.items() if room.share(usage) <= 1), default=step)
+    return max((length for length, usage in usages.items() if room.share(usage) <= 1), default=multiple)
 
 
 def _full_length(usages: Mapping[int, Usage], room: Room) -> int:
-    """Length at which device or host is full, on the line through the two lengths nearest to that."""
+    """Returns the length at which device or host is full, on the line through the two nearest lengths."""
     a, b = sorted(usages, key=lambda length: abs(room.share(usages[length]) - 1))[:2]
     at_a, at_b = usages[a], usages[b]
     lengths: list[float] = []

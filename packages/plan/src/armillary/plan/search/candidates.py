@@ -14,14 +14,14 @@ from armillary.train.config import Config
 
 Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")
-"""Layouts to compare for packed documents. Striped ones send most, and are left out."""
+"""Layouts to compare for packed documents. Striped layouts send the most bytes, and are left out."""
 STATE_LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous")
-"""Layouts to compare for hybrids. Contiguous shards exchange fewer states, zigzag shards balance attention; the search
-also tries attention on zigzag shards with states on contiguous ones (`Candidate.contiguous_states`)."""
+"""Layouts to compare for hybrids. Contiguous shards exchange fewer states; zigzag shards balance attention. The search
+also tries attention on zigzag shards with states on contiguous shards (`Candidate.contiguous_states`)."""
 
 
 def layouts_of(hybrid: bool, documents: bool) -> tuple[Layout, ...]:
-    """Returns the layouts to compare; none for plain causal attention, where zigzag is the best."""
+    """Returns the layouts to compare. There are none for a plain causal mask, for which zigzag is the best."""
     return LAYOUTS if documents else STATE_LAYOUTS if hybrid else ()
 
 
@@ -41,12 +41,12 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel groups, each with rows of its own."""
+        """Number of data-parallel groups. Each trains on different rows."""
         return self.replicate * self.shard
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes by name, as for a `Job`."""
+        """Sizes by axis name, as `Job` takes them."""
         return asdict(self)
 
 
@@ -55,7 +55,8 @@ class Candidate:
     """A mesh, an attention method on it, and the layout of sequences over the ring.
 
     Args:
-        contiguous_states: layers with a state have contiguous shards; hidden states move there and back.
+        contiguous_states: True if layers with a state have contiguous shards, whatever the layout. Hidden states then
+            move from the layout to these shards and back.
     """
 
     mesh: Mesh
@@ -69,7 +70,7 @@ class Candidate:
 
     @property
     def layout_name(self) -> str:
-        """The layout, such as "zigzag" or "zigzag, relaid for states"."""
+        """The layout as text, such as "zigzag" or "zigzag, relaid for states"."""
         return f"{self.layout}, relaid for states" if self.contiguous_states else self.layout
 
     def apply_to(self, config: Config) -> Config:
@@ -79,7 +80,7 @@ class Candidate:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """Fields of the trainer's `ParallelConfig`, except replicate and tp."""
+        """Fields of the trainer's `ParallelConfig`, except `replicate` and `tp`."""
         options, mesh = asdict(self.attention), self.mesh
         axes = {"shard": mesh.shard, "ring": mesh.ring, "ulysses": mesh.ulysses}
         states = {"contiguous_states": self.contiguous_states}
@@ -96,15 +97,15 @@ def candidates(
     layouts: Sequence[Layout] = ("zigzag",),
     relaid: bool = False,
 ) -> Iterator[Candidate]:
-    """All meshes over all ranks, with all methods that use them.
+    """Yields all meshes over all ranks, with all methods that use the mesh's axes.
 
     Args:
         heads: query heads.
-        rows: sequences per step, which replicate x shard must divide.
-        names: only these methods; "usp" is ulysses+ring.
-        layouts: layouts to try on meshes with a ring. Without a ring all layouts are equal, and the first one is used.
-        relaid: also tries the first layout with states on contiguous shards, on meshes with a ring and without tp.
+        rows: sequences per step. replicate x shard must divide them.
+        names: methods to yield; empty: all. "usp" is ulysses+ring.
         tensor_parallel, replicate: sizes of these axes to try; those that do not divide the ranks are left out.
+        layouts: layouts to try on meshes with a ring. Without a ring all layouts are equal, and the first one is used.
+        relaid: True also tries the first layout with states on contiguous shards, on meshes with a ring and without tp.
     """
     allowed = [ALIASES.get(name, name) for name in names]
     for tp, replicas in product(tensor_parallel, replicate):
@@ -112,7 +113,7 @@ def candidates(
             continue
         for shard, ulysses in product(divisors(ranks // (tp * replicas)), repeat=2):
             mesh = Mesh(shard, ranks // (tp * replicas * shard * ulysses), ulysses, replicas, tp)
-            # Skips products that do not divide the ranks, replicas without rows, and head ranks without a head.
+            # Skip meshes with another number of ranks, replicas without rows, and head axes with more ranks than heads.
             if prod(mesh.axes.values()) != ranks or rows % mesh.replicas or ulysses > heads // tp:
                 continue
             for method in variants(mesh.ring, mesh.ulysses, heads // tp):

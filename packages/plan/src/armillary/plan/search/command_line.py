@@ -1,4 +1,4 @@
-"""Converts a choice to the trainer's configuration, as a file or as a `torchrun` command."""
+"""Converts a choice of the search to the trainer's configuration, as a file or as a `torchrun` command."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ RECIPES = {
     "gpt-7b": "gpt_wallfacer_7b",
     "hybrid-8b": "llama3_8b_128k",
 }
-"""Recipe with suitable hyperparameters for each model preset."""
+"""For each model preset, the recipe that has suitable hyperparameters."""
 
 
 def trainer_config(result: SearchResult, choice: Choice) -> Config:
-    """The trainer's configuration for a choice.
+    """Returns the trainer's configuration for a choice.
 
-    Learning rate, steps and saving come from the model's recipe, which continues from published weights.
+    Learning rate, steps and saving are those of the model's recipe, which continues from published weights.
     """
     recipe = recipe_config(RECIPES[result.plan.model])
     return replace(
@@ -51,14 +51,14 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
 
 
 def data_config(result: SearchResult, choice: Choice) -> DataConfig:
-    """The trainer's data section."""
+    """Returns the data section of the trainer's configuration."""
     layout, rows = choice.candidate.layout, result.plan.rows
     data = DataConfig(sequence_length=result.length, global_batch_size=rows, layout=layout)
     return data if result.documents is None else replace(data, documents=True, packing="best_fit")
 
 
 def model_flags(model: Model) -> ModelConfig:
-    """The trainer's model section for this model, without RoPE scaling."""
+    """Returns the model section of the trainer's configuration, without RoPE scaling."""
     is_gpt = isinstance(model, GPTConfig)
     names = [name for name in (OF_GPT if is_gpt else SIZES) if name not in ("family", "pretrained")]
     sizes: dict[str, Any] = {name: getattr(model, name) for name in (*names, "vocab_size")}
@@ -67,7 +67,7 @@ def model_flags(model: Model) -> ModelConfig:
         sizes |= {f"state_{name}": getattr(states, name) for name in names} | {"conv_width": states.conv_width}
     if not isinstance(model, GPTConfig):
         sizes |= {"rope_theta": model.rope_theta, "rope_scaling": "none"}
-        # Left out where it is the default, so that the command line stays short.
+        # None if it is the default, so that the command line stays short.
         sizes["head_dim"] = None if model.head_dim * model.heads == model.dim else model.head_dim
     sizes["family"] = "gpt" if is_gpt else "llama"
     return ModelConfig(**sizes)
@@ -87,10 +87,11 @@ def write_choice(result: SearchResult, path: Path) -> None:
 
 
 def command_line(result: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
-    """The `torchrun` command to start on every node; one of them is HEAD_NODE.
+    """Returns the `torchrun` command to start on every node. Its HEAD_NODE stands for the name of one of the nodes.
 
     Args:
-        config: file with the choice; by default the command has all of its flags.
+        config: file of the choice's configuration; by default the command has the configuration's flags.
+        data: token store, unless the search has one.
     """
     cluster, data = result.cluster, result.plan.documents or data
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]

@@ -1,4 +1,4 @@
-"""The documents of a step's rows, from a token store or drawn at random, on which layouts are compared."""
+"""Packed documents in the rows of a step, from a token store or drawn at random, on which layouts are compared."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from armillary.data import best_fit, open_store
 from armillary.data.inspection.layouts import packed_rows
 
 Rows = tuple[tuple[int, ...], ...]
-"""Boundaries of the documents of each row."""
+"""Boundaries of the documents of each row: 0, end of the first document, ..., N."""
 
 SIGMA = 1.0
-"""Standard deviation of the logarithm of a document's length; about that of text on the web."""
+"""Standard deviation of the logarithm of a document's length, about as in text from the web."""
 
 
 def rows_of_store(path: Path, length: int, rows: int) -> Rows:
-    """Returns the first rows of a store, packed by best fit; repeated if there are fewer.
+    """Returns the first `rows` rows of a store, packed by best fit. If the store has fewer, rows repeat.
 
     Raises:
-        ValueError: a folder that is no store, or trees, which have no documents side by side.
+        ValueError: the folder is no store, or the store has trees, whose masks are not those of documents.
     """
     store = open_store(path)
     if store.trees is not None:
@@ -31,16 +31,16 @@ def rows_of_store(path: Path, length: int, rows: int) -> Rows:
 
 
 def sample_rows(mean: int, length: int, rows: int) -> Rows:
-    """Returns rows of documents with lognormal lengths of that mean; the last one of a row is cut."""
-    rng, drawn = np.random.default_rng(0), list[tuple[int, ...]]()
+    """Returns rows of documents with lognormal lengths of mean `mean`. The last document of a row is cut at its end."""
+    rng, sampled_rows = np.random.default_rng(0), list[tuple[int, ...]]()
     for _ in range(rows):
         ends = [0]
         while ends[-1] < length:
-            # The mean of a lognormal distribution is exp(mu + sigma^2 / 2).
+            # The mean of a lognormal distribution is exp(mu + sigma^2 / 2), so mu = log(mean) - sigma^2 / 2.
             size = max(1, round(rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA)))
             ends.append(min(length, ends[-1] + size))
-        drawn.append(tuple(ends))
-    return tuple(drawn)
+        sampled_rows.append(tuple(ends))
+    return tuple(sampled_rows)
 
 
 def mask_of(documents: Rows | None, batch: int) -> AttentionMask:

@@ -1,4 +1,4 @@
-"""Checkpoint policies, and how many blocks can follow one when memory does not suffice for all."""
+"""Checkpoint policies, and variants that store fewer checkpoints if memory does not suffice for all."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def fit_policy(
 ) -> Iterator[Checkpointing]:
     """Yields the policy itself, then variants that store as many checkpoints as fit.
 
-    With `offload`, as many of the last blocks as fit keep their checkpoints on the device instead. If the host is still
-    too small, two variants drop checkpoints: one keeps all inputs and drops attention outputs, one drops inputs first.
-    A dropped output costs the recomputation of attention; a dropped input only that of the part after attention in the
-    block below.
+    With `offload`, one variant keeps the checkpoints of the last blocks on the device, of as many blocks as fit. If
+    memory still does not suffice, two variants drop checkpoints: the first keeps all inputs and drops attention
+    outputs, the second drops inputs first. A dropped output costs a recomputation of attention. A dropped input costs
+    only one of the part after attention in the previous block.
 
     Args:
-        memory: estimates a step under a policy.
+        memory: estimates the memory of a step under a policy.
     """
 
     def fits(candidate: Checkpointing) -> bool:
@@ -44,12 +44,13 @@ def fit_policy(
     yield policy
     if policy.policy == "none" or (not policy.offload and fits(policy)):
         return
-    # 2. With offload: as many of the last blocks as fit on the device. Only the device's memory limits their number.
+    # 2. With offload: keep the checkpoints of as many of the last blocks as fit on the device. A host of unlimited size
+    # leaves the device's memory as the only limit.
     if policy.offload:
         unlimited_host = replace(room, host=1 << 62)
         on_device = largest(0, layers, lambda n: unlimited_host.share(memory(replace(policy, on_device=n))) <= 1)
         if on_device == layers:
-            return  # the policy without offload has this case
+            return  # all blocks keep their checkpoints on the device: the policy without offload is the same
         policy = replace(policy, on_device=on_device or 0)
         yield policy
     # 3. Fewer checkpoints.
@@ -61,10 +62,12 @@ def fit_policy(
 def _with_counts(
     policy: Checkpointing, layers: int, all_inputs: bool, fits: Callable[[Checkpointing], bool]
 ) -> Iterator[Checkpointing]:
-    """Yields the policy with the most attention outputs that fit, and then the most inputs.
+    """Yields the policy with the most attention outputs that fit, and then the most inputs that fit beside them.
+
+    Yields nothing if no number of outputs fits.
 
     Args:
-        all_inputs: True keeps all inputs while it chooses the outputs, False the fewest that they need.
+        all_inputs: True keeps all inputs; False chooses the outputs while as few inputs as they need are kept.
     """
     on_device, has_outputs = policy.on_device, policy.policy == "attention_output"
 
@@ -77,8 +80,9 @@ def _with_counts(
         counts = {"outputs": None if outputs == layers else outputs} if has_outputs else {}
         return replace(policy, inputs=None if inputs == layers else inputs, **counts)
 
-    # First the outputs, with the fewest inputs that they need; then inputs in the remaining memory.
-    outputs = largest(1, layers, lambda n: fits(variant(n))) if has_outputs else 0 if fits(variant(0)) else None
+    # First choose the number of outputs, which is 0 under policy "layer", then of inputs, in the remaining memory.
+    first, last = (1, layers) if has_outputs else (0, 0)
+    outputs = largest(first, last, lambda n: fits(variant(n)))
     if outputs is None:
         return
     inputs = variant(outputs).inputs

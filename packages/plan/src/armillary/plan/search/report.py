@@ -31,12 +31,12 @@ STATE_LAYOUTS = (
 )
 POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
 DRAWN_SHARE = 0.002
-"""A part below this share of the slowest step is not drawn."""
+"""Parts shorter than this fraction of the slowest step are not drawn."""
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
 
 
 def as_dict(result: SearchResult) -> dict[str, Any]:
-    """All choices for JSON, with the parts of their times."""
+    """Returns all choices, with the parts of their times, as JSON values."""
     advice = {} if result.fitting else {"advice": more_devices(result.choices[0].job, result.cluster, result.room)}
     return advice | {
         "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(result.plan).items()},
@@ -69,7 +69,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def show(result: SearchResult) -> None:
-    """Prints the best choices, the first one's time by part and its other policies, and the command that trains it.
+    """Prints the best choices; of the first one also its time by part, its other policies, and the command to train it.
 
     If nothing fits, prints the choices that need the least memory, and the number of accelerators that would suffice.
     """
@@ -97,11 +97,11 @@ def show(result: SearchResult) -> None:
     if is_hybrid(result.model):
         print("\nthe best with each layout\n")
         print_table(STATE_LAYOUTS, layout_rows(result))
-    print(f"\n{summary_of_others(result)}\n\n{command_line(result, best[0], result.plan.out)}")
+    print(f"\n{summary_of_hidden_choices(result)}\n\n{command_line(result, best[0], result.plan.out)}")
 
 
 def heading(result: SearchResult) -> list[str]:
-    """Model, cluster and step."""
+    """Returns lines with the model, the cluster, the step, and the number of choices."""
     plan = result.plan
     rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {result.length:,} tokens"
     unsupported = {} if plan.attention else methods_without_plan(*NEEDED)
@@ -113,14 +113,14 @@ def heading(result: SearchResult) -> list[str]:
 
 
 def figures(choice: Choice, first: Choice) -> list[str]:
-    """Table cells for time, MFU and memory. Times have as many decimals as the first choice's four digits need."""
+    """Returns the table cells for time, MFU and memory. Times have the decimals that give `first` four digits."""
     decimals = max(0, 3 - floor(log10(first.time.seconds)))
     memory = gib(choice.memory.device), gib(choice.memory.host)
     return [f"{choice.time.seconds:,.{decimals}f}", f"{100 * choice.mfu:.1f}", *memory]
 
 
 def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]:
-    """Yields the table row of each choice; the first choice, the best, has no reason."""
+    """Yields the table row of each choice. The first choice is the best, so it has no reason for being slower."""
     for choice in best:
         has_layouts = result.documents is not None or is_hybrid(result.model)
         layout = f", {choice.candidate.layout_name}" if has_layouts and choice.candidate.mesh.ring > 1 else ""
@@ -130,19 +130,17 @@ def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]
 
 
 def stored_text(choice: Choice) -> str:
-    """Checkpoints and where they are stored, and the optimizer if it is on the host."""
+    """Describes checkpoints and where they are stored, and the optimizer if it is on the host."""
     policy = choice.job.checkpointing
     checkpoints = "no recompute" if policy.policy == "none" else policy_text(policy)
-    chunked, optimizer = (
-        ", chunked MLP" if policy.tiled else "",
-        ", optimizer on the host" if choice.job.on_host else "",
-    )
+    chunked = ", chunked MLP" if policy.tiled else ""
+    optimizer = ", optimizer on the host" if choice.job.on_host else ""
     stage = ", ZeRO-2" if choice.job.zero_stage == 2 else ""
     return f"{checkpoints}{chunked}{stage}{optimizer}"
 
 
 def policy_rows(result: SearchResult) -> Iterator[list[str]]:
-    """A table row for each policy of the first choice's candidate, in its best variant; last those that do not fit."""
+    """Yields a table row for the best variant of each policy, for the first choice's candidate; fitting ones first."""
     # `result.policies` is sorted, so the first variant of a policy is its best.
     shown = set[tuple[str, bool]]()
     for choice in result.policies:
@@ -154,7 +152,7 @@ def policy_rows(result: SearchResult) -> Iterator[list[str]]:
 
 
 def layout_rows(result: SearchResult) -> Iterator[list[str]]:
-    """A table row for the fastest choice with each layout of a ring; ranks on the head axis alone have one layout."""
+    """Yields a table row for the fastest choice with each layout, on meshes with a ring (others have one layout)."""
     for layout in dict.fromkeys(choice.candidate.layout_name for choice in result.choices):
         for choice in result.fitting:
             candidate = choice.candidate
@@ -170,8 +168,8 @@ def layout_rows(result: SearchResult) -> Iterator[list[str]]:
                 break
 
 
-def summary_of_others(result: SearchResult) -> str:
-    """Numbers of choices that are not shown, by reason."""
+def summary_of_hidden_choices(result: SearchResult) -> str:
+    """Returns the numbers of choices that are not shown, by reason."""
     slower = max(0, len(result.fitting) - result.plan.best)
     limits = Counter(result.room.limit(choice.memory) for choice in result.choices if not choice.fits)
     too_large = [f"{count} need more memory on the {memory}" for memory, count in limits.most_common()]
@@ -179,7 +177,7 @@ def summary_of_others(result: SearchResult) -> str:
 
 
 def draw(result: SearchResult, path: Path) -> Path:
-    """Draws a bar for each of the best choices, by parts of its step, as a PNG at `path`, which is returned.
+    """Draws a bar for each of the best choices, stacked from the parts of its step, as a PNG. Returns its path.
 
     Raises:
         ValueError: nothing fits.

@@ -30,21 +30,21 @@ from armillary.plan.search.fit_policy import POLICIES, fit_policy
 from armillary.train.config.limits import Count, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
-"""Functions of a method's plan that a prediction calls. A search over all methods skips those that lack one."""
+"""Functions of a method's plan that a prediction needs. A search over all methods skips methods without one of them."""
 TIE = 1e-3
-"""Relative difference in step time below which the choice with more free memory wins."""
+"""If two step times differ by less than this fraction, the choice with more free memory wins."""
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Finds the fastest way to train a model on a cluster, by formulas: nothing is run, and no GPU is needed.
+    """Finds the fastest way to train a model on a cluster. Uses formulas, so it needs no GPU.
 
     Four ways to start:
       # all meshes and methods on 16 GPUs
       armillary-plan search --model llama3-8b --cluster 16xh100-ethernet --tokens 256Ki
-      # the best as a file for armillary-train --config
+      # write the best choice to a file for armillary-train --config
       armillary-plan search --cluster 8xh100 --tokens 128Ki --out planned.toml
-      # rows of packed documents: the layout too
+      # rows of packed documents: compares layouts too
       armillary-plan search --tokens 128Ki --document-tokens 2Ki
       # only two methods, with a plot
       armillary-plan search --tokens 1M --attention usp upipe --plot best.png
@@ -63,33 +63,37 @@ class SearchPlan:
     attention: tuple[str, ...] = ()
     """Methods to search, named as for --parallel.attention; by default all."""
     documents: Path | None = None
-    """Token store: attention within its documents, packed into rows. Compares layouts too."""
+    """Token store. Its documents are packed into rows, and attention is within documents. Compares layouts too."""
     document_tokens: Quantity | None = None
-    """Mean length of packed documents, drawn from a lognormal distribution, in place of a store."""
+    """In place of a store: mean length of documents, whose lengths are drawn from a lognormal distribution."""
     kernel: str | None = None
     """Attention kernel, named as for --parallel.kernel; by default the fastest that torch ships."""
     best: Count = 10
     """Number of choices to show."""
     reserve: Quantity = RESERVE
-    """Memory of each device to reserve for CUDA, NCCL and fragmentation."""
+    """Memory of each device that is reserved for CUDA, NCCL and fragmentation."""
     host_reserve: Quantity = HOST_RESERVE
-    """Memory of each node to reserve for the system."""
+    """Memory of each node that is reserved for the system."""
     plot: Path | None = None
-    """PNG file for a plot of the best choices."""
+    """PNG file to write: a plot of the best choices."""
     out: Path | None = None
-    """TOML file for the best choice, for armillary-train --config."""
+    """TOML file to write: the best choice, for armillary-train --config."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with a checkpoint policy, a ZeRO stage and a place for the optimizer: predicted time and memory.
+    """Predicted time and memory of a candidate with a checkpoint policy, a ZeRO stage and a place for the optimizer.
 
     Args:
-        job: one rank's step, as `armillary.plan.memory` simulates it.
-        sent_bytes: bytes that the busiest rank sends in a step for attention, recurrent states, and exchanges between
-            the layouts of a hybrid.
+        job: one rank's step. Has the checkpoint policy (`checkpointing`), `zero_stage` and `on_host`.
+        time: predicted seconds of a step.
+        memory: predicted memory of a step.
+        fits: True if the memory suffices.
+        mfu: the model's FLOPs over the cluster's peak FLOPs in the predicted time.
+        sent_bytes: bytes that the busiest rank sends in a step for attention and recurrent states, and for moving
+            hidden states between the layouts of a hybrid.
     """
 
     candidate: Candidate
@@ -103,12 +107,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search: its inputs with names resolved, and all choices.
+    """Result of a search.
 
     Args:
-        documents: boundaries of documents in each row of a step.
-        choices: the best choice of each candidate: those that fit, by step time, then the others, by memory.
-        policies: the first choice's candidate under every checkpoint policy, in the same order.
+        plan: the command's options. `model`, `cluster`, `room`, `length` and `documents` are what they resolve to.
+        documents: boundaries of documents in each row of a step, or None.
+        choices: the best choice of each candidate. Choices that fit come first, ordered by step time; the others are
+            ordered by memory.
+        policies: the candidate of the first choice under every checkpoint policy, in the same order.
     """
 
     plan: SearchPlan
@@ -126,7 +132,7 @@ class SearchResult:
         return [choice for choice in self.choices if choice.fits]
 
     def reason(self, choice: Choice) -> str:
-        """Explains why a choice is not the first: it does not fit, or which parts of its step are slower."""
+        """Explains why a choice is not the first: it does not fit, or parts of its step take longer."""
         if not choice.fits:
             return f"does not fit: {self.room.comparison(choice.memory)}"
         best = self.fitting[0].time
@@ -138,6 +144,7 @@ class SearchResult:
         )
         if difference <= 0 or not slower:
             return "as fast"
+        # At most three parts, each with more than a tenth of the difference.
         causes = [f"{name} +{duration(seconds)}" for seconds, name in slower if seconds > difference / 10][:3]
         return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(causes)}"
 
@@ -151,15 +158,15 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     Raises:
         ValueError: an unknown name, or a length or number of rows that no candidate supports.
     """
-    # 1. Names to values.
+    # 1. Resolve names.
     check_limits(plan)
     check_kernel_name("--kernel", plan.kernel)
     cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
     model = model_of(plan.model, length)
     room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
-    # 2. Candidates: meshes with the methods that use them, and layouts.
+    # 2. List the candidates: meshes with the methods that use them, and layouts.
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
-    replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica holds whole nodes
+    replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica has one or more whole nodes
     documents = documents_of(plan, length)
     layouts = layouts_of(is_hybrid(model), documents is not None) or LAYOUTS[:1]
     all_candidates = list(
@@ -172,14 +179,14 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
             f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
             f"{' '.join(plan.attention) or 'not set'}"
         )
-    # 3. Each candidate under all policies. Attention's time does not depend on the policy: once per candidate.
+    # 3. Evaluate each candidate under all policies. The time of attention's passes does not depend on the policy.
     choices = list[list[Choice]]()
     for i, candidate in enumerate(all_candidates):
         progress(i, len(all_candidates))
         passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel, documents=documents)
         choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes, documents))
 
-    # 4. Rank them, and show the first one's candidate under all policies.
+    # 4. Rank the candidates by their best choice, and evaluate the first candidate under all policies, slow ones too.
     def order(choice: Choice) -> tuple[bool, float]:
         return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
 
@@ -195,7 +202,7 @@ def documents_of(plan: SearchPlan, length: int) -> Rows | None:
     """Boundaries of packed documents in each row of a step, or None.
 
     Raises:
-        ValueError: a store and a mean length, or one of them that is refused.
+        ValueError: both a store and a mean length, or an invalid one.
     """
     if plan.documents is not None and plan.document_tokens is not None:
         raise ValueError(f"--documents {plan.documents} and --document-tokens {plan.document_tokens}: give one of them")
@@ -207,7 +214,10 @@ def documents_of(plan: SearchPlan, length: int) -> Rows | None:
 
 
 def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
-    """Sizes of `tp` that divide heads, key heads, the MLP's width and the ranks of a node: tp never crosses nodes."""
+    """Sizes of the axis `tp`: numbers that divide heads, key heads and the MLP's width.
+
+    They also divide the ranks of a node, because tensor parallelism between nodes is slow.
+    """
     width = model.hidden_dim if isinstance(model, LlamaConfig) else 4 * model.dim
     state_heads = model.states.key_heads if is_hybrid(model) and model.states is not None else 0
     return divisors(gcd(model.heads, model.kv_heads, width, state_heads, ranks_per_node))
@@ -224,9 +234,12 @@ def passes_of(
     documents: Rows | None = None,
     precision: torch.dtype = torch.bfloat16,
 ) -> Passes:
-    """Time of a block's attention, on causal sequences in the candidate's layout.
+    """Returns the time of a block's attention in forward and backward, and for a hybrid that of its other mixers.
+
+    The mask is causal, and within documents if there are any.
 
     Args:
+        rows: sequences of a step, over all ranks.
         kernel: name of the kernel; by default the fastest that torch ships.
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
         documents: boundaries of documents in each row of a step.
@@ -242,14 +255,15 @@ def passes_of(
         dtype=precision,
         batch=rows // mesh.replicas,
     )
-    # Groups along replicate, shard and tp run the same plan side by side and share the links between nodes. `replicas`
-    # counts groups with rows of their own: replicate x shard.
+    # Each group of ring x ulysses ranks runs this plan. Groups along replicate, shard and tp run it at the same time
+    # and share the links between nodes. `replicas` is replicate x shard.
     plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     copies = mesh.replicas * tp
     passes = Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
     if not is_hybrid(model):
         return passes
+    # Outside of attention, ranks on the head axis divide a shard among them.
     layout = shape.layout if mesh.ulysses == 1 else shape.layout.refine(mesh.ulysses)
     states = SequenceLayout.contiguous(length, layout.shards) if candidate.contiguous_states else layout
     return with_states(passes, model, layout, states, cluster, rows // mesh.replicas, tp, precision, mask)
@@ -269,10 +283,13 @@ def choices_of(
     """Evaluates a candidate under all checkpoint policies and ZeRO stages, with the optimizer on device or host.
 
     Args:
-        all_policies: True also evaluates policies that cannot be the best, as they are slower than one that fits.
+        rows: sequences of a step, over all ranks.
+        passes: time of the candidate's attention, from `passes_of`.
+        all_policies: False skips policies that are slower than a choice that fits.
     """
-    mesh, choices, fastest = candidate.mesh, list[Choice](), inf
+    mesh, choices, fastest = candidate.mesh, list[Choice](), inf  # fastest: seconds of the fastest choice that fits
     flops = rows * length * model.flops_per_token(length, mask_of(documents, rows))
+    # Without ranks that shard parameters, all ZeRO stages are equal.
     stages: tuple[ZeroStage, ...] = (2, 3) if mesh.shard * mesh.ring * mesh.ulysses > 1 else (3,)
     minimum_seconds = dict[tuple[Checkpointing, bool, int], float]()
     for policy, on_host, zero_stage in product(POLICIES, (False, True), stages):
@@ -287,8 +304,8 @@ def choices_of(
             contiguous_states=candidate.contiguous_states,
         )
         if fastest < inf and not all_policies:
-            # Skip a policy whose fastest variant is slower than a choice that fits. That variant has all checkpoints on
-            # the device: fewer checkpoints recompute more, and checkpoints on the host add copies.
+            # Skip a policy whose fastest variant is slower than a choice that fits. The fastest variant has all
+            # checkpoints on the device: variants with fewer checkpoints recompute more, and offloading adds copies.
             on_device = Checkpointing(policy.policy, tiled=policy.tiled)
             key = on_device, on_host, zero_stage
             if key not in minimum_seconds:
@@ -309,12 +326,15 @@ def choices_of(
             choices.append(choice)
             fastest = min(fastest, time.seconds if choice.fits else inf)
             if checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:
-                break  # all checkpoints fit and no copy costs time: variants with fewer are slower
+                break  # all checkpoints fit, and copies cost no time: variants with fewer checkpoints are slower
     return choices
 
 
 def best_of(choices: list[Choice], room: Room) -> Choice:
-    """Returns the choice with the most free memory among the fastest that fit, or among all if none fits."""
+    """Returns the fastest choice that fits; of several about equally fast ones (`TIE`), that with most free memory.
+
+    If none fits, returns the choice that needs the least memory.
+    """
     fitting = [choice for choice in choices if choice.fits]
     fastest = min((choice.time.seconds for choice in fitting), default=0.0)
     ties = [choice for choice in fitting if choice.time.seconds <= (1 + TIE) * fastest]

@@ -1,4 +1,4 @@
-"""The mask as a square of cells, and the cells of a block."""
+"""`MaskCells`: the mask as a square of cells, and the cells of a block."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from armillary.attention.mask.blocks import rectangles
 from armillary.core import SequenceLayout
 
 MOST_CELLS = 64
-"""Cells to a side, unless there are more than 32 shards."""
+"""Maximum number of cells to a side of the square. With more than 32 shards, there are two for each shard."""
 
 Cells2D = NDArray[np.bool_]
-"""[cells of queries, cells of keys]."""
+"""A boolean for each cell: [query cells, key cells]."""
 
 
 @dataclass(frozen=True)
 class MaskCells:
-    """A mask drawn by some positions of the sequence: all of them, or one for each cell of a longer sequence.
+    """A mask at one position of the sequence for each row and column of cells. Short sequences show all positions.
 
     Args:
-        positions: [cells].
-        shards: [cells] shard of the sequence axis that has each position.
-        owners: [cells] rank that has each position outside of attention.
-        visible: visible (query, key) pairs.
+        positions: [cells], the positions.
+        shards: [cells], the shard of the sequence axis that has each position.
+        owners: [cells], the rank that has each position outside of attention.
+        visible: [cells, cells], True where the query (row) sees the key (column).
     """
 
     positions: NDArray[np.int64]
@@ -38,17 +38,19 @@ class MaskCells:
 
     @classmethod
     def of(cls, layout: SequenceLayout, mask: AttentionMask, ulysses: int = 1) -> MaskCells:
-        """Chooses positions. Neighbouring cells are of different shards if the layout is striped.
+        """Divides the sequence into cells and chooses a position of each.
 
         Args:
             layout: layout over the sequence axis.
-            ulysses: ranks of the head axis, which divide each shard among them.
+            ulysses: number of ranks on the head axis, which divide each shard among them outside of attention.
         """
-        chunks = 2 * layout.shards  # of a zigzag layout: cells end where chunks do
+        chunks = (
+            2 * layout.shards
+        )  # of a zigzag layout. The number of cells is a multiple, so cells end where chunks end
         count = min(layout.length, chunks * max(1, MOST_CELLS // chunks))
         edges = np.arange(count + 1) * layout.length // count
-        # From the middle of each cell on, the position of the shard that has been chosen least often so far: a striped
-        # layout would otherwise show the same shard in every cell.
+        # A cell shows a position from its middle on. Of these positions, choose one whose shard has been chosen least
+        # often so far. The middle itself would be of the same shard in every cell, if the layout is striped.
         uses, chosen_positions, chosen_shards = np.zeros(layout.shards, np.int64), list[int](), list[int]()
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             middle = (start + stop) // 2
@@ -63,10 +65,10 @@ class MaskCells:
         return cls(positions, np.array(chosen_shards), owners, mask.visible(tensor, tensor).numpy())
 
     def block(self, queries: Sequence[int], keys: Sequence[int]) -> Cells2D:
-        """Returns the visible cells of some shards' queries and keys."""
+        """Returns the visible cells whose query is of one of the shards `queries`, and whose key of one of `keys`."""
         return self.visible & np.isin(self.shards, queries)[:, None] & np.isin(self.shards, keys)[None, :]
 
 
 def outline(cells: Cells2D) -> str:
-    """Returns an SVG path of rectangles that cover the cells: a cell is one unit."""
+    """Returns an SVG path of rectangles that cover the True cells. The side of a cell is one unit."""
     return "".join(f"M{c0} {r0}h{c1 - c0}v{r1 - r0}h{c0 - c1}z" for r0, r1, c0, c1 in rectangles(cells))

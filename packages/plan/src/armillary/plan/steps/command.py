@@ -1,4 +1,4 @@
-"""`armillary-plan steps`: its arguments, and the drawings of the methods that they name."""
+"""The command `armillary-plan steps`: its options, and its output as a file or as text."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from armillary.plan.steps.timeline import join_frames, timeline
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 MOST_RANKS = 64
-"""Ranks of a picture."""
+"""Maximum number of ranks in a picture."""
 TOKENS_PER_RANK = 8
-"""Tokens of a rank in the default sequence: four in each of a zigzag layout's two chunks."""
+"""Tokens per rank of the default sequence: a zigzag layout has two chunks of four tokens on each rank."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """Draws the steps of an attention method: the transfers, and the tiles of the mask that ranks compute.
+    """Draws the steps of an attention method: transfers, and the part of the mask that each rank computes meanwhile.
 
     Ways to start:
       # a page to step through, or all steps as one picture
@@ -44,38 +44,39 @@ class StepsPlan:
       armillary-plan steps --attention usp --ulysses 2 --documents 0 8 40 64 --parents -1 0 0 --layout balanced \\
           --out tree.html
 
-    All figures come from the method's communication plan.
+    All pictures and numbers come from the method's communication plan.
     """
 
     out: Path | None = None
-    """File to write: .html, or .svg."""
+    """File to write: .html or .svg."""
     attention: tuple[str, ...] = ("ring",)
     """Methods, named as for --parallel.attention. Several are drawn side by side, as .svg."""
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 8
     ulysses: CountOrNone = None
-    """Ranks on the head axis of methods on both axes; by default the largest common divisor up to half of them."""
+    """Ranks on the head axis, for methods on both axes; by default the largest number up to half of the ranks that
+    divides heads and ranks."""
     team: CountOrNone = None
     """wallfacer: team size (C)."""
     placement: Placement = "collect_intra"
-    """wallfacer: which ranks are neighbours."""
+    """wallfacer: whether the ranks of a team, or those of a ring, are neighbours."""
     heads_per_stage: CountOrNone = None
-    """upipe: query heads of a stage."""
+    """upipe: query heads per stage."""
     backward: Backward = "auto"
-    """ring and wallfacer: the side that rotates in backward."""
+    """ring and wallfacer: whether keys or queries rotate in backward."""
     tokens: int | None = None
-    """Sequence length over all ranks (N); by default 8 for each rank. Long ones are drawn by some positions."""
+    """Sequence length over all ranks (N); by default 8 per rank. Pictures show only some positions of a long one."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Distribution of positions over sequence ranks."""
     full: bool = False
-    """Full mask; by default a causal one."""
+    """Full mask; by default a causal mask."""
     window: tuple[int, int] | None = None
-    """Neighbours to the left and to the right that a query sees."""
+    """Sliding window: number of keys before and after its own position that a query sees."""
     documents: tuple[int, ...] = ()
     """Boundaries of documents, from 0 to the number of tokens."""
     parents: tuple[int, ...] = ()
-    """Makes the documents a tree of segments: the parent of each, -1 for none."""
+    """Makes the documents segments of a tree: the index of each segment's parent, or -1 if it has none."""
     prefixes: tuple[int, ...] = ()
-    """Tokens at the start of each document that are seen in both directions."""
+    """Number of tokens at the start of each document that see each other in both directions."""
     chunk: CountOrNone = None
     """Causal attention within chunks of this many tokens."""
     heads: Count = 8
@@ -83,18 +84,18 @@ class StepsPlan:
     kv_heads: CountOrNone = None
     """Key/value heads (K); by default as many as query heads."""
     head_dim: Count = 128
-    """D."""
+    """Head dim (D)."""
     rows: Count = 1
-    """Sequences (B)."""
+    """Sequences in the batch (B)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     frames: Count = 4
-    """Frames of each method, where several are drawn side by side."""
+    """Number of frames of each method, if several methods are drawn side by side."""
     json: bool = False
-    """Print all figures as JSON."""
+    """Print all numbers as JSON."""
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens of the sequence."""
         if self.tokens is None:
             return self.documents[-1] if self.documents else TOKENS_PER_RANK * self.ranks
         return amount(self, "tokens")
@@ -132,7 +133,7 @@ def plan_steps(plan: StepsPlan) -> list[MethodSteps]:
     """Returns the steps of each method.
 
     Raises:
-        ValueError: a method that does not support the mask, the ranks or an option, or one that has no plan.
+        ValueError: a method that does not support the mask, the ranks or an option, or has no communication plan.
     """
     check_limits(plan)
     if not plan.attention:
@@ -141,7 +142,7 @@ def plan_steps(plan: StepsPlan) -> list[MethodSteps]:
 
 
 def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
-    """Returns the steps of one method; `prefix` distinguishes its shapes from other methods' in one file."""
+    """Returns the steps of one method. `prefix` is put before the ids of its shapes, to make them unique in a file."""
     method = named_method(name, options_for(plan, name))
     ulysses = head_ranks(plan, method)
     ring, length, mask = plan.ranks // ulysses, plan.length, plan.mask
@@ -158,7 +159,7 @@ def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
         batch=plan.rows,
     )
     frames = timeline(method.comm_plan(work, ring, ulysses), plan.heads, ulysses)
-    # Side by side only a few frames fit, so steps that belong together are joined.
+    # Only a few frames of each method fit side by side, so join steps that belong together.
     if len(plan.attention) > 1:
         frames = join_frames(frames)
     drawing = Drawing(frames, MaskCells.of(layout, mask, ulysses), plan.ranks, ulysses, prefix)
@@ -171,7 +172,7 @@ def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
 
 
 def options_for(plan: StepsPlan, name: str) -> MethodOptions:
-    """Returns the method's options; of several methods, each takes those that it knows."""
+    """Returns the options for a method. One of several methods gets only options that it has; one alone gets all."""
     options = MethodOptions(plan.heads_per_stage, plan.team, plan.placement, plan.backward)
     if len(plan.attention) == 1:
         return options
@@ -181,10 +182,10 @@ def options_for(plan: StepsPlan, name: str) -> MethodOptions:
 
 
 def head_ranks(plan: StepsPlan, method: NamedMethod) -> int:
-    """Returns the ranks of the head axis.
+    """Returns the number of ranks on the head axis.
 
     Raises:
-        ValueError: --ulysses does not divide the ranks, or the method does not use the axis.
+        ValueError: --ulysses does not divide the ranks, or the method allows another number only.
     """
     if "ulysses" not in method.axes:
         ulysses = 1
@@ -200,7 +201,7 @@ def head_ranks(plan: StepsPlan, method: NamedMethod) -> int:
 
 
 def write_steps(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
-    """Writes the file of `--out`.
+    """Writes the file that `--out` names.
 
     Raises:
         ValueError: a suffix other than .html and .svg, or several methods as .html.
@@ -223,7 +224,7 @@ def write_steps(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
 
 
 def as_dict(plan: StepsPlan, methods: Sequence[MethodSteps]) -> dict[str, Any]:
-    """All figures for JSON."""
+    """Returns all numbers as JSON values."""
     return {
         "plan": asdict(plan) | {"out": plan.out and str(plan.out)},
         "methods": [method.as_dict for method in methods],
@@ -231,7 +232,7 @@ def as_dict(plan: StepsPlan, methods: Sequence[MethodSteps]) -> dict[str, Any]:
 
 
 def show(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
-    """Prints the written files, and the bytes of each method."""
+    """Prints the bytes that each method sends, and the name of the written file."""
     for steps in methods:
         print(f"{steps.title}: {steps.subtitle}")
         for totals in steps.frames[-1].sent_bytes:

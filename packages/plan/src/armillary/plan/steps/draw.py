@@ -1,7 +1,7 @@
-"""Draws a frame as SVG: the ranks in a circle with their sends, and the mask with the blocks that they compute.
+"""Draws a frame as two SVG drawings: the ranks in a circle with their sends, and the mask with the computed blocks.
 
-Shapes that several frames use are defined once: an arrow for each pair of ranks that send, a path for each block.
-Colours are in classes, so that one style sheet serves light and dark pages.
+Shapes that several frames use are defined once: an arrow for each (sender, receiver), and a path for each block. Shapes
+have CSS classes instead of colours, so that the style sheet can have colours for light and for dark pages.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from armillary.plan.steps.cells import MaskCells, outline
 from armillary.plan.steps.timeline import Frame, RankBlock
 
 SIDE = 200
-"""Sides of both drawings, in SVG units."""
+"""Side of each of the two drawings, in SVG units."""
 STRIP = 6
-"""Width of the strips that show the owners of positions."""
+"""Width of the strips beside the mask, which show the rank of each position, in SVG units."""
 KEY_TENSORS = {"k", "v", "dk", "dv"}
 DOT_SHARE = 0.36
-"""Radius of a rank's dot, as a share of the distance between two of them."""
+"""Radius of a rank's dot, as a fraction of the distance between neighbouring dots."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Circle:
 
     @property
     def radius(self) -> float:
-        """Radius of the circle, inside of the labels."""
-        return SIDE / 2 - 40
+        """Radius of the circle of dots."""
+        return SIDE / 2 - 40  # the labels of the ranks are outside of the circle
 
     def center(self, rank: int, radius: float | None = None) -> tuple[float, float]:
         """Returns the center of a rank's dot, or the point in its direction at another radius."""
@@ -51,7 +51,7 @@ class Circle:
         return SIDE / 2 + radius * cos(angle), SIDE / 2 + radius * sin(angle)
 
     def arrow(self, source: int, target: int) -> str:
-        """Returns the path of an arrow. Opposite directions bend to opposite sides."""
+        """Returns the SVG path of an arrow between ranks. The two directions of a pair bend to opposite sides."""
         # A quadratic Bezier curve from dot to dot, whose control point is beside the middle of the straight line.
         (x0, y0), (x1, y1) = self.center(source), self.center(target)
         length = hypot(x1 - x0, y1 - y0)
@@ -60,15 +60,16 @@ class Circle:
         control_x, control_y = (x0 + x1) / 2 + bend * side_x, (y0 + y1) / 2 + bend * side_y
         start = _towards(x0, y0, control_x, control_y, self.dot + 1)
         end = _towards(x1, y1, control_x, control_y, self.dot + 2)
-        # The head: two strokes from the tip, 35 degrees to either side of the curve (cosine 0.82, sine 0.57).
-        angle_x, angle_y = control_x - end[0], control_y - end[1]
-        size = min(6.0, 0.5 * self.dot + 1.5) / hypot(angle_x, angle_y)
+        # The arrow's head: two strokes from the tip, which are the direction back to the control point turned by 35
+        # degrees to either side (cosine 0.82, sine 0.57).
+        back_x, back_y = control_x - end[0], control_y - end[1]
+        size = min(6.0, 0.5 * self.dot + 1.5) / hypot(back_x, back_y)
         stroke_ends = (
             (
-                end[0] + size * (angle_x * 0.82 - turn * angle_y * 0.57),
-                end[1] + size * (angle_y * 0.82 + turn * angle_x * 0.57),
+                end[0] + size * (back_x * 0.82 - side * back_y * 0.57),
+                end[1] + size * (back_y * 0.82 + side * back_x * 0.57),
             )
-            for turn in (1, -1)
+            for side in (1, -1)
         )
         first, second = (f"{x:.1f} {y:.1f}" for x, y in stroke_ends)
         tip = f"{end[0]:.1f} {end[1]:.1f}"
@@ -76,7 +77,7 @@ class Circle:
 
 
 def _towards(x: float, y: float, to_x: float, to_y: float, distance: float) -> tuple[float, float]:
-    """Returns the point at a distance from (x, y) in the direction of another."""
+    """Returns the point at `distance` from (x, y), in the direction of (to_x, to_y)."""
     length = hypot(to_x - x, to_y - y)
     return x + (to_x - x) * distance / length, y + (to_y - y) * distance / length
 
@@ -85,8 +86,9 @@ class Drawing:
     """Draws the frames of one method.
 
     Args:
-        ulysses: ranks of the head axis; each has its own square.
-        name: distinguishes ids of several methods in one file.
+        ranks: number of all ranks.
+        ulysses: number of ranks on the head axis. Each has a square of its own, with the mask for its heads.
+        name: prefix of ids, to make them unique in a file with several methods.
     """
 
     def __init__(self, frames: Sequence[Frame], cells: MaskCells, ranks: int, ulysses: int, name: str = "") -> None:
@@ -94,7 +96,7 @@ class Drawing:
         self.circle = Circle(ranks)
 
     def definitions(self) -> str:
-        """Returns the shapes that `ring` and `masks` use."""
+        """Returns the SVG element that defines the shapes to which `ring` and `masks` refer."""
         blocks = {(block.queries, block.keys) for frame in self.frames for block in frame.blocks}
         pairs = {pair for frame in self.frames for pair, _ in arrows(frame)}
         shapes = [
@@ -108,15 +110,15 @@ class Drawing:
         return f"<defs>{''.join(paths)}{self._strips()}{''.join(computed_cells)}</defs>"
 
     def ring(self, frame: Frame) -> str:
-        """Returns the ranks, the sends between them and the shards that each computes with."""
+        """Returns the drawing of the ranks in a circle, their sends, and the shards with which each rank computes."""
         sends = (f'<use href="#{self._id("a", *pair)}" class="{style}"/>' for pair, style in arrows(frame))
         blocks = [[block for block in frame.blocks if block.rank == rank] for rank in range(self.ranks)]
         dots = (self._dot(rank, blocks[rank]) for rank in range(self.ranks))
         return f"<g>{''.join(sends)}{''.join(dots)}</g>"
 
     def masks(self, index: int) -> str:
-        """Returns a square for each rank of the head axis, with the blocks of frame `index` and those before it."""
-        # One square per rank of the head axis, in a grid that is as square as possible.
+        """Returns the drawing of the mask, with the blocks that are computed in frame `index` and before it."""
+        # One square for each rank of the head axis, in a grid that is as square as possible.
         columns = ceil(self.ulysses**0.5)
         rows = ceil(self.ulysses / columns)
         # Above each square: its heads, and a strip with the owner of each key. To its left, the owners of queries.
@@ -137,7 +139,7 @@ class Drawing:
         return "".join(squares)
 
     def _strips(self) -> str:
-        """Returns the owners of positions, beside and above a square."""
+        """Returns the strips to the left of and above a square, in the colours of the ranks that have the positions."""
         owners, width = self.cells.owners, STRIP * len(self.cells.owners) / SIDE
         starts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
         runs = [(int(owners[start]), start, stop - start) for start, stop in pairwise(starts)]
@@ -150,6 +152,7 @@ class Drawing:
         return f'<g id="{self._id("strips")}">{"".join(left_strip)}{"".join(top_strip)}</g>'
 
     def _square(self, index: int, square: int) -> str:
+        """Returns the mask of one rank of the head axis: blocks of frame `index`, and paler those of earlier frames."""
         size = len(self.cells.visible)
         phase = self.frames[index].phase
         history = [i for i in range(index + 1) if self.frames[i].phase == phase and self._blocks(i, square)]
@@ -168,6 +171,7 @@ class Drawing:
         return [block for block in self.frames[index].blocks if block.rank % self.ulysses == square]
 
     def _computed_blocks(self, index: int, square: int) -> str:
+        """Returns the shape of all blocks of a frame in one square."""
         blocks = (
             f'<use href="#{self._block_id(block.queries, block.keys)}" class="r{block.rank}"/>'
             for block in self._blocks(index, square)
@@ -175,6 +179,7 @@ class Drawing:
         return f'<g id="{self._id("f", index, square)}">{"".join(blocks)}</g>'
 
     def _dot(self, rank: int, blocks: Sequence[RankBlock]) -> str:
+        """Returns the dot of a rank and, if it computes one block, a label with the block's shards."""
         (x, y), dot = self.circle.center(rank), self.circle.dot
         text = (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dot:.1f}" class="r{rank} dot"/>'
@@ -183,8 +188,8 @@ class Drawing:
         if len(blocks) != 1 or self.ranks > 16:
             return text
         x, y = self.circle.center(rank, self.circle.radius + dot + 4)
-        # The label is outside of the circle: left or right of the dot, or centered above or below it. The text has two
-        # lines, so it is moved further from the center at the top and bottom.
+        # The label is outside of the circle: left or right of the dot, or centered above or below it. It has two lines,
+        # so above and below the dot it is moved further from the center.
         across = (x - SIDE / 2) / SIDE
         anchor = "middle" if abs(across) < 0.1 else "start" if across > 0 else "end"
         y += (y - SIDE / 2) * 0.05
@@ -202,9 +207,9 @@ class Drawing:
 
 
 def arrows(frame: Frame) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yields the (source, target) of each arrow and its style.
+    """Yields ((source, target), CSS classes) of each arrow of a frame.
 
-    Everything that one rank sends to another is one arrow; results that return have another.
+    All moves from one rank to another share one arrow; results of the previous step have another arrow.
     """
     styles = dict[tuple[tuple[int, int], bool], set[str]]()
     for moves, late in ((frame.moves, False), (frame.returning, True)):
@@ -217,12 +222,12 @@ def arrows(frame: Frame) -> Iterator[tuple[tuple[int, int], str]]:
 
 
 def side_of(move: Move) -> str:
-    """Returns "keys" or "queries", the side that a move's tensors belong to."""
+    """Returns "keys" if a move sends keys, values or their gradients, else "queries"."""
     return "keys" if set(move.tensors) <= KEY_TENSORS else "queries"
 
 
 def moves_text(frame: Frame) -> str:
-    """Returns the tensors and kind of a move, such as "k, v: p2p"."""
+    """Returns the tensors and kinds of a frame's moves, such as "k, v: p2p"."""
     texts = dict[str, list[str]]()
     for move in (*frame.moves, *frame.returning):
         texts.setdefault(move.kind.replace("_", "-"), []).extend(move.tensors)
@@ -247,7 +252,7 @@ def heads_text(blocks: Sequence[RankBlock]) -> str:
 
 
 def rank_styles(ranks: int) -> str:
-    """Returns CSS for each rank: the fill of its dot and blocks, and of the text on it."""
+    """Returns CSS rules with the colour of each rank's dot and blocks, and of the text on the dot."""
     rules = list[str]()
     for rank, color in enumerate(rank_colors(ranks)):
         # Lighter than the palette, whose darkest colours would be invisible on a dark page.

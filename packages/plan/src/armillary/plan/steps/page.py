@@ -16,14 +16,14 @@ from armillary.plan.steps.timeline import Frame
 GAP = 16
 """Distance between drawings of an SVG file, in SVG units."""
 CAPTION = 18
-"""Height of the line above a frame of an SVG file."""
-LABEL_SIZE = 6.5
-"""Mean width of a caption's character."""
+"""Height of the caption above a frame of an SVG file, in SVG units."""
+CHARACTER_WIDTH = 6.5
+"""Mean width of a character of a caption, in SVG units."""
 
 
 @dataclass(frozen=True)
 class MethodSteps:
-    """The frames of one method, drawn.
+    """The frames of one method and their drawings.
 
     Args:
         title: such as "wallfacer C=2 on 8 ranks".
@@ -39,12 +39,12 @@ class MethodSteps:
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """The title, the facts and all frames, as JSON values."""
         return {"title": self.title, **self.facts, "frames": [frame.as_dict for frame in self.frames]}
 
 
 def html_page(steps: MethodSteps) -> str:
-    """Returns an HTML page that contains its styles, script and data, and loads nothing."""
+    """Returns an HTML page that contains its styles, script and data, so it loads no other file."""
     frames = "\n".join(
         f'<figure class="frame">{svg(steps.drawing.ring(frame), "ranks")}{svg(steps.drawing.masks(i), "mask")}'
         f"<figcaption>{escape(frame.title)}: {escape(moves_text(frame))}</figcaption></figure>"
@@ -62,12 +62,12 @@ def html_page(steps: MethodSteps) -> str:
 
 
 def svg(content: str, label: str) -> str:
-    """Returns one drawing as an element of a page."""
+    """Returns one drawing as an `svg` element of a page."""
     return f'<svg viewBox="0 0 {SIDE} {SIDE}" role="img" aria-label="{label}">{content}</svg>'
 
 
 def script_json(value: object) -> str:
-    """Returns JSON for a script element; escapes characters that could end the element or a JavaScript line."""
+    """Returns JSON for a script element. Escapes characters that could end the element or a line of JavaScript."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -82,7 +82,7 @@ def svg_file(steps: MethodSteps, columns: int = 2) -> str:
 
 
 def comparison(methods: Sequence[MethodSteps], rows: int) -> str:
-    """Returns an SVG file with a column for each method: at most `rows` frames of its forward."""
+    """Returns an SVG file with a column for each method, of at most `rows` frames of its forward."""
     drawings = [
         (steps, column, [(0, row, i) for row, i in enumerate(spaced_frames(steps.frames, rows))])
         for column, steps in enumerate(methods)
@@ -91,7 +91,7 @@ def comparison(methods: Sequence[MethodSteps], rows: int) -> str:
 
 
 def spaced_frames(frames: Sequence[Frame], rows: int) -> list[int]:
-    """Returns indices of at most `rows` frames of forward with sends, evenly spaced, the first and last included."""
+    """Returns indices of at most `rows` frames of forward that have sends: the first, the last, and some between."""
     sending_frames = [
         i for i, frame in enumerate(frames) if frame.phase == "forward" and (frame.moves or frame.returning)
     ]
@@ -103,12 +103,12 @@ def spaced_frames(frames: Sequence[Frame], rows: int) -> list[int]:
 def sheet(
     drawings: Sequence[tuple[MethodSteps, int, Sequence[tuple[int, int, int]]]], columns: int, style_class: str
 ) -> str:
-    """Returns an SVG file.
+    """Returns an SVG file with frames of methods in rows and columns.
 
     Args:
-        drawings: for each method the column where it starts, and (column, row, index) of each frame.
-        columns: columns of the sheet.
-        style_class: class in the style sheet.
+        drawings: for each method (steps, first column, frames). A frame is (column after the first, row, index).
+        columns: number of columns of the file.
+        style_class: "all-steps" or "comparison", the CSS class of the file.
     """
     width_of_frame = 2 * SIDE + GAP
     height_of_frame = SIDE + CAPTION + GAP
@@ -122,8 +122,9 @@ def sheet(
         for column, row, i in cells:
             x, y = left + column * (width_of_frame + 2 * GAP), row * height_of_frame + 2.5 * GAP
             frame = steps.frames[i]
-            letter = LABEL_SIZE * (1.3 if style_class == "comparison" else 1)
-            caption = truncate(f"{frame.title} · {moves_text(frame)}", int(width_of_frame / letter))
+            # Captions of a comparison have larger letters (`drawing.css`).
+            character_width = CHARACTER_WIDTH * (1.3 if style_class == "comparison" else 1)
+            caption = truncate(f"{frame.title} · {moves_text(frame)}", int(width_of_frame / character_width))
             body.append(
                 f'<g transform="translate({x} {y})"><text y="11" class="caption">{escape(caption)}</text>'
                 f'<g transform="translate(0 {CAPTION})">{steps.drawing.ring(frame)}'
@@ -140,10 +141,10 @@ def sheet(
 
 
 def truncate(text: str, length: int) -> str:
-    """Returns a text of at most `length` characters, with an ellipsis if it is truncated."""
+    """Returns the text, or if it is too long its first `length` - 1 characters and an ellipsis."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def resource(name: str) -> str:
-    """Returns a file beside this module."""
+    """Returns the text of a file beside this module."""
     return files("armillary.plan.steps").joinpath(name).read_text("utf-8")

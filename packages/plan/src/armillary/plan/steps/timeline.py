@@ -1,4 +1,4 @@
-"""Converts a communication plan to frames: the transfers and the computation of each step of a method."""
+"""Converts a communication plan to frames, which have the transfers and the computation of each step of a method."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RankBlock(NamedTuple):
     """The block that a rank computes in a frame.
 
     Args:
-        queries, keys: shards of the sequence axis.
-        heads: query heads.
-        pairs: visible (query, key) pairs over these heads and the batch.
+        queries, keys: shards of the sequence axis, of the queries and of the keys.
+        heads: query heads for which the rank computes the block.
+        pairs: number of visible (query, key) pairs, summed over these heads and the batch.
     """
 
     rank: int
@@ -43,15 +43,16 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """A step of a method, or several equal ones: the tensors in flight and the blocks that ranks compute meanwhile.
+    """One step of a method, or several joined ones: the tensors in flight and the blocks that ranks compute meanwhile.
 
     Args:
         phase: "forward" or "backward".
-        number, last, count: first and last step of the frame, counted from 1, and the number of steps in the phase.
-        moves: sends of this step, in flight.
-        returning: results of the previous step, in flight at the same time.
+        number, last: first and last step of the frame, counted from 1.
+        count: number of steps in the phase.
+        moves: moves of this step, in flight.
+        returning: moves of the previous step's results, in flight at the same time.
         blocks: blocks of the ranks that compute.
-        sent_bytes: bytes sent by the end of the frame.
+        sent_bytes: bytes sent from the start of forward to the end of the frame.
     """
 
     phase: str
@@ -89,11 +90,11 @@ def timeline(plan: CommPlan, heads: int, ulysses: int) -> list[Frame]:
     """Returns the frames of forward and backward.
 
     Args:
-        heads: query heads.
-        ulysses: ranks of the head axis.
+        heads: number of query heads.
+        ulysses: number of ranks on the head axis.
 
     Raises:
-        ValueError: a plan whose steps do not name their blocks.
+        ValueError: the plan's steps have computation but do not name its blocks.
     """
     frames, rank_bytes = list[Frame](), Counter[tuple[Role, Kind, int]]()
     for phase, phase_steps in (("forward", plan.forward), ("backward", plan.backward)):
@@ -108,10 +109,10 @@ def timeline(plan: CommPlan, heads: int, ulysses: int) -> list[Frame]:
 
 
 def with_returns(steps: Sequence[Step]) -> Iterator[tuple[Step, tuple[Move, ...]]]:
-    """Yields each step with the later moves of the step before."""
+    """Yields each step with the moves of the previous step's results (its `later_moves`)."""
     returning = tuple[Move, ...]()
     for step in steps:
-        # Results overlap with the next computation. Before a step without one they have a frame of their own.
+        # Results are sent while the next step computes. If the next step only communicates, they get an empty step.
         if returning and not step.pairs:
             yield Step(), returning
             returning = ()
@@ -122,13 +123,15 @@ def with_returns(steps: Sequence[Step]) -> Iterator[tuple[Step, tuple[Move, ...]
 
 
 def join_frames(frames: Sequence[Frame]) -> list[Frame]:
-    """Joins sends of equal kind before a computation, and a computation without sends to the frame before it."""
+    """Joins successive frames that belong together, so that fewer frames are drawn.
+
+    - A computation without sends is joined with the frame before it.
+    - Successive sends of inputs, of one kind, are joined: the all-to-alls of q, k and v. Sends of results are not.
+    """
     result = list[Frame]()
     for frame in frames:
         before = result[-1] if result and result[-1].phase == frame.phase else None
         has_sends = bool(frame.moves or frame.returning)
-        # Joined are a computation without sends and the frame before it, and successive sends of inputs, such as the
-        # all-to-alls of q, k and v. Sends of results are frames of their own.
         only_sends = before and not (before.blocks or frame.blocks or before.returning or frame.returning)
         if before and (not has_sends or (only_sends and kinds(before) == kinds(frame) and not is_output(before))):
             result[-1] = replace(
@@ -149,17 +152,18 @@ def kinds(frame: Frame) -> set[Kind]:
 
 
 def is_output(frame: Frame) -> bool:
-    """Returns True if a frame sends results of the computation before it."""
+    """Returns True if a frame sends out or gradients: results of the computation before it."""
     return any(tensor in ("out", "dq", "dk", "dv") for move in frame.moves for tensor in move.tensors)
 
 
 def rank_blocks(plan: CommPlan, step: Step, heads: int, ulysses: int) -> Iterator[RankBlock]:
-    """Yields the blocks of a step, with shards of the sequence axis."""
+    """Yields the block of each rank that computes in a step."""
     if step.pairs and not step.blocks:
         raise ValueError("the steps of this method's comm_plan have no blocks, which pictures need")
     for rank, (pairs, block) in enumerate(zip(step.pairs, step.blocks, strict=True)):
         if block is None or not pairs:
             continue
+        # A block is (query shard, key shard). If the plan has tables of shards, these are indices into the tables.
         queries, keys = (
             (shard,) if shards is None else shards[shard]
             for shard, shards in zip(block, (plan.query_shards, plan.key_shards), strict=True)
@@ -169,7 +173,11 @@ def rank_blocks(plan: CommPlan, step: Step, heads: int, ulysses: int) -> Iterato
 
 
 def sent_bytes(rank_bytes: Counter[tuple[Role, Kind, int]]) -> tuple[SentBytes, ...]:
-    """Returns the sum and the maximum over ranks for each axis and kind of move."""
+    """Returns the sum and the maximum over ranks, for each axis and kind of move.
+
+    Args:
+        rank_bytes: bytes by (axis, kind, rank).
+    """
     sizes_of_ranks = dict[tuple[Role, Kind], list[int]]()
     for (axis, kind, _), size in rank_bytes.items():
         sizes_of_ranks.setdefault((axis, kind), []).append(size)

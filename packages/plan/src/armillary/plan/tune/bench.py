@@ -1,4 +1,4 @@
-"""Times forward and backward of one block of the model, or of one period of a hybrid's, on a candidate's mesh."""
+"""Times forward and backward of one block of the model on a candidate's mesh; for a hybrid, of one period of blocks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from armillary.train.rows import load_rows, open_stores
 from armillary.train.run import batch_mask
 
 VOCABULARY = 256
-"""Vocabulary of the measured model. Embedding and loss cost all candidates the same, so they are small."""
+"""Vocabulary of the measured model. It is small, because embedding and loss take the same time for all candidates."""
 
 
 @dataclass
 class Bench:
-    """A model of few blocks, sharded as by the trainer, with this rank's tokens and labels [B, T]."""
+    """A model of few blocks, sharded as the trainer does it, with this rank's tokens and labels [B, T]."""
 
     model: Llama | GPT
     tokens: Tensor
@@ -49,20 +49,20 @@ class Bench:
         """Builds the model. Every rank must call it.
 
         Raises:
-            ValueError: the candidate does not match the model, the rows or the length; on every rank.
+            ValueError: the model, the rows or the length do not allow the candidate. Every rank raises.
         """
         # 1. The mesh and the method of the candidate.
         config = candidate.apply_to(config)
         check(config)
         axes, dtype = choose_axes(config, world_size()), precision(config, device)
         mesh = mesh_of(config, device, axes)
-        # 2. The model: one block, or the blocks that a hybrid repeats.
+        # 2. The model: one block, or for a hybrid one period of the blocks that it repeats.
         block = model_config(config.model, VOCABULARY, config.data.sequence_length)
         block = replace(block, layers=len(block.mixers)) if is_hybrid(block) else one_block(block)
         block = replace(block, vocab_size=VOCABULARY)
         model, attention = shard_model(block, config, mesh, dtype)
         attention.kernel = kernel_with_margin(config, block, dtype, device, axes["ring"])
-        # 3. The tokens: random ones; with documents, in the layout and under the mask of the run's first batch.
+        # 3. Random tokens. With documents, the layout and the mask are those of the run's first batch.
         layout, mask = attention.layout(config.data.sequence_length, config.data.layout), AttentionMask()
         if config.data.documents:
             replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
@@ -72,7 +72,7 @@ class Bench:
         model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
         initialize(model, config.train.seed)
         positions = layout.positions(attention.shard).to(device)
-        # Labels are other random tokens, which cost as much as the right ones.
+        # All labels take the same time, so shifted tokens are good enough.
         tokens = torch.randint(VOCABULARY, (config.rows_per_batch, len(positions)), device=device)
         return cls(model, tokens, tokens.roll(1, dims=1), positions, layout, mask)
 
@@ -85,7 +85,7 @@ class Bench:
         self.model.zero_grad()
 
     def seconds(self) -> float:
-        """Returns the seconds of a step on this rank. All ranks start together."""
+        """Runs a step and returns its seconds on this rank. All ranks start together."""
         device = self.tokens.device
         dist.barrier()
         synchronize(device)
@@ -96,14 +96,14 @@ class Bench:
 
 
 def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> Measurement:
-    """Times `iterations` passes after a warm-up. Every rank must call it; all return the same.
+    """Times `iterations` steps of a candidate, after a warm-up. Every rank must call it; all return the same values.
 
     Raises:
         ValueError: as `Bench.of`.
     """
     free_memory(device)
     bench = Bench.of(config, candidate, device)
-    bench.step()  # allocates, compiles and opens connections
+    bench.step()  # the warm-up: allocates, compiles and opens connections
     seconds = [bench.seconds() for _ in range(iterations)]
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     *seconds, peak = slowest_rank([*seconds, float(memory)], device)
@@ -111,13 +111,13 @@ def measure(config: Config, candidate: Candidate, device: torch.device, iteratio
 
 
 def compare(config: Config, candidates: Sequence[Candidate], device: torch.device, rounds: int) -> list[float]:
-    """Returns the median seconds of each candidate, measured in turns, so that noise affects all alike."""
+    """Returns the median seconds of each candidate. Their steps alternate, so that noise affects all alike."""
     free_memory(device)
     benches = [Bench.of(config, candidate, device) for candidate in candidates]
     for bench in benches:
-        bench.step()
+        bench.step()  # the warm-up
     seconds: list[list[float]] = [[] for _ in benches]
-    # Each round starts with the next candidate, so that none always runs first.
+    # Each round starts with another candidate, so that none is always the first.
     for i in range(rounds):
         for j in range(len(benches)):
             turn = (i + j) % len(benches)
@@ -126,14 +126,14 @@ def compare(config: Config, candidates: Sequence[Candidate], device: torch.devic
 
 
 def slowest_rank(values: list[float], device: torch.device) -> list[float]:
-    """Returns the maximum of each value over all ranks."""
+    """Returns each value's maximum over all ranks."""
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return maxima.tolist()
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees the memory of earlier candidates and resets peak statistics."""
+    """Frees the memory of earlier candidates and resets the statistics of peak memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -141,5 +141,6 @@ def free_memory(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has finished its kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

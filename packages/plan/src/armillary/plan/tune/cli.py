@@ -13,8 +13,8 @@ from armillary.plan.tune.tuner import tune
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and tunes.
 
-    Exit codes: 0: the choice is written. 1: a failure while measuring; the same command resumes. 2: wrong arguments, or
-    no candidate could be run, with the reason in one line.
+    Exit codes: 0: the choice is written. 1: an error stopped the measurements; the same command resumes them. 2: wrong
+    arguments, or no candidate could be run; prints the reason in one line.
     """
     with exit_on_error(PROGRAM):
         tune(read_plan(sys.argv[1:] if argv is None else argv))

@@ -1,4 +1,4 @@
-"""The tuner's command line: the trainer's flags, and how to measure."""
+"""The tuner's command line: the trainer's flags, and options for the measurements."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ PROGRAM = "armillary-tune"
 
 @dataclass(frozen=True)
 class TunePlan(Source):
-    """Measures which mesh and attention method train a model fastest on this machine, for `armillary-train --config`.
+    """Measures which mesh and attention method train a model fastest on this machine.
 
     Three ways to start:
       # all meshes and methods on 8 GPUs
       torchrun --nproc-per-node 8 -m armillary.plan.tune --recipe llama3_8b_128k
-      # two methods, without candidates that the planner predicts to be slow or not to fit
+      # only two methods, and skip candidates that the planner predicts to be slow or not to fit
       torchrun --nproc-per-node 8 -m armillary.plan.tune --attention usp upipe --cluster 8xh100
-      # the chosen run
+      # start the run with the chosen mesh and method
       torchrun --nproc-per-node 8 -m armillary.train --config tuned.toml
 
-    Start it on as many ranks as the run, with the run's own flags. It tries all meshes of shard x ring x ulysses,
-    whatever the flags say of these, and keeps replicate and tp. With --data.documents it also tries the layouts zigzag,
-    contiguous and balanced, on the documents of the first batch; for a hybrid zigzag, contiguous, and zigzag with
-    contiguous states. The same command resumes an interrupted run.
+    Start it on as many ranks as the run will have, with the run's own flags. It tries all meshes of shard x ring x
+    ulysses, keeps --parallel.replicate and --parallel.tp, and ignores the other flags of the mesh. With
+    --data.documents it also tries the layouts zigzag, contiguous and balanced, on the documents of the first batch. For
+    a hybrid it also tries zigzag, contiguous, and zigzag with contiguous states. The same command resumes interrupted
+    measurements.
     """
 
     out: Path = Path("tuned.toml")
-    """TOML file for the run with the fastest mesh and method; measurements go beside it (.json). Rank 0 writes both."""
+    """TOML file to write: the run with the fastest mesh and method. Measurements are in a JSON file beside it."""
     iterations: int = 3
-    """Measured forward and backward passes of each candidate, after one to warm up."""
+    """Measured passes (forward and backward) of each candidate, after a warm-up pass."""
     attention: tuple[str, ...] = ()
-    """Only these methods, named as for --parallel.attention; usp is ulysses+ring."""
+    """Methods to measure, named as for --parallel.attention; by default all. usp is ulysses+ring."""
     cluster: str | None = None
-    """Skip candidates that the planner predicts not to fit or to be slow on this cluster: 8xh100, or a TOML file."""
+    """A cluster's name, such as 8xh100, or a TOML file. Skips candidates that the planner predicts not to fit on it, or
+    to be slow."""
     slower: float = 1.5
-    """With --cluster: skip candidates predicted to take more than this many times as long as the fastest."""
+    """With --cluster: skips candidates that are predicted to take more than this many times as long as the fastest."""
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
     @property
     def measured_run(self) -> Config:
-        """The run without settings that measurements do not depend on."""
+        """The run with defaults for the mesh, the method and the log: settings that measurements do not depend on."""
         parallel = self.run.parallel
         parallel = ParallelConfig(
             replicate=parallel.replicate, tp=parallel.tp, kernel=parallel.kernel, compiler=parallel.compiler
@@ -69,8 +71,8 @@ def read_plan(argv: Sequence[str]) -> TunePlan:
     """Parses a command line.
 
     Raises:
-        ValueError: as `armillary.train.command.read_command`; a number outside its range, an unknown method or
-            cluster.
+        ValueError: wrong flags or files of the trainer, a number outside its range, an unknown method or cluster, or a
+            cluster together with replicate or tp.
     """
     source, _, config = read_source(argv, PROGRAM)
     plan = parse(argv, TunePlan, PROGRAM, TunePlan(source.recipe, source.config, run=config))

@@ -1,4 +1,4 @@
-"""Starts a process group for each candidate, so that its communicators are freed with it."""
+"""`Groups`: a new process group for each candidate, so that the candidate's communicators are freed with the group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armillary.train.trainer import watchdog_of
 
 @dataclass(frozen=True)
 class Groups:
-    """Successive process groups of the same ranks, under one watchdog that also covers their start and end.
+    """Successive process groups of the same ranks, under one watchdog, which also watches their start and end.
 
     Args:
         store: store of the first rendezvous. The watchdog communicates through it, so it must outlive the groups.
@@ -33,23 +33,23 @@ class Groups:
     @classmethod
     @contextmanager
     def open(cls, config: Config) -> Generator[Groups]:
-        """Starts the watchdog, with the store of a temporary group. All ranks must enter."""
+        """Context manager that starts the watchdog, with the store of a temporary group. All ranks must enter it."""
         with ExitStack() as stack:
             with process_group(config):
                 watchdog = stack.enter_context(watchdog_of(config))
                 store = compat.default_store()
-            # The temporary group has ended; the watchdog and its store remain.
+            # The temporary group is destroyed here. The watchdog and its store remain.
             yield cls(config, watchdog, store)
 
     @contextmanager
     def group(self, phase: str, number: int = 0) -> Generator[tuple[torch.device, Ranks]]:
-        """Context manager with a new process group. Yields this rank's device, and `Ranks` to agree with the others.
+        """Context manager with a new process group. Yields this rank's device, and `Ranks` to exchange small values.
 
         Args:
-            phase, number: title of the block in the watchdog's reports.
+            phase, number: name of the `with` block in the watchdog's reports, such as ("measuring", 3).
         """
         self.watchdog.start_phase(phase, number)
-        hook = sys.excepthook  # each start of a group wraps it once more
+        hook = sys.excepthook  # starting a group wraps the hook, so restore it at the end
         with process_group(self.config) as device:
             ranks = Ranks(collective_timeout(self.config))
             yield device, ranks

@@ -1,4 +1,4 @@
-"""The tuner's JSON file: measurements, the choice, and the settings that both depend on (the cache key)."""
+"""The tuner's JSON file: measurements, the choice, and the settings for which both are valid (the cache key)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from armillary.train.config.model_sizes import SIZES, model_config
 from armillary.train.config.overlay import flag, flag_text
 
 CacheKey = dict[str, Any]
-"""Values by "section.key", and "ranks"."""
+"""Values of settings by "section.key", and of "ranks". Measurements are reused only if all are equal."""
 
 
 def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
-    """The cache key of a configuration on `ranks` ranks.
+    """Returns the cache key of a configuration on `ranks` ranks.
 
-    A model is identified by its sizes, from flags or from a pretrained folder.
+    The key identifies a model by its sizes, whether these come from flags or from a pretrained folder.
 
     Raises:
-        ValueError: sizes that make no model.
+        ValueError: the sizes are those of no valid model.
     """
     model = model_config(config.model, 1, config.data.sequence_length)
     hybrid = {}
@@ -53,7 +53,7 @@ def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """The first difference between two keys, such as "--data.layout zigzag instead of striped"."""
+    """Returns the first difference between two keys, such as "--data.layout zigzag instead of striped"."""
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             setting = "ranks" if name == "ranks" else f"--{flag(name)}"
@@ -63,14 +63,14 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A candidate's forward and backward of one block, on the slowest rank.
+    """Result for a candidate: the time of a pass (forward and backward of one block) on the slowest rank.
 
     Args:
-        seconds: median over passes; None if it was not measured.
-        fastest_pass: seconds of the fastest pass; far below the median on a machine with other load.
-        paired_seconds: median in turns with other fast candidates, if it was among the finalists.
-        memory: peak bytes of any rank's device; None on the CPU.
-        reason: why there are no seconds.
+        seconds: median over passes; None if the candidate was not measured.
+        fastest_pass: seconds of the fastest pass. Far below the median if other processes used the machine.
+        paired_seconds: for finalists, the median when passes alternate with those of the other finalists.
+        memory: peak bytes of a device, on the rank that needed the most; None on the CPU.
+        reason: the reason why the candidate was not measured.
     """
 
     candidate: Candidate
@@ -87,12 +87,12 @@ class TunerState:
 
     Args:
         settings: cache key of the measurements.
-        complete: all candidates are measured and the choice is made.
-        remaining: number of candidates still to be measured.
-        choice: the fastest; None before the end, and if nothing could be measured.
+        complete: True once all candidates are measured and the choice is made.
+        remaining: number of candidates that are not measured yet.
+        choice: the fastest candidate; None before the end, and if no candidate could be measured.
         measurements: results of candidates that were measured or failed.
-        excluded: candidates that the planner advised against.
-        attempts: starts of candidates that have not ended yet, by name.
+        excluded: candidates that are not measured, because the planner predicts them to be slow or not to fit.
+        attempts: for candidates that were started and have no result, the number of starts, by the candidate's name.
     """
 
     settings: CacheKey
@@ -104,23 +104,23 @@ class TunerState:
     attempts: dict[str, int] = field(default_factory=dict[str, int])
 
     def has(self, candidate: Candidate) -> bool:
-        """True if the candidate was measured, or failed."""
+        """True if the candidate has a result: it was measured, or failed."""
         return any(measurement.candidate == candidate for measurement in self.measurements)
 
     @property
     def fastest_first(self) -> list[Measurement]:
-        """Successful measurements, the fastest first."""
+        """Measurements that did not fail, the fastest first."""
         return sorted(
             (measurement for measurement in self.measurements if measurement.seconds is not None),
-            key=lambda each: each.seconds or 0.0,
+            key=lambda measurement: measurement.seconds or 0.0,
         )
 
 
 def load(path: Path, settings: CacheKey) -> TunerState:
-    """The file's state, or an empty one if there is no file.
+    """Returns the state in the file, or an empty state if there is no file.
 
     Raises:
-        ValueError: it cannot be read, is no such file, or has measurements with other settings.
+        ValueError: the file cannot be read, is not of the tuner, or has measurements with other settings.
     """
     if not path.exists():
         return TunerState(settings)
@@ -143,7 +143,7 @@ def save(path: Path, state: TunerState) -> None:
     """Replaces the file atomically.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     text = json.dumps(asdict(state), indent=2) + "\n"
     try:

@@ -1,4 +1,4 @@
-"""Selects the tuner's candidates: leaves out those that the planner predicts to be slow or not to fit."""
+"""Selects the tuner's candidates: all, or without those that the planner predicts to be slow or not to fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from armillary.train.config.model_sizes import model_config
 
 @dataclass(frozen=True)
 class CandidatePrediction:
-    """Predicted seconds of a step; `missing` compares needed and available memory if it does not fit."""
+    """Predicted seconds of a step.
+
+    Args:
+        missing: text with needed and available memory, if the step does not fit; else None.
+    """
 
     candidate: Candidate
     seconds: float
@@ -28,10 +32,10 @@ class CandidatePrediction:
 
 
 def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
-    """Returns all candidates on `ranks` ranks, with the run's replicate and tp.
+    """Returns all candidates on `ranks` ranks. Their meshes are shard x ring x ulysses; replicate and tp are the run's.
 
     Raises:
-        ValueError: there are no candidates.
+        ValueError: replicate x tp does not divide the ranks, or there are no candidates.
     """
     config = plan.measured_run
     parallel = config.parallel
@@ -42,59 +46,65 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
         )
     model = model_config(config.model, VOCABULARY, config.data.sequence_length)
     heads = model.heads // parallel.tp
-    rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)  # of a micro-batch
-    # The run's own layout, and others that may send less or balance better.
+    rows = config.data.global_batch_size // (
+        parallel.replicate * config.train.accumulation
+    )  # of a replica's micro-batch
+    # The run's own layout first, then others that may send less or balance the work better.
     layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
     relaid = is_hybrid(model) and parallel.tp == 1
-    every = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts, relaid=relaid))
-    if not every:
+    result = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts, relaid=relaid))
+    if not result:
         raise ValueError(f"--attention {' '.join(plan.attention)}: nothing to measure on {ranks} ranks; name others")
-    return every
+    return result
 
 
 def prune(
-    plan: TunePlan, ranks: int, precision: torch.dtype, every: Sequence[Candidate]
+    plan: TunePlan, ranks: int, precision: torch.dtype, candidates: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Measurement]]:
-    """Returns (candidates to measure, excluded ones with reasons), by prediction; all of them without a cluster.
+    """Returns (candidates to measure, excluded candidates with reasons). Excludes none if the plan has no cluster.
 
     Raises:
         ValueError: an unknown cluster, or one with another number of ranks.
     """
     if plan.cluster is None:
-        return list(every), []
+        return list(candidates), []
     predict = predictor(plan, ranks, precision)
-    return partition([predict(candidate) for candidate in every], plan.slower)
+    return partition([predict(candidate) for candidate in candidates], plan.slower)
 
 
 def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tuple[list[Candidate], list[Measurement]]:
-    """Returns (candidates to measure, fastest first; excluded ones with reasons).
+    """Returns (candidates to measure, fastest first; excluded candidates with reasons).
 
-    Excludes candidates that do not fit, or take more than `slower` times as long as the fastest. If nothing fits, all
-    are measured, because the formulas may be wrong.
+    Excludes candidates that do not fit, or take more than `slower` times as long as the fastest that fits. If none
+    fits, compares all as if they did, because the formulas may be wrong.
     """
-    fitting_predictions = [prediction for prediction in predictions if prediction.missing is None] or list(predictions)
-    fastest = min(prediction.seconds for prediction in fitting_predictions)
-    selected_predictions = sorted(
-        (prediction for prediction in fitting_predictions if prediction.seconds <= slower * fastest),
-        key=lambda each: each.seconds,
+    fitting = [prediction for prediction in predictions if prediction.missing is None] or list(predictions)
+    fastest = min(prediction.seconds for prediction in fitting)
+    selected = sorted(
+        (prediction for prediction in fitting if prediction.seconds <= slower * fastest),
+        key=lambda prediction: prediction.seconds,
     )
-    excluded_measurements = list[Measurement]()
+    excluded = list[Measurement]()
     for prediction in predictions:
-        if prediction not in selected_predictions:
+        if prediction not in selected:
             reason = f"predicted not to fit: {prediction.missing}"
             if prediction.missing is None:
                 reason = f"predicted to take {prediction.seconds / fastest:.2f} times as long as the fastest"
-            excluded_measurements.append(Measurement(prediction.candidate, reason=reason))
-    return [prediction.candidate for prediction in selected_predictions], excluded_measurements
+            excluded.append(Measurement(prediction.candidate, reason=reason))
+    return [prediction.candidate for prediction in selected], excluded
 
 
 def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
-    """Returns a function that predicts time and memory of a candidate, for the plan's model and cluster."""
+    """Returns a function that predicts time and memory of a candidate, for the run's model on the plan's cluster.
+
+    Raises:
+        ValueError: an unknown cluster, or one with another number of ranks.
+    """
     config, cluster = plan.measured_run, cluster_of(plan.cluster or "")
     if cluster.ranks != ranks:
         raise ValueError(f"--cluster {plan.cluster} has {cluster.ranks} ranks, and {ranks} are running")
     room = Room.of(cluster)
-    # Without a known vocabulary, embedding and head are as small as the tuner's.
+    # The data may decide the vocabulary. Then predict with the tuner's small one.
     model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
 
     def predict(candidate: Candidate) -> CandidatePrediction:

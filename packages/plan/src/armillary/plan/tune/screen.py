@@ -16,11 +16,11 @@ class TunerScreen:
         self.bar = Bar("tuning", quiet=rank > 0)
 
     def show_start(self, total: int, state: TunerState) -> None:
-        """Prints numbers of candidates."""
+        """Prints the number of candidates, and how many of them are excluded or measured already."""
         counts = [f"{total} candidate{'' if total == 1 else 's'}"]
         counts += [f"{len(state.excluded)} more excluded by prediction"] if state.excluded else []
         measured_count = total - state.remaining
-        counts += [f"{measured_count} measured before"] if measured_count else []
+        counts += [f"{measured_count} measured before"] if measured_count else []  # by an earlier run
         self.print(", ".join(counts))
         self.bar.show("tuning", measured_count, total)
 
@@ -40,6 +40,7 @@ class TunerScreen:
         self.print(f"the {count} fastest again, in turns")
 
     def print(self, text: str) -> None:
+        """Prints a line on rank 0."""
         if self.rank == 0:
             print(text, flush=True)
 
@@ -52,6 +53,6 @@ class TunerScreen:
 
 
 def short_time(seconds: float | None) -> str:
-    """Three digits, in seconds or milliseconds."""
+    """Formats seconds with three digits, in seconds or milliseconds."""
     seconds = seconds or 0.0
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""`tune`: measures all candidates one after another, then compares the fastest ones by alternating between them."""
+"""`tune`: measures all candidates one after another, then the fastest ones again, alternating between them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from armillary.train.runtime.health.ranks import Ranks, check_consistent
 from armillary.train.runtime.health.watchdog import caused_by_peers
 
 NOISE = 1.05
-"""Candidates within this factor of the fastest are compared again: the difference may be noise."""
+"""Candidates within this factor of the fastest are compared again, because the difference may be noise."""
 FINALISTS = 3
+"""Maximum number of candidates that are compared again."""
 ATTEMPTS = 2
-"""Maximum starts of a candidate. One that kills the tuner each time, as by exhausting host memory, is then skipped."""
+"""Maximum number of starts of a candidate. A candidate that kills the tuner each time is then skipped.
 
+Exhausting the host's memory kills the tuner, for example.
+"""
 
 Measure = Callable[[Config, Candidate, torch.device, int], Measurement]
 """Type of `bench.measure`."""
@@ -37,10 +40,12 @@ Compare = Callable[[Config, Sequence[Candidate], torch.device, int], list[float]
 
 
 def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = bench.compare) -> TunerState:
-    """Measures remaining candidates, chooses and writes the files. Every rank must call it; all return the same.
+    """Measures the remaining candidates, chooses the fastest and writes the files.
+
+    Every rank must call it; all return the same state.
 
     Raises:
-        ValueError: the plan cannot be measured, its file has other settings, or no candidate could be run.
+        ValueError: there are no candidates, the file has measurements with other settings, or no candidate runs.
     """
     with Groups.open(plan.measured_run) as groups:
         tuner, state = Tuner.start(plan, groups, measure, compare)
@@ -50,7 +55,7 @@ def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = be
 
 @dataclass(frozen=True)
 class Tuner:
-    """A tuning run. Fields are constant; methods take and return its state, which is equal on all ranks."""
+    """A tuning run. Its fields do not change; methods take and return a `TunerState`, which is equal on all ranks."""
 
     plan: TunePlan
     groups: Groups
@@ -61,7 +66,7 @@ class Tuner:
 
     @classmethod
     def start(cls, plan: TunePlan, groups: Groups, measure: Measure, compare: Compare) -> tuple[Tuner, TunerState]:
-        """Returns the tuner, and the state of an earlier run, which rank 0 reads for all ranks."""
+        """Returns the tuner, and the state of an earlier run, if any, which rank 0 reads for all ranks."""
         config = plan.measured_run
         options = {f"--{name}": getattr(plan, name) for name in ("iterations", "attention", "cluster", "slower")}
         with groups.group("starting") as (device, ranks):
@@ -71,7 +76,7 @@ class Tuner:
         return cls(plan, groups, candidates, TunerScreen(ranks.rank), measure, compare), state
 
     def run(self, state: TunerState) -> TunerState:
-        """Measures the remaining candidates, and chooses."""
+        """Measures the remaining candidates, and chooses the fastest."""
         self.screen.show_start(len(self.candidates), state)
         for number, candidate in enumerate(self.candidates, start=1):
             if not state.has(candidate):
@@ -88,12 +93,12 @@ class Tuner:
         return state
 
     def measure_candidate(self, candidate: Candidate, number: int, state: TunerState) -> TunerState:
-        """Measures a candidate, and saves the result or the reason of its failure."""
+        """Measures a candidate, and saves its measurement or the reason of its failure."""
         plan, name = self.plan, str(candidate)
         starts = state.attempts.get(name, 0)
         with self.groups.group("measuring", number) as (device, ranks):
             if starts < ATTEMPTS:
-                # Saved before the measurement, so that a measurement that kills the run is counted.
+                # Count the start before the measurement, because the measurement may kill the tuner.
                 self.save(ranks, replace(state, attempts=state.attempts | {name: starts + 1}))
                 measurement, reason = attempt(
                     lambda: self.measure(plan.measured_run, candidate, device, plan.iterations), ranks
@@ -104,10 +109,8 @@ class Tuner:
                     f"has killed the tuner {starts} times; to try again, remove it from {plan.measurements}",
                 )
             measurement = measurement or Measurement(candidate, reason=reason)
-            # The candidate has a result now, so its attempts no longer count.
-            attempts = {
-                candidate_name: count for candidate_name, count in state.attempts.items() if candidate_name != name
-            }
+            # The candidate has a result now, so the number of its starts is no longer needed.
+            attempts = {other: count for other, count in state.attempts.items() if other != name}
             state = replace(state, measurements=(*state.measurements, measurement), attempts=attempts)
             state = with_remaining(state, self.candidates)
             self.save(ranks, state)
@@ -115,9 +118,9 @@ class Tuner:
         return state
 
     def choose(self, state: TunerState) -> TunerState:
-        """Chooses the fastest candidate, after a comparison if others are within `NOISE`."""
-        # 1. Finalists: candidates whose fastest pass is as fast as the best median, up to noise. Comparisons of an
-        # earlier run are dropped, because it may have had other finalists.
+        """Chooses the fastest candidate. If others are almost as fast (`NOISE`), compares them first."""
+        # 1. The finalists are the candidates whose fastest pass is within `NOISE` of the smallest median. Drop the
+        # comparison of an earlier run, which may have had other finalists.
         state = replace(
             state, measurements=tuple(replace(measurement, paired_seconds=None) for measurement in state.measurements)
         )
@@ -128,11 +131,11 @@ class Tuner:
             if (measurement.fastest_pass or 0.0) <= NOISE * (fastest[0].seconds or 0.0)
         ]
         with self.groups.group("comparing") as (device, ranks):
-            # 2. Measure them in turns.
+            # 2. Measure the finalists again, alternating between them.
             if len(finalists) > 1:
                 state = self.compare_finalists(finalists[:FINALISTS], state, device, ranks)
 
-            # 3. Choose: compared candidates come first, in the order of the comparison.
+            # 3. Choose the fastest of the comparison or, without a comparison, the fastest of all.
             def order(measurement: Measurement) -> tuple[bool, float]:
                 return measurement.paired_seconds is None, measurement.paired_seconds or measurement.seconds or 0.0
 
@@ -144,7 +147,7 @@ class Tuner:
     def compare_finalists(
         self, finalists: Sequence[Measurement], state: TunerState, device: torch.device, ranks: Ranks
     ) -> TunerState:
-        """Adds the finalists' seconds in the comparison; no change if they cannot run in one process."""
+        """Adds `paired_seconds` to the finalists. Returns the state unchanged if the finalists do not run together."""
         self.screen.show_finalists(len(finalists))
         candidates, rounds = [finalist.candidate for finalist in finalists], 2 * self.plan.iterations
         seconds, reason = attempt(lambda: self.compare(self.plan.measured_run, candidates, device, rounds), ranks)
@@ -161,7 +164,7 @@ class Tuner:
         )
 
     def save(self, ranks: Ranks, state: TunerState) -> None:
-        """Writes the files on rank 0."""
+        """Writes the files on rank 0, while the other ranks wait."""
         ranks.on_first(lambda: write_files(self.plan, state))
 
 
@@ -169,7 +172,7 @@ R = TypeVar("R")
 
 
 def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None]:
-    """Returns (result, None) if the action succeeds on all ranks, else (None, the reasons).
+    """Runs an action. Returns (result, None) if it succeeds on all ranks, else (None, the reasons of the failures).
 
     Raises:
         RuntimeError: another rank has died or does not respond.
@@ -182,32 +185,30 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
         if caused_by_peers(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-    # Outside of the handler, because the error's frames would keep the failed candidate's tensors alive.
+    # Exchange reasons outside of the `except` block: inside, the error's frames keep the candidate's tensors alive.
     reasons = list(dict.fromkeys(text for text in ranks.agree(lambda: reason) if text is not None))
     return (None, "; ".join(reasons)) if reasons else (result, None)
 
 
 def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], TunerState]:
-    """Returns (candidates to measure, state of an earlier run), from the files on this rank.
+    """Returns (candidates to measure, state of an earlier run or an empty one). Reads this rank's files.
 
     Raises:
         ValueError: as `all_candidates`, `prune` and `load`.
     """
     ranks = world_size()
     state = load(plan.measurements, cache_key(plan.measured_run, ranks, dtype))
-    selected_candidates, excluded_measurements = prune(plan, ranks, dtype, all_candidates(plan, ranks))
-    state = replace(
-        state,
-        excluded=tuple(measurement for measurement in excluded_measurements if not state.has(measurement.candidate)),
-    )
-    state = with_remaining(state, selected_candidates)
+    candidates, excluded = prune(plan, ranks, dtype, all_candidates(plan, ranks))
+    # An earlier run may have measured candidates that this one excludes. They keep their measurements.
+    excluded = tuple(measurement for measurement in excluded if not state.has(measurement.candidate))
+    state = with_remaining(replace(state, excluded=excluded), candidates)
     if state.choice is not None:
-        write_files(plan, state)  # restores the TOML file if it was removed
-    return selected_candidates, state
+        write_files(plan, state)  # writes the TOML file again if it was removed
+    return candidates, state
 
 
 def write_files(plan: TunePlan, state: TunerState) -> None:
-    """Writes the measurements and, if a candidate is chosen, the configuration of the run with it.
+    """Writes the measurements. If a candidate is chosen, also writes the configuration of the run that uses it.
 
     Raises:
         ValueError: a file cannot be written.
@@ -220,8 +221,8 @@ def write_files(plan: TunePlan, state: TunerState) -> None:
 
 
 def with_remaining(state: TunerState, candidates: Sequence[Candidate]) -> TunerState:
-    """Updates the number of remaining candidates, and clears the choice while there are any."""
-    remaining_count = sum(not state.has(candidate) for candidate in candidates)
-    if remaining_count:
-        return replace(state, remaining=remaining_count, complete=False, choice=None)
+    """Updates the number of remaining candidates. If any remain, removes the choice."""
+    remaining = sum(not state.has(candidate) for candidate in candidates)
+    if remaining:
+        return replace(state, remaining=remaining, complete=False, choice=None)
     return replace(state, remaining=0)

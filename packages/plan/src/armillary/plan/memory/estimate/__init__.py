@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from armillary.plan.memory.estimate.category_bytes import CategoryBytes
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.peaks import Peaks
-from armillary.plan.memory.estimate.step import MASTER, StepSizes
+from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
 from armillary.plan.memory.simulation.simulate import Job
 
 __all__ = ["AttentionChoice", "Estimate", "estimate"]
@@ -18,9 +18,9 @@ class Estimate:
     """Peak bytes of a training step on one rank, of the device's memory and of the host's.
 
     Args:
-        device_breakdown, host_breakdown: bytes by category, at the peak.
-        moment: moment of the device's peak.
-        moments: the device's bytes at every candidate moment.
+        device_breakdown, host_breakdown: bytes by category, at the peak of that memory.
+        moment: moment of the step at which the device's memory peaks, such as "loss".
+        moments: the device's bytes at each moment that may be the peak.
     """
 
     device: int
@@ -34,8 +34,9 @@ class Estimate:
 def estimate(job: Job) -> Estimate:
     """Estimates the result of `simulate(job)` by formulas, without tensors.
 
-    Valid for causal masks, zigzag layouts, FlashAttention-2 (`SimulatedFlash`), and evenly divided heads and tokens.
-    Norms and activations are as on CUDA: RMSNorm saves only x, and the backward of silu is one kernel.
+    The formulas hold for causal masks, zigzag layouts, FlashAttention-2 (`SimulatedFlash`), and numbers of heads and
+    tokens that the ranks divide. Norms and activations are those of CUDA: RMSNorm saves only x for backward, and the
+    backward of silu is one kernel.
 
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
@@ -55,15 +56,19 @@ def estimate(job: Job) -> Estimate:
 
 
 def host_peaks(step: StepSizes) -> list[CategoryBytes]:
-    """Host memory in the last block's backward, in backward of recomputed segments, and in the optimizer's step."""
+    """Host memory at the moments that may be its peak.
+
+    These are the last block's backward, the backward of recomputed segments, and the optimizer's step.
+    """
     model, peaks = step.model, Peaks(step)
-    # Bytes of a parameter's share on this rank: of master weight, of gradient, and of each of AdamW's moments.
-    shard, last = MASTER / step.sharing if step.on_host else 0, model.layers - 1
+    # Bytes on this rank per parameter of the model, for each of: master weight, gradient, and AdamW's two moments.
+    shard = FLOAT32_BYTES / step.sharing if step.on_host else 0
     state = CategoryBytes(parameters=shard * step.all_parameters, optimizer=2 * shard * step.all_parameters)
 
     def in_backward(i: int) -> CategoryBytes:
+        # The gradients of the head and of all blocks after block i are reduced, and copied to the host.
         reduced = CategoryBytes(gradients=shard * (model.head + step.parameters(range(i + 1, model.layers))))
         return state + peaks.stored_before(i, host=True) + reduced
 
-    blocks = {last, *peaks.recomputed_segment_ends()}
+    blocks = {model.layers - 1, *peaks.recomputed_segment_ends()}
     return [*(in_backward(i) for i in blocks), state + CategoryBytes(gradients=shard * step.all_parameters)]

@@ -13,10 +13,10 @@ class CategoryBytes(dict[str, float]):
         return total
 
     def times(self, n: float) -> CategoryBytes:
-        """`n` times all bytes."""
+        """Returns these bytes times `n`."""
         return CategoryBytes({category: n * size for category, size in self.items()})
 
     def round(self) -> dict[str, int]:
-        """Integral bytes, largest first, without empty categories."""
+        """Returns bytes rounded to integers, the largest category first, without empty categories."""
         sizes = sorted(((round(size), category) for category, size in self.items()), reverse=True)
         return {category: size for size, category in sizes if size}

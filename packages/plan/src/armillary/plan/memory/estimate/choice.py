@@ -16,7 +16,7 @@ from armillary.core import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """A method by name and options. A call with a mesh builds it, as `build_attention(name, mesh, ...)` does.
+    """A method by name and options. Calling it with a mesh builds the method, as `build_attention(name, mesh)` does.
 
     Args:
         name: name in the registry, such as "ring", "usp" or "upipe+wallfacer".
@@ -37,7 +37,7 @@ class AttentionChoice:
 
     @property
     def method(self) -> NamedMethod:
-        """The registry's method.
+        """The method in the registry, with these options.
 
         Raises:
             ValueError: an unknown name, or an option that the method does not have.
@@ -51,15 +51,15 @@ class AttentionChoice:
         return self.method.build(mesh)
 
     def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Sizes of the axes of the mesh that the method is built on: `ring` may be split."""
+        """Returns the axis sizes of the mesh on which the method is built. Methods over nodes split `ring` in two."""
         return self.method.mesh_axes(axes)
 
     def layout(
         self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
     ) -> SequenceLayout:
-        """Layout over `ranks` sequence ranks, as of `Method.layout` but not refined for a head axis."""
+        """Returns the layout over `ranks` sequence ranks. Unlike `Method.layout`, it has no shards for a head axis."""
         return self.method.layout(length, ranks, kind, mask)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
-        """Communication plan on a mesh of ring x ulysses ranks."""
+        """Returns the communication plan on a mesh of ring x ulysses ranks."""
         return self.method.comm_plan(work, ring, ulysses)

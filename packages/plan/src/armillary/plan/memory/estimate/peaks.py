@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from armillary.models.loss.linear_loss import loss_chunk_tokens
 from armillary.plan.memory.estimate.category_bytes import CategoryBytes
-from armillary.plan.memory.estimate.step import MASTER, StepSizes
+from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Device memory at each moment of a step that may be its peak."""
+    """Device memory at each moment of a step that may be its peak.
+
+    Blocks are numbered from 0. Block i - 1 is the previous block, whose output block i takes; block i + 1 is the next
+    one, whose backward comes earlier.
+    """
 
     step: StepSizes
 
@@ -23,10 +27,11 @@ class Peaks:
         yield "loss", self.loss()
         yield "loss: backward", self.loss_backward()
         policy = self.step.checkpointing
-        # Without prefetch, a recomputed segment fetches its checkpoints from the host one by one, so it is no peak.
+        # Without prefetch, a recomputed segment fetches its checkpoints from the host one by one, so its last block is
+        # no peak.
         segment_ends = [] if policy.offload and not policy.prefetch else self.recomputed_segment_ends()
-        # Candidates: block 0, when most gradients exist; block 1, which also prefetches block 0's checkpoints; and the
-        # last blocks, one of each mixer at least, when all checkpoints exist.
+        # Blocks in whose backward the peak may be: block 0, when most gradients exist; block 1, which also prefetches
+        # block 0's checkpoints; and the last blocks, at least one of each mixer, when all checkpoints exist.
         last_blocks = range(max(0, last - len(self.step.mixers)), last + 1)
         for i in sorted({0, min(1, last), *last_blocks, *segment_ends}, reverse=True):
             memory = self.in_backward(i) + self.stored_at(i)
@@ -39,8 +44,8 @@ class Peaks:
     # -- persistent state ---------------------------------------------------------------------------------------------
 
     def shard(self, parameters: float) -> float:
-        """Bytes of this rank's float32 shard of `parameters` numbers, if it is on the device."""
-        return 0 if self.step.on_host else MASTER * parameters / self.step.sharing
+        """Bytes of this rank's float32 shard of a tensor with `parameters` elements; 0 if it is on the host."""
+        return 0 if self.step.on_host else FLOAT32_BYTES * parameters / self.step.sharing
 
     def state(self) -> CategoryBytes:
         """Master weights and AdamW's two moments."""
@@ -50,15 +55,16 @@ class Peaks:
     def baseline(self, unreduced_blocks: int | None = None) -> CategoryBytes:
         """Memory from the first block's forward to the last one's backward.
 
-        State, the root's parameters, ids, labels and positions (8 bytes each), cosines and sines [T, 1, D / 2]. Under
-        ZeRO stage 1 with several micro-batches all parameters, and gradients of earlier micro-batches, unsharded.
+        It has the state, the root's parameters, ids, labels and positions (int64), and RoPE's cosines and sines
+        [T, 1, D / 2]. Under ZeRO stage 1 with several micro-batches it also has all parameters and the gradients of
+        earlier micro-batches, both unsharded.
 
         Args:
-            unreduced_blocks: in backward, blocks whose gradients are not reduced yet.
+            unreduced_blocks: in backward, number of blocks whose gradients are not reduced yet: blocks 0, 1, ...
         """
         step, model = self.step, self.step.model
-        batch = 8 * step.tokens * (2 * step.rows + 1)  # int64: ids and labels of each row, positions of all
-        rotation = step.tokens * model.head_dim * MASTER if model.gated else 0  # D / 2 cosines and D / 2 sines
+        batch = 8 * step.tokens * (2 * step.rows + 1)  # ids and labels of each row, and positions of all rows together
+        rotation = step.tokens * model.head_dim * FLOAT32_BYTES if model.gated else 0  # D / 2 cosines and D / 2 sines
         memory = self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
         if not step.keeps_gradients:
             return memory
@@ -66,44 +72,49 @@ class Peaks:
         if unreduced_blocks is not None:
             reduced = model.head + step.parameters(range(unreduced_blocks, model.layers))
         unsharded = CategoryBytes(
-            parameters=step.e * (step.all_parameters - model.root), gradients=MASTER * (step.all_parameters - reduced)
+            parameters=step.e * (step.all_parameters - model.root),
+            gradients=FLOAT32_BYTES * (step.all_parameters - reduced),
         )
         return memory + unsharded
 
     def kept_gathered(self, blocks: int) -> float:
-        """Bytes of parameters that ZeRO stage 2 keeps gathered: the embedding's and the first `blocks` blocks'."""
+        """Bytes of the parameters that ZeRO stage 2 keeps gathered, of the embedding and the first `blocks` blocks."""
         step = self.step
         return step.e * (step.parameters(range(blocks)) + step.model.table) if step.zero_stage <= 2 else 0
 
     def gathered_parameters(self, size: float) -> float:
-        """Bytes of gathered parameters, unless `baseline` counts all of them."""
+        """Returns `size`, or 0 if `baseline` counts all parameters as gathered already."""
         return 0 if self.step.keeps_gradients else size
 
     def in_backward(self, i: int) -> CategoryBytes:
-        """FSDP's memory in block i's backward.
+        """Baseline, parameters and gradients of parameters in block i's backward, without activations.
 
-        FSDP has gathered block i and, by prefetch, the block below it; under ZeRO stage 2 all blocks below. Meanwhile
-        it reduces the gradients of the block above, whose unsharded float32 copy is freed by the next reduction. A tied
-        table keeps its gradient from the head until the one from the embedding exists.
+        FSDP has gathered the parameters of block i and, by prefetch, of the previous block; under ZeRO stage 2 those of
+        all previous blocks. Meanwhile it reduces the gradients of the next block, whose unsharded float32 copy exists
+        until the next reduction.
         """
         step, model = self.step, self.step.model
         last = i == model.layers - 1
-        unit_below = step.at(i - 1).model.block if i else model.table  # FSDP units: the embedding is below block 0
-        reducing = MASTER * (model.head if last else step.at(i + 1).model.block)
+        previous_unit = step.at(i - 1).model.block if i else model.table  # the FSDP unit before block 0: the embedding
+        reducing = FLOAT32_BYTES * (model.head if last else step.at(i + 1).model.block)
         reduced = self.shard(model.head + step.parameters(range(i + 1, model.layers)))
+        # A tied table has its gradient from the head already, and keeps it until the embedding adds the other part.
         tied = step.e * model.vocabulary * model.dim if model.tied else 0
-        gathered = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + unit_below)
+        gathered = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + previous_unit)
         memory = CategoryBytes(parameters=self.gathered_parameters(gathered), gradients=reducing + reduced + tied)
         return self.baseline(i + 1) + memory
 
     # -- tensors stored for backward ----------------------------------------------------------------------------------
 
     def recomputed_segment_ends(self) -> list[int]:
-        """Last blocks of segments with more than one block, which are recomputed from the first one's input."""
+        """Last block of each segment of several blocks. Such a segment is recomputed from its first block's input."""
         return [segment[-1] for segment in self.step.segments if len(segment) > 1]
 
     def stored_tensors(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
-        """Tensors that `blocks` store in forward, on device or host: checkpoints, or autograd's under policy "none"."""
+        """Tensors that `blocks` store in forward, on the device or on the host.
+
+        These are checkpoints or, under policy "none", the tensors that autograd saves.
+        """
         step = self.step
         if step.checkpointing.policy == "none":
             saved = CategoryBytes()
@@ -114,188 +125,208 @@ class Peaks:
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
     def copies_in_flight(self, i: int) -> CategoryBytes:
-        """Checkpoints of block i in flight to the host: on the device until the next block, or the loss, is done."""
+        """Checkpoints of block i that are being copied to the host.
+
+        They are on the device until the forward of the next block, or of the loss, is done.
+        """
         if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
             return CategoryBytes()
         return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attention_output)
 
-    def stored_below(self, i: int) -> CategoryBytes:
-        """Stored tensors of all blocks below block i, or below the loss, on the device during its forward."""
+    def stored_by_previous(self, i: int) -> CategoryBytes:
+        """Tensors of blocks 0 to i - 1 on the device in block i's forward. For the loss, i is the number of blocks."""
         return self.stored_tensors(range(i)) + (self.copies_in_flight(i - 1) if i else CategoryBytes())
 
     def recomputed_checkpoints(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
         """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
         step, keeps = self.step, self.step.keeps
+        # Block i is not the last of its segment if the next block does not keep its input.
         recomputed = [i for i in blocks if i + 1 < len(keeps) and not keeps[i + 1].x and keeps[i].host == host]
         without_output = sum(not keeps[i].attention_output for i in recomputed if step.at(i).mixer == "attention")
         return self.checkpoints(sum(not keeps[i].x for i in recomputed), without_output)
 
     def checkpoints(self, inputs: int, outputs: int) -> CategoryBytes:
-        """Checkpoints of `inputs` block inputs and `outputs` attention outputs."""
+        """Bytes of checkpoints: of `inputs` block inputs, and of `outputs` attention outputs with their lse."""
         return CategoryBytes(checkpoints=inputs * self.step.x + outputs * (self.step.out + self.step.lse))
 
     def stored_before(self, i: int, host: bool) -> CategoryBytes:
-        """Stored tensors of all blocks, on the device or on the host, when block i's backward begins."""
+        """Stored tensors of blocks 0 to i, on the device or on the host, when block i's backward begins."""
         first = next((segment.start for segment in self.step.segments if i in segment), i)
         return self.stored_tensors(range(i + 1), host) + self.recomputed_checkpoints(range(first, i), host)
 
-    def saved_to_attention(self, step: StepSizes) -> CategoryBytes:
-        """Tensors that autograd saves up to attention in a block: x, its norm, and attention's own."""
-        return CategoryBytes(other=step.x + (step.gathered or step.x), attention=step.kept_attention())
+    def saved_to_attention(self, block: StepSizes) -> CategoryBytes:
+        """Tensors that autograd saves in a block up to attention: x, the normed x, and the tensors of attention."""
+        return CategoryBytes(other=block.x + (block.gathered or block.x), attention=block.kept_attention())
 
-    def saved_after_attention(self, step: StepSizes) -> CategoryBytes:
-        """Tensors that autograd saves after attention in a block: out, unless attention saves it too, and the MLP's.
+    def saved_after_attention(self, block: StepSizes) -> CategoryBytes:
+        """Tensors that autograd saves in a block after attention: out, and the tensors of the MLP.
 
-        The MLP's are its input, the input's norm, and gate, silu(gate), up and their product; without a gate, the
-        tensors before and after GELU.
+        The MLP saves its input, the normed input, and inside: gate, silu(gate), up and the product of the last two; an
+        MLP without a gate saves the tensors before and after GELU.
         """
-        is_copied = step.mixer == "attention" and step.ulysses > 1 and not step.projects_in_stages
-        out = step.out if is_copied else 0
-        mlp = step.x + (step.gathered or step.x) + (4 if step.model.gated else 2) * step.tensor(step.model.inner)
-        return CategoryBytes(attention=out, mlp=0 if step.checkpointing.tiled else mlp)
+        # Ulysses' all-to-all copies out; otherwise attention and the output projection save the same tensor.
+        is_copied = block.mixer == "attention" and block.ulysses > 1 and not block.projects_in_stages
+        out = block.out if is_copied else 0
+        mlp = block.x + (block.gathered or block.x) + (4 if block.model.gated else 2) * block.tensor(block.model.inner)
+        return CategoryBytes(attention=out, mlp=0 if block.checkpointing.tiled else mlp)
 
     def stored_at(self, i: int) -> CategoryBytes:
-        """Stored, fetched, recomputed and prefetched tensors on the device in block i's backward.
+        """Checkpoints on the device in block i's backward: stored, recomputed, or copied back from the host.
 
-        Under policy "none" those of the blocks below: block i releases its own tensors one by one.
+        Under policy "none" the tensors that autograd saved in the previous blocks. Those of block i are counted by each
+        moment, because its backward frees them one by one.
         """
-        step, block_below = self.step, range(i)[-1:]
+        step = self.step
         if step.checkpointing.policy == "none":
             return self.stored_tensors(range(i))
+        # Stored on the device, and block i's own ones that were recomputed or copied from the host.
         keep = step.keeps[i]
-        memory = self.stored_before(i, host=False) + self.checkpoints(
-            not keep.x or keep.host, keep.attention_output and keep.host
-        )
-        return memory + (
-            self.stored_tensors(block_below, True) + self.recomputed_checkpoints(block_below, True)
-            if step.checkpointing.prefetch
-            else CategoryBytes()
-        )
+        memory = self.stored_before(i, host=False)
+        memory += self.checkpoints(not keep.x or keep.host, keep.attention_output and keep.host)
+        if step.checkpointing.prefetch:  # copies of the previous block's
+            previous_block = range(i)[-1:]
+            memory += self.stored_tensors(previous_block, host=True)
+            memory += self.recomputed_checkpoints(previous_block, host=True)
+        return memory
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def forward_attention(self) -> CategoryBytes:
-        """Attention in the last block of each mixer, or in the block after the one that copies the most to the host.
+        """Largest memory of a block at attention's peak in forward.
 
-        The block holds x and a buffer for its output. Its parameters count twice: the all-gather copies them out of its
-        buffer.
+        Considers the last blocks, at least one of each mixer, when most checkpoints exist, and the block after the one
+        that copies the most to the host, because that copy is in flight meanwhile.
         """
         last = self.step.model.layers - 1
-        # The block with the largest copy to the host, which is in flight beside the next block. -1 selects block 0.
-        largest_copy = -1
+        largest_copy = -1  # without offload the block after this one is block 0
         if self.step.checkpointing.offload:
             largest_copy = max(range(last), key=lambda i: sum(self.copies_in_flight(i).values()), default=-1)
         last_blocks = range(max(0, last + 1 - len(self.step.mixers)), last + 1)
-        candidates = (self.stored_below(i) + self.in_forward(i) for i in {*last_blocks, largest_copy + 1})
+        candidates = (self.stored_by_previous(i) + self.in_forward(i) for i in {*last_blocks, largest_copy + 1})
         return self.baseline() + max(candidates, key=lambda memory: sum(memory.values()))
 
     def in_forward(self, i: int) -> CategoryBytes:
-        """Memory of block i in its forward, at attention's peak."""
-        step = self.step.at(i)
-        attention = step.out + step.lse + step.attention_forward() + step.gathered
-        parameters = self.gathered_parameters(2 * step.e * step.model.block + self.kept_gathered(i))
-        return CategoryBytes(parameters=parameters, checkpoints=step.x, attention=attention)
+        """Memory of block i in its forward, at attention's peak: x, and attention's tensors with a buffer for out."""
+        block = self.step.at(i)
+        attention = block.out + block.lse + block.attention_forward() + block.gathered
+        # Parameters count twice: the all-gather copies them out of its buffer.
+        parameters = self.gathered_parameters(2 * block.e * block.model.block + self.kept_gathered(i))
+        return CategoryBytes(parameters=parameters, checkpoints=block.x, attention=attention)
 
     def loss(self) -> CategoryBytes:
-        """The last block's output, its norm and gradient, the head's float32 gradient, and a chunk's logits twice.
+        """Memory of the loss, at its peak in a chunk of tokens.
 
-        The head's parameters count twice: the all-gather copies them out of its buffer.
+        It has the last block's output, the normed output and its gradient, the head's float32 gradient, and the logits
+        of a chunk.
         """
         step, model = self.step, self.step.model
         chunk = loss_chunk_tokens(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
-        # Of each token: logits and their float32 copy, both [V], and one float32 tensor [E].
-        logits = chunk * (model.vocabulary * (step.e + MASTER if step.e < MASTER else step.e) + model.dim * MASTER)
-        gradients = step.x + MASTER * model.vocabulary * model.dim
+        # For each token of the chunk: logits [V], in 16 bits also their float32 copy [V], and a float32 tensor [E].
+        logits = chunk * (
+            model.vocabulary * (step.e + FLOAT32_BYTES if step.e < FLOAT32_BYTES else step.e)
+            + model.dim * FLOAT32_BYTES
+        )
+        gradients = step.x + FLOAT32_BYTES * model.vocabulary * model.dim
+        # Parameters count twice: the all-gather copies them out of its buffer.
         parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
         head = CategoryBytes(parameters=self.gathered_parameters(parameters), other=2 * step.x, loss=gradients + logits)
-        return self.baseline() + self.stored_below(model.layers) + head
+        return self.baseline() + self.stored_by_previous(model.layers) + head
 
     def loss_backward(self) -> CategoryBytes:
-        """Copies of both gradients, scaled and in the compute dtype; the last block is being gathered."""
+        """Memory when the loss's backward scales its two gradients, while FSDP gathers the last block.
+
+        The gradients are those of the last block's output and of the head. Each exists twice: as the forward computed
+        it, and scaled in the compute dtype.
+        """
         step, model = self.step, self.step.model
         table = model.vocabulary * model.dim
-        loss = 2 * step.x + (MASTER + step.e) * table
+        loss = 2 * step.x + (FLOAT32_BYTES + step.e) * table
         last_block = step.at(model.layers - 1).model.block
         parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * last_block)
         head = CategoryBytes(parameters=self.gathered_parameters(parameters), other=step.x, loss=loss)
-        return self.baseline() + self.stored_below(model.layers) + head
+        return self.baseline() + self.stored_by_previous(model.layers) + head
 
     def backward_mlp(self, i: int) -> CategoryBytes:
-        """Memory of block i's backward after attention, at the MLP's peak: dy, dx, dout and the MLP's tensors."""
-        step = self.step.at(i)
-        model = step.model
-        memory = CategoryBytes(gradients=step.x)
-        last_matrix = step.e * model.inner * model.dim  # the gradient of one weight of the MLP, just computed
-        if step.checkpointing.policy == "none" and not step.checkpointing.tiled:
-            mlp = (2 if model.gated else 1) * step.tensor(model.inner) + last_matrix + step.gathered
+        """Memory of block i's backward in the part after attention, at the MLP's peak."""
+        block = self.step.at(i)
+        model = block.model
+        memory = CategoryBytes(gradients=block.x)  # dy, the gradient of the block's output
+        weight_gradient = block.e * model.inner * model.dim  # of one weight of the MLP, just computed
+        if block.checkpointing.policy == "none" and not block.checkpointing.tiled:
+            # Gradients inside the MLP: of gate and up, or of the tensor before GELU.
+            mlp = (2 if model.gated else 1) * block.tensor(model.inner) + weight_gradient + block.gathered
             return memory + self.stored_tensors([i]) + CategoryBytes(mlp=mlp)
-        if step.checkpointing.policy == "none":
-            memory += self.stored_tensors([i]) + CategoryBytes(gradients=step.x)
-        chunk = max(self.mlp_chunk() + last_matrix, step.e * model.after_attention)
-        return (
-            memory
-            + self.recomputed_output(i)
-            + CategoryBytes(
-                attention=step.out + step.recorded, mlp=step.summed_gradient * model.after_attention + chunk
-            )
-        )
+        if block.checkpointing.policy == "none":
+            memory += self.stored_tensors([i]) + CategoryBytes(
+                gradients=block.x
+            )  # dx; checkpoint policies reuse dy for it
+        # The larger of: a chunk's tensors and, after the last chunk, all gradients in the compute dtype.
+        chunk = max(self.mlp_chunk() + weight_gradient, block.e * model.after_attention)
+        summed_gradients = block.summed_gradient * model.after_attention
+        # attention: dout, and the tensors that a layer with a state recorded for its backward.
+        tensors = CategoryBytes(attention=block.out + block.recorded, mlp=summed_gradients + chunk)
+        return memory + self.recomputed_output(i) + tensors
 
     def mlp_chunk(self) -> float:
-        """A chunk of tokens at the MLP's peak: the residual x + out, its norm, the output, and the MLP's tensors.
-
-        Gated: gate, silu(gate), up, and the gradients of their product, of silu and of up. Otherwise: the tensor before
-        GELU, and the gradients after and before it.
-        """
+        """Bytes of a chunk of tokens in the backward of the part after attention, at the MLP's peak."""
         step, inner = self.step, self.step.model.inner
+        # With a gate, 6 tensors: gate, silu(gate), up, and the gradients of their product, of silu(gate) and of up.
+        # Without, 3 tensors: the one before GELU, and the gradients after and before it.
         inside = step.tensor((6 if step.model.gated else 3) * inner, step.tp * step.chunk_tokens)
+        # 3 tensors [E]: the residual x + out, its norm, and the output.
         return inside + step.tensor(3 * step.model.dim, step.chunk_tokens)
 
     def recomputed_output(self, i: int) -> CategoryBytes:
-        """Out and lse of block i in its backward, if they are recomputed."""
-        step = self.step.at(i)
-        recomputed = step.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
-        return CategoryBytes(attention=step.out + step.lse if recomputed else 0)
+        """Bytes of out and lse of block i in its backward, if they are recomputed."""
+        block = self.step.at(i)
+        recomputed = block.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
+        return CategoryBytes(attention=block.out + block.lse if recomputed else 0)
 
     def backward_attention(self, i: int) -> CategoryBytes:
-        """Memory of attention's backward in block i, at its peak: dx, dout, and gradients of later layers."""
-        step = self.step.at(i)
-        if step.checkpointing.policy == "none":
+        """Memory of block i's backward at attention's peak: dx, dout, and gradients of the part after attention."""
+        block = self.step.at(i)
+        if block.checkpointing.policy == "none":
             return self.backward_saved_attention(i)
-        accumulated = step.summed_gradient * step.model.after_attention
-        attention = step.out + step.recomputed_backward()
-        return self.recomputed_output(i) + CategoryBytes(gradients=step.x, mlp=accumulated, attention=attention)
+        after_attention = block.summed_gradient * block.model.after_attention
+        attention = block.out + block.recomputed_backward()  # dout, and the tensors of attention's backward
+        return self.recomputed_output(i) + CategoryBytes(gradients=block.x, mlp=after_attention, attention=attention)
 
     def backward_saved_attention(self, i: int) -> CategoryBytes:
         """`backward_attention` under policy "none": the part after attention has freed its tensors."""
-        step = self.step.at(i)
-        projections = step.x + step.projection_gradients() if step.projects_in_stages else 0
-        attention = step.out + (projections + step.attention_backward)
-        gradients = step.x + step.e * step.model.after_attention
-        return self.saved_to_attention(step) + CategoryBytes(gradients=gradients, attention=attention)
+        block = self.step.at(i)
+        projections = block.x + block.projection_gradients() if block.projects_in_stages else 0
+        attention = block.out + (projections + block.attention_backward)
+        gradients = block.x + block.e * block.model.after_attention
+        return self.saved_to_attention(block) + CategoryBytes(gradients=gradients, attention=attention)
 
     def backward_gradients(self, i: int) -> CategoryBytes:
-        """Memory at the end of block i's backward: gradients of its parameters, and a copy in the compute dtype."""
-        step = self.step.at(i)
-        model = step.model
-        if step.checkpointing.policy == "none":
-            return CategoryBytes(gradients=step.x + step.e * model.block)
-        # Gradients that chunks summed in float32 are rounded to the compute dtype for FSDP2.
-        rounded = step.e if step.summed_gradient != step.e else 0
-        grads = CategoryBytes(gradients=step.x + rounded * model.block, mlp=step.summed_gradient * model.block)
-        return self.recomputed_output(i) + grads
+        """Memory at the end of block i's backward: dx, and gradients of all parameters of the block."""
+        block = self.step.at(i)
+        parameters = block.model.block
+        if block.checkpointing.policy == "none":
+            return CategoryBytes(gradients=block.x + block.e * parameters)
+        # Gradients that chunks summed in float32 are also copied to the compute dtype, in which FSDP2 takes them.
+        rounded = block.e if block.summed_gradient != block.e else 0
+        gradients = CategoryBytes(gradients=block.x + rounded * parameters, mlp=block.summed_gradient * parameters)
+        return self.recomputed_output(i) + gradients
 
     def tables(self) -> CategoryBytes:
-        """Gradient of the embedding, with a tied head's and the positions'; then its float32 reduction."""
+        """Memory at the end of backward: the larger of the embedding's backward and the reduction of its gradient.
+
+        A tied table is a part of the root, which is reduced as a whole, with norms and learned positions.
+        """
         step, model = self.step, self.step.model
         table_size = model.root if model.tied else model.table
         reduced = self.shard(step.all_parameters - table_size)
-        # Parameters and gradient of the table, dx, and block 0's float32 gradients, which are being reduced.
-        before_reduction = step.e * table_size * 2 + step.x + MASTER * step.at(0).model.block
+        # 1. Parameters and gradient of the table, dx, and block 0's float32 gradients, which are being reduced.
+        before_reduction = step.e * table_size * 2 + step.x + FLOAT32_BYTES * step.at(0).model.block
         before_reduction += step.e * model.vocabulary * model.dim if model.tied else 0  # the tied head's gradient
         if step.tp > 1:
-            # The gradient of positions, which each rank has whole, is a partial sum: copied, and still beside them.
+            # Each tensor-parallel rank has all learned positions, and its gradient of them is a partial sum. The
+            # gradient is copied, and the original still exists.
             unsharded = model.root - (model.vocabulary * model.dim if model.tied else 0)
             before_reduction += step.e * (model.root + 4 * unsharded)
-        # The float32 input of the reduce-scatter, and the gradient that it was copied from.
-        reduction = (MASTER + step.e + (MASTER if step.keeps_gradients else 0)) * table_size
+        # 2. The float32 input of the reduce-scatter, the gradient from which it was copied, and under ZeRO stage 1 the
+        # gradient of earlier micro-batches.
+        reduction = (FLOAT32_BYTES + step.e + (FLOAT32_BYTES if step.keeps_gradients else 0)) * table_size
         return self.state() + CategoryBytes(gradients=reduced + max(before_reduction, reduction))

@@ -1,4 +1,4 @@
-"""Widths of a model's tensors, and parameter counts of the units that FSDP2 gathers."""
+"""`Widths`: widths of a model's tensors, and parameter counts of the units that FSDP2 gathers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from armillary.models.state_config import Mixer
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of a model, and parameter counts by FSDP unit.
+    """Widths of a model's tensors, and parameter counts by FSDP unit (embedding, each block, head, and the root).
 
     Args:
         inner: width inside the MLP.
-        gated: the MLP has a gate (SwiGLU), and positions are rotations (RoPE).
-        head_norms: queries and keys have norms.
-        block: parameters of a block, `after_attention` of them in the part after attention.
-        output_norm: parameters of the norm of the delta rule's outputs, 0 in other blocks.
-        table, head: parameters of embedding and head, if they are units; 0 if they are tied.
-        root: parameters that stay gathered until the end of backward: norms, and a tied table with positions.
+        gated: True for LLaMA: the MLP has a gate (SwiGLU), and positions are rotations (RoPE). False for GPT.
+        head_norms: True if queries and keys have norms.
+        block: number of parameters of a block.
+        after_attention: number of these in the part after attention: output projection, second norm and MLP.
+        output_norm: number of parameters of the norm on the delta rule's outputs; 0 in other blocks.
+        table, head: numbers of parameters of embedding and head; 0 if they are tied, and so belong to the root.
+        root: number of parameters that stay gathered until the end of backward: the last norm, and a tied table with
+            learned positions.
     """
 
     dim: int
@@ -46,7 +48,7 @@ class Widths:
         llama = isinstance(model, LlamaConfig)
         if llama:
             block = model.block_parameters(mixer)
-            blocks = sum(count * model.block_parameters(each) for each, count in model.mixer_counts().items())
+            blocks = sum(count * model.block_parameters(kind) for kind, count in model.mixer_counts().items())
         else:
             block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
             blocks = model.layers * block
@@ -79,13 +81,17 @@ class Widths:
         )
 
     def shard(self, ranks: int) -> Widths:
-        """The widths of one of `ranks` tensor-parallel ranks: norms, a GPT's output biases and positions are whole."""
+        """Returns the widths of one of `ranks` tensor-parallel ranks.
+
+        Norms, and a GPT's output biases and learned positions, are replicated; everything else is divided by `ranks`.
+        """
         if ranks == 1:
             return self
-        # Replicated vectors. LLaMA: two norms; a GPT: two LayerNorms (4 E) and the biases of row-parallel layers (2 E).
+        # Replicated vectors in a block. LLaMA has two norms (2 E). A GPT has two LayerNorms (4 E) and the biases of two
+        # row-parallel layers (2 E).
         unsharded_in_block = (2 if self.gated else 6) * self.dim + self.output_norm
         unsharded_in_block += 2 * self.head_dim if self.head_norms else 0
-        # Of these, the second norm is after attention, and so are both biases.
+        # Of these, the second norm and both biases are after attention.
         unsharded_after = self.dim if self.gated else 4 * self.dim
         table = self.vocabulary * self.dim
         unsharded_root = self.root - (table if self.tied else 0)
@@ -108,7 +114,7 @@ class Widths:
 
     @property
     def outside_blocks(self) -> int:
-        """Number of parameters of embedding, norm and head."""
+        """Number of parameters outside of blocks: embedding, last norm and head."""
         return self.table + self.head + self.root
 
     @property

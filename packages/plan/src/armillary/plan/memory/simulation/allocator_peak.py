@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measured_peak(work: Callable[[], object]) -> int:
-    """Peak bytes that `work` allocates on the CPU, above those allocated before.
+    """Runs `work` and returns the peak of the bytes that it allocates on the CPU.
 
-    Reads the profiler's allocator events, so memory that kernels take inside an op counts too, and no dispatch mode
-    changes how torch executes.
+    Reads the allocator events of torch's profiler. So memory that kernels allocate inside of an op counts too, and no
+    dispatch mode changes how torch executes.
     """
-    gc.collect()  # garbage of earlier work, if freed during `work`, would count as negative
+    gc.collect()  # garbage from before that is freed during `work` would count as negative bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = cast(Any, profiler).profiler.kineto_results.events()

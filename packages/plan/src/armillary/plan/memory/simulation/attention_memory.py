@@ -1,4 +1,4 @@
-"""Attention's peak memory in the units of papers, and activations right before attention is recomputed."""
+"""Attention's peak memory, and memory right before attention is recomputed, in the units that papers use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from armillary.plan.memory.simulation.torch_private import patch_method
 from armillary.train.runtime.fake_world import fake_world
 
 Build = Callable[[DeviceMesh], Method]
+"""Builds an attention method on a mesh."""
 
 TOKENS, DIM, WIDTH = 1024, 128, 64
+"""Sizes of the simulated call: tokens of a rank, head dim, and width of hidden states."""
 
 
 def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, key_heads: int) -> float:
-    """Peak of q, k, v, out and communication buffers in a forward pass from hidden states, in heads.
+    """Peak memory of q, k, v and communication buffers in a forward pass from hidden states.
 
-    A head is [T, D] of one rank in 16 bits. The inputs x and weights, and the results out and lse, are not counted.
+    The unit is one head on one rank: [T, D] in 16 bits. Does not count the inputs (x and weights) and the results (out
+    and lse).
     """
     with fake_world(**axes) as mesh:
         method = build(mesh)
@@ -42,28 +45,28 @@ def attention_intermediates(build: Build, axes: Mapping[str, int], heads: int, k
             )
             source = HeadProjections(query, key, value, heads, key_heads, DIM)
             layout, mask = method.layout(TOKENS * prod(axes.values())), AttentionMask()
-            with LiveBytes(block=1) as live:
+            with LiveBytes(round_to=1) as live:
                 if isinstance(method, UPipe):
                     results = method.attend(
                         Projected(x, source), method.check_projected(x, source, mask=mask, layout=layout)
                     )
                 else:
                     results = [method.projected(x, source, mask=mask, layout=layout)]
-            # The peak includes the results, which outlive the call.
+            # The results exist at the peak, so they are subtracted.
             return (live.device.peak - sum(tensor.nbytes for tensor in results)) / (TOKENS * DIM * 2)
 
 
 @dataclass(frozen=True)
 class MemoryBeforeAttention:
-    """Activations in backward right before the last block's attention is recomputed, in units of one [T, E].
+    """Memory in backward right before the last block's attention is recomputed. The unit is the bytes of one [T, E].
 
-    The gradient of the block's output takes one more unit.
+    The gradient of the block's output takes one more unit, which is not counted.
 
     Args:
         checkpoints: stored inputs of blocks.
         qkv: q, k and v with which the ring starts.
-        activations: checkpoints and all tensors of attention: q, k and v, a buffer for out, and for WallFacer also the
-            rank's own q, k and v, from which the team's are gathered.
+        activations: checkpoints and all tensors of attention: q, k and v, and a buffer for out. WallFacer also has the
+            rank's local q, k and v, from which it gathered those of the team.
     """
 
     checkpoints: float
@@ -74,7 +77,7 @@ class MemoryBeforeAttention:
 def memory_before_attention(
     model: LlamaConfig, axes: Mapping[str, int], build: Build, length: int
 ) -> MemoryBeforeAttention:
-    """Simulates a step under policy "layer", with one sequence in 16 bits, for a method with a ring of keys."""
+    """Simulates a step of one sequence in 16 bits, under policy "layer", with a method that rotates keys in a ring."""
     unit = length // prod(axes.values()) * model.dim * 2  # bytes of one [T, E]
     snapshots = list[MemoryBeforeAttention]()
     job = Job(
@@ -84,8 +87,8 @@ def memory_before_attention(
     def with_snapshot(forward: Callable[..., Any]) -> Callable[..., Any]:
         def take_snapshot(ring: Ring, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
             sizes = {category: count / unit for category, count in live.device.current.items()}
-            # Each block allocates the input of the next one, as "checkpoints". The first one's is the output of the
-            # embedding, which is allocated without a label and so counts as "other".
+            # Each block allocates the next block's input, under the label "checkpoints". The first block's input is the
+            # output of the embedding, which has no label, so it counts as "other".
             checkpoints, qkv = sizes["checkpoints"] + sizes["other"], sum(x.nbytes for x in (q, k, v)) / unit
             snapshots.append(MemoryBeforeAttention(checkpoints, qkv, checkpoints + sizes["attention"]))
             return forward(ring, q, k, v, *args)
@@ -98,5 +101,5 @@ def memory_before_attention(
         with fake, simulating(), LiveBytes() as live, patch_method(Ring, "forward", with_snapshot):
             step.allocate_state()
             step.loss().backward()
-    # Forward takes one snapshot per block. Backward recomputes the last block first, which takes the next one.
+    # Forward takes one snapshot per block. Backward recomputes the last block first, so that is the next snapshot.
     return snapshots[model.layers]

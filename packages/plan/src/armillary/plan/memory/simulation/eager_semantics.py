@@ -1,4 +1,4 @@
-"""`EagerSemantics`: a dispatch mode that undoes the ways in which torch executes differently under dispatch modes."""
+"""`EagerSemantics`: a dispatch mode that undoes the changes that dispatch modes make to torch's execution."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ DEVICE: OpOverload = torch.ops.prim.device.default
 
 
 class EagerSemantics(TorchDispatchMode):
-    """Restores eager execution for a mode that counts allocations. Enter it on top of that mode.
+    """Restores eager execution for `LiveBytes`, the mode below it, in two ways.
 
-    - Composite ops run as the ops they are made of. Otherwise an op of Armillary would be counted by its fake
-      implementation, which only allocates results; torch decomposes its own above autograd, but not below it.
-    - Autograd accumulates gradients in place when it owns one of them; under a dispatch mode it allocates the sum.
+    - Composite ops run as the ops that they consist of. Otherwise an op of Armillary would run its fake implementation,
+      which allocates only the results. torch decomposes its own composite ops above autograd, but not below it.
+    - In eager mode, autograd adds two gradients in place if it alone owns one of them. Under a dispatch mode it
+      allocates the sum, so this mode adds in place instead.
     """
 
     def __enter__(self) -> Self:
-        unshared_gradient()  # measured outside of a backward pass, then cached
+        unshared_gradient()  # cached here, because it cannot be measured inside of a backward pass
         return super().__enter__()
 
     def __torch_dispatch__(
@@ -35,7 +36,7 @@ class EagerSemantics(TorchDispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # DTensor dispatches again with its local tensors
-        # Autograd queries devices more often than it calls ops. An answer here spares the modes below.
+        # Autograd queries devices more often than it calls ops. Answering here saves the dispatch to the modes below.
         if func is DEVICE:
             return torch_private.device(args[0])
         if function := torch_private.decomposition(func):
@@ -43,7 +44,7 @@ class EagerSemantics(TorchDispatchMode):
                 return function(*args, **(kwargs or {}))
         if func is ADD and torch_private.called_by_autograd():
             for i, counts in enumerate(torch_private.reference_counts(args[:2])):
-                # A view of a larger storage may have other readers: only a tensor with its own storage is owned.
+                # Other tensors may read a larger storage, so autograd owns only a tensor that has the whole storage.
                 if counts == unshared_gradient() and args[i].nbytes == args[i].untyped_storage().nbytes():
                     return ADD_INTO(args[i], args[1 - i])
         return func(*args, **(kwargs or {}))
@@ -51,7 +52,7 @@ class EagerSemantics(TorchDispatchMode):
 
 @cache
 def unshared_gradient() -> torch_private.RefCounts:
-    """Reference counts of a gradient that autograd alone holds, at its accumulation; measured on a small graph."""
+    """Reference counts of a gradient that only autograd refers to when it adds another; measured on a small graph."""
     with torch_private.modes_disabled(), torch.enable_grad(), AdditionObserver() as observer:
         x = torch.ones(1, requires_grad=True)
         (x.exp() * x.sin()).backward()
@@ -59,7 +60,7 @@ def unshared_gradient() -> torch_private.RefCounts:
 
 
 class AdditionObserver(TorchDispatchMode):
-    """Records the reference counts of the operands of an addition."""
+    """Dispatch mode that records the reference counts of the operands of an addition."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`LiveBytes`: a dispatch mode that counts the bytes of live tensors by category, on real CPU tensors or fake ones."""
+"""`LiveBytes`: a dispatch mode that counts the bytes of live tensors by category, for real CPU tensors or fake ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from armillary.plan.memory.simulation.eager_semantics import EagerSemantics
 from armillary.plan.memory.simulation.torch_private import storage_key
 
 CUDA_BLOCK = 512
-"""torch's CUDA allocator rounds sizes up to multiples of this."""
+"""torch's CUDA allocator rounds sizes up to multiples of this many bytes."""
 
 OTHER = "other"
+"""Category of tensors that are allocated without a label."""
 
 FSDP_TENSORS: dict[str, str] = {
     "fsdp::all_gather_copy_in": "parameters",
@@ -31,7 +32,7 @@ FSDP_TENSORS: dict[str, str] = {
     "fsdp::chunk_cat_mixed_dtype": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
-"""Category of the arguments of FSDP2's ops. FSDP2 allocates them by ordinary ops, which show no category."""
+"""Category of the arguments of FSDP2's ops. They are allocated by ordinary ops, which do not show their category."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -42,22 +43,23 @@ class LiveBytes(TorchDispatchMode):
         live.device.peak, live.device.breakdown()
 
     A storage counts once, however many views it has. Its category is the label (`armillary.core.observe.label`) under
-    which it was allocated, unless `pin` sets another. Unlabelled storages that FSDP2 handles are "parameters" or
-    "gradients"; all other unlabelled ones "other". Allocations under a label with `host=True` count for the host.
+    which it was allocated, unless `pin` sets another. Storages without a label that FSDP2 handles are "parameters" or
+    "gradients"; all others without a label are "other". Allocations under a label with `host=True` are booked as host
+    memory.
 
-    Earlier tensors only count if pinned. Memory that a kernel takes inside an op is invisible; for composite ops of
-    Armillary, the ops inside are counted.
+    Tensors from before the context count only if they are pinned. Memory that a kernel allocates inside of an op is not
+    seen. Armillary's ops run as the ops that they consist of, which are counted.
 
     Args:
-        block: sizes are rounded up to multiples of this many bytes; 1 does not round.
+        round_to: sizes are rounded up to multiples of this many bytes; 1 does not round.
     """
 
-    def __init__(self, block: int = CUDA_BLOCK) -> None:
+    def __init__(self, round_to: int = CUDA_BLOCK) -> None:
         super().__init__()
         self.device, self.host = Account(), Account()
         self.ops = 0
         """Number of ops so far."""
-        self._block = block
+        self._round_to = round_to
         self._storages: dict[int, tuple[Allocation, ref[UntypedStorage]]] = {}
         self._contexts = ExitStack()
 
@@ -76,7 +78,7 @@ class LiveBytes(TorchDispatchMode):
         self._contexts.__exit__(kind, error, trace)
 
     def pin(self, category: str, tensors: Iterable[Tensor], host: bool = False) -> None:
-        """Books tensors under `category`, on the device or the host; also tensors from before."""
+        """Books tensors under `category`, on the device or the host, even if they were allocated before the context."""
         account = self.host if host else self.device
         for tensor in tensors:
             storage = torch_private.local_tensor(tensor).untyped_storage()
@@ -103,7 +105,7 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage_key(storage) in self._storages:
                 self._resize(storage)
-            # An uncounted storage among the arguments is an earlier tensor's, and stays uncounted.
+            # A storage of an argument that is not counted is from before the context. It stays uncounted.
             elif all(storage_key(storage) != storage_key(x.untyped_storage()) for x in tensors_in(arguments)):
                 category, host = current_label() or (OTHER, False)
                 self._allocate(storage, self.host if host else self.device, category)
@@ -139,11 +141,11 @@ class LiveBytes(TorchDispatchMode):
         allocation.account.resize(allocation, size, label_name())
 
     def _round_up(self, size: int) -> int:
-        return -(-size // self._block) * self._block
+        return -(-size // self._round_to) * self._round_to
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
-    """Tensors in an op's result or arguments, except on the meta device."""
+    """Yields the tensors in an op's result or arguments, except those on the meta device."""
     if isinstance(x, Tensor):
         if torch_private.device(x).type != "meta":
             yield x
@@ -153,5 +155,6 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def label_name() -> str | None:
+    """Returns the name of the current label, if there is one."""
     label = current_label()
     return None if label is None else label.name

@@ -31,26 +31,26 @@ from armillary.train.optimizer import build_optimizer
 from armillary.train.runtime.fake_world import fake_world
 
 Progress = Callable[[int, int], None]
-"""Called with (items done, all items)."""
+"""Called with (number of items done, number of all items)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training step to simulate, from the view of `rank`.
+    """A training step to simulate, as `rank` runs it.
 
     Args:
         axes: sizes of the mesh axes, such as {"ring": 2, "ulysses": 4}.
         attention: builds the method on the mesh.
         length: global sequence length N.
-        rows: sequences per rank, B.
+        rows: number of sequences in the batch of a rank, B.
         checkpointing: tensors that blocks store for backward.
         zero_stage: 1 to 3, as in `shard_parameters`.
-        micro_batches: number of micro-batches of a step. At most two are simulated, and two only under ZeRO stage 1,
-            which keeps gathered parameters and unsharded gradients between them.
-        on_host: master weights, their gradients and the optimizer's state are in the host's memory.
+        micro_batches: number of micro-batches of a step. Two are simulated under ZeRO stage 1, which keeps gathered
+            parameters and unsharded gradients from one to the next; otherwise one is enough.
+        on_host: True if master weights, their gradients and the optimizer's state are in the host's memory.
         precision: dtype of forward and backward; master weights, gradients and optimizer state are float32.
         contiguous_states: as in `parallelize`.
-        kernel: attention kernel. With a real one, a `SimulatedStep` also runs on real tensors.
+        kernel: attention kernel. With a real kernel, a `SimulatedStep` can also run on real tensors.
     """
 
     model: LlamaConfig | GPTConfig
@@ -68,9 +68,9 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """The rank with the most memory: rank 0, or for a hybrid the second rank on the sequence axis.
+        """The rank that needs the most memory: rank 0, or for a hybrid the second rank of the sequence.
 
-        In a hybrid, states from other ranks enter all of that rank's chunks, and it computes their effect.
+        States of other ranks enter all of the second rank's chunks, so it computes their effect on all chunks.
         """
         has_states = isinstance(self.model, LlamaConfig) and self.model.states is not None
         is_sharded = self.axes.get("ring", 1) * self.axes.get("ulysses", 1) > 1
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Sizes of the mesh's axes. Methods over nodes split the ring axis of `axes` in two (`AttentionChoice`)."""
+        """Axis sizes of the mesh on which the method is built. Methods over nodes split the axis `ring` in two."""
         return getattr(self.attention, "mesh_axes", dict)(self.axes)
 
 
@@ -87,7 +87,8 @@ class StepMemory:
     """Peak bytes of a training step on one rank, in device memory and in host memory.
 
     Args:
-        device_breakdown, host_breakdown: at the peak, by label and by "parameters", "gradients", "optimizer", "other".
+        device_breakdown, host_breakdown: bytes at the peak by category: "parameters", "gradients", "optimizer", labels
+            of computations such as "attention", and "other".
         label: label of the computation at the device's peak.
         seconds: duration of the simulation.
         ops: number of simulated ops.
@@ -105,11 +106,11 @@ class StepMemory:
 def simulate(job: Job, progress: Progress = lambda _done, _total: None) -> StepMemory:
     """Returns the peak memory of one training step. Needs no GPU; the process must not have a process group.
 
-    Counts tensors, rounded as by the CUDA allocator. Not counted: fragmentation, the CUDA context, NCCL's buffers and
-    workspaces inside library kernels.
+    Counts the bytes of tensors, rounded up as the CUDA allocator does. Does not count fragmentation, the CUDA context,
+    NCCL's buffers, and workspaces inside of library kernels.
 
     Args:
-        progress: called in backward with (parameters that have a gradient, all parameters).
+        progress: called in backward with (number of parameters that have a gradient, number of all parameters).
     """
     with fake_world(job.rank, **job.mesh_axes) as mesh:
         step = SimulatedStep.of(job, mesh)
@@ -143,22 +144,27 @@ class SimulatedStep:
         )
         return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 
-    def run(self, block: int = CUDA_BLOCK, progress: Progress = lambda _done, _total: None) -> StepMemory:
-        """Allocates all state and trains for one step: on fake tensors in a `FakeTensorMode`, else on real ones."""
+    def run(self, round_to: int = CUDA_BLOCK, progress: Progress = lambda _done, _total: None) -> StepMemory:
+        """Allocates all state and trains for one step, on fake tensors inside of a `FakeTensorMode`, else on real ones.
+
+        Args:
+            round_to: as in `LiveBytes`.
+            progress: as in `simulate`.
+        """
         start = time.perf_counter()
         parameters, gradient_numbers = list(self.model.parameters()), count(1)
-        with LiveBytes(block) as live, simulated_stream():
+        with LiveBytes(round_to) as live, simulated_stream():
 
             def pin_gradient(parameter: Tensor) -> None:
-                # FSDP2 has just set the gradient. With CPU offload, a GPU would now copy it to the host.
+                # FSDP2 has just set the gradient. With CPU offload, a GPU would copy it to the host at this moment.
                 progress(next(gradient_numbers), len(parameters))
                 if parameter.grad is not None:
                     live.pin("gradients", [parameter.grad], self.job.on_host)
 
-            # 1. State of a run that has trained before: master weights and AdamW's moments.
+            # 1. The state of a run that has trained before: master weights and AdamW's moments.
             optimizer = self.allocate_state()
             live.pin("parameters", self.model.parameters(), self.job.on_host)
-            # 2. One step. Gradients are ordinary tensors until they appear in `.grad`, where they get their category.
+            # 2. One step. A gradient gets its category when it appears in `.grad`; before, it is a tensor like others.
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(pin_gradient)
             self.train_step(optimizer)
@@ -173,7 +179,7 @@ class SimulatedStep:
         )
 
     def allocate_state(self) -> Optimizer:
-        """Allocates parameters and optimizer state, so that the simulated step is not the first one."""
+        """Allocates parameters and optimizer state, as after a first step. Returns the optimizer."""
         host = self.job.on_host
         with label("parameters", host=host):
             self.model.to_empty(device="cpu" if host else self.device)
@@ -183,13 +189,13 @@ class SimulatedStep:
         optimizer = build_optimizer(self.model, OptimizerConfig())
         with label("optimizer", host=host):
             optimizer.step()
-        # AdamW allocates its moments in its first step, which this was; gradients are freed as after any step.
+        # This first step of AdamW has allocated its moments. Free the gradients, as after any step.
         optimizer.zero_grad()
         return optimizer
 
     def train_step(self, optimizer: Optimizer) -> None:
-        """Takes the trainer's step (`armillary.train.step`) without reading numbers, which fake tensors do not have."""
-        # A first micro-batch leaves gathered parameters and unsharded gradients; more micro-batches leave the same.
+        """Runs the trainer's step (`armillary.train.step`), without reading values, which fake tensors do not have."""
+        # The first micro-batch leaves gathered parameters and unsharded gradients. Further ones leave the same memory.
         if self.job.zero_stage == 1 and self.job.micro_batches > 1:
             begin_micro_batch(self.model, last=False)
             self.loss().backward()

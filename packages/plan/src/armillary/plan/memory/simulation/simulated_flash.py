@@ -1,4 +1,4 @@
-"""FlashAttention for CUDA reduced to its allocations, for fake tensors on the CPU."""
+"""`SimulatedFlash`: FlashAttention for CUDA reduced to its allocations, for fake tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class SimulatedFlash(Flash):
-    """Allocates as a CUDA kernel does and returns tensors without numbers. Splits and packs calls as those kernels do.
+    """Allocates the tensors that a CUDA kernel allocates, without values. Splits and packs calls as CUDA kernels do.
 
-    Besides its results, backward allocates in float32 an accumulator for dq and one number per row. With grouped keys,
-    version 2 also allocates dk and dv for each query head and then sums them; version 3 accumulates them in float32.
+    Backward allocates its results, and in float32 an accumulator for dq and one number per query and head. If query
+    heads share key heads, version 2 also allocates dk and dv of every query head and then sums them; version 3
+    accumulates them in float32.
 
-    Version 2 also stands for cuDNN: its backward allocates the same two buffers, without padding (`dQ_accum` and
-    `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of its closed part, such
-    as for dk and dv of each query head, is not published.
+    Version 2 also stands for cuDNN. cuDNN's backward allocates the same two float32 buffers, without padding
+    (`dQ_accum` and `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of its
+    closed source, for example for dk and dv of each query head, is not published.
 
     Args:
         version: 2 is torch's own kernel, which also copies non-contiguous out and dout; 3 is the flash-attn package's.
@@ -54,14 +55,14 @@ class SimulatedFlash(Flash):
         return dq, dk, dv
 
     def _query_buffers(self, q: Tensor, lengths: Lengths | None) -> list[Tensor]:
-        # An accumulator for dq, and the row sums of dout * out.
+        """Buffers for queries: an accumulator for dq, and the row sums of dout * out."""
         rows = padded_rows(q, lengths.queries if lengths else None)
-        sums = [rows] if self.version == 2 else [rows, rows]  # 3 also stores lse in base 2
+        sums = [rows] if self.version == 2 else [rows, rows]  # version 3 also stores lse in base 2
         shapes = [(rows, q.shape[-2], padded_head_dim(q.shape[-1])), *((n, q.shape[-2]) for n in sums)]
         return [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
     def _key_buffers(self, k: Tensor, heads: int, lengths: Lengths | None) -> list[Tensor]:
-        """Buffers for dk and for dv."""
+        """Buffers for dk and for dv; none if each query head has a key head of its own."""
         if heads == k.shape[-2]:
             return []
         if self.version == 2:
@@ -71,12 +72,13 @@ class SimulatedFlash(Flash):
 
 
 def padded_rows(x: Tensor, document_ends: Tensor | None) -> int:
-    """Rows of a work buffer for x [B, T, H, D], or for packed documents [tokens, H, D]."""
+    """Number of tokens of a work buffer for x [B, T, H, D], or for packed documents [tokens, H, D]."""
     if document_ends is None:
         return x.shape[0] * -(-x.shape[1] // ROWS) * ROWS
     return x.shape[0] + ROWS * (len(document_ends) - 1)  # each document may need up to ROWS tokens of padding
 
 
 def padded_head_dim(head_dim: int) -> int:
+    """Head dim of a work buffer."""
     multiple = 32 if head_dim <= 128 else 64
     return -(-head_dim // multiple) * multiple

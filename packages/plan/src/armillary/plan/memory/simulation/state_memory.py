@@ -1,4 +1,4 @@
-"""`StateMemory`: memory of a layer with a state alone, simulated on few tokens and extrapolated linearly."""
+"""`StateMemory`: memory of one layer with a state, simulated on few tokens and extrapolated linearly."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.torch_private import fake_group
 
 TOKENS = 512
-"""Tokens of a rank in the shortest simulation: enough that its chunks outweigh the gathered states."""
+"""Tokens of a rank in the shortest simulation: so many that its chunks need more memory than the gathered states."""
 WIDTH = 8
-"""Width of the simulated residual stream: so narrow that weights and inputs take no memory."""
+"""Width of the simulated hidden states: so narrow that weights and inputs take almost no memory."""
 STATE_BYTES = torch.float32.itemsize
+"""Bytes of an element of a state."""
 
 
 class LinearBytes(NamedTuple):
-    """A linear function of a rank's tokens and of the bytes of gathered states and maps, with values in bytes."""
+    """Bytes as a linear function of a rank's tokens and of the bytes of states and maps that the layer gathers."""
 
     fixed: float
     per_token: float
     per_gathered: float
 
     def at(self, tokens: float, gathered: float) -> float:
+        """Returns the bytes for a number of tokens and `gathered` bytes of states and maps."""
         return self.fixed + self.per_token * tokens + self.per_gathered * gathered
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Memory of a layer with a state, with its outputs [B, T, H, Dv] and without its inputs, weights and gradients.
+    """Memory of a layer with a state: its outputs [B, T, H, Dv] count, its inputs, weights and gradients do not.
 
     Args:
-        forward: peak without autograd.
-        recording: peak under autograd.
-        kept: bytes after forward under autograd.
-        backward: peak in backward, at the gradients of the recurrence's chunks.
+        forward: peak of forward without autograd.
+        recording: peak of forward under autograd.
+        kept: bytes that are allocated after forward under autograd.
+        backward: peak in backward, which is at the gradients of the recurrence's chunks.
     """
 
     forward: LinearBytes
@@ -58,28 +60,32 @@ class StateMemory:
     @classmethod
     @lru_cache(maxsize=64)  # two for each mixer of a search
     def of(cls, mixer: Mixer, states: StateConfig, precision: torch.dtype, sharded: bool) -> Self:
-        """Simulates the layer in `precision`, on one rank or as a rank of a sequence axis.
+        """Simulates the layer in `precision`.
 
-        The rank is one whose chunks all follow another rank's state, as on all ranks but the first.
+        Args:
+            sharded: True for a sequence over several ranks. Simulates the second rank, because states of other ranks
+                enter all of its chunks, as on every rank except the first.
         """
-        # Three simulations give the three coefficients: twice the tokens for `per_token`, and twice the ranks, which
-        # gather more states, for `per_gathered`.
+        # Three simulations give the three coefficients. Doubling the tokens gives `per_token`; doubling the ranks,
+        # which gather more states, gives `per_gathered`.
         ranks = 2 if sharded else 1
         short, long = (_peaks(mixer, states, precision, TOKENS * n, ranks) for n in (1, 2))
         wide = _peaks(mixer, states, precision, TOKENS * 2, 2 * ranks) if sharded else long
         gathered, more_gathered = (gathered_bytes(mixer, states, n, zigzag=True) for n in (ranks, 2 * ranks))
         linear = list[LinearBytes]()
-        for a, b, c in zip(short, long, wide, strict=True):
-            per_token, per_gathered = (b - a) / TOKENS, (c - b) / (more_gathered - gathered)
-            linear.append(LinearBytes(a - TOKENS * per_token - gathered * per_gathered, per_token, per_gathered))
+        for short_bytes, long_bytes, wide_bytes in zip(short, long, wide, strict=True):
+            per_token = (long_bytes - short_bytes) / TOKENS
+            per_gathered = (wide_bytes - long_bytes) / (more_gathered - gathered)
+            fixed = short_bytes - TOKENS * per_token - gathered * per_gathered
+            linear.append(LinearBytes(fixed, per_token, per_gathered))
         return cls(*linear)
 
 
 @lru_cache(maxsize=1024)
 def gathered_bytes(mixer: Mixer, states: StateConfig, ranks: int, zigzag: bool) -> int:
-    """Bytes of the states and maps that a layer gathers from all ranks for a row, on zigzag or contiguous shards.
+    """Bytes of the states and maps that a layer gathers from all ranks for one row, on zigzag or contiguous shards.
 
-    Each rank beyond the second adds the same number, so layouts of 2 and 3 ranks are enough.
+    Each rank after the second adds the same number of bytes, so layouts of 2 and of 3 ranks give the bytes of any.
     """
     if ranks == 1:
         return 0
@@ -101,14 +107,14 @@ def gathered_bytes(mixer: Mixer, states: StateConfig, ranks: int, zigzag: bool) 
 
 
 def _layout(tokens: int, ranks: int) -> SequenceLayout:
-    """Returns the zigzag layout of `tokens` pairs of tokens a rank."""
+    """Returns a zigzag layout whose ranks have two chunks of `tokens` tokens each."""
     return SequenceLayout.zigzag(2 * tokens * ranks, ranks)
 
 
 def _peaks(mixer: Mixer, states: StateConfig, precision: torch.dtype, tokens: int, ranks: int) -> tuple[int, ...]:
-    """Returns the bytes of a `StateMemory` for one row of `tokens` tokens a rank."""
+    """Simulates one row of `tokens` tokens per rank. Returns bytes in the order of `StateMemory`'s fields."""
     rank = min(1, ranks - 1)
-    # A group of its own, because in the tuner the process already has a default group.
+    # Not the default process group, because inside of the tuner the process has a real one.
     axis = Axis("ring", rank, ranks, fake_group(rank, ranks), None)
     with torch.device("meta"):
         layer = STATE_MIXERS[mixer](WIDTH, states, 1e-6, _OnAxis(axis, _layout(tokens // 2, ranks))).to(precision)
@@ -126,7 +132,7 @@ def _peaks(mixer: Mixer, states: StateConfig, precision: torch.dtype, tokens: in
 
 
 class _OnAxis:
-    """`StateOperations` on one axis and layout, in place of an attention method."""
+    """Stands in for the attention method in a layer: `StateOperations` on a fixed axis and layout."""
 
     def __init__(self, axis: Axis, layout: SequenceLayout) -> None:
         self.axis, self.layout = axis, layout

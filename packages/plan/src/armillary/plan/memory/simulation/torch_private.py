@@ -1,4 +1,4 @@
-"""Private functions of torch that memory accounting depends on, in one place."""
+"""All uses of torch's private functions by the memory simulation."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from armillary.core import compat
 C: Any = cast(Any, torch)._C
 ENGINE: Any = cast(Any, torch.autograd.graph)._engine_run_backward
 WRAPPERS = tuple(import_module(name).__file__ for name in ("torch._compile", "torch._dynamo.eval_frame"))
-"""Files of the functions that torch wraps around a dispatch mode's."""
+"""Files of the functions that torch wraps around `__torch_dispatch__`."""
 
 RefCounts = tuple[int, int, int]
 """Reference counts of a tensor, its storage and its Python object."""
 
 
 def storage_key(storage: UntypedStorage) -> int:
-    """Identity of a storage, equal for all Python objects of it while it lives."""
+    """Identity of a storage: equal for all Python objects that refer to it, as long as it lives."""
     return cast(Any, storage)._cdata
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, or the local tensor of a DTensor."""
+    """Returns the local tensor of a DTensor, or any other tensor itself."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def device(tensor: Tensor) -> torch.device:
-    """The tensor's device; that of a fake tensor without the dispatch that reading `tensor.device` would cause."""
+    """Returns the tensor's device. Reads it without a dispatch, which `tensor.device` of a fake tensor would cause."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def fake_group(rank: int, ranks: int) -> dist.ProcessGroup:
-    """A process group of its own that communicates nothing."""
+    """Returns a new process group that sends nothing, independent of the default group."""
     return C._distributed_c10d.FakeProcessGroup._create_internal(rank, ranks)
 
 
 def op_name(op: OpOverload) -> str:
-    """Name without overload, such as "aten::add"."""
+    """Returns an op's name without its overload, such as "aten::add"."""
     return cast(Any, op)._schema.name
 
 
 @cache
 def decomposition(op: OpOverload) -> Callable[..., Any] | None:
-    """Python function of an Armillary op, or decomposition of an aten op without a CPU kernel of its own."""
+    """Returns the Python function of an Armillary op, or the decomposition of an aten op that has no CPU kernel."""
     if op.namespace == "armillary":
         return compat.function_of(op)
 
@@ -68,7 +68,7 @@ def decomposition(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def reference_counts(tensors: Sequence[Tensor]) -> list[RefCounts]:
-    """Current reference counts of each tensor."""
+    """Returns the current reference counts of each tensor."""
     return [
         (cast(Any, x)._use_count(), C._storage_Use_Count(storage_key(x.untyped_storage())), sys.getrefcount(x))
         for x in tensors
@@ -76,10 +76,13 @@ def reference_counts(tensors: Sequence[Tensor]) -> list[RefCounts]:
 
 
 def called_by_autograd() -> bool:
-    """True in a dispatch mode's handler that autograd's engine called directly, rather than Python code."""
+    """True if autograd's engine, and not Python code, called the op that a `__torch_dispatch__` handles.
+
+    Call it in the `__torch_dispatch__` itself: it inspects the stack.
+    """
     if C._current_graph_task_id() < 0:
         return False
-    # Frame 1 is the mode's handler; above it are wrappers of torch, and then the engine if it called the op itself.
+    # Frame 1 is `__torch_dispatch__`. Its callers are wrappers of torch, then the engine if it called the op.
     caller = cast(Any, sys)._getframe(2)
     while caller.f_back and caller.f_code.co_filename in WRAPPERS:
         caller = caller.f_back
@@ -87,12 +90,15 @@ def called_by_autograd() -> bool:
 
 
 def modes_disabled() -> AbstractContextManager[Any]:
-    """Context manager that hides all ops from dispatch modes."""
+    """Context manager in which no dispatch mode sees ops."""
     return cast(Any, dispatch)._disable_current_modes()
 
 
 def observe_resizes(callback: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
-    """Calls `callback` after each `untyped_storage().resize_()`, which is no op and so invisible to dispatch modes."""
+    """Context manager that calls `callback` after each `resize_` of an untyped storage.
+
+    `resize_` is no op, so dispatch modes do not see it.
+    """
 
     def wrap(resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(self: UntypedStorage, *args: Any) -> Any:
@@ -106,7 +112,10 @@ def observe_resizes(callback: Callable[[UntypedStorage], None]) -> AbstractConte
 
 
 def hide_shape_propagation() -> AbstractContextManager[None]:
-    """Hides DTensor's shape propagation: it runs each new op on fake tensors of the global shape."""
+    """Context manager that hides DTensor's shape propagation from dispatch modes.
+
+    It runs each new op on fake tensors of the global shape, which must not be counted.
+    """
 
     def wrap(propagate: Callable[..., Any]) -> Callable[..., Any]:
         def propagate_unseen(self: ShardingPropagator, *args: Any) -> Any:
