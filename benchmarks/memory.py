@@ -22,34 +22,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.memory import attention_intermediates, memory_before_attention, simulate
-from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.memory.plan import MemoryOptions, plan_memory
 from armillary.plan.search.report import stored_text
-from armillary.plan.search.search import SearchPlan, search
+from armillary.plan.search.search import SearchOptions, search
 
 Row = dict[str, Any]
 
-PLANS: dict[str, list[MemoryPlan]] = {
+PLANS: dict[str, list[MemoryOptions]] = {
     "contexts": [
-        MemoryPlan(cluster="8xh100", attention="upipe", tokens="7M"),
-        MemoryPlan(cluster="8xh100", attention="upipe+ring", ulysses=4, tokens="6M"),
-        MemoryPlan(cluster="8xh100", attention="ulysses", tokens="4M"),
-        MemoryPlan(cluster="8xh100", attention="usp", ulysses=4, tokens="4M"),
-        MemoryPlan(cluster="8xh100", attention="ring", tokens="4M"),
-        MemoryPlan(cluster="8xh100", attention="wallfacer", tokens="3M"),
-        MemoryPlan(cluster="16xh100", attention="upipe+ring", tokens="12M"),
-        MemoryPlan(cluster="16xh100", attention="usp", tokens="8M"),
-        MemoryPlan(cluster="16xh100", attention="ring", tokens="8M"),
-        MemoryPlan(cluster="16xh100", attention="wallfacer", tokens="3M"),
+        MemoryOptions(cluster="8xh100", attention="upipe", tokens="7M"),
+        MemoryOptions(cluster="8xh100", attention="upipe+ring", ulysses=4, tokens="6M"),
+        MemoryOptions(cluster="8xh100", attention="ulysses", tokens="4M"),
+        MemoryOptions(cluster="8xh100", attention="usp", ulysses=4, tokens="4M"),
+        MemoryOptions(cluster="8xh100", attention="ring", tokens="4M"),
+        MemoryOptions(cluster="8xh100", attention="wallfacer", tokens="3M"),
+        MemoryOptions(cluster="16xh100", attention="upipe+ring", tokens="12M"),
+        MemoryOptions(cluster="16xh100", attention="usp", tokens="8M"),
+        MemoryOptions(cluster="16xh100", attention="ring", tokens="8M"),
+        MemoryOptions(cluster="16xh100", attention="wallfacer", tokens="3M"),
     ],
     "models": [
-        MemoryPlan(cluster="8xa100-40", tokens="2M"),
-        MemoryPlan(cluster="8xa100-80", tokens="3M"),
-        MemoryPlan(cluster="8xh200", tokens="7M"),
-        MemoryPlan(cluster="8xh100", model="llama2-7b", tokens="5M"),
-        MemoryPlan(cluster="8xh100", model="qwen3-32b", tokens="2M"),
-        MemoryPlan(cluster="16xh100", model="llama3-70b", attention="upipe+ring", tokens="2M"),
-        MemoryPlan(cluster="8xh100", model="gpt-3b", tokens="5M"),
-        MemoryPlan(cluster="8xh100", model="gpt-7b", tokens="3M"),
+        MemoryOptions(cluster="8xa100-40", tokens="2M"),
+        MemoryOptions(cluster="8xa100-80", tokens="3M"),
+        MemoryOptions(cluster="8xh200", tokens="7M"),
+        MemoryOptions(cluster="8xh100", model="llama2-7b", tokens="5M"),
+        MemoryOptions(cluster="8xh100", model="qwen3-32b", tokens="2M"),
+        MemoryOptions(cluster="16xh100", model="llama3-70b", attention="upipe+ring", tokens="2M"),
+        MemoryOptions(cluster="8xh100", model="gpt-3b", tokens="5M"),
+        MemoryOptions(cluster="8xh100", model="gpt-7b", tokens="3M"),
     ],
 }
 
@@ -112,7 +112,7 @@ def wallfacer() -> list[Row]:
     return rows
 
 
-def longest(plans: list[MemoryPlan], console: Console) -> list[Row]:
+def longest(plans: list[MemoryOptions], console: Console) -> list[Row]:
     """The longest sequence that fits, and the memory that limits it."""
     rows: list[Row] = []
     for plan in plans:
@@ -145,7 +145,7 @@ def planned(console: Console) -> list[Row]:
     rows: list[Row] = []
     for cluster, tokens in (("8xh100", "1M"), ("8xh100", "8M"), ("8xh100", "12M"), ("16xh100", "16M")):
         search_result = search(
-            SearchPlan(cluster=cluster, tokens=tokens, attention=() if tokens == "1M" else ("upipe+ring",))
+            SearchOptions(cluster=cluster, tokens=tokens, attention=() if tokens == "1M" else ("upipe+ring",))
         )
         best = search_result.fitting[0]
         with console.status(f"{cluster} {tokens}"):
@@ -183,7 +183,7 @@ def policies() -> list[Row]:
     }
     for attention, ulysses in (("upipe", 8), ("usp", 4)):
         for name, checkpointing in options.items():
-            plan = MemoryPlan(attention=attention, ulysses=ulysses, tokens="1M", checkpointing=checkpointing)
+            plan = MemoryOptions(attention=attention, ulysses=ulysses, tokens="1M", checkpointing=checkpointing)
             result = plan_memory(plan).memory
             rows.append(
                 {

@@ -13,17 +13,17 @@ from armillary.data.loader.batches import check_minimum
 from armillary.data.parsing import parse
 from armillary.integrations.check import cli as check
 from armillary.plan import cli as plan
-from armillary.plan.comm_volume import BytesPlan
-from armillary.plan.dry_run import read_plan
+from armillary.plan.comm_volume import BytesOptions
+from armillary.plan.dry_run import read_options
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.plan import MemoryPlan
+from armillary.plan.memory.plan import MemoryOptions
 from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import amount
-from armillary.plan.search.search import SearchPlan
-from armillary.plan.steps.command import StepsPlan
+from armillary.plan.search.search import SearchOptions
+from armillary.plan.steps.command import StepsOptions
 from armillary.plan.tune import cli as tune
-from armillary.plan.tune.command import read_plan as read_tune_plan
+from armillary.plan.tune.command import read_options as read_tune_options
 from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
@@ -63,7 +63,7 @@ def train_file_numbers(text: str) -> list[int]:
 
 
 def plan_run_numbers(text: str) -> list[int]:
-    config = read_plan(["--data.sequence-length", text], "armillary-plan run").run
+    config = read_options(["--data.sequence-length", text], "armillary-plan run").run
     check_limits(config)
     return [config.data.sequence_length]
 
@@ -79,11 +79,11 @@ def pack_numbers(text: str) -> list[int]:
 READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-train": train_numbers,
     "armillary-train --config": train_file_numbers,
-    "armillary-plan": plan_numbers(SearchPlan, "tokens", "reserve", "host-reserve"),
-    "armillary-plan memory": plan_numbers(MemoryPlan, "tokens", "host-memory"),
-    "armillary-plan bytes": plan_numbers(BytesPlan, "tokens", "heads"),
+    "armillary-plan": plan_numbers(SearchOptions, "tokens", "reserve", "host-reserve"),
+    "armillary-plan memory": plan_numbers(MemoryOptions, "tokens", "host-memory"),
+    "armillary-plan bytes": plan_numbers(BytesOptions, "tokens", "heads"),
     "armillary-plan run": plan_run_numbers,
-    "armillary-tune": lambda text: [read_tune_plan(["--iterations", text]).iterations],
+    "armillary-tune": lambda text: [read_tune_options(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
     "armillary-data pack": pack_numbers,
     "conformance": lambda text: [conformance.parsed(["--random", text, "--ranks", text]).random],
@@ -159,15 +159,15 @@ def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys,
 
 
 def planning(words: list[str]) -> object:
-    kinds = {"search": SearchPlan, "memory": MemoryPlan, "bytes": BytesPlan, "steps": StepsPlan}
+    kinds = {"search": SearchOptions, "memory": MemoryOptions, "bytes": BytesOptions, "steps": StepsOptions}
     command, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
-    return read_plan(flags, command) if command == "run" else parse(flags, kinds[command], command)
+    return read_options(flags, command) if command == "run" else parse(flags, kinds[command], command)
 
 
 DATA_COMMANDS = ("prepare", "info", "pack", "inspect")
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-train": read_command,
-    "armillary-tune": read_tune_plan,
+    "armillary-tune": read_tune_options,
     "armillary-generate": read_generate,
     "armillary-plan": planning,
     "armillary-data": lambda words: parse(words, data.DataCommand, "armillary-data"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.plan.comm_volume import BytesPlan, plan_bytes
+from armillary.plan.comm_volume import BytesOptions, plan_bytes
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
 FIGURE_5 = {"tokens": "64Ki", "heads": 32, "head_dim": 128, "ranks": 8, "causal": True, "of_ranks": (0,)}
@@ -16,7 +16,7 @@ def schedule() -> Table:
     """Figures 3 to 5: sent bytes of each schedule, by its plan and by the ledger."""
     rows = list[Row]()
     for name, nodes in (("token_ring", None), ("ring+token_ring", 2)):
-        for row in plan_bytes(BytesPlan(**FIGURE_5, attention=(name,), nodes=nodes)):
+        for row in plan_bytes(BytesOptions(**FIGURE_5, attention=(name,), nodes=nodes)):
             title = f"{row.candidate.attention}, {row.phase}, MiB by the schedule and by the ledger"
             rows.append(Row(title, row.closed.total / 2**20, row.counted.total / 2**20))
     rows += [

@@ -15,8 +15,8 @@ from armillary.core import SequenceLayout
 from armillary.models.parallel.fsdp import ZeroStage
 from armillary.plan import Cluster
 from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, plan_seconds
-from armillary.plan.comm_volume import BytesPlan, plan_bytes
-from armillary.plan.search.search import SearchPlan, search
+from armillary.plan.comm_volume import BytesOptions, plan_bytes
+from armillary.plan.search.search import SearchOptions, search
 from paper_tables import usp_training
 from paper_tables.block_costs import BlockCosts, block_costs, plain_tensor_parallel
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
@@ -53,7 +53,7 @@ def attention_bytes() -> Table:
     """Bytes of attention alone, with as many key heads as query heads and with fewer."""
 
     def units(method: str, kv_heads: int | None = None) -> tuple[float, float]:
-        phases = plan_bytes(BytesPlan(**SIZES, kv_heads=kv_heads, attention=(method,)))
+        phases = plan_bytes(BytesOptions(**SIZES, kv_heads=kv_heads, attention=(method,)))
         forward, backward = (phase.counted.total / HIDDEN for phase in phases)
         return forward, forward + backward
 
@@ -254,7 +254,7 @@ def figure_5() -> Table:
     """Data parallelism compared with sequence parallelism, both chosen by the planner."""
     rows = list[Row]()
     for tokens in ("4Ki", "8Ki", "16Ki"):
-        plan = SearchPlan(
+        plan = SearchOptions(
             model="llama2-7b", cluster="8xa800", tokens=tokens, rows=8, attention=("local", "ulysses", "ring")
         )
         result = search(plan)

@@ -15,7 +15,7 @@ from armillary.attention.planning.memory import Sizes
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
-from armillary.plan.comm_volume import BytesPlan, plan_bytes
+from armillary.plan.comm_volume import BytesOptions, plan_bytes
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.memory.room import Room
@@ -54,7 +54,7 @@ def sent() -> Paper:
 
 def example() -> Table:
     """Section 4.2.2: one block's forward of model M."""
-    ring, _, _, _, team, _ = plan_bytes(BytesPlan(attention=("ring", "wallfacer"), team=(4,)))
+    ring, _, _, _, team, _ = plan_bytes(BytesOptions(attention=("ring", "wallfacer"), team=(4,)))
     assert ring.published is not None and team.published is not None
     rows = [
         Row(
@@ -78,7 +78,7 @@ def example() -> Table:
 
 def figure_1() -> Table:
     """Peer-to-peer bytes of LLaMA-7B for every C."""
-    byte_rows = plan_bytes(BytesPlan(**LLAMA_7B, attention=("ring", "wallfacer"), team=TEAMS, of_ranks=(1,)))
+    byte_rows = plan_bytes(BytesOptions(**LLAMA_7B, attention=("ring", "wallfacer"), team=TEAMS, of_ranks=(1,)))
     p2p = dict[tuple[int, str], int]()
     for row in byte_rows:
         p2p[row.candidate.attention.team or 1, row.phase] = row.counted.p2p

@@ -7,14 +7,14 @@ import pytest
 
 from armillary.attention.registry import names
 from armillary.plan.cli import main
-from armillary.plan.comm_volume import BytesPlan, MethodBytes, PhaseBytes, candidates_of, plan_bytes
+from armillary.plan.comm_volume import BytesOptions, MethodBytes, PhaseBytes, candidates_of, plan_bytes
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh
 
 UNIT = 1024 * 6656 * 2
 """Bytes of one [T, E] of model M on one of 64 ranks: 13 / 1024 GiB."""
 LSE = 1024 * 52 * 4
-SMALL = BytesPlan(tokens="480", heads=8, kv_heads=4, head_dim=8, ranks=8, rows=2, of_ranks=(0, 5))
+SMALL = BytesOptions(tokens="480", heads=8, kv_heads=4, head_dim=8, ranks=8, rows=2, of_ranks=(0, 5))
 
 
 def figures(rows: list[MethodBytes]) -> dict[tuple[str, tuple[int, ...], str], PhaseBytes]:
@@ -23,7 +23,7 @@ def figures(rows: list[MethodBytes]) -> dict[tuple[str, tuple[int, ...], str], P
 
 @pytest.fixture(scope="module")
 def model_m() -> list[MethodBytes]:
-    return plan_bytes(BytesPlan(attention=("ring", "wallfacer", "usp"), team=(4,)))
+    return plan_bytes(BytesOptions(attention=("ring", "wallfacer", "usp"), team=(4,)))
 
 
 def test_bytes_of_model_m(model_m):
@@ -60,14 +60,14 @@ def test_closed_forms_equal_the_ledger(dtype, causal):
 
 
 def test_default_methods():
-    assert [str(candidate.attention) for candidate in candidates_of(BytesPlan())] == [
+    assert [str(candidate.attention) for candidate in candidates_of(BytesOptions())] == [
         "ring",
         "token_ring",
         *(f"wallfacer C={team}" for team in (2, 4, 8)),
         *("all_gather", "ring+ring", "ring+token_ring"),
         "usp",
     ]
-    candidates = list(candidates_of(BytesPlan(ranks=4, kv_heads=13)))
+    candidates = list(candidates_of(BytesOptions(ranks=4, kv_heads=13)))
     assert Candidate(Mesh(1, 1, 4), AttentionChoice("ulysses")) in candidates
     assert Candidate(Mesh(1, 4, 1), AttentionChoice("usp")) in candidates
     assert Candidate(Mesh(1, 4, 1), AttentionChoice("wallfacer", team=2)) in candidates

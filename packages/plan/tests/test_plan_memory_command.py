@@ -12,7 +12,7 @@ from armillary.models import Checkpointing
 from armillary.plan.cli import main
 from armillary.plan.memory import Job, StepMemory, report
 from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.plan import MemoryPlan, mesh_axes, plan_memory
+from armillary.plan.memory.plan import MemoryOptions, mesh_axes, plan_memory
 from armillary.plan.memory.room import DoesNotFitError, Room, longest_fit, more_devices
 from armillary.plan.presets import MODELS, cluster_of, model_of
 
@@ -62,7 +62,7 @@ def test_presets():
 
 def test_defaults_of_mesh_axes():
     def axes(cluster: str, **options) -> dict[str, int]:
-        plan = MemoryPlan(cluster=cluster, **options)
+        plan = MemoryOptions(cluster=cluster, **options)
         return mesh_axes(plan, model_of(plan.model, 1024), cluster_of(cluster))
 
     assert axes("8xh100") == {"shard": 1, "ring": 1, "ulysses": 8}
@@ -135,7 +135,7 @@ def test_more_devices_is_the_smallest_power_of_two_that_fits():
 
 def test_the_result_as_a_table_or_json(capsys):
     options = {"cluster": "8xh100", "ulysses": 4, "ring": 2, "attention": "upipe+ring"}
-    planned = plan_memory(MemoryPlan(model="debug", tokens="64k", **options))
+    planned = plan_memory(MemoryOptions(model="debug", tokens="64k", **options))
     report.show(planned)
     shown = capsys.readouterr().out
     assert "a sequence of 64,000 tokens, 8k on a rank" in shown and "fits" in shown and "attention" in shown

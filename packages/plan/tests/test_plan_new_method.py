@@ -25,14 +25,14 @@ from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
-from armillary.plan.comm_volume import BytesPlan, default_methods, show
+from armillary.plan.comm_volume import BytesOptions, default_methods, show
 from armillary.plan.memory import Job, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.search.candidates import candidates
 from armillary.plan.search.report import heading
-from armillary.plan.search.search import SearchPlan, search
+from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.tune import tuner
-from armillary.plan.tune.command import read_plan
+from armillary.plan.tune.command import read_options
 from armillary.plan.tune.measurements import TunerState
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.command import read_command
@@ -228,7 +228,7 @@ def test_commands_name_the_method_and_its_missing_function(unplanned, capsys, na
 
 
 def test_the_search_omits_it_with_a_note(unplanned):
-    result = search(SearchPlan(cluster="8xh100", tokens="64Ki"))
+    result = search(SearchOptions(cluster="8xh100", tokens="64Ki"))
     names_of_choices = {choice.candidate.attention.name for choice in result.choices}
     assert NEW in names_of_choices and not {UNPLANNED, COUNTED} & names_of_choices
     lines = {name: [line for line in heading(result) if f" {name} " in line] for name in (NEW, UNPLANNED, COUNTED)}
@@ -238,7 +238,7 @@ def test_the_search_omits_it_with_a_note(unplanned):
 
 
 def test_the_bytes_report_omits_it_with_a_note(unplanned, capsys):
-    plan = BytesPlan(ranks=4)
+    plan = BytesOptions(ranks=4)
     assert {NEW, COUNTED} <= set(default_methods(plan)) and UNPLANNED not in default_methods(plan)
     show(plan, [])
     lines = [line for line in capsys.readouterr().out.splitlines() if f" {UNPLANNED} " in line]
@@ -262,7 +262,7 @@ SMALL = Config(
 def tuned(out: Path) -> TunerState:
     """Runs the tuner's command on every rank."""
     with registered(), redirect_stdout(io.StringIO()):
-        order = read_plan(["--attention", NEW, "--iterations", "1", "--out", str(out)])
+        order = read_options(["--attention", NEW, "--iterations", "1", "--out", str(out)])
         return tuner.tune(replace(order, run=SMALL))
 
 

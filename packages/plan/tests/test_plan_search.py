@@ -26,19 +26,19 @@ from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
 from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, all_gather_seconds, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, step_time
-from armillary.plan.dry_run import read_plan
+from armillary.plan.dry_run import read_options
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, Estimate
-from armillary.plan.memory.plan import MemoryPlan
+from armillary.plan.memory.plan import MemoryOptions
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, trainer_config, write_choice
 from armillary.plan.search.fit_policy import fit_policy, largest
 from armillary.plan.search.report import as_dict, draw
-from armillary.plan.search.search import SearchPlan, passes_of, search
-from armillary.plan.tune.command import TunePlan
-from armillary.plan.tune.command import read_plan as read_tune_plan
+from armillary.plan.search.search import SearchOptions, passes_of, search
+from armillary.plan.tune.command import TuneOptions
+from armillary.plan.tune.command import read_options as read_tune_options
 from armillary.train.command import read_command
 
 # -- against measurements of papers -----------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_the_best_team_depends_on_the_size_of_a_node(machine, best):
 
 
 def test_layouts_are_weighed_on_packed_documents():
-    plan = SearchPlan(cluster="16xh100-ethernet", tokens="128Ki", document_tokens="1Ki", attention=("ring",))
+    plan = SearchOptions(cluster="16xh100-ethernet", tokens="128Ki", document_tokens="1Ki", attention=("ring",))
     result = search(plan)
     by_layout = {each.candidate.layout: each for each in result.choices if each.candidate.mesh.ring == 16}
     assert set(by_layout) == {"zigzag", "contiguous", "balanced"}
@@ -127,7 +127,7 @@ def test_documents_come_from_a_store(tmp_path):
     for i in range(40):
         (tmp_path / "text" / f"{i}.txt").write_text("word " * 100)
     prepare_store(Preparation((tmp_path / "text",), tmp_path / "store"))
-    plan = SearchPlan(tokens="4Ki", rows=2, documents=tmp_path / "store", attention=("ring",))
+    plan = SearchOptions(tokens="4Ki", rows=2, documents=tmp_path / "store", attention=("ring",))
     result = search(plan)
     assert result.documents is not None and [row[-1] for row in result.documents] == [4096, 4096]
     assert {size for row in result.documents for size in np.diff(row).tolist()[:-1]} == {501}
@@ -324,7 +324,7 @@ def test_copies_without_prefetch_are_exposed():
 def test_one_node_trains_8m_tokens_and_two_16m():
     """The inputs of all blocks do not fit the host's 2 TB: at 8M tokens they take 2.1 TB."""
     for cluster, tokens in (("8xh100", "8M"), ("16xh100", "16M")):
-        best = search(SearchPlan(cluster=cluster, tokens=tokens, attention=("upipe+ring",), best=1)).fitting[0]
+        best = search(SearchOptions(cluster=cluster, tokens=tokens, attention=("upipe+ring",), best=1)).fitting[0]
         checkpointing = best.job.checkpointing
         assert (
             checkpointing.policy == "attention_output"
@@ -357,7 +357,7 @@ def test_mfu_of_long_sequences_approaches_that_of_attention():
 
     In backward kernels compute five products, of which model FLOPs count four.
     """
-    actual = search(SearchPlan(tokens="1Mi", attention=("ulysses",)))
+    actual = search(SearchOptions(tokens="1Mi", attention=("ulysses",)))
     best, (forward, backward) = actual.fitting[0], actual.cluster.accelerator.attention_shares(2**20)
     assert best.job.checkpointing.policy == "attention_output"
     assert best.mfu == pytest.approx(12 / (4 / forward + 10 / backward), rel=0.02)
@@ -376,12 +376,14 @@ def test_attention_efficiency_is_published_or_from_a_file():
 
 
 def test_the_kernel_affects_time_and_the_trainer_config():
-    actual = {name: search(SearchPlan(tokens="1Mi", attention=("usp",), kernel=name)) for name in (None, "cuda_flash")}
+    actual = {
+        name: search(SearchOptions(tokens="1Mi", attention=("usp",), kernel=name)) for name in (None, "cuda_flash")
+    }
     slow, fast = (actual[name].fitting[0] for name in ("cuda_flash", None))
     assert slow.time.attention / fast.time.attention == pytest.approx(1.6, rel=0.03)
     assert trainer_config(actual["cuda_flash"], slow).parallel.kernel == "cuda_flash"
     with pytest.raises(ValueError, match=r"--kernel fast.*cpu_flash"):
-        search(SearchPlan(kernel="fast"))
+        search(SearchOptions(kernel="fast"))
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -435,12 +437,16 @@ def test_tensor_parallel_ranks_interleave():
 
 def test_larger_batch_prefers_data_parallelism_with_a_reason():
     """USP (arXiv 2405.07719), figure 5 and tip 2: LLaMA2-7B, a global batch of 8 on 8 A800."""
-    result = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp")))
+    result = search(
+        SearchOptions(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp"))
+    )
     best = result.fitting[0]
     assert best.candidate.mesh.shard == 8
     split = next(each for each in result.fitting if each.candidate.mesh.shard == 4)
     assert "slower: " in result.reason(split)
-    one = search(SearchPlan(model="llama2-7b", cluster="8xa800", tokens="32Ki", attention=("ring", "ulysses", "usp")))
+    one = search(
+        SearchOptions(model="llama2-7b", cluster="8xa800", tokens="32Ki", attention=("ring", "ulysses", "usp"))
+    )
     assert one.fitting[0].candidate.mesh.shard == 1
 
 
@@ -451,7 +457,7 @@ ONE_OF_EACH_KIND = ("ring", "wallfacer", "ulysses", "upipe", "usp", "upipe+ring"
     "attention", [ONE_OF_EACH_KIND, pytest.param((), marks=pytest.mark.long)], ids=["one of each kind", "all"]
 )
 def test_every_rejected_choice_has_a_reason(attention):
-    actual = search(SearchPlan(tokens="4Mi", cluster="8xh100", attention=attention))
+    actual = search(SearchOptions(tokens="4Mi", cluster="8xh100", attention=attention))
     assert actual.fitting and not all(choice.fits for choice in actual.choices)
     seconds = [choice.time.seconds for choice in actual.fitting]
     assert seconds == sorted(seconds)
@@ -463,7 +469,7 @@ def test_every_rejected_choice_has_a_reason(attention):
 
 def test_command_line_and_file_reproduce_the_choice(tmp_path):
     for model, attention in (("llama3-8b", ("usp",)), ("gpt-3b", ("wallfacer",)), ("qwen3-32b", ("upipe",))):
-        actual = search(SearchPlan(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
+        actual = search(SearchOptions(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
         config = trainer_config(actual, actual.choices[0])
         line = command_line(actual, actual.choices[0])
         assert line.startswith(
@@ -493,7 +499,7 @@ def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
 
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    actual = SimpleNamespace(plan=SimpleNamespace(best=1), fitting=[None])  # a stub, because a search takes seconds
+    actual = SimpleNamespace(options=SimpleNamespace(best=1), fitting=[None])  # a stub, because a search takes seconds
     with pytest.raises(ImportError, match=r"pip install 'armillary-plan\[plot\]'"):
         draw(actual, tmp_path / "a.png")
 
@@ -507,15 +513,15 @@ def test_without_a_fit_nothing_is_written(capsys, tmp_path):
     assert "of 74.1 GiB on the device" in capsys.readouterr().out
     for write in (write_choice, draw):
         with pytest.raises(ValueError, match=r"best\.(toml|png)"):
-            write(search(SearchPlan(model="llama3-70b", tokens="4M", attention=("ring",))), tmp_path / "best.toml")
+            write(search(SearchOptions(model="llama3-70b", tokens="4M", attention=("ring",))), tmp_path / "best.toml")
 
 
 def test_examples_in_the_help_parse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tuned.toml").write_text('recipe = "llama3_8b_128k"')
     (planned, longest, step), tune = commands_in(USAGE, "armillary-plan"), "armillary.plan.tune"
-    assert parse(planned, SearchPlan, "search").out and parse(longest[1:], MemoryPlan, "memory").max_context
-    assert (longest[0], step[0], read_plan(step[1:], "run").recipe) == ("memory", "run", "llama3_8b_1m")
-    assert [read_tune_plan(words).cluster for words in commands_in(TunePlan.__doc__, tune)] == [None, "8xh100"]
-    _, path = commands_in(TunePlan.__doc__, "armillary.train")[-1]
-    assert path == str(TunePlan().out)
+    assert parse(planned, SearchOptions, "search").out and parse(longest[1:], MemoryOptions, "memory").max_context
+    assert (longest[0], step[0], read_options(step[1:], "run").recipe) == ("memory", "run", "llama3_8b_1m")
+    assert [read_tune_options(words).cluster for words in commands_in(TuneOptions.__doc__, tune)] == [None, "8xh100"]
+    _, path = commands_in(TuneOptions.__doc__, "armillary.train")[-1]
+    assert path == str(TuneOptions().out)

@@ -19,11 +19,11 @@ from armillary.plan.comm_time.step_time import step_bytes
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory import plan as plan_module
 from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.memory.plan import MemoryOptions, plan_memory
 from armillary.plan.memory.simulation.state_memory import gathered_bytes
 from armillary.plan.search.candidates import Candidate, Layout, Mesh
 from armillary.plan.search.command_line import trainer_config
-from armillary.plan.search.search import SearchPlan, passes_of, search
+from armillary.plan.search.search import SearchOptions, passes_of, search
 from armillary.train.config.model_sizes import model_config
 
 LENGTH, ROWS = 48, 2
@@ -79,7 +79,7 @@ def test_predicted_bytes_of_a_step_equal_the_ledger(worlds, name, ring, ulysses,
 
 
 RELAID = "zigzag, relaid for states"
-PLAN = SearchPlan(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring", "ulysses"))
+PLAN = SearchOptions(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring", "ulysses"))
 
 
 def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
@@ -127,7 +127,7 @@ def test_longest_sequence_of_a_hybrid_is_searched_by_estimates(monkeypatch):
         return StepMemory(usage.device, {}, usage.host, {}, None, 0.0, 0)
 
     monkeypatch.setattr(plan_module, "simulate", simulated)
-    plan = MemoryPlan(model="hybrid-8b", tokens="64Ki", max_context=True, attention="ring", on_host=False)
+    plan = MemoryOptions(model="hybrid-8b", tokens="64Ki", max_context=True, attention="ring", on_host=False)
     result = plan_memory(plan)
     assert lengths == [result.length] and result.fits
     assert result.fit is not None and result.room.share(result.fit.longer) > 1

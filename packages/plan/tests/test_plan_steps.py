@@ -21,7 +21,7 @@ from armillary.core import SequenceLayout
 from armillary.core.observe.ledger import KINDS
 from armillary.plan.cli import main
 from armillary.plan.steps.cells import MaskCells, outline
-from armillary.plan.steps.command import StepsPlan, plan_steps
+from armillary.plan.steps.command import StepsOptions, plan_steps
 from armillary.plan.steps.draw import span_text
 from armillary.plan.steps.page import script_json
 from armillary.plan.steps.timeline import timeline
@@ -39,7 +39,7 @@ MASKS = {
 }
 
 
-def comm_plan(plan: StepsPlan, mesh: dict[str, int]) -> tuple[CommPlan, SequenceLayout]:
+def comm_plan(plan: StepsOptions, mesh: dict[str, int]) -> tuple[CommPlan, SequenceLayout]:
     """Builds the plan and layout from the arguments without the command's code."""
     layout = getattr(SequenceLayout, plan.layout)(N, mesh["ring"])
     sizes = {"heads": plan.heads, "kv_heads": plan.kv_heads or plan.heads, "head_dim": plan.head_dim}
@@ -51,10 +51,10 @@ def comm_plan(plan: StepsPlan, mesh: dict[str, int]) -> tuple[CommPlan, Sequence
 @pytest.mark.parametrize("mask", MASKS)
 def test_frames_have_the_bytes_and_pairs_of_the_plan(name, mask):
     team = {"team": 1} if "wallfacer" in name else {}  # teams of one, with the zigzag layout
-    plan = StepsPlan(attention=(name,), tokens=N, kv_heads=4, **team, **MASKS[mask])
+    plan = StepsOptions(attention=(name,), tokens=N, kv_heads=4, **team, **MASKS[mask])
     (steps,) = plan_steps(plan)
     if team:
-        plan = StepsPlan(attention=(name.replace("wallfacer", "ring"),), tokens=N, kv_heads=4, **MASKS[mask])
+        plan = StepsOptions(attention=(name.replace("wallfacer", "ring"),), tokens=N, kv_heads=4, **MASKS[mask])
     expected, layout = comm_plan(plan, steps.facts["mesh"])
     last = {(entry.axis, entry.kind): entry for entry in steps.frames[-1].sent_bytes}
     for axis in get_args(Role):
@@ -74,7 +74,7 @@ def test_frames_have_the_bytes_and_pairs_of_the_plan(name, mask):
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped", "balanced"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_cells_of_a_block_are_its_tiles(kind, mask):
-    plan = StepsPlan(tokens=N, **MASKS[mask])
+    plan = StepsOptions(tokens=N, **MASKS[mask])
     layout = layout_of(kind, N, 4, plan.mask)
     cells = MaskCells.of(layout, plan.mask)
     assert len(cells.positions) == N

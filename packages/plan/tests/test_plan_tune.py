@@ -15,7 +15,7 @@ from armillary.models.block import Block
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.tune import bench, tuner
-from armillary.plan.tune.command import TunePlan, read_plan
+from armillary.plan.tune.command import TuneOptions, read_options
 from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, load, save
 from armillary.plan.tune.prune import CandidatePrediction, all_candidates, partition, predictor, prune
 from armillary.train import (
@@ -48,11 +48,11 @@ class Killed(BaseException):
     """Stands for a kill: no handler catches it."""
 
 
-def tune_plan(folder: Path, config: Config = SMALL, **options: Any) -> TunePlan:
-    return TunePlan(out=folder / "tuned.toml", attention=METHODS, run=config, iterations=1, **options)
+def tune_plan(folder: Path, config: Config = SMALL, **options: Any) -> TuneOptions:
+    return TuneOptions(out=folder / "tuned.toml", attention=METHODS, run=config, iterations=1, **options)
 
 
-def tune_and_print(plan: TunePlan, *args: Any) -> tuple[TunerState, str]:
+def tune_and_print(plan: TuneOptions, *args: Any) -> tuple[TunerState, str]:
     """The tuner's state and output on a rank."""
     output = io.StringIO()
     with redirect_stdout(output):
@@ -111,7 +111,7 @@ def test_the_measured_block_is_the_trainers(worlds):
 
 def test_replicate_tp_and_kernel_are_kept(tmp_path):
     flags = ["--parallel.tp", "2", "--parallel.replicate", "2", "--parallel.ring", "7", "--parallel.attention", "ring"]
-    parallel = read_plan([*flags, "--parallel.kernel", "dense"]).measured_run.parallel
+    parallel = read_options([*flags, "--parallel.kernel", "dense"]).measured_run.parallel
     assert parallel == ParallelConfig(tp=2, replicate=2, kernel="dense")
     config = replace(SMALL, parallel=parallel)
     assert all_candidates(replace(tune_plan(tmp_path, config), attention=()), 16) == list(
@@ -140,7 +140,7 @@ def by_ring(candidate: Candidate) -> float:
     return candidate.mesh.ring + candidate.mesh.shard / 4 + len(str(candidate.attention)) / 10
 
 
-def kill_and_resume(plan: TunePlan, kills: list[int]) -> tuple[list[list[Candidate]], TunerState]:
+def kill_and_resume(plan: TuneOptions, kills: list[int]) -> tuple[list[list[Candidate]], TunerState]:
     """Returns the candidates that each run measured, and the last state. All runs but the last are killed."""
     measured = []
     for count in kills:
@@ -188,7 +188,7 @@ def test_a_file_with_other_settings_is_refused_on_every_rank(worlds, tmp_path):
     assert all(f"{tmp_path}/tuned.json" in message for message in worlds(2).run(refusal, tune_plan(tmp_path)))
 
 
-def refusal(plan: TunePlan, *args: Any) -> str:
+def refusal(plan: TuneOptions, *args: Any) -> str:
     with pytest.raises(ValueError) as error, redirect_stdout(io.StringIO()):
         tuner.tune(plan, *args)
     return str(error.value)
@@ -324,7 +324,7 @@ BIG = replace(
 
 
 def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
-    plan = TunePlan(run=BIG, cluster="8xh100", slower=1.05)
+    plan = TuneOptions(run=BIG, cluster="8xh100", slower=1.05)
     every = all_candidates(plan, 8)
     expected, left_out = prune(plan, 8, torch.bfloat16, every)
     assert 0 < len(expected) < len(every)
@@ -355,7 +355,7 @@ def test_the_planner_prunes_by_time_and_by_memory(tmp_path):
 )
 def test_invalid_plans_are_refused(flags, words):
     with pytest.raises(ValueError) as error:
-        read_plan(flags)
+        read_options(flags)
     assert all(word in str(error.value) for word in words)
 
 
@@ -365,7 +365,7 @@ def test_invalid_plans_are_refused(flags, words):
 def test_hybrids_are_predicted_in_every_layout_with_a_process_group():
     model = replace(BIG.model, mixers=("delta_rule", "mamba2", "attention"), layers=6)
     run = replace(BIG, model=model, data=DataConfig(sequence_length=16_384, global_batch_size=1))
-    plan = TunePlan(run=run, cluster="8xh100")
+    plan = TuneOptions(run=run, cluster="8xh100")
     rings = [each for each in all_candidates(plan, 8) if each.mesh.ring == 8 and each.attention.name == "ring"]
     assert {each.layout for each in rings} == {"zigzag", "contiguous"}
     predict = predictor(plan, 8, torch.bfloat16)

@@ -13,16 +13,16 @@ from armillary.data.console.picture import check_picture
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
 from armillary.plan import comm_volume, dry_run
-from armillary.plan.comm_volume import BytesPlan, plan_bytes
+from armillary.plan.comm_volume import BytesOptions, plan_bytes
 from armillary.plan.memory import report as memory_report
-from armillary.plan.memory.plan import MemoryPlan, plan_memory
+from armillary.plan.memory.plan import MemoryOptions, plan_memory
 from armillary.plan.memory.room import DoesNotFitError
 from armillary.plan.search import report as search_report
 from armillary.plan.search.command_line import write_choice
-from armillary.plan.search.search import SearchPlan
+from armillary.plan.search.search import SearchOptions
 from armillary.plan.search.search import search as search_all
 from armillary.plan.steps import command as steps_command
-from armillary.plan.steps.command import StepsPlan, plan_steps, write_steps
+from armillary.plan.steps.command import StepsOptions, plan_steps, write_steps
 
 PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
@@ -67,52 +67,56 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def search(argv: Sequence[str]) -> bool:
     """Runs `armillary-plan search`. Returns True if at least one choice fits into memory."""
-    plan = parse(argv, SearchPlan, f"{PROGRAM} search")
-    if plan.plot is not None:
-        check_picture(plan.plot, "--plot")
-    with Bar(quiet=plan.json) as bar:
-        result = search_all(plan, partial(bar.show, "meshes and methods"))
-    if result.fitting and plan.out is not None:
-        write_choice(result, plan.out)
-    if result.fitting and plan.plot is not None:
-        print(f"plot: {search_report.draw(result, plan.plot)}", file=sys.stderr)
-    print_result(plan.json, partial(search_report.as_dict, result), partial(search_report.show, result))
+    options = parse(argv, SearchOptions, f"{PROGRAM} search")
+    if options.plot is not None:
+        check_picture(options.plot, "--plot")
+    with Bar(quiet=options.json) as bar:
+        result = search_all(options, partial(bar.show, "meshes and methods"))
+    if result.fitting and options.out is not None:
+        write_choice(result, options.out)
+    if result.fitting and options.plot is not None:
+        print(f"plot: {search_report.draw(result, options.plot)}", file=sys.stderr)
+    print_result(options.json, partial(search_report.as_dict, result), partial(search_report.show, result))
     return bool(result.fitting)
 
 
 def memory(argv: Sequence[str]) -> bool:
     """Runs `armillary-plan memory`. Returns True if the sequence fits."""
-    plan = parse(argv, MemoryPlan, f"{PROGRAM} memory")
-    with Bar("simulating", quiet=plan.json) as bar:
-        result = plan_memory(plan, bar.show)
-    print_result(plan.json, partial(memory_report.as_dict, result), partial(memory_report.show, result))
+    options = parse(argv, MemoryOptions, f"{PROGRAM} memory")
+    with Bar("simulating", quiet=options.json) as bar:
+        result = plan_memory(options, bar.show)
+    print_result(options.json, partial(memory_report.as_dict, result), partial(memory_report.show, result))
     return result.fits
 
 
 def run(argv: Sequence[str]) -> bool:
     """Runs `armillary-plan run`. Returns True if the run fits."""
-    plan = dry_run.read_plan(argv, f"{PROGRAM} run")
-    with Bar("simulating", quiet=plan.json) as bar:
-        result = dry_run.predict(plan.run, plan.cluster, partial(bar.show, "simulating"))
-    print_result(plan.json, partial(dry_run.as_dict, result), partial(dry_run.show, result))
+    options = dry_run.read_options(argv, f"{PROGRAM} run")
+    with Bar("simulating", quiet=options.json) as bar:
+        result = dry_run.predict(options.run, options.cluster, partial(bar.show, "simulating"))
+    print_result(options.json, partial(dry_run.as_dict, result), partial(dry_run.show, result))
     return result.fits
 
 
 def sent_bytes(argv: Sequence[str]) -> None:
     """Runs `armillary-plan bytes`."""
-    plan = parse(argv, BytesPlan, f"{PROGRAM} bytes")
-    with Bar(quiet=plan.json) as bar:
-        results = plan_bytes(plan, bar.show)
-    print_result(plan.json, partial(comm_volume.as_dict, plan, results), partial(comm_volume.show, plan, results))
+    options = parse(argv, BytesOptions, f"{PROGRAM} bytes")
+    with Bar(quiet=options.json) as bar:
+        results = plan_bytes(options, bar.show)
+    print_result(
+        options.json, partial(comm_volume.as_dict, options, results), partial(comm_volume.show, options, results)
+    )
 
 
 def steps(argv: Sequence[str]) -> None:
     """Runs `armillary-plan steps`."""
-    plan = parse(argv, StepsPlan, f"{PROGRAM} steps")
-    methods = plan_steps(plan)
-    if plan.out is not None:
-        write_steps(plan, methods)
-    print_result(plan.json, partial(steps_command.as_dict, plan, methods), partial(steps_command.show, plan, methods))
+    options = parse(argv, StepsOptions, f"{PROGRAM} steps")
+    methods = plan_steps(options)
+    if options.out is not None:
+        write_steps(options, methods)
+    print_result(
+        options.json, partial(steps_command.as_dict, options, methods), partial(steps_command.show, options, methods)
+    )
 
 
 def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:

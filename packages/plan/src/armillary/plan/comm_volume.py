@@ -49,7 +49,7 @@ LARGEST_DEFAULT_ULYSSES = 8
 
 
 @dataclass(frozen=True)
-class BytesPlan:
+class BytesOptions:
     """Counts the bytes that one rank sends in one call of attention, forward and backward, without a GPU.
 
     Two ways to start:
@@ -135,7 +135,7 @@ class MethodBytes:
 
 
 def plan_bytes(
-    plan: BytesPlan, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
+    options: BytesOptions, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
 ) -> list[MethodBytes]:
     """Returns the bytes of each method in forward and in backward. Ranks with equal bytes are in one result.
 
@@ -145,17 +145,17 @@ def plan_bytes(
     Raises:
         ValueError: a method that does not support the shapes or the ranks, or an unknown rank.
     """
-    check_limits(plan)
-    plan = replace(plan, kv_heads=plan.key_heads)
-    candidates, finished_runs = list(candidates_of(plan)), count()
-    ranks = plan.of_ranks or tuple(range(min(2, plan.ranks)))
+    check_limits(options)
+    options = replace(options, kv_heads=options.key_heads)
+    candidates, finished_runs = list(candidates_of(options)), count()
+    ranks = options.of_ranks or tuple(range(min(2, options.ranks)))
     results = list[MethodBytes]()
     for candidate in candidates:
         # [forward, backward] of the ranks whose figures are equal in both phases, by these figures.
         phases_by_figures = dict[tuple[object, ...], list[MethodBytes]]()
         for rank in ranks:
             progress(f"{candidate.attention}, rank {rank}", next(finished_runs), len(candidates) * len(ranks))
-            phases = bytes_by_phase(plan, candidate, rank)
+            phases = bytes_by_phase(options, candidate, rank)
             figures = tuple((result.counted, result.closed, result.messages) for result in phases)
             if figures in phases_by_figures:
                 ranks_before = phases_by_figures[figures][0].ranks
@@ -165,41 +165,41 @@ def plan_bytes(
     return results
 
 
-def candidates_of(plan: BytesPlan) -> Iterator[Candidate]:
+def candidates_of(options: BytesOptions) -> Iterator[Candidate]:
     """Yields the chosen methods, or the default ones, each on its mesh; WallFacer once for every team size."""
-    for name in plan.attention or default_methods(plan):
+    for name in options.attention or default_methods(options):
         method = named_method(name)
         # A method on one axis gets all ranks on this axis.
         if method.axes == ("ring", "ulysses"):
-            common = gcd(plan.heads, plan.key_heads, plan.ranks)
-            ulysses = plan.ulysses or max(u for u in range(1, LARGEST_DEFAULT_ULYSSES + 1) if common % u == 0)
+            common = gcd(options.heads, options.key_heads, options.ranks)
+            ulysses = options.ulysses or max(u for u in range(1, LARGEST_DEFAULT_ULYSSES + 1) if common % u == 0)
         else:
-            ulysses = plan.ranks if "ulysses" in method.axes else 1
-        if plan.ranks % ulysses:
-            raise ValueError(f"--ulysses {ulysses} does not divide {plan.ranks} ranks")
-        mesh = Mesh(1, plan.ranks // ulysses, ulysses)
-        for team in team_sizes(plan, method, mesh.ring):
-            nodes = plan.nodes if "nodes" in method.sequence.mesh_options else None
+            ulysses = options.ranks if "ulysses" in method.axes else 1
+        if options.ranks % ulysses:
+            raise ValueError(f"--ulysses {ulysses} does not divide {options.ranks} ranks")
+        mesh = Mesh(1, options.ranks // ulysses, ulysses)
+        for team in team_sizes(options, method, mesh.ring):
+            nodes = options.nodes if "nodes" in method.sequence.mesh_options else None
             yield Candidate(mesh, AttentionChoice(name, team=team, nodes=nodes))
 
 
-def default_methods(plan: BytesPlan) -> list[str]:
+def default_methods(options: BytesOptions) -> list[str]:
     """Returns the methods on one axis that support the number of ranks, and USP, if they have a communication plan."""
-    names = [*SEQUENCE_METHODS, *(HEAD_METHODS if plan.heads % plan.ranks == 0 else ()), *ALIASES]
+    names = [*SEQUENCE_METHODS, *(HEAD_METHODS if options.heads % options.ranks == 0 else ()), *ALIASES]
     return [name for name in names if name not in methods_without_plan("comm_plan")]
 
 
-def team_sizes(plan: BytesPlan, method: NamedMethod, ring: int) -> Iterable[int | None]:
+def team_sizes(options: BytesOptions, method: NamedMethod, ring: int) -> Iterable[int | None]:
     """Returns the chosen team sizes, or all valid ones; [None] for a method without teams."""
     if "team" not in method.sequence.options:
         return [None]
-    valid_sizes = dict.fromkeys(options.team for options in method.sequence.variants(ring, plan.heads))
-    return plan.team or valid_sizes or [None]
+    valid_sizes = dict.fromkeys(variant.team for variant in method.sequence.variants(ring, options.heads))
+    return options.team or valid_sizes or [None]
 
 
-def bytes_by_phase(plan: BytesPlan, candidate: Candidate, rank: int) -> list[MethodBytes]:
+def bytes_by_phase(options: BytesOptions, candidate: Candidate, rank: int) -> list[MethodBytes]:
     """Returns the bytes that one rank sends: [in forward, in backward]."""
-    ledger, shape = run_attention(plan, candidate, rank)
+    ledger, shape = run_attention(options, candidate, rank)
     comm_plan = candidate.attention.comm_plan(shape, candidate.mesh.ring, candidate.mesh.ulysses)
     results = list[MethodBytes]()
     for name in PHASES:
@@ -219,30 +219,30 @@ def bytes_by_phase(plan: BytesPlan, candidate: Candidate, rank: int) -> list[Met
     return results
 
 
-def run_attention(plan: BytesPlan, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
+def run_attention(options: BytesOptions, candidate: Candidate, rank: int) -> tuple[CommLedger, AttentionShape]:
     """Runs one call of attention, forward and backward, as `rank`. Returns (ledger, shape of the call)."""
-    dtype = DTYPES[plan.dtype]
+    dtype = DTYPES[options.dtype]
     # Bytes depend only on shapes. Fake tensors have no storage, and the fake process group sends nothing.
     with fake_world(rank, **candidate.attention.mesh_axes(candidate.mesh.axes)) as mesh:
         method = candidate.attention(mesh)
-        layout = method.layout(amount(plan, "tokens"), plan.layout, plan.mask)
+        layout = method.layout(amount(options, "tokens"), options.layout, options.mask)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), CommLedger() as ledger:
             # The layout has the shards of the sequence axis. Ranks on a head axis divide each shard among them.
             tokens = layout.refine(method.shards // layout.shards).sizes[method.shard]
-            heads = (plan.heads, plan.key_heads, plan.key_heads)
-            q, k, v = (torch.empty((plan.rows, tokens, n, plan.head_dim), dtype=dtype) for n in heads)
-            spec = check_call(method, q, k, v, None, AttentionOptions(plan.mask, layout, kernel=AnyFlash()))
+            heads = (options.heads, options.key_heads, options.key_heads)
+            q, k, v = (torch.empty((options.rows, tokens, n, options.head_dim), dtype=dtype) for n in heads)
+            spec = check_call(method, q, k, v, None, AttentionOptions(options.mask, layout, kernel=AnyFlash()))
             out, saved = method.forward(q, k, v, spec)
             with phase("backward"):
                 method.backward(torch.empty_like(out), saved, spec)
     return ledger, AttentionShape.of(
         spec.layout,
-        plan.mask,
-        heads=plan.heads,
-        kv_heads=plan.key_heads,
-        head_dim=plan.head_dim,
+        options.mask,
+        heads=options.heads,
+        kv_heads=options.key_heads,
+        head_dim=options.head_dim,
         dtype=dtype,
-        batch=plan.rows,
+        batch=options.rows,
         projected=False,
     )
 
@@ -274,18 +274,18 @@ def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> PhaseB
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def as_dict(plan: BytesPlan, results: Sequence[MethodBytes]) -> dict[str, Any]:
+def as_dict(options: BytesOptions, results: Sequence[MethodBytes]) -> dict[str, Any]:
     """Returns the options and all results as JSON values, in bytes."""
-    return {"plan": asdict(plan), "rows": [asdict(result) for result in results]}
+    return {"plan": asdict(options), "rows": [asdict(result) for result in results]}
 
 
-def show(plan: BytesPlan, results: Sequence[MethodBytes]) -> None:
+def show(options: BytesOptions, results: Sequence[MethodBytes]) -> None:
     """Prints a table in GiB."""
-    mask = f"causal, {plan.layout}" if plan.causal else "full mask"
-    ranks = f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
-    shape = f"N {amount(plan, 'tokens'):,}, H {plan.heads}, K {plan.key_heads}, D {plan.head_dim}, B {plan.rows}"
-    print(f"{shape}, {plan.dtype}, {mask}, {ranks}")
-    for name in () if plan.attention else methods_without_plan("comm_plan"):
+    mask = f"causal, {options.layout}" if options.causal else "full mask"
+    ranks = f"{options.ranks} {'rank' if options.ranks == 1 else 'ranks'}"
+    heads = f"H {options.heads}, K {options.key_heads}, D {options.head_dim}"
+    print(f"N {amount(options, 'tokens'):,}, {heads}, B {options.rows}, {options.dtype}, {mask}, {ranks}")
+    for name in () if options.attention else methods_without_plan("comm_plan"):
         print(f"skipped: {name} has no comm_plan")
     print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
     print_table(COLUMNS, map(cells, results))

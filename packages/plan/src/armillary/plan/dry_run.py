@@ -31,7 +31,7 @@ from armillary.train.kernels import sm_margin
 
 
 @dataclass(frozen=True)
-class RunPlan(Source):
+class RunOptions(Source):
     """Predicts mesh, shapes, memory and step time of a run, from the trainer's own flags.
 
     Two ways to start:
@@ -50,10 +50,10 @@ class RunPlan(Source):
     run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def read_plan(argv: Sequence[str], program: str) -> RunPlan:
+def read_options(argv: Sequence[str], program: str) -> RunOptions:
     """Parses a command line with the trainer's recipe, file and flags. Raises the errors of `parse`."""
     source, _, config = read_source(argv, program)
-    return parse(argv, RunPlan, program, RunPlan(source.recipe, source.config, run=config))
+    return parse(argv, RunOptions, program, RunOptions(source.recipe, source.config, run=config))
 
 
 @dataclass(frozen=True)

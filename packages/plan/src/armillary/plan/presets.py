@@ -71,14 +71,14 @@ def cluster_of(name: str) -> Cluster:
     return cluster
 
 
-def amount(plan: Any, name: str) -> int:
-    """Returns the number in the `Quantity` field `name` of a plan.
+def amount(options: Any, name: str) -> int:
+    """Returns the number in the `Quantity` field `name` of a command's options.
 
     Raises:
         ValueError: the field's text is no quantity. The message names the flag.
     """
     try:
-        return quantity(getattr(plan, name))
+        return quantity(getattr(options, name))
     except ValueError as error:
         raise ValueError(f"--{flag(name)}: {error}") from error
 

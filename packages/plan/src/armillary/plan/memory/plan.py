@@ -27,7 +27,7 @@ from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryOptions:
     """Simulates a training step without a GPU, and prints its peak memory by category.
 
     Three ways to start:
@@ -82,11 +82,11 @@ class MemoryResult:
     """Memory of a step: simulated and estimated.
 
     Args:
-        plan: the command's options. `model`, `cluster`, `axes`, `room` and `length` are what they resolve to.
+        options: the command's options. `model`, `cluster`, `axes`, `room` and `length` are what they resolve to.
         fit: the longest sequence that fits, if the options ask for it (`max_context`).
     """
 
-    plan: MemoryPlan
+    options: MemoryOptions
     model: Model
     cluster: Cluster
     axes: dict[str, int]
@@ -104,13 +104,13 @@ class MemoryResult:
     @property
     def job(self) -> Job:
         """The training step that was simulated."""
-        return job_of(self.plan, self.axes, self.length)
+        return job_of(self.options, self.axes, self.length)
 
 
 def plan_memory(
-    plan: MemoryPlan, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
+    options: MemoryOptions, progress: Callable[[str, int, int], None] = lambda _activity, _done, _total: None
 ) -> MemoryResult:
-    """Simulates the plan's step, or with `max_context` the longest one that fits.
+    """Simulates the training step, or with `max_context` the longest one that fits.
 
     Args:
         progress: called with a simulation's title, the number of gradients so far, and their total number.
@@ -119,20 +119,20 @@ def plan_memory(
         ValueError: an unknown name, axes that do not match the cluster or the model, or reserves that leave no memory.
         DoesNotFitError: the step needs so much memory that a simulation would take too long; or no length fits.
     """
-    check_limits(plan)
-    cluster = cluster_of(plan.cluster)
-    if plan.host_memory is not None:
-        cluster = replace(cluster, host_memory=amount(plan, "host_memory"))
-    room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
-    length = amount(plan, "tokens")
-    axes = mesh_axes(plan, model_of(plan.model, length), cluster)
+    check_limits(options)
+    cluster = cluster_of(options.cluster)
+    if options.host_memory is not None:
+        cluster = replace(cluster, host_memory=amount(options, "host_memory"))
+    room = Room.of(cluster, amount(options, "reserve"), amount(options, "host_reserve"))
+    length = amount(options, "tokens")
+    axes = mesh_axes(options, model_of(options.model, length), cluster)
 
     def simulate_length(length: int) -> StepMemory:
-        return simulate(job_of(plan, axes, length), partial(progress, f"{length:,} tokens"))
+        return simulate(job_of(options, axes, length), partial(progress, f"{length:,} tokens"))
 
     # `longest_fit` searches with this faster prediction, and simulates only the lengths that it finds.
     def predict_length(length: int) -> StepMemory | Estimate:
-        job, policy = job_of(plan, axes, length), plan.checkpointing
+        job, policy = job_of(options, axes, length), options.checkpointing
         if is_hybrid(job.model) or (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
             return estimate(job)
         # If every block has the same checkpoints, memory is linear in the number of blocks: simulate two and three.
@@ -144,58 +144,60 @@ def plan_memory(
         device, host = (a + further_blocks * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
         return replace(three, device=device, host=host)
 
-    check_simulated(job_of(plan, axes, length), cluster, room, "--tokens")
+    check_simulated(job_of(options, axes, length), cluster, room, "--tokens")
     multiple = 1024 * cluster.ranks  # the search tries multiples of this length, which all ranks divide evenly
     try:
-        fit = longest_fit(simulate_length, predict_length, room, multiple, start=length) if plan.max_context else None
+        fit = (
+            longest_fit(simulate_length, predict_length, room, multiple, start=length) if options.max_context else None
+        )
     except DoesNotFitError as error:
-        raise DoesNotFitError(f"{error}; {more_devices(job_of(plan, axes, multiple), cluster, room)}") from error
+        raise DoesNotFitError(f"{error}; {more_devices(job_of(options, axes, multiple), cluster, room)}") from error
     length = length if fit is None else fit.length
     return MemoryResult(
-        plan=plan,
-        model=model_of(plan.model, length),
+        options=options,
+        model=model_of(options.model, length),
         cluster=cluster,
         axes=axes,
         room=room,
         length=length,
         memory=simulate_length(length) if fit is None else fit.memory,
-        estimate=estimate(job_of(plan, axes, length)),
+        estimate=estimate(job_of(options, axes, length)),
         fit=fit,
     )
 
 
-def job_of(plan: MemoryPlan, axes: dict[str, int], length: int) -> Job:
+def job_of(options: MemoryOptions, axes: dict[str, int], length: int) -> Job:
     """Returns the training step to simulate, for a sequence of `length` tokens."""
     return Job(
-        model=model_of(plan.model, length),
+        model=model_of(options.model, length),
         axes=axes,
-        attention=AttentionChoice(plan.attention, plan.heads_per_stage),
+        attention=AttentionChoice(options.attention, options.heads_per_stage),
         length=length,
-        rows=plan.rows,
-        checkpointing=plan.checkpointing,
-        on_host=plan.on_host,
+        rows=options.rows,
+        checkpointing=options.checkpointing,
+        on_host=options.on_host,
     )
 
 
-def mesh_axes(plan: MemoryPlan, model: Model, cluster: Cluster) -> dict[str, int]:
+def mesh_axes(options: MemoryOptions, model: Model, cluster: Cluster) -> dict[str, int]:
     """Returns the sizes of the mesh axes, with defaults for ring and ulysses.
 
     Raises:
         ValueError: the product of the sizes is not the cluster's number of ranks.
     """
-    ranks, method_axes = max(1, cluster.ranks // plan.shard), named_method(plan.attention).axes
-    free_ranks = ranks // (plan.ring or 1)
-    if plan.ulysses is not None:
-        ulysses = plan.ulysses
+    ranks, method_axes = max(1, cluster.ranks // options.shard), named_method(options.attention).axes
+    free_ranks = ranks // (options.ring or 1)
+    if options.ulysses is not None:
+        ulysses = options.ulysses
     elif method_axes == ("ring", "ulysses"):
         # The head axis stays in a node, where links are fast, and divides the key/value heads.
         ulysses = gcd(model.kv_heads, cluster.ranks_per_node, free_ranks)
     else:
         ulysses = free_ranks if "ulysses" in method_axes else 1
-    ring = max(1, ranks // ulysses) if plan.ring is None else plan.ring
-    if plan.shard * ring * ulysses != cluster.ranks:
+    ring = max(1, ranks // ulysses) if options.ring is None else options.ring
+    if options.shard * ring * ulysses != cluster.ranks:
         raise ValueError(
-            f"shard {plan.shard} x ring {ring} x ulysses {ulysses} = {plan.shard * ring * ulysses} ranks, but "
+            f"shard {options.shard} x ring {ring} x ulysses {ulysses} = {options.shard * ring * ulysses} ranks, but "
             f"{cluster.name} are {cluster.ranks}"
         )
-    return {"shard": plan.shard, "ring": ring, "ulysses": ulysses}
+    return {"shard": options.shard, "ring": ring, "ulysses": ulysses}

@@ -20,7 +20,7 @@ COLUMNS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (
 def as_dict(result: MemoryResult) -> dict[str, Any]:
     """Returns all figures as JSON values, sizes in bytes."""
     fields: dict[str, Any] = {
-        "plan": asdict(result.plan),
+        "plan": asdict(result.options),
         "model": asdict(result.model),
         "parameters": result.model.parameters(),
         "cluster": asdict(result.cluster),
@@ -41,11 +41,12 @@ def as_dict(result: MemoryResult) -> dict[str, Any]:
 
 def show(result: MemoryResult) -> None:
     """Prints the peak memory by category, and whether the sequence fits."""
-    plan, ranks = result.plan, result.axes["ring"] * result.axes["ulysses"]
+    options, ranks = result.options, result.axes["ring"] * result.axes["ulysses"]
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "1 rank"
-    optimizer = "host" if plan.on_host else "device"
-    print(f"{plan.model}, {model_size(result.model)}, on {result.cluster.name}")
-    print(f"{plan.attention} ({axes}), checkpoints: {policy_text(plan.checkpointing)}, optimizer: on the {optimizer}")
+    optimizer = "host" if options.on_host else "device"
+    print(f"{options.model}, {model_size(result.model)}, on {result.cluster.name}")
+    checkpoints = policy_text(options.checkpointing)
+    print(f"{options.attention} ({axes}), checkpoints: {checkpoints}, optimizer: on the {optimizer}")
     print(f"a sequence of {result.length:,} tokens, {short(result.length // ranks)} on a rank\n")
     print_table(COLUMNS, memory_rows(result.memory, result.room))
     print("", *verdict(result), sep="\n")

@@ -32,7 +32,7 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
 
     Learning rate, steps and saving are those of the model's recipe, which continues from published weights.
     """
-    recipe = recipe_config(RECIPES[result.plan.model])
+    recipe = recipe_config(RECIPES[result.options.model])
     return replace(
         recipe,
         model=model_flags(result.model),
@@ -41,7 +41,7 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
             replicate=choice.candidate.mesh.replicate,
             tp=choice.candidate.mesh.tp,
             zero_stage=choice.job.zero_stage,
-            kernel=result.plan.kernel,
+            kernel=result.options.kernel,
         ),
         checkpointing=choice.job.checkpointing,
         data=data_config(result, choice),
@@ -52,7 +52,7 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
 
 def data_config(result: SearchResult, choice: Choice) -> DataConfig:
     """Returns the data section of the trainer's configuration."""
-    layout, rows = choice.candidate.layout, result.plan.rows
+    layout, rows = choice.candidate.layout, result.options.rows
     data = DataConfig(sequence_length=result.length, global_batch_size=rows, layout=layout)
     return data if result.documents is None else replace(data, documents=True, packing="best_fit")
 
@@ -83,7 +83,7 @@ def write_choice(result: SearchResult, path: Path) -> None:
         raise ValueError(f"--out {path}: nothing fits, so there is nothing to write")
     best = result.fitting[0]
     comment = f"{best.candidate}, predicted by armillary-plan to be fastest on {result.cluster.name}"
-    write_toml(path, RECIPES[result.plan.model], trainer_config(result, best), comment)
+    write_toml(path, RECIPES[result.options.model], trainer_config(result, best), comment)
 
 
 def command_line(result: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
@@ -93,11 +93,11 @@ def command_line(result: SearchResult, choice: Choice, config: Path | None = Non
         config: file of the choice's configuration; by default the command has the configuration's flags.
         data: token store, unless the search has one.
     """
-    cluster, data = result.cluster, result.plan.documents or data
+    cluster, data = result.cluster, result.options.documents or data
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
     launcher = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
     launcher += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
     arguments = (
-        ["--config", str(config)] if config else flags(RECIPES[result.plan.model], trainer_config(result, choice))
+        ["--config", str(config)] if config else flags(RECIPES[result.options.model], trainer_config(result, choice))
     )
     return " ".join([*launcher, shlex.join([*arguments, "--data.path", str(data)])])

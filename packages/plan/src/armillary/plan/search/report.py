@@ -39,7 +39,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
     """Returns all choices, with the parts of their times, as JSON values."""
     advice = {} if result.fitting else {"advice": more_devices(result.choices[0].job, result.cluster, result.room)}
     return advice | {
-        "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(result.plan).items()},
+        "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(result.options).items()},
         "model": asdict(result.model),
         "cluster": asdict(result.cluster),
         "room": asdict(result.room),
@@ -74,7 +74,7 @@ def show(result: SearchResult) -> None:
     If nothing fits, prints the choices that need the least memory, and the number of accelerators that would suffice.
     """
     print(*heading(result), "", sep="\n")
-    best = result.fitting[: result.plan.best]
+    best = result.fitting[: result.options.best]
     if not best:
         for choice in result.choices[:3]:
             print(f"{choice.candidate}: {result.reason(choice)}")
@@ -97,16 +97,16 @@ def show(result: SearchResult) -> None:
     if is_hybrid(result.model):
         print("\nthe best with each layout\n")
         print_table(STATE_LAYOUTS, layout_rows(result))
-    print(f"\n{summary_of_hidden_choices(result)}\n\n{command_line(result, best[0], result.plan.out)}")
+    print(f"\n{summary_of_hidden_choices(result)}\n\n{command_line(result, best[0], result.options.out)}")
 
 
 def heading(result: SearchResult) -> list[str]:
     """Returns lines with the model, the cluster, the step, and the number of choices."""
-    plan = result.plan
-    rows = f"{plan.rows} sequence{'s' if plan.rows > 1 else ''} of {result.length:,} tokens"
-    unsupported = {} if plan.attention else methods_without_plan(*NEEDED)
+    options = result.options
+    rows = f"{options.rows} sequence{'s' if options.rows > 1 else ''} of {result.length:,} tokens"
+    unsupported = {} if options.attention else methods_without_plan(*NEEDED)
     return [
-        f"{plan.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
+        f"{options.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
         f"{len(result.choices)} ways to run it, {len(result.fitting)} of which fit; predicted, not measured",
         *(f"left out: {name} has no {', '.join(functions)}" for name, functions in unsupported.items()),
     ]
@@ -170,7 +170,7 @@ def layout_rows(result: SearchResult) -> Iterator[list[str]]:
 
 def summary_of_hidden_choices(result: SearchResult) -> str:
     """Returns the numbers of choices that are not shown, by reason."""
-    slower = max(0, len(result.fitting) - result.plan.best)
+    slower = max(0, len(result.fitting) - result.options.best)
     limits = Counter(result.room.limit(choice.memory) for choice in result.choices if not choice.fits)
     too_large = [f"{count} need more memory on the {memory}" for memory, count in limits.most_common()]
     return "; ".join([f"{slower} more fit and are slower", *too_large])
@@ -184,7 +184,7 @@ def draw(result: SearchResult, path: Path) -> Path:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    best = result.fitting[: result.plan.best]
+    best = result.fitting[: result.options.best]
     if not best:
         raise ValueError(f"--plot {path}: nothing fits, so there is nothing to draw")
     with picture(path, (11, 2.2 + 0.5 * len(best)), "armillary-plan") as figure:

@@ -36,7 +36,7 @@ TIE = 1e-3
 
 
 @dataclass(frozen=True)
-class SearchPlan:
+class SearchOptions:
     """Finds the fastest way to train a model on a cluster. Uses formulas, so it needs no GPU.
 
     Four ways to start:
@@ -110,14 +110,14 @@ class SearchResult:
     """Result of a search.
 
     Args:
-        plan: the command's options. `model`, `cluster`, `room`, `length` and `documents` are what they resolve to.
+        options: the command's options. `model`, `cluster`, `room`, `length` and `documents` are what they resolve to.
         documents: boundaries of documents in each row of a step, or None.
         choices: the best choice of each candidate. Choices that fit come first, ordered by step time; the others are
             ordered by memory.
         policies: the candidate of the first choice under every checkpoint policy, in the same order.
     """
 
-    plan: SearchPlan
+    options: SearchOptions
     model: Model
     cluster: Cluster
     room: Room
@@ -149,7 +149,7 @@ class SearchResult:
         return f"{choice.time.seconds / best.seconds - 1:.1%} slower: {', '.join(causes)}"
 
 
-def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done, _total: None) -> SearchResult:
+def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda _done, _total: None) -> SearchResult:
     """Evaluates all candidates, and ranks the best choice of each.
 
     Args:
@@ -159,32 +159,34 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
         ValueError: an unknown name, or a length or number of rows that no candidate supports.
     """
     # 1. Resolve names.
-    check_limits(plan)
-    check_kernel_name("--kernel", plan.kernel)
-    cluster, length = cluster_of(plan.cluster), amount(plan, "tokens")
-    model = model_of(plan.model, length)
-    room = Room.of(cluster, amount(plan, "reserve"), amount(plan, "host_reserve"))
+    check_limits(options)
+    check_kernel_name("--kernel", options.kernel)
+    cluster, length = cluster_of(options.cluster), amount(options, "tokens")
+    model = model_of(options.model, length)
+    room = Room.of(cluster, amount(options, "reserve"), amount(options, "host_reserve"))
     # 2. List the candidates: meshes with the methods that use them, and layouts.
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
-    replicate = [n for n in divisors(cluster.nodes) if plan.rows % n == 0]  # a replica has one or more whole nodes
-    documents = documents_of(plan, length)
+    replicate = [n for n in divisors(cluster.nodes) if options.rows % n == 0]  # a replica has one or more whole nodes
+    documents = documents_of(options, length)
     layouts = layouts_of(is_hybrid(model), documents is not None) or LAYOUTS[:1]
     all_candidates = list(
-        candidates(model.heads, cluster.ranks, plan.rows, plan.attention, degrees, replicate, layouts, is_hybrid(model))
+        candidates(
+            model.heads, cluster.ranks, options.rows, options.attention, degrees, replicate, layouts, is_hybrid(model)
+        )
     )
-    if not plan.attention:
+    if not options.attention:
         all_candidates = [candidate for candidate in all_candidates if not candidate.attention.method.missing(*NEEDED)]
     if not all_candidates:
         raise ValueError(
-            f"no candidates: {plan.rows} rows on {cluster.ranks} ranks, --attention "
-            f"{' '.join(plan.attention) or 'not set'}"
+            f"no candidates: {options.rows} rows on {cluster.ranks} ranks, --attention "
+            f"{' '.join(options.attention) or 'not set'}"
         )
     # 3. Evaluate each candidate under all policies. The time of attention's passes does not depend on the policy.
     choices = list[list[Choice]]()
     for i, candidate in enumerate(all_candidates):
         progress(i, len(all_candidates))
-        passes = passes_of(candidate, model, cluster, length, plan.rows, plan.kernel, documents=documents)
-        choices.append(choices_of(candidate, model, cluster, length, plan.rows, room, passes, documents))
+        passes = passes_of(candidate, model, cluster, length, options.rows, options.kernel, documents=documents)
+        choices.append(choices_of(candidate, model, cluster, length, options.rows, room, passes, documents))
 
     # 4. Rank the candidates by their best choice, and evaluate the first candidate under all policies, slow ones too.
     def order(choice: Choice) -> tuple[bool, float]:
@@ -193,23 +195,25 @@ def search(plan: SearchPlan, progress: Callable[[int, int], None] = lambda _done
     choices.sort(key=lambda per_policy: order(best_of(per_policy, room)))
     best = [best_of(per_policy, room) for per_policy in choices]
     first = best[0].candidate
-    passes = passes_of(first, model, cluster, length, plan.rows, plan.kernel, documents=documents)
-    policies = choices_of(first, model, cluster, length, plan.rows, room, passes, documents, all_policies=True)
-    return SearchResult(plan, model, cluster, room, length, documents, best, sorted(policies, key=order))
+    passes = passes_of(first, model, cluster, length, options.rows, options.kernel, documents=documents)
+    policies = choices_of(first, model, cluster, length, options.rows, room, passes, documents, all_policies=True)
+    return SearchResult(options, model, cluster, room, length, documents, best, sorted(policies, key=order))
 
 
-def documents_of(plan: SearchPlan, length: int) -> Rows | None:
+def documents_of(options: SearchOptions, length: int) -> Rows | None:
     """Boundaries of packed documents in each row of a step, or None.
 
     Raises:
         ValueError: both a store and a mean length, or an invalid one.
     """
-    if plan.documents is not None and plan.document_tokens is not None:
-        raise ValueError(f"--documents {plan.documents} and --document-tokens {plan.document_tokens}: give one of them")
-    if plan.documents is not None:
-        return rows_of_store(plan.documents, length, plan.rows)
-    if plan.document_tokens is not None:
-        return sample_rows(amount(plan, "document_tokens"), length, plan.rows)
+    if options.documents is not None and options.document_tokens is not None:
+        raise ValueError(
+            f"--documents {options.documents} and --document-tokens {options.document_tokens}: give one of them"
+        )
+    if options.documents is not None:
+        return rows_of_store(options.documents, length, options.rows)
+    if options.document_tokens is not None:
+        return sample_rows(amount(options, "document_tokens"), length, options.rows)
     return None
 
 
@@ -257,10 +261,10 @@ def passes_of(
     )
     # Each group of ring x ulysses ranks runs this plan. Groups along replicate, shard and tp run it at the same time
     # and share the links between nodes. `replicas` is replicate x shard.
-    plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
+    comm_plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     copies = mesh.replicas * tp
-    passes = Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
+    passes = Passes.of(comm_plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
     if not is_hybrid(model):
         return passes
     # Outside of attention, ranks on the head axis divide a shard among them.

@@ -31,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
-class StepsPlan:
+class StepsOptions:
     """Draws the steps of an attention method: transfers, and the part of the mask that each rank computes meanwhile.
 
     Ways to start:
@@ -129,59 +129,59 @@ class StepsPlan:
         return ", ".join(["full" if self.full else "causal", *texts])
 
 
-def plan_steps(plan: StepsPlan) -> list[MethodSteps]:
+def plan_steps(options: StepsOptions) -> list[MethodSteps]:
     """Returns the steps of each method.
 
     Raises:
         ValueError: a method that does not support the mask, the ranks or an option, or has no communication plan.
     """
-    check_limits(plan)
-    if not plan.attention:
+    check_limits(options)
+    if not options.attention:
         raise ValueError("--attention: at least one method is needed")
-    return [method_steps(plan, name, f"m{i}" if i else "") for i, name in enumerate(plan.attention)]
+    return [method_steps(options, name, f"m{i}" if i else "") for i, name in enumerate(options.attention)]
 
 
-def method_steps(plan: StepsPlan, name: str, prefix: str = "") -> MethodSteps:
+def method_steps(options: StepsOptions, name: str, prefix: str = "") -> MethodSteps:
     """Returns the steps of one method. `prefix` is put before the ids of its shapes, to make them unique in a file."""
-    method = named_method(name, options_for(plan, name))
-    ulysses = head_ranks(plan, method)
-    ring, length, mask = plan.ranks // ulysses, plan.length, plan.mask
-    layout = method.layout(length, ring, plan.layout, mask)
+    method = named_method(name, options_for(options, name))
+    ulysses = head_ranks(options, method)
+    ring, length, mask = options.ranks // ulysses, options.length, options.mask
+    layout = method.layout(length, ring, options.layout, mask)
     mask.pairs(length)  # refuses documents that do not end with the sequence
-    kv_heads = plan.heads if plan.kv_heads is None else plan.kv_heads
+    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     work = AttentionShape.of(
         layout,
         mask,
-        heads=plan.heads,
+        heads=options.heads,
         kv_heads=kv_heads,
-        head_dim=plan.head_dim,
-        dtype=DTYPES[plan.dtype],
-        batch=plan.rows,
+        head_dim=options.head_dim,
+        dtype=DTYPES[options.dtype],
+        batch=options.rows,
     )
-    frames = timeline(method.comm_plan(work, ring, ulysses), plan.heads, ulysses)
+    frames = timeline(method.comm_plan(work, ring, ulysses), options.heads, ulysses)
     # Only a few frames of each method fit side by side, so join steps that belong together.
-    if len(plan.attention) > 1:
+    if len(options.attention) > 1:
         frames = join_frames(frames)
-    drawing = Drawing(frames, MaskCells.of(layout, mask, ulysses), plan.ranks, ulysses, prefix)
-    mesh = f"ring {ring} x ulysses {ulysses}" if min(ring, ulysses) > 1 else f"{plan.ranks} ranks"
-    sizes = f"N {length:,}, H {plan.heads}, K {kv_heads}, D {plan.head_dim}, B {plan.rows}, {plan.dtype}"
+    drawing = Drawing(frames, MaskCells.of(layout, mask, ulysses), options.ranks, ulysses, prefix)
+    mesh = f"ring {ring} x ulysses {ulysses}" if min(ring, ulysses) > 1 else f"{options.ranks} ranks"
+    sizes = f"N {length:,}, H {options.heads}, K {kv_heads}, D {options.head_dim}, B {options.rows}, {options.dtype}"
     facts: dict[str, Any] = {"mesh": {"ring": ring, "ulysses": ulysses}, "length": length}
-    facts |= {"mask": plan.mask_text, "layout": plan.layout}
-    subtitle = f"{plan.mask_text} mask, {plan.layout} layout, {sizes}"
+    facts |= {"mask": options.mask_text, "layout": options.layout}
+    subtitle = f"{options.mask_text} mask, {options.layout} layout, {sizes}"
     return MethodSteps(f"{method}, {mesh}", subtitle, facts, frames, drawing)
 
 
-def options_for(plan: StepsPlan, name: str) -> MethodOptions:
+def options_for(options: StepsOptions, name: str) -> MethodOptions:
     """Returns the options for a method. One of several methods gets only options that it has; one alone gets all."""
-    options = MethodOptions(plan.heads_per_stage, plan.team, plan.placement, plan.backward)
-    if len(plan.attention) == 1:
-        return options
+    all_options = MethodOptions(options.heads_per_stage, options.team, options.placement, options.backward)
+    if len(options.attention) == 1:
+        return all_options
     method = named_method(name)
     option_names = (*method.sequence.options, *(method.head.options if method.head else ()))
-    return MethodOptions(**{option: value for option, value in options._asdict().items() if option in option_names})
+    return MethodOptions(**{option: value for option, value in all_options._asdict().items() if option in option_names})
 
 
-def head_ranks(plan: StepsPlan, method: NamedMethod) -> int:
+def head_ranks(options: StepsOptions, method: NamedMethod) -> int:
     """Returns the number of ranks on the head axis.
 
     Raises:
@@ -190,52 +190,52 @@ def head_ranks(plan: StepsPlan, method: NamedMethod) -> int:
     if "ulysses" not in method.axes:
         ulysses = 1
     elif "ring" not in method.axes:
-        ulysses = plan.ranks
+        ulysses = options.ranks
     else:
-        common = gcd(plan.heads, plan.ranks)
-        divisors = [u for u in range(1, max(2, plan.ranks // 2 + 1)) if common % u == 0]
-        ulysses = plan.ulysses or divisors[-1]
-    if plan.ulysses not in (None, ulysses) or plan.ranks % ulysses:
-        raise ValueError(f"--ulysses {plan.ulysses}: {method.name} on {plan.ranks} ranks takes {ulysses}")
+        common = gcd(options.heads, options.ranks)
+        divisors = [u for u in range(1, max(2, options.ranks // 2 + 1)) if common % u == 0]
+        ulysses = options.ulysses or divisors[-1]
+    if options.ulysses not in (None, ulysses) or options.ranks % ulysses:
+        raise ValueError(f"--ulysses {options.ulysses}: {method.name} on {options.ranks} ranks takes {ulysses}")
     return ulysses
 
 
-def write_steps(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
+def write_steps(options: StepsOptions, methods: Sequence[MethodSteps]) -> None:
     """Writes the file that `--out` names.
 
     Raises:
         ValueError: a suffix other than .html and .svg, or several methods as .html.
         OSError: the file cannot be written.
     """
-    assert plan.out is not None
-    match plan.out.suffix.lower(), len(methods):
+    assert options.out is not None
+    match options.out.suffix.lower(), len(methods):
         case ".html", 1:
             text = html_page(methods[0])
         case ".svg", 1:
             text = svg_file(methods[0])
         case ".svg", _:
-            text = comparison(methods, plan.frames)
+            text = comparison(methods, options.frames)
         case ".html", _:
-            raise ValueError(f"--out {plan.out}: several methods are drawn as .svg")
+            raise ValueError(f"--out {options.out}: several methods are drawn as .svg")
         case _:
-            raise ValueError(f"--out {plan.out}: must end with .html or .svg")
-    with writing(plan.out):
-        plan.out.write_text(text, "utf-8")
+            raise ValueError(f"--out {options.out}: must end with .html or .svg")
+    with writing(options.out):
+        options.out.write_text(text, "utf-8")
 
 
-def as_dict(plan: StepsPlan, methods: Sequence[MethodSteps]) -> dict[str, Any]:
+def as_dict(options: StepsOptions, methods: Sequence[MethodSteps]) -> dict[str, Any]:
     """Returns all numbers as JSON values."""
     return {
-        "plan": asdict(plan) | {"out": plan.out and str(plan.out)},
+        "plan": asdict(options) | {"out": options.out and str(options.out)},
         "methods": [method.as_dict for method in methods],
     }
 
 
-def show(plan: StepsPlan, methods: Sequence[MethodSteps]) -> None:
+def show(options: StepsOptions, methods: Sequence[MethodSteps]) -> None:
     """Prints the bytes that each method sends, and the name of the written file."""
     for steps in methods:
         print(f"{steps.title}: {steps.subtitle}")
         for totals in steps.frames[-1].sent_bytes:
             kind = totals.kind.replace("_", "-")
             print(f"  {totals.axis}, {kind}: {totals.total:,} bytes in all, {totals.busiest:,} of the busiest rank")
-    print(f"written to {plan.out}" if plan.out else "--out FILE.html or FILE.svg draws the steps")
+    print(f"written to {options.out}" if options.out else "--out FILE.html or FILE.svg draws the steps")

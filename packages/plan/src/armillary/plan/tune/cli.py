@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from armillary.data.console.exit import exit_on_error
-from armillary.plan.tune.command import PROGRAM, read_plan
+from armillary.plan.tune.command import PROGRAM, read_options
 from armillary.plan.tune.tuner import tune
 
 
@@ -17,4 +17,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, or no candidate could be run; prints the reason in one line.
     """
     with exit_on_error(PROGRAM):
-        tune(read_plan(sys.argv[1:] if argv is None else argv))
+        tune(read_options(sys.argv[1:] if argv is None else argv))

@@ -21,7 +21,7 @@ PROGRAM = "armillary-tune"
 
 
 @dataclass(frozen=True)
-class TunePlan(Source):
+class TuneOptions(Source):
     """Measures which mesh and attention method train a model fastest on this machine.
 
     Three ways to start:
@@ -67,7 +67,7 @@ class TunePlan(Source):
         return self.out.with_suffix(".json")
 
 
-def read_plan(argv: Sequence[str]) -> TunePlan:
+def read_options(argv: Sequence[str]) -> TuneOptions:
     """Parses a command line.
 
     Raises:
@@ -75,22 +75,22 @@ def read_plan(argv: Sequence[str]) -> TunePlan:
             cluster together with replicate or tp.
     """
     source, _, config = read_source(argv, PROGRAM)
-    plan = parse(argv, TunePlan, PROGRAM, TunePlan(source.recipe, source.config, run=config))
-    check_limits(plan.run)
-    parallel = plan.run.parallel
-    if plan.iterations < 1:
-        raise ValueError(f"--iterations {plan.iterations}: must be at least 1")
-    if not 1 <= plan.slower < inf:
-        raise ValueError(f"--slower {plan.slower}: must be at least 1, and finite")
-    if unknown := [name for name in plan.attention if name not in names()]:
+    options = parse(argv, TuneOptions, PROGRAM, TuneOptions(source.recipe, source.config, run=config))
+    check_limits(options.run)
+    parallel = options.run.parallel
+    if options.iterations < 1:
+        raise ValueError(f"--iterations {options.iterations}: must be at least 1")
+    if not 1 <= options.slower < inf:
+        raise ValueError(f"--slower {options.slower}: must be at least 1, and finite")
+    if unknown := [name for name in options.attention if name not in names()]:
         raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
-    if plan.out.is_dir() or plan.out.suffix != ".toml":
-        raise ValueError(f"--out {plan.out}: must be a file that ends in .toml")
-    if plan.cluster is not None:
-        cluster_of(plan.cluster)
+    if options.out.is_dir() or options.out.suffix != ".toml":
+        raise ValueError(f"--out {options.out}: must be a file that ends in .toml")
+    if options.cluster is not None:
+        cluster_of(options.cluster)
         if parallel.replicate * parallel.tp > 1:
             raise ValueError(
-                f"--cluster {plan.cluster}: the planner supports neither --parallel.replicate {parallel.replicate} nor "
-                f"--parallel.tp {parallel.tp}; leave out --cluster or these"
+                f"--cluster {options.cluster}: the planner supports neither --parallel.replicate {parallel.replicate} "
+                f"nor --parallel.tp {parallel.tp}; leave out --cluster or these"
             )
-    return replace(plan, recipe=source.recipe)
+    return replace(options, recipe=source.recipe)

@@ -13,7 +13,7 @@ from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of, is_hybrid
 from armillary.plan.search.candidates import Candidate, candidates, layouts_of
 from armillary.plan.tune.bench import VOCABULARY
-from armillary.plan.tune.command import TunePlan
+from armillary.plan.tune.command import TuneOptions
 from armillary.plan.tune.measurements import Measurement
 from armillary.train.config.model_sizes import model_config
 
@@ -31,13 +31,13 @@ class CandidatePrediction:
     missing: str | None = None
 
 
-def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
+def all_candidates(options: TuneOptions, ranks: int) -> list[Candidate]:
     """Returns all candidates on `ranks` ranks. Their meshes are shard x ring x ulysses; replicate and tp are the run's.
 
     Raises:
         ValueError: replicate x tp does not divide the ranks, or there are no candidates.
     """
-    config = plan.measured_run
+    config = options.measured_run
     parallel = config.parallel
     other_ranks = parallel.replicate * parallel.tp
     if ranks % other_ranks:
@@ -52,24 +52,24 @@ def all_candidates(plan: TunePlan, ranks: int) -> list[Candidate]:
     # The run's own layout first, then others that may send less or balance the work better.
     layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
     relaid = is_hybrid(model) and parallel.tp == 1
-    result = list(candidates(heads, ranks // other_ranks, rows, plan.attention, layouts=layouts, relaid=relaid))
+    result = list(candidates(heads, ranks // other_ranks, rows, options.attention, layouts=layouts, relaid=relaid))
     if not result:
-        raise ValueError(f"--attention {' '.join(plan.attention)}: nothing to measure on {ranks} ranks; name others")
+        raise ValueError(f"--attention {' '.join(options.attention)}: nothing to measure on {ranks} ranks; name others")
     return result
 
 
 def prune(
-    plan: TunePlan, ranks: int, precision: torch.dtype, candidates: Sequence[Candidate]
+    options: TuneOptions, ranks: int, precision: torch.dtype, candidates: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Measurement]]:
-    """Returns (candidates to measure, excluded candidates with reasons). Excludes none if the plan has no cluster.
+    """Returns (candidates to measure, excluded candidates with reasons). Excludes none without `--cluster`.
 
     Raises:
         ValueError: an unknown cluster, or one with another number of ranks.
     """
-    if plan.cluster is None:
+    if options.cluster is None:
         return list(candidates), []
-    predict = predictor(plan, ranks, precision)
-    return partition([predict(candidate) for candidate in candidates], plan.slower)
+    predict = predictor(options, ranks, precision)
+    return partition([predict(candidate) for candidate in candidates], options.slower)
 
 
 def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tuple[list[Candidate], list[Measurement]]:
@@ -94,15 +94,15 @@ def partition(predictions: Sequence[CandidatePrediction], slower: float) -> tupl
     return [prediction.candidate for prediction in selected], excluded
 
 
-def predictor(plan: TunePlan, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
-    """Returns a function that predicts time and memory of a candidate, for the run's model on the plan's cluster.
+def predictor(options: TuneOptions, ranks: int, precision: torch.dtype) -> Callable[[Candidate], CandidatePrediction]:
+    """Returns a function that predicts time and memory of a candidate, for the run's model on `--cluster`.
 
     Raises:
         ValueError: an unknown cluster, or one with another number of ranks.
     """
-    config, cluster = plan.measured_run, cluster_of(plan.cluster or "")
+    config, cluster = options.measured_run, cluster_of(options.cluster or "")
     if cluster.ranks != ranks:
-        raise ValueError(f"--cluster {plan.cluster} has {cluster.ranks} ranks, and {ranks} are running")
+        raise ValueError(f"--cluster {options.cluster} has {cluster.ranks} ranks, and {ranks} are running")
     room = Room.of(cluster)
     # The data may decide the vocabulary. Then predict with the tuner's small one.
     model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)

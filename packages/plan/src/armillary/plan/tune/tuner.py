@@ -12,7 +12,7 @@ from armillary.core import world_size
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.train_config import write_toml
 from armillary.plan.tune import bench
-from armillary.plan.tune.command import TunePlan
+from armillary.plan.tune.command import TuneOptions
 from armillary.plan.tune.groups import Groups
 from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, load, save
 from armillary.plan.tune.prune import all_candidates, prune
@@ -39,7 +39,7 @@ Compare = Callable[[Config, Sequence[Candidate], torch.device, int], list[float]
 """Type of `bench.compare`."""
 
 
-def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = bench.compare) -> TunerState:
+def tune(options: TuneOptions, measure: Measure = bench.measure, compare: Compare = bench.compare) -> TunerState:
     """Measures the remaining candidates, chooses the fastest and writes the files.
 
     Every rank must call it; all return the same state.
@@ -47,8 +47,8 @@ def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = be
     Raises:
         ValueError: there are no candidates, the file has measurements with other settings, or no candidate runs.
     """
-    with Groups.open(plan.measured_run) as groups:
-        tuner, state = Tuner.start(plan, groups, measure, compare)
+    with Groups.open(options.measured_run) as groups:
+        tuner, state = Tuner.start(options, groups, measure, compare)
         with tuner.screen:
             return tuner.run(state)
 
@@ -57,7 +57,7 @@ def tune(plan: TunePlan, measure: Measure = bench.measure, compare: Compare = be
 class Tuner:
     """A tuning run. Its fields do not change; methods take and return a `TunerState`, which is equal on all ranks."""
 
-    plan: TunePlan
+    options: TuneOptions
     groups: Groups
     candidates: Sequence[Candidate]
     screen: TunerScreen
@@ -65,15 +65,17 @@ class Tuner:
     compare: Compare
 
     @classmethod
-    def start(cls, plan: TunePlan, groups: Groups, measure: Measure, compare: Compare) -> tuple[Tuner, TunerState]:
+    def start(
+        cls, options: TuneOptions, groups: Groups, measure: Measure, compare: Compare
+    ) -> tuple[Tuner, TunerState]:
         """Returns the tuner, and the state of an earlier run, if any, which rank 0 reads for all ranks."""
-        config = plan.measured_run
-        options = {f"--{name}": getattr(plan, name) for name in ("iterations", "attention", "cluster", "slower")}
+        config = options.measured_run
+        tuner_flags = {f"--{name}": getattr(options, name) for name in ("iterations", "attention", "cluster", "slower")}
         with groups.group("starting") as (device, ranks):
-            check_consistent("the configuration", by_flag(config) | options)
+            check_consistent("the configuration", by_flag(config) | tuner_flags)
             dtype = precision(config, device)
-            candidates, state = ranks.on_first(lambda: load_state(plan, dtype))
-        return cls(plan, groups, candidates, TunerScreen(ranks.rank), measure, compare), state
+            candidates, state = ranks.on_first(lambda: load_state(options, dtype))
+        return cls(options, groups, candidates, TunerScreen(ranks.rank), measure, compare), state
 
     def run(self, state: TunerState) -> TunerState:
         """Measures the remaining candidates, and chooses the fastest."""
@@ -89,24 +91,24 @@ class Tuner:
                 f"none of {len(state.measurements)} candidates could be run; the first, "
                 f"{failed_measurement.candidate}: {failed_measurement.reason}"
             )
-        self.screen.print(f"chosen: {state.choice}; train with --config {self.plan.out}")
+        self.screen.print(f"chosen: {state.choice}; train with --config {self.options.out}")
         return state
 
     def measure_candidate(self, candidate: Candidate, number: int, state: TunerState) -> TunerState:
         """Measures a candidate, and saves its measurement or the reason of its failure."""
-        plan, name = self.plan, str(candidate)
+        options, name = self.options, str(candidate)
         starts = state.attempts.get(name, 0)
         with self.groups.group("measuring", number) as (device, ranks):
             if starts < ATTEMPTS:
                 # Count the start before the measurement, because the measurement may kill the tuner.
                 self.save(ranks, replace(state, attempts=state.attempts | {name: starts + 1}))
                 measurement, reason = attempt(
-                    lambda: self.measure(plan.measured_run, candidate, device, plan.iterations), ranks
+                    lambda: self.measure(options.measured_run, candidate, device, options.iterations), ranks
                 )
             else:
                 measurement, reason = (
                     None,
-                    f"has killed the tuner {starts} times; to try again, remove it from {plan.measurements}",
+                    f"has killed the tuner {starts} times; to try again, remove it from {options.measurements}",
                 )
             measurement = measurement or Measurement(candidate, reason=reason)
             # The candidate has a result now, so the number of its starts is no longer needed.
@@ -149,8 +151,8 @@ class Tuner:
     ) -> TunerState:
         """Adds `paired_seconds` to the finalists. Returns the state unchanged if the finalists do not run together."""
         self.screen.show_finalists(len(finalists))
-        candidates, rounds = [finalist.candidate for finalist in finalists], 2 * self.plan.iterations
-        seconds, reason = attempt(lambda: self.compare(self.plan.measured_run, candidates, device, rounds), ranks)
+        candidates, rounds = [finalist.candidate for finalist in finalists], 2 * self.options.iterations
+        seconds, reason = attempt(lambda: self.compare(self.options.measured_run, candidates, device, rounds), ranks)
         if seconds is None:
             self.screen.print(f"not compared: {reason}")
             return state
@@ -165,7 +167,7 @@ class Tuner:
 
     def save(self, ranks: Ranks, state: TunerState) -> None:
         """Writes the files on rank 0, while the other ranks wait."""
-        ranks.on_first(lambda: write_files(self.plan, state))
+        ranks.on_first(lambda: write_files(self.options, state))
 
 
 R = TypeVar("R")
@@ -190,34 +192,34 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
     return (None, "; ".join(reasons)) if reasons else (result, None)
 
 
-def load_state(plan: TunePlan, dtype: torch.dtype) -> tuple[list[Candidate], TunerState]:
+def load_state(options: TuneOptions, dtype: torch.dtype) -> tuple[list[Candidate], TunerState]:
     """Returns (candidates to measure, state of an earlier run or an empty one). Reads this rank's files.
 
     Raises:
         ValueError: as `all_candidates`, `prune` and `load`.
     """
     ranks = world_size()
-    state = load(plan.measurements, cache_key(plan.measured_run, ranks, dtype))
-    candidates, excluded = prune(plan, ranks, dtype, all_candidates(plan, ranks))
+    state = load(options.measurements, cache_key(options.measured_run, ranks, dtype))
+    candidates, excluded = prune(options, ranks, dtype, all_candidates(options, ranks))
     # An earlier run may have measured candidates that this one excludes. They keep their measurements.
     excluded = tuple(measurement for measurement in excluded if not state.has(measurement.candidate))
     state = with_remaining(replace(state, excluded=excluded), candidates)
     if state.choice is not None:
-        write_files(plan, state)  # writes the TOML file again if it was removed
+        write_files(options, state)  # writes the TOML file again if it was removed
     return candidates, state
 
 
-def write_files(plan: TunePlan, state: TunerState) -> None:
+def write_files(options: TuneOptions, state: TunerState) -> None:
     """Writes the measurements. If a candidate is chosen, also writes the configuration of the run that uses it.
 
     Raises:
         ValueError: a file cannot be written.
     """
-    save(plan.measurements, state)
+    save(options.measurements, state)
     if state.choice is not None:
-        run = state.choice.apply_to(plan.run)
+        run = state.choice.apply_to(options.run)
         comment = f"{state.choice}, measured by armillary-tune to be fastest on {state.settings['ranks']} ranks"
-        write_toml(plan.out, plan.recipe or "debug", run, comment)
+        write_toml(options.out, options.recipe or "debug", run, comment)
 
 
 def with_remaining(state: TunerState, candidates: Sequence[Candidate]) -> TunerState:
