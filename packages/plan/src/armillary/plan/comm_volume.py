@@ -193,6 +193,7 @@ def team_sizes(options: BytesOptions, method: NamedMethod, ring: int) -> Iterabl
     """Returns the chosen team sizes, or all valid ones; [None] for a method without teams."""
     if "team" not in method.sequence.options:
         return [None]
+    # Variants with equal teams differ in the placement of ranks: count each size once.
     valid_sizes = dict.fromkeys(variant.team for variant in method.sequence.variants(ring, options.heads))
     return options.team or valid_sizes or [None]
 
@@ -265,6 +266,7 @@ def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> PhaseB
     The paper has formulas for some methods on the sequence axis, for full masks and equal shards.
     """
     method, ranks = attention.method, shape.layout.shards
+    # The paper counts full masks on the sequence axis, with equal shards on all ranks.
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
     paper_bytes = method.sequence_plan(ranks).published_bytes(shape)

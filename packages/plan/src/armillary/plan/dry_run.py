@@ -52,6 +52,7 @@ class RunOptions(Source):
 
 def read_options(argv: Sequence[str], program: str) -> RunOptions:
     """Parses a command line with the trainer's recipe, file and flags. Raises the errors of `parse`."""
+    # The recipe and the file give the defaults of the flags.
     source, _, config = read_source(argv, program)
     return parse(argv, RunOptions, program, RunOptions(source.recipe, source.config, run=config))
 

@@ -52,6 +52,7 @@ def with_states(
         for mixer in dict.fromkeys(model.mixers)
         if mixer != "attention"
     }
+    # With one layout for all mixers, hidden states do not move.
     if state_layout == attention_layout:
         return replace(passes, states=states)
     plan = relayout_comm_plan(attention_layout, state_layout, rows * model.dim * precision.itemsize)

@@ -193,8 +193,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 def step_bytes(job: Job, passes: Passes) -> list[int]:
     """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included.
 
-    Does not count the q, k, v and out that methods with a head axis send once more in backward under a
-    checkpoint policy.
+    Does not count the q, k, v and out that methods with a head axis send once more in backward under a checkpoint
+    policy.
     """
     step, total = StepSizes.of(job), [0] * len(passes.sent_bytes[0])
 
@@ -203,6 +203,7 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
 
     for sizes, blocks in step.by_mixer(range(step.model.layers)):
         forward, backward = passes.at(sizes.mixer).sent_bytes
+        # Backward runs forward once more in the blocks that recompute it.
         add(forward, len(blocks) + recomputed_attentions(step, blocks))
         add(backward, len(blocks))
     if passes.relayout is not None:
@@ -250,6 +251,7 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
         dense: seconds of the block's matrix products in forward.
     """
     backward, is_checkpointed = passes.backward, step.checkpointing.policy != "none"
+    # Recomputed attention hides transfers too, if forward sends while it computes.
     if is_checkpointed and passes.overlap and ends_segment and not step.keeps[i].attention_output:
         backward += passes.forward
     recomputed = dense if is_checkpointed else recomputed_products(step, step.at(i), [i], dense)

@@ -152,6 +152,7 @@ def plan_memory(
         )
     except DoesNotFitError as error:
         raise DoesNotFitError(f"{error}; {more_devices(job_of(options, axes, multiple), cluster, room)}") from error
+    # The model depends on the length, because a GPT has learned positions.
     length = length if fit is None else fit.length
     return MemoryResult(
         options=options,

@@ -33,6 +33,7 @@ def as_dict(result: MemoryResult) -> dict[str, Any]:
     }
     if not result.fits:
         fields["advice"] = more_devices(result.job, result.cluster, result.room)
+    # With --max-context: the memory that limits the length, and what a million tokens more would need.
     if result.fit is not None:
         fields["limit"] = result.room.limit(result.fit.longer)
         fields["longer"] = {"tokens": result.fit.longer_length, "memory": asdict(result.fit.longer)}

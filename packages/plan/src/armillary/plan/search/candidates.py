@@ -81,6 +81,7 @@ class Candidate:
     @property
     def parallel(self) -> dict[str, Any]:
         """Fields of the trainer's `ParallelConfig`, except `replicate` and `tp`."""
+        # AttentionChoice's options have the names of the trainer's fields; its `name` is the trainer's `attention`.
         options, mesh = asdict(self.attention), self.mesh
         axes = {"shard": mesh.shard, "ring": mesh.ring, "ulysses": mesh.ulysses}
         states = {"contiguous_states": self.contiguous_states}

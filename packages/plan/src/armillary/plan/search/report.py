@@ -104,6 +104,7 @@ def heading(result: SearchResult) -> list[str]:
     """Returns lines with the model, the cluster, the step, and the number of choices."""
     options = result.options
     rows = f"{options.rows} sequence{'s' if options.rows > 1 else ''} of {result.length:,} tokens"
+    # Methods without formulas are left out of a search over all methods. A method that is named raises instead.
     unsupported = {} if options.attention else methods_without_plan(*NEEDED)
     return [
         f"{options.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
@@ -189,6 +190,7 @@ def draw(result: SearchResult, path: Path) -> Path:
         raise ValueError(f"--plot {path}: nothing fits, so there is nothing to draw")
     with picture(path, (11, 2.2 + 0.5 * len(best)), "armillary-plan") as figure:
         axes = figure.subplots()
+        # Each part of a step is drawn from the end of the parts before it.
         ends = [0.0] * len(best)
         for i, name in enumerate(best[0].time.parts()):
             widths = [choice.time.parts()[name] for choice in best]

@@ -97,6 +97,7 @@ def timeline(plan: CommPlan, heads: int, ulysses: int) -> list[Frame]:
         ValueError: the plan's steps have computation but do not name its blocks.
     """
     frames, rank_bytes = list[Frame](), Counter[tuple[Role, Kind, int]]()
+    # `rank_bytes` counts from the start of forward on, through backward.
     for phase, phase_steps in (("forward", plan.forward), ("backward", plan.backward)):
         steps = list(with_returns(phase_steps))
         for i, (step, returning) in enumerate(steps):

@@ -74,6 +74,7 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
         ValueError: wrong flags or files of the trainer, a number outside its range, an unknown method or cluster, or a
             cluster together with replicate or tp.
     """
+    # The recipe and the file give the defaults of the flags.
     source, _, config = read_source(argv, PROGRAM)
     options = parse(argv, TuneOptions, PROGRAM, TuneOptions(source.recipe, source.config, run=config))
     check_limits(options.run)

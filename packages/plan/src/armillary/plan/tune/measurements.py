@@ -30,6 +30,7 @@ def cache_key(config: Config, ranks: int, precision: torch.dtype) -> CacheKey:
     Raises:
         ValueError: the sizes are those of no valid model.
     """
+    # Measurements use a small vocabulary of their own, so the key is independent of the run's.
     model = model_config(config.model, 1, config.data.sequence_length)
     hybrid = {}
     if isinstance(model, LlamaConfig) and model.states is not None:

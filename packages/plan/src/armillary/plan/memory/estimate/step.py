@@ -82,7 +82,7 @@ class StepSizes:
             method=method,
             checkpointing=job.checkpointing,
             on_host=job.on_host,
-            tokens=-(-job.length // (ring * ulysses)),
+            tokens=-(-job.length // (ring * ulysses)),  # of the largest shard
             rows=job.rows,
             e=job.precision.itemsize,
             ring=ring,
@@ -321,6 +321,7 @@ class StateSizes(StepSizes):
         """
         if self.checkpointing.policy == "none":
             return 0.0
+        # The normed input is gathered over tensor-parallel ranks, if there are any.
         return self.kept_attention() - self.out + (self.gathered or self.x)
 
     def kept_attention(self) -> float:

@@ -109,6 +109,7 @@ class LiveBytes(TorchDispatchMode):
             elif all(storage_key(storage) != storage_key(x.untyped_storage()) for x in tensors_in(arguments)):
                 category, host = current_label() or (OTHER, False)
                 self._allocate(storage, self.host if host else self.device, category)
+        # FSDP2's ops show the category of their arguments, which were allocated without a label.
         if func.namespace in ("fsdp", "c10d") and (category := FSDP_TENSORS.get(torch_private.op_name(func))):
             for tensor in tensors_in(arguments):
                 allocation = self._allocation(tensor.untyped_storage())

@@ -57,12 +57,14 @@ def op_name(op: OpOverload) -> str:
 @cache
 def decomposition(op: OpOverload) -> Callable[..., Any] | None:
     """Returns the Python function of an Armillary op, or the decomposition of an aten op that has no CPU kernel."""
+    # Armillary's ops are Python functions behind an op, which run other ops.
     if op.namespace == "armillary":
         return compat.function_of(op)
 
     def has_kernel(key: str) -> bool:
         return C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
+    # An op with a CPU kernel runs as one op even if it has a decomposition.
     composite = op.namespace == "aten" and has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
     return op.decompose if composite else None
 
