@@ -104,25 +104,26 @@ def _heads(random: Random, ulysses: int, parts: int) -> dict[str, Any]:
 
 def _tokens(random: Random, composition: Composition, options: Mapping[str, Any]) -> dict[str, Any]:
     """Draws lengths, layouts and the mask. DTensors fix the sizes of shards, so not every length fits."""
-    batch, crosses = random.randint(1, 3), not options["projected"] and random.random() < 0.3
+    batch, cross_attention = random.randint(1, 3), not options["projected"] and random.random() < 0.3
     kind, key_kind = (random.choice(LAYOUTS) for _ in range(2))
 
-    def length(*kinds: str) -> int:
+    def draw_length(*kinds: str) -> int:
         tokens = random.choice((random.randint(1, 40), random.randint(20, 80), random.randint(60, 140)))
         tokens = max(tokens, composition.shards)
         return _fitting(random, tokens, kinds, composition) if options["dtensor"] else tokens
 
-    tokens = length(kind, key_kind) if crosses else length(kind)
-    other = length(key_kind) if crosses and random.random() < 0.7 else tokens
+    # Some cross-attention has as many keys as queries, so that length must fit both layouts.
+    tokens = draw_length(kind, key_kind) if cross_attention else draw_length(kind)
+    keys = draw_length(key_kind) if cross_attention and random.random() < 0.7 else tokens
     parts = dict(composition.axes).get("shard", 1) if "b" in options["beside"] else 1
-    some = min(chunk_sizes(batch, parts)) > 0  # a mask cannot have masks for 0 rows
+    all_have_rows = min(chunk_sizes(batch, parts)) > 0  # a mask cannot have masks for 0 rows
     return {
         "batch": batch,
         "length": tokens,
         "kind": kind,
-        "key_length": other if other != tokens else None,
-        "key_kind": key_kind if crosses else None,
-        "mask": drawn_mask(random, tokens, other, batch if some else 0),
+        "key_length": keys if keys != tokens else None,
+        "key_kind": key_kind if cross_attention else None,
+        "mask": drawn_mask(random, tokens, keys, batch if all_have_rows else 0),
     }
 
 
@@ -132,24 +133,27 @@ def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Com
     Mostly the shards have several sizes. In WallFacer's own layouts they have one size.
     """
     wallfacer = "wallfacer" in composition.method and any(kind in (*KINDS, "balanced") for kind in kinds)
-    every = range(length, length + 4 * composition.shards)
-    fits = [n for n in every if n % composition.shards and all(_cut_alike(kind, n, composition) for kind in kinds)]
-    uneven = random.random() < 0.8
-    return fits[0] if fits and uneven and not wallfacer else next(n for n in every if n % (2 * composition.shards) == 0)
+    lengths = range(length, length + 4 * composition.shards)
+    uneven = [n for n in lengths if n % composition.shards and all(_has_chunk_sizes(x, n, composition) for x in kinds)]
+    prefer_uneven = random.random() < 0.8
+    if uneven and prefer_uneven and not wallfacer:
+        return uneven[0]
+    return next(n for n in lengths if n % (2 * composition.shards) == 0)
 
 
-def _cut_alike(kind: str, length: int, composition: Composition) -> bool:
+def _has_chunk_sizes(kind: str, length: int, composition: Composition) -> bool:
     """Returns True if the shards of a layout have the sizes of DTensor's chunks."""
     sizes = dict(composition.axes)
     *sequence, ulysses = (sizes.get(axis, 1) for axis in SEQUENCE_AXES)
-    cut = nested_sizes(length, [*sequence, ulysses])
-    if min(cut) == 0:
+    chunk_sizes_of_ranks = nested_sizes(length, [*sequence, ulysses])
+    if min(chunk_sizes_of_ranks) == 0:
         return False
+    # The layout over the sequence axes, whose shards `refine` cuts for the ranks of the head axis.
     if kind in ("uneven", "spans"):
-        coarse = drawn_layout(Random(0), nested_sizes(length, sequence), "uneven")
+        layout = drawn_layout(Random(0), nested_sizes(length, sequence), "uneven")
     else:
-        coarse = layout_of("contiguous" if kind == "balanced" else kind, length, prod(sequence))
-    return coarse.refine(ulysses).sizes == cut
+        layout = layout_of("contiguous" if kind == "balanced" else kind, length, prod(sequence))
+    return layout.refine(ulysses).sizes == chunk_sizes_of_ranks
 
 
 def _scores(random: Random, projected: bool) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def _exchange_states(
         leaving: states after this rank's chunks, as if no state of another rank entered.
         leaving_maps: for each dependent chunk the map from the state that enters its tree to the one after the chunk.
     """
+    # This rank sends its boundary states, and then the maps of those that depend on other ranks, as one flat tensor.
     own_tensors = [
         leaving.index_select(0, exchange.own_state_chunks),
         leaving_maps.index_select(0, exchange.own_map_chunks),
@@ -205,4 +206,5 @@ def _join(chunks: Tensor, plan: ScanPlan, shape: Sequence[int]) -> Tensor:
 
 
 def _device_type(inputs: Sequence[Tensor | None]) -> str:
+    """Returns the device type of the first input, for autocast."""
     return next(x.device.type for x in inputs if x is not None)

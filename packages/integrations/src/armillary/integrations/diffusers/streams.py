@@ -95,6 +95,7 @@ class Streams:
         # Axis by axis, innermost first: ranks of the innermost axis have adjacent pieces, which become one piece of the
         # next axis.
         for axis in method_axes(self.method):
+            # `sizes` has consecutive groups of `axis.size` ranks; takes those of this rank's group.
             group_sizes = sizes[shard // axis.size * axis.size :][: axis.size]
             x = all_gather(x, axis, sizes=group_sizes, dim=dim % x.ndim)
             sizes = [sum(sizes[i : i + axis.size]) for i in range(0, len(sizes), axis.size)]
@@ -105,8 +106,8 @@ class Streams:
 @lru_cache(maxsize=256)
 def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
     """Returns the tokens of image and text on each rank. Text may be shorter than the number of ranks."""
-    # The image is cut evenly, and each rank gets as much text as makes an even share of all tokens. So the totals of
-    # ranks differ by at most one, and are those of `cut`, by which a head axis divides a sequence.
+    # The image is cut evenly, and each rank gets as much text as makes its total that of an even cut of all tokens.
+    # Totals differ by at most one, and a head axis divides a sequence into the same sizes.
     image_pieces = cut(range(image), shards)
     text_sizes = [
         len(both) - len(piece) for both, piece in zip(cut(range(image + text), shards), image_pieces, strict=True)

@@ -26,7 +26,7 @@ MAX_SLICES = 2**16
 """Maximum number of slices in the mask of one row."""
 
 TYPE_IS_GROUP = frozenset({"hrm_text"})
-"""Models of transformers in which a token's type alone is its group."""
+"""Models of transformers in which the group of a token is its type."""
 
 
 class GroupFinder:
@@ -92,7 +92,7 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
 def mask_of(
     rule: Rule, groups: Tensor | None, documents: Sequence[int] | Sequence[Sequence[int]] | None, length: int
 ) -> AttentionMask:
-    """Returns the mask of a rule for a sequence of `length` tokens packed from documents, each masked as if alone.
+    """Returns the mask of a rule for a sequence of `length` tokens. Each document has the mask of a row by itself.
 
     Raises:
         ValueError: groups so scattered that the mask would have more than MAX_SLICES slices; chunks in a bidirectional
