@@ -1,15 +1,15 @@
 """Communication of tokens between positions, for any layout.
 
     relayout            the same tokens, sharded by another layout
-    shift               y at i = x at i - offset of the same document: labels, token shift, multi-token prediction
+    shift               at each position i the token at i - offset of the same document: labels, multi-token prediction
     halo                each run of a shard with the tokens before and after it
     short_convolution   causal depthwise convolution, as in hybrid models
 
 A *run* is a range of adjacent tokens of one document on one rank; in a striped layout each token is a run. In a prefix
-tree, the token before a segment is the last one of its parent. Functions take local tensors of this rank's tokens and a
-mesh axis, or DTensors that the axis shards in the sizes of the layout. They are differentiable. All ranks of the axis
-must call them in the same order, in forward and in backward. If every rank has the tokens that it needs, nothing is
-sent.
+tree, the token before a segment is the last one of its parent. The functions take this rank's tokens as a local tensor,
+with a mesh axis, or a DTensor that the axis shards into the layout's sizes. They are differentiable. All ranks of the
+axis must call them in the same order, in forward and in backward. If every rank has the tokens that it needs, nothing
+is sent.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def shift(
     *,
     mask: Segmented | None = None,
 ) -> Tensor:
-    """Returns y with y at i = x at i - offset of the same document, or `fill` if there is no such token.
+    """Returns, at each position i, the token of x at i - offset of the same document, or `fill` if there is none.
 
     Args:
         x: [B, T, ...], this rank's tokens.
