@@ -192,9 +192,13 @@ def closed_form(attend: Method, tokens: int) -> float:
         case AllGatherKV():
             return (ranks - 1) * 6 * unit
         case WallFacer():
-            team, ring = attend.teams.team, attend.teams.ring_size
+            team, ring = attend.teams.team_size, attend.teams.ring_size
             collective = (team - 1) * ((3 + 1) * unit + row + (3 + 2) * unit + row + 3 * unit)
-            placed = 0 if attend.teams.key_target(*attend.seat) == attend.shard else team * (2 + 2 + 2) * unit
+            placed = (
+                0
+                if attend.teams.key_target(attend.team_index, attend.member) == attend.shard
+                else team * (2 + 2 + 2) * unit
+            )
             return collective + placed + (ring - 1) * team * (2 * unit + min(keys, queries))
         case _:
             return 0

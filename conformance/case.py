@@ -56,7 +56,7 @@ class Case:
         kind: kind of layout, one of `LAYOUTS`.
         key_length: number of keys, for cross-attention; by default that of queries.
         key_kind: kind of the keys' layout; by default that of the queries'.
-        sinks: sink logits per head: 0 is none, 1 a tensor [H], S a tensor [S, H].
+        sinks: sink logits per head: 0 is none, 1 a tensor [H], n a tensor [n, H].
         shift: added to every logit, approximately. Softmax does not change, but exp(lse) overflows or vanishes.
         kernel: name of a kernel; by default the preferred one.
         memory: memory layout of the inputs, one of `MEMORY`.

@@ -145,11 +145,11 @@ def test_teams_share_documents_shorter_than_a_shard():
 )
 def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, extra):
     teams = Teams(*world, "collect_intra")
-    dealt = [[teams.dealt_team(shard, group) for group in range(teams.team)] for shard in range(teams.ring_size)]
-    assert sorted(team for shard in dealt for team in shard) == list(range(teams.ranks // teams.team))
+    dealt = [[teams.dealt_team(shard, group) for group in range(teams.team_size)] for shard in range(teams.ring_size)]
+    assert sorted(team for shard in dealt for team in shard) == list(range(teams.ranks // teams.team_size))
     for shard in dealt:
-        assert [team // teams.ring_size for team in shard] == list(range(teams.team))
-        assert sorted(team % teams.team for team in shard) == list(range(teams.team))
+        assert [team // teams.ring_size for team in shard] == list(range(teams.team_size))
+        assert sorted(team % teams.team_size for team in shard) == list(range(teams.team_size))
     layout = teams.layout(teams.ranks + extra, "balanced")
     assert layout.length == teams.ranks + extra and max(layout.sizes) - min(layout.sizes) <= 1
 

@@ -190,7 +190,7 @@ def test_wall_facer(team, key_heads, placement, gather_keys):
     for backward, step in back.items():
         plan = WallFacerPlan(team, placement, backward, gather_keys).comm_plan(work)
         for rank in range(ranks):
-            t, member = teams.seat(rank)
+            t, member = teams.team_and_member(rank)
             if gather_keys:  # the team's keys to one target, and gradients back; none if the target is the rank
                 out = home = 0 if teams.key_target(t, member) == rank else team
             else:  # its own keys to the targets of its mates; gradients to all members of its source team
@@ -225,7 +225,7 @@ def test_model_m_of_the_wall_facer_paper():
         collective = sum(plan.bytes(rank, kind, "forward") for kind in ("all_gather", "reduce_scatter"))
         assert (collective - lse) / gib == pytest.approx(0.1523, abs=5e-5)
         assert lse / gib == pytest.approx(0.0006, abs=5e-5)
-        keeps_own_keys = teams.key_target(*teams.seat(rank)) == rank
+        keeps_own_keys = teams.key_target(*teams.team_and_member(rank)) == rank
         expected = 0.3047 if keeps_own_keys else 0.40625
         assert plan.bytes(rank, "p2p", "forward") / gib == pytest.approx(expected, abs=5e-5)
 
@@ -451,7 +451,7 @@ def build_with_options() -> tuple:
     return (
         facer.teams.placement,
         facer.team_ring.backward_side,
-        facer.teams.team,
+        facer.teams.team_size,
         build_attention("ring", axes, backward="keys").backward_side,
     )
 

@@ -61,7 +61,7 @@ SEVERAL_A_HEAD = torch.stack([ONE_A_HEAD, ONE_A_HEAD.flip(0), -ONE_A_HEAD])
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("sinks", [ONE_A_HEAD, SEVERAL_A_HEAD, SEVERAL_A_HEAD[:1]], ids=["[H]", "[S, H]", "[1, H]"])
+@pytest.mark.parametrize("sinks", [ONE_A_HEAD, SEVERAL_A_HEAD, SEVERAL_A_HEAD[:1]], ids=["[H]", "[n, H]", "[1, H]"])
 def test_sink_is_another_key_with_value_0_and_its_own_score(name, sinks):
     q, k, v, dout = tensors()
     i = torch.arange(11)

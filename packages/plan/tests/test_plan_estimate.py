@@ -285,7 +285,7 @@ def test_an_attention_choice_builds_its_method():
         method = AttentionChoice("upipe+wallfacer", heads_per_stage=4, team=2)(mesh)
     assert isinstance(method, UPipe)
     assert isinstance(method.inner, WallFacer)
-    assert (method.heads_per_stage, method.inner.teams.team) == (4, 2)
+    assert (method.heads_per_stage, method.inner.teams.team_size) == (4, 2)
 
 
 def test_the_estimate_requires_an_attention_choice():

@@ -63,7 +63,7 @@ def reference_attention(
         v: [B, S, K, Dv].
         mask: a mask in global positions.
         scale: softmax scale; 1 / sqrt(D) by default.
-        sinks: further logits of each query, of keys with value 0: one per head [H], S per head [S, H], or one per
+        sinks: further logits of each query, of keys with value 0: one per head [H], n per head [n, H], or one per
             query and head [B, T, H].
         softcap: c of c * tanh(logit / c), applied to all logits except sinks.
         query_positions: [T], global positions of the queries; 0..T-1 by default.
@@ -114,7 +114,7 @@ def _sink_logits(q: Tensor, sinks: Tensor | None) -> Tensor:
         return rearrange(sinks.double(), "b t h -> b h t 1")
     if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
         raise ValueError(
-            f"sinks {tuple(sinks.shape)} must be [H], [S, H] or [B, T, H] for {heads} query heads; q {tuple(q.shape)}"
+            f"sinks {tuple(sinks.shape)} must be [H], [n, H] or [B, T, H] for {heads} query heads; q {tuple(q.shape)}"
         )
     return repeat(sinks.double().reshape(-1, heads), "s h -> b h t s", b=batch, t=tokens)
 

@@ -19,11 +19,11 @@ from armillary.attention.call.validation import cast_for_autocast, check_call, c
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if not requested and if it costs communication."""
-    if not q.dtype == k.dtype == v.dtype:  # cast under autocast, refused by `check_call` outside of it
+    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if it is not requested and would cost communication."""
+    if not q.dtype == k.dtype == v.dtype:  # outside of autocast `check_call` refuses them
         q, k, v = cast_for_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        # The op checks everything else when the graph runs: while tracing, nothing may depend on Python objects.
+        # Everything else is checked by the op when the graph runs, because a graph must not depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
         key = GraphKey.of(method, q.shape[-1], options)
         return trace_call(key, [q, k, v], head_sinks(sinks), options.mask.numbers)
@@ -37,7 +37,8 @@ def attend_projected(
     """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]."""
     if not torch.compiler.is_compiling():
         return project_eagerly(method, x, projections, sinks, options)
-    # The graph computes projections of all heads. A staged method recomputes them in backward, so its op does both.
+    # In a graph: projections of all heads are ordinary nodes of the graph, followed by attention. A staged method must
+    # project stage by stage, and again in backward, so its op runs the projections.
     if not method.projects_in_stages:
         q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
         return attend(method, q, k, v, sinks, options)[0]

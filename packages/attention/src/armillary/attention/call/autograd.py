@@ -1,9 +1,9 @@
-"""The pair of ops that runs forward and backward of every call, inside an `autograd.Function`.
+"""The pair of ops that runs forward and backward of every call, and the `autograd.Function`s around it.
 
-With an op, selective checkpointing can save the results instead of running attention twice, and a compiled graph has no
-break; in a graph the Function is the op's autograd kernel. An op takes only tensors, numbers and strings. In eager mode
-its key is the number of a registered call (`calls.py`). In a graph the key describes the call (`graph_key.py`), and the
-op rebuilds it.
+Because attention is an op, selective checkpointing can save its results instead of running it twice, and a compiled
+graph has no break. An op takes only tensors, numbers and strings, so the call comes as a key. In eager mode the key is
+the number of a registered call (`registered.py`). In a graph the key describes the call (`graph_key.py`), and the op
+rebuilds the call from it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from armillary.attention.call.calls import AttentionCall, ProjectedCall, sinks_gradient
 from armillary.attention.call.graph_calls import (
+    empty_results,
     projected_gradients,
     rebuild_backward_call,
     rebuild_call,
-    results_like,
     tensor_count,
 )
 from armillary.attention.call.graph_key import OP_KEY_SCHEMA, GraphKey, OpKey
@@ -28,13 +28,13 @@ from armillary.attention.call.registered import object_of
 from armillary.attention.call.validation import check_transforms
 from armillary.core import compat
 
-# -- entries ----------------------------------------------------------------------------------------------------------
+# -- entry points -----------------------------------------------------------------------------------------------------
 
 
 def run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Runs a call outside of graphs. Returns (out [B, T, H, Dv], lse [B, T, H] or empty), differentiable."""
+    """Runs a call in eager mode. Returns (out [B, T, H, Dv], lse [B, T, H] or empty). out is differentiable."""
     key = OpKey(call.registered_id)
-    if compat.transforms_on():  # torch.func would transform an autograd.Function
+    if compat.transforms_on():  # the op without the Function, which torch.func would transform
         check_transforms(q, k, v, sinks)
         out, lse, *_ = _forward([q, k, v], sinks, None, *key)
     else:
@@ -43,14 +43,19 @@ def run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
 
 
 def run_projected_call(call: ProjectedCall, x: Tensor, sinks: Tensor | None) -> Tensor:
-    """Runs a call on hidden states outside of graphs. Returns out [B, T, H, Dv], differentiable."""
+    """Runs a call on hidden states in eager mode. Returns out [B, T, H, Dv], which is differentiable."""
     return cast(Tensor, cast(Any, ProjectedAttention).apply(call, x, sinks, *call.trained_parameters()))
 
 
 def trace_call(
     key: GraphKey, tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Runs a call while a graph is traced. `tensors` as in `rebuild_call`. Returns (out, lse) like `run_call`."""
+    """Traces a call into a graph. Returns (out, lse) as `run_call` does.
+
+    Args:
+        tensors: as in `rebuild_call`.
+        mask_numbers: `AttentionMask.numbers`, the documents and pattern of the mask.
+    """
     out, lse, *_ = _forward(tensors, sinks, mask_numbers, *key.pack())
     return out, lse
 
@@ -61,25 +66,31 @@ def trace_call(
 def _run_forward(
     tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
+    """Returns the results of the call's `forward`. `key_values` are the fields of `OpKey`."""
     key = OpKey(*key_values)
     call = rebuild_call(GraphKey.unpack(key), tensors, mask_numbers) if key.in_graph else object_of(key.call)
     return call.forward(tensors, sinks)
 
 
-def _forward_like(
+def _fake_forward(
     tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    """Returns empty tensors shaped like the results of `_run_forward`, for fake tensors and graphs."""
+    """The fake kernel of the forward op: returns empty tensors shaped like the results of `_run_forward`."""
     key = OpKey(*key_values)
     if key.in_graph:
-        return results_like(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
-    return object_of(key.call).forward_like(tensors, sinks)
+        return empty_results(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
+    return object_of(key.call).empty_results(tensors, sinks)
 
 
 def _run_backward(
     dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    """Returns the gradients of q, k, v; or of x and the parameters. `key_shape` are tokens and heads of the keys."""
+    """Returns the gradients of q, k and v; or of x and the parameters.
+
+    Args:
+        saved: the tensors that `Attention.forward` saved for backward.
+        key_shape: (S, K), tokens and heads of the call's keys; empty for a call on hidden states.
+    """
     key = OpKey(*key_values)
     if not key.in_graph:
         return object_of(key.call).backward(dout, saved)
@@ -90,10 +101,10 @@ def _run_backward(
     return call.backward(dout, saved)
 
 
-def _backward_like(
+def _fake_backward(
     dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    """Returns empty tensors shaped like the results of `_run_backward`."""
+    """The fake kernel of the backward op: returns empty tensors shaped like the results of `_run_backward`."""
     if not key_shape:  # a call on hidden states
         x, _, _, _, *projection_tensors = saved
         parameters = projection_tensors[tensor_count(GraphKey.unpack(OpKey(*key_values), shapes_only=True)) :]
@@ -110,9 +121,12 @@ def _backward_like(
 def _forward_with_autograd(
     tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
 ) -> list[Tensor]:
-    """The op's autograd kernel, which runs when the op is called with autograd on, such as while a graph is traced."""
+    """The autograd kernel of the forward op.
+
+    It runs if the op is called with autograd on, as while a graph is traced.
+    """
     if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
-        with compat.below_autograd():  # also under torch.func transforms, which do not support this Function
+        with compat.below_autograd():  # without the Function, which torch.func's transforms do not support
             return _forward(tensors, sinks, mask_numbers, *key_values)
     key = OpKey(*key_values)
     call = None if key.in_graph else object_of(key.call)
@@ -122,21 +136,21 @@ def _forward_with_autograd(
 _forward = compat.define_op(
     f"attention(Tensor[] tensors, Tensor? sinks, Tensor? mask_numbers, {OP_KEY_SCHEMA}) -> Tensor[]",
     _run_forward,
-    _forward_like,
+    _fake_forward,
     _forward_with_autograd,
 )
 _backward = compat.define_op(
     "attention_backward(Tensor dout, Tensor[] saved, SymInt[] key_shape, Tensor? mask_numbers, "
     f"{OP_KEY_SCHEMA}) -> Tensor[]",
     _run_backward,
-    _backward_like,
+    _fake_backward,
 )
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class Attention(torch.autograd.Function):
-    """The op pair with autograd around it: on q, k, v, or in a graph also on x and the projections' tensors."""
+    """Autograd around the op pair. Its tensors are q, k and v; in a graph also x and the projections' tensors."""
 
     @staticmethod
     def forward(
@@ -147,24 +161,25 @@ class Attention(torch.autograd.Function):
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        # Below autograd: above it, the op would dispatch to its autograd kernel, which is this function.
+        # Below autograd, because otherwise the op would dispatch to its autograd kernel, which calls this function.
         with compat.below_autograd():
             results = _forward(tensors, sinks, mask_numbers, *key)
         out, lse, *inner_tensors = results
-        ctx.key, ctx.call = key, call  # keeps the call alive: its number is only valid as long as it lives
-        # Only graphs pass calls on hidden states here; theirs have numbers after the fifth (`GraphKey.unpack`).
+        ctx.key, ctx.call = key, call  # `call` keeps the call alive, so that its number stays valid
+        # In eager mode calls on hidden states have a Function of their own (`ProjectedAttention`). In a graph they come
+        # here, and their keys have more than five numbers (`GraphKey.pack`).
         ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
-        ctx.set_materialize_grads(False)  # an unused lse then has no gradient instead of zeros
+        ctx.set_materialize_grads(False)  # so that an unused lse has the gradient None instead of zeros
         if ctx.projected:
-            # Backward recomputes q, k and v: it needs x, out and lse only.
+            # Backward recomputes q, k and v, and saves only x, out, lse and the tensors of the projections.
             (local_lse,) = inner_tensors
-            ctx.key_shape, saved, local = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
+            ctx.key_shape, saved, for_dsinks = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
         else:
-            # A method that redistributes its inputs (Ulysses) returns the tensors for its backward: head shards.
+            # A method that redistributes its inputs (Ulysses) also returns the tensors for its backward: head shards.
             saved = inner_tensors or (*tensors, out, lse)
-            ctx.key_shape, local = tensors[1].shape[1:3], (out, lse, sinks)
-        # dsinks needs out and lse of local tokens, which `saved` may not have; without sinks they are not saved twice.
-        ctx.save_for_backward(mask_numbers, *saved, *(local if sinks is not None else ()))
+            ctx.key_shape, for_dsinks = tensors[1].shape[1:3], (out, lse, sinks)
+        # The gradient of sinks needs out and lse of the local tokens. `saved` may have those of head shards instead.
+        ctx.save_for_backward(mask_numbers, *saved, *(for_dsinks if sinks is not None else ()))
         ctx.saved_count = len(saved)
         return tuple(results)
 
@@ -177,30 +192,35 @@ class Attention(torch.autograd.Function):
         if dout is None:  # out is not part of the loss
             return (None,) * (4 + ctx.count)
         mask_numbers, *tensors = ctx.saved_tensors
-        saved, local = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
+        saved, for_dsinks = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
         grads = _backward(dout, saved, ctx.key_shape, mask_numbers, *ctx.key)
-        dsinks = sinks_gradient(dout, *local) if local else None
-        # The op returns gradients of x and of the parameters, which are the first and the last of the tensors of a
-        # projected call; the tensors between them have no gradient.
+        dsinks = sinks_gradient(dout, *for_dsinks) if for_dsinks else None
+        # The tensors of a call on hidden states are x, others without a gradient, and the parameters. The op returns
+        # the gradients of x and of the parameters; None goes between them. On q, k and v there is nothing between.
         return None, None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
 
 
 def refuse_gradients(grads: Sequence[Tensor | None], is_traced: bool) -> None:
-    """Raises ValueError for a gradient of lse."""
+    """Raises ValueError if lse has a gradient.
+
+    Args:
+        grads: gradients of all results except out.
+    """
     message = "lse has no gradient here; detach it before it enters a loss"
     for grad in grads:
         if grad is not None and not is_traced:
             raise ValueError(message)
-        # A graph passes zeros for an unused lse, so their values are checked when it runs.
+        # A graph passes zeros for an unused lse, so the values are checked when the graph runs.
         if grad is not None:
             compat.assert_later((grad == 0).all(), message)
 
 
 class ProjectedAttention(torch.autograd.Function):
-    """A call on x [B, T, E]. Saves the parameters themselves, never a cast or unsharded copy, which FSDP frees.
+    """A call on hidden states x [B, T, E] in eager mode.
 
-    A Function around the op, because backward runs the projections under autograd, with any kind of parameters.
-    Selective checkpointing can still save the results of the op inside.
+    Only forward is an op, whose results selective checkpointing can save. Backward is no op, because it runs the
+    projections under autograd, whose parameters may be DTensors or adapters. It saves the parameters as they are, not
+    a cast or unsharded copy, which would keep memory that FSDP frees.
     """
 
     @staticmethod

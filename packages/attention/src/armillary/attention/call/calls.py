@@ -1,4 +1,4 @@
-"""A checked call as plain functions from tensors to tensors, without autograd: forward, backward and their shapes.
+"""A checked call as plain functions from tensors to tensors, without autograd: forward, backward, empty results.
 
 `AttentionCall` runs a method on q, k and v. `ProjectedCall` runs a method that works in stages on hidden states.
 """
@@ -28,12 +28,14 @@ from armillary.core.observe.ledger import phase
 
 @dataclass(eq=False)
 class AttentionCall:
-    """A method on q, k and v. Results: out, lse (empty unless needed), and further tensors that backward needs.
+    """A call of a method on q, k and v.
 
-    Results do not share memory with inputs, as an op requires.
+    `forward` returns out [B, T, H, Dv] and lse [B, T, H], which is empty if nobody needs it. If the method
+    redistributes its inputs, the tensors for `backward` follow. Results do not share memory with inputs, as an op
+    requires.
 
     Args:
-        with_lse: the caller requests lse [B, T, H].
+        with_lse: True if the caller requests lse.
         prefetched: the result of `prefetch_queries`, if queries are in flight already. `forward` removes it.
     """
 
@@ -53,10 +55,10 @@ class AttentionCall:
             else:
                 out, saved = method.forward(q, k, v, spec)
             lse, saves_other_tensors = saved.lse, method.redistributes_inputs
-            if saves_other_tensors:  # then the lse of local tokens costs communication
+            if saves_other_tensors:  # saved.lse is of head shards: the lse of local tokens costs communication
                 lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else lse.new_empty(0)
             if sinks is not None:
-                # Sinks rescale out and lse afterwards, so that kernels do not need to support them.
+                # Sinks rescale out and lse after attention, so that kernels need not support them.
                 heads = method.heads(range(len(sinks)))
                 saved_out, saved_lse = add_sinks(saved.out, saved.lse, sinks[heads.start : heads.stop])
                 out, lse = add_sinks(out, lse, sinks) if saves_other_tensors else (saved_out, saved_lse)
@@ -67,12 +69,12 @@ class AttentionCall:
         """Returns True if the lse of the local tokens is among the results."""
         return self.with_lse or sinks is not None or not self.method.redistributes_inputs
 
-    def forward_like(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Returns empty tensors shaped like the results of `forward`."""
         q, k, v = tensors
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3] if self.needs_lse(sinks) else (0,), dtype=accumulation_dtype(q.dtype))
-        return [out, lse, *(self.method.saved_like(q, k, v, self.spec) if self.method.redistributes_inputs else ())]
+        return [out, lse, *(self.method.empty_saved(q, k, v, self.spec) if self.method.redistributes_inputs else ())]
 
     def backward(self, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
         """Returns [dq, dk, dv] in the dtypes of q, k and v."""
@@ -83,13 +85,14 @@ class AttentionCall:
 
 @dataclass(eq=False)
 class ProjectedCall:
-    """A staged method on hidden states x [B, T, E] and projections. Backward needs only x, out and lse.
+    """A call of a staged method on hidden states x [B, T, E]. Backward needs only x, out and lse.
 
-    Results: out, lse of this rank's heads, and lse of the local tokens, which is empty without sinks.
+    `forward` returns out [B, T, H, Dv], lse [B, n, h] of this rank's heads (`StagedMethod.attend`), and lse [B, T, H]
+    of the local tokens, which is empty without sinks.
 
     Args:
-        autocast: the caller's autocast state. The op cannot read it: under a dispatch mode (such as a selective
-            checkpoint's) torch has turned autocast off.
+        autocast: makes a context with the caller's autocast state. The op cannot read this state itself: under a
+            dispatch mode, such as that of selective checkpointing, torch has turned autocast off.
         draws: random numbers of the projections (dropout), which backward replays.
     """
 
@@ -113,21 +116,21 @@ class ProjectedCall:
                     lse = torch.logaddexp(lse, sinks[method.own_queries(spec)].to(lse.dtype))
         return [out, lse, local_lse]
 
-    def forward_like(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Returns empty tensors shaped like the results of `forward`."""
         with self.autocast():
             q, _, v = one_token(tensors[0], self.projections)
-        return projected_results_like(self.method, self.spec, tensors[0], q, v, sinks)
+        return empty_projected_results(self.method, self.spec, tensors[0], q, v, sinks)
 
     def trained_parameters(self) -> list[Tensor]:
-        """Returns the current parameters that require a gradient, each once, even if two projections share it."""
+        """Returns the current parameters that require a gradient, each once, even if several projections use it."""
         parameters = {
             id(parameter): parameter for parameter in self.projections.parameters() if parameter.requires_grad
         }
         return list(parameters.values())
 
     def backward(self, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor | None]:
-        """Adds the gradient of x to dx, and returns the gradients of `trained_parameters`."""
+        """Adds the gradient of x to dx, unless that is None, and returns the gradients of `trained_parameters`."""
         # FSDP swaps parameters between forward and backward, so they are read again.
         totals = GradientSums(self.trained_parameters())
         with phase("backward"), self.autocast():
@@ -136,36 +139,45 @@ class ProjectedCall:
         return totals.result()
 
 
-def projected_results_like(
+def empty_projected_results(
     method: StagedMethod, spec: AttentionSpec, x: Tensor, q: Tensor, v: Tensor, sinks: Tensor | None
 ) -> list[Tensor]:
     """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv]."""
-    out, lse = method.results(x.shape[0], q, v, spec)
+    out, lse = method.empty_results(x.shape[0], q, v, spec)
     return [out, lse, x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))]
 
 
 def head_sinks(sinks: Tensor | None) -> Tensor | None:
-    """Returns one sink logit per head [H]: the logsumexp over S of sinks [S, H]. Differentiable.
+    """Returns one sink per head [H]: the logsumexp over dim 0 of sinks [n, H]. Differentiable.
 
-    S keys of value 0 have the weight of one key with the logsumexp of their scores, so the op takes one sink per head.
+    n sinks together have the same softmax weight as one sink with the logsumexp of their scores, so the op takes one.
     """
     if sinks is None or sinks.ndim == 1:
         return sinks
     logits = sinks.to(accumulation_dtype(sinks.dtype))
-    absent = (logits == -torch.inf).all(0)  # torch's gradient of their logsumexp is NaN
+    absent = (logits == -torch.inf).all(0)  # heads without a sink, for which torch's gradient of logsumexp is NaN
     return logits.masked_fill(absent, 0).logsumexp(0).masked_fill(absent, -torch.inf)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) as if each query also saw a key with score `sinks` [H] and value 0 (gpt-oss).
 
-    A sink of -inf has no effect. A query that sees no key sees the sink alone: out stays 0, lse is the sink's.
+    A sink of -inf has no effect. For a query that sees no key, out stays 0 and lse becomes the sink.
     """
+    # With total = log(exp(lse) + exp(sink)), all weights shrink by exp(lse - total). `pivot` replaces -inf by 0, so
+    # that -inf - -inf does not give NaN.
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * (lse - pivot(total)).exp().unsqueeze(-1)).to(out.dtype), total
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns dsinks [H] of the local tokens, to be summed over ranks like any parameter's gradient."""
+    """Returns the gradient [H] of sinks from the local tokens, to be summed over ranks like any parameter's gradient.
+
+    Args:
+        dout, out: [B, T, H, Dv].
+        lse: [B, T, H], with the sinks.
+        sinks: [H].
+    """
+    # The sink has softmax weight w = exp(sink - lse) and value 0, so dsink = w (0 - dout . out), summed over queries.
     weight = (sinks.to(lse.dtype) - pivot(lse)).exp()
     return -(weight * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)

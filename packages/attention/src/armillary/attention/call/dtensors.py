@@ -28,7 +28,7 @@ def attend_dtensors(
     are placed like the tensors they are gradients of.
 
     Args:
-        sinks: local, [H] or [S, H] of this rank's heads; or a DTensor of all heads, sharded along its last dim where
+        sinks: local, [H] or [n, H] of this rank's heads; or a DTensor of all heads, sharded along its last dim where
             heads are sharded and `Replicate` elsewhere. The gradient of a DTensor is `Partial` wherever batch or tokens
             are sharded.
         options: the mask is of this rank's rows of the batch, where rows have documents of their own. The shards of

@@ -1,4 +1,4 @@
-"""Calls that break graphs of torch.compile. Imported only while compiling, since the import takes seconds."""
+"""A call that torch.compile does not trace. Imported only while compiling, because the import takes seconds."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ project_outside_graphs = cast(
     Callable[..., Tensor],
     torch.compiler.disable(project_eagerly, reason="autograd projects stages of heads again in backward"),
 )
-"""`attend_projected` with a graph break."""
+"""`project_eagerly` with a graph break."""

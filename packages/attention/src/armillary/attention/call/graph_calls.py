@@ -1,8 +1,9 @@
 """Rebuilds a call when a compiled graph runs the op: from its key and its tensors, with all checks of an eager call.
 
-Projections are not traced. The op takes the registered number of the module that makes them, and makes them when it
-runs: from tensors that are inputs of the graph, and from the module's current parameters, which FSDP may have swapped.
-The parameters are inputs too, so that the op can return their gradients.
+The projections of a staged method are not traced. The op takes the registered number of the module that makes them
+(`Projector`), and calls it when the graph runs, with tensors that are inputs of the graph. The module uses its current
+parameters, because FSDP may have swapped them. The parameters are inputs of the op too, so that it can return their
+gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from armillary.attention.call.calls import AttentionCall, ProjectedCall, projected_results_like
+from armillary.attention.call.calls import AttentionCall, ProjectedCall, empty_projected_results
 from armillary.attention.call.graph_key import GraphKey
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
@@ -26,21 +27,22 @@ from armillary.core import accumulation_dtype, compat
 
 
 class Projector(Protocol):
-    """A module that makes projections. Registered (`register_as_tensor`) before anything is traced."""
+    """A module that makes projections. It must be registered (`register_as_tensor`) before a graph is traced."""
 
     def projections_of(self, tensors: Sequence[Tensor]) -> Projections:
-        """Returns the projections made of these `tensors` and the module's current parameters."""
+        """Returns projections that use `tensors` and the module's current parameters."""
         ...
 
 
 class ProjectionParts(NamedTuple):
-    """The parts of projections in types that an op takes.
+    """Everything from which projections are rebuilt, in types that an op takes.
 
     Args:
         projector: registered number of the `Projector`, as a tensor.
-        head_dim: D, equal to Dv.
-        tensors: besides parameters.
-        parameters: local parts of the `Projections.parameters()` that require a gradient, each once, in order.
+        head_dim: D, which Dv must equal.
+        tensors: the argument of `Projector.projections_of`.
+        parameters: those of `Projections.parameters()` that require a gradient, each once, in order; of a DTensor the
+            local part.
     """
 
     projector: Tensor
@@ -61,12 +63,17 @@ class Traceable(Protocol):
 def rebuild_call(
     key: GraphKey, tensors: Sequence[Tensor], mask_numbers: Tensor | None
 ) -> AttentionCall | ProjectedCall:
-    """Returns the call on the op's tensors: q, k, v; or x, projector, the projections' tensors and parameters."""
+    """Returns the call that a key describes.
+
+    Args:
+        tensors: the op's tensors: q, k and v; or x and the fields of `ProjectionParts` that are tensors.
+        mask_numbers: documents and pattern of the mask (`AttentionMask.numbers`).
+    """
     if key.projected is None:
         q, k, v = tensors
         method: AttentionMethod = object_of(key.method)
         return AttentionCall(method, check_call(method, q, k, v, None, key.options(mask_numbers)), key.return_lse)
-    # The projector is found by number, and reads its parameters as they are now.
+    # The projector is looked up by its number, and uses its parameters as they are now.
     x, number, *projection_tensors = tensors
     projector: Projector = object_of(int(number.item()))
     staged_method, spec, _ = _check_projected(key, x, mask_numbers)
@@ -80,32 +87,36 @@ def rebuild_call(
 def rebuild_backward_call(
     key: GraphKey, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int], mask_numbers: Tensor | None
 ) -> AttentionCall | ProjectedCall:
-    """Returns the forward call. Its q, k and v may be freed: checks only read shapes.
+    """Returns the call of forward again, for backward.
 
     Args:
-        key_shape: tokens and heads of the call's keys; the saved ones may have been redistributed.
+        saved: the tensors that forward saved.
+        key_shape: (S, K), tokens and heads of the call's keys. The saved k and v may be head shards instead.
     """
     if key.projected is not None:
         x, _, _, *projection_tensors = saved
         return rebuild_call(key, [x, *projection_tensors], mask_numbers)
+    # The call's own q, k and v may be freed. The checks read only shapes, which one expanded element can have.
     q, k, v, *_ = saved
     key_sizes = (dout.shape[0], *key_shape)
     like = ((dout.shape[:3], q), (key_sizes, k), (key_sizes, v))
     return rebuild_call(key, [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like], mask_numbers)
 
 
-def results_like(key: GraphKey, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
-    """Returns empty tensors shaped like the forward's results.
+def empty_results(key: GraphKey, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+    """Returns empty tensors shaped like the results of `forward`, while a graph is traced.
 
-    Checks specialize the graph to these very sizes, so they run only where shapes follow from the layout.
+    Checking the call specializes the graph to the present sizes. So the call is rebuilt, and checked, only if the
+    shapes depend on the layout.
     """
     if key.projected is not None:
         staged_method, spec, q = _check_projected(key, tensors[0], None)
-        return projected_results_like(staged_method, spec, tensors[0], q, q, sinks)
+        return empty_projected_results(staged_method, spec, tensors[0], q, q, sinks)
     method: AttentionMethod = object_of(key.method)
-    if method.redistributes_inputs:  # tokens, heads and dims as numbers instead of symbols
+    if method.redistributes_inputs:
+        # `index` turns symbolic tokens, heads and dims into numbers, with guards.
         tensors = [x.new_empty((x.shape[0], *map(index, x.shape[1:]))) for x in tensors]
-        return rebuild_call(key, tensors, None).forward_like(tensors, sinks)
+        return rebuild_call(key, tensors, None).empty_results(tensors, sinks)
     q, _, v = tensors
     return [q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))]
 
@@ -114,7 +125,7 @@ def projected_gradients(key: GraphKey, call: ProjectedCall, dout: Tensor, saved:
     """Returns [dx, gradients of the parameters], none of which shares memory with another tensor.
 
     Args:
-        saved: x, out, lse, projector, the projections' tensors, parameters.
+        saved: x, out, lse, then the tensors of `ProjectionParts`.
     """
     x, out, lse, _, *projection_tensors = saved
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -124,7 +135,7 @@ def projected_gradients(key: GraphKey, call: ProjectedCall, dout: Tensor, saved:
 
 
 def tensor_count(key: GraphKey) -> int:
-    """Returns the number of tensors, besides parameters, that the projections of the call are made of."""
+    """Returns the number of `ProjectionParts.tensors` of the call."""
     assert key.projected is not None
     return int(key.projected.tensors)
 
@@ -132,7 +143,7 @@ def tensor_count(key: GraphKey) -> int:
 def _check_projected(
     key: GraphKey, x: Tensor, mask_numbers: Tensor | None
 ) -> tuple[StagedMethod, AttentionSpec, Tensor]:
-    """Returns (method, checked call, an empty tensor shaped like q) for hidden states x."""
+    """Returns (method, spec, an empty tensor shaped like q) of a call on hidden states x."""
     assert key.projected is not None
     method: Any = object_of(key.method)
     heads, key_heads, dim, _ = key.projected

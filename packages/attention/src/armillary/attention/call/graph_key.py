@@ -1,6 +1,6 @@
-"""Attention calls encoded as numbers and strings, which an op's schema allows and torch.compile can guard.
+"""Attention calls encoded as numbers and strings, which an op may take and on which torch.compile can guard.
 
-A graph must not depend on Python objects:
+A graph must not depend on Python objects, so the key of a call has, instead of each object:
 
     layout    -> its text, a constant of the graph: another layout compiles another graph
     method    -> its registered number
@@ -34,10 +34,11 @@ AUTOCAST_DTYPES = {
 
 
 class OpKey(NamedTuple):
-    """The arguments of the forward and the backward op apart from tensors: `OP_KEY_SCHEMA`.
+    """The arguments of the ops that are not tensors, in the order of `OP_KEY_SCHEMA`.
 
     Args:
-        call: registered number of a call, outside of graphs; -1 in a graph, where the other fields describe the call.
+        call: registered number of the call in eager mode; -1 in a graph, where the other fields describe the call.
+        numbers, scale, softcap, text: set by `GraphKey.pack`.
     """
 
     call: int
@@ -52,7 +53,7 @@ class OpKey(NamedTuple):
 
 
 class ProjectedDims(NamedTuple):
-    """Sizes of a call on hidden states: H, K, D, and the number of tensors of the projections."""
+    """Sizes of a call on hidden states: H, K, D, and the number of `ProjectionParts.tensors`."""
 
     heads: int
     key_heads: int
@@ -61,11 +62,11 @@ class ProjectedDims(NamedTuple):
 
 
 class GraphKey(NamedTuple):
-    """A call in a graph, without its tensors.
+    """The description of a call in a graph, without its tensors.
 
     Args:
         method: registered number of the method.
-        sides: `AttentionMask.sides`.
+        sides: `AttentionMask.sides`, three numbers.
         layout, key_layout: layouts as `SequenceLayout.text`; "" for None.
         kernel: its name; "" for None.
         autocast: name of autocast's dtype for projections; "" if autocast is off.
@@ -95,7 +96,7 @@ class GraphKey(NamedTuple):
         """Returns the key of a call.
 
         Raises:
-            ValueError: a kernel object outside of `KERNELS`: the op finds kernels by name.
+            ValueError: the kernel is an object that is not in `KERNELS`, where the op looks up its name.
         """
         mask, kernel = options.mask, options.kernel
         if not (isinstance(kernel, str | None) or any(kernel is known_kernel for known_kernel in KERNELS)):
@@ -117,8 +118,8 @@ class GraphKey(NamedTuple):
     def pack(self) -> OpKey:
         """Returns the op's arguments. `unpack` is the inverse."""
         return OpKey(
-            -1,  # no registered call: the other fields describe it
-            # Five numbers (a mask has three sides), then the dims of a call on hidden states.
+            -1,  # no registered call
+            # Five numbers, because a mask has three sides; then the dims if it is a call on hidden states.
             [self.method, *self.sides, int(self.return_lse), *(self.projected or ())],
             self.scale,
             self.softcap or 0.0,  # a softcap is above 0, so 0 is free to mean None
@@ -130,8 +131,9 @@ class GraphKey(NamedTuple):
         """Returns the key from the op's arguments.
 
         Args:
-            shapes_only: replaces the mask by a causal one. While tracing, its numbers may be symbols: reading them
-                would specialize the graph to this mask, and shapes do not depend on it.
+            shapes_only: True takes a causal mask instead of the call's, if only shapes are of interest. While a graph
+            is
+                traced, the sides of the mask may be symbols, and reading them would specialize the graph to this mask.
         """
         method, *sides, return_lse = key.numbers[:5]
         dims = key.numbers[5:]
@@ -146,7 +148,11 @@ class GraphKey(NamedTuple):
         )
 
     def options(self, mask_numbers: Tensor | None) -> AttentionOptions:
-        """Returns the caller's options, with the documents and pattern of the mask from `mask_numbers`."""
+        """Returns the options of the call.
+
+        Args:
+            mask_numbers: documents and pattern of the mask (`AttentionMask.numbers`).
+        """
         return AttentionOptions(
             AttentionMask.read(self.sides, mask_numbers),
             read_layout(self.layout),

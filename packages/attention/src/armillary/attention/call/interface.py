@@ -1,6 +1,6 @@
-"""The interface between a call and a method: a pair of plain functions, forward and backward, over local tensors.
+"""The interface of attention methods: a pair of plain functions, forward and backward, over local tensors.
 
-`Method` in `methods/base.py` implements the public call on top of it.
+`call/` runs methods through this interface. `Method` in `methods/base.py` adds the public `__call__`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AttentionMethod(ABC):
     redistributes_inputs: bool = False
     """True if `forward` saves other tensors than q, k, v, out and lse of this rank's own tokens."""
     projects_in_stages: bool = False
-    """True for a `StagedMethod`: it projects q, k and v a few heads at a time, and again in backward."""
+    """True for a `StagedMethod`, which projects q, k and v a few heads at a time, and again in backward."""
     fits_inside_ring: bool = False
     """True if the method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
     head_axis: Axis | None = None
@@ -42,10 +42,10 @@ class AttentionMethod(ABC):
     flat_axis: Axis | None = None
     """One axis over all ranks, created for layers with a state on first use (`context_parallel.communication`)."""
     kernel: str | Kernel | None = None
-    """Kernel of calls that name none, or its name; None: the first kernel that takes the inputs."""
+    """Kernel, or its name, for calls without `kernel`; None: the first kernel that supports the inputs."""
 
     registered_id: int
-    """Key under which a compiled graph finds the method."""
+    """Number under which a compiled graph finds the method (`call/registered.py`)."""
     spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
     """Checked calls, by shapes, dtypes and options."""
     planned_specs: BoundedCache[tuple[Hashable, ...], AttentionSpec]
@@ -57,7 +57,7 @@ class AttentionMethod(ABC):
         return method
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drops the registered id and the caches: a copy is an independent method."""
+        """Returns the state of a copy: without the registered id and the caches, which the copy makes itself."""
         dropped_names = ("registered_id", "spec_cache", "planned_specs")
         return {name: value for name, value in vars(self).items() if name not in dropped_names}
 
@@ -74,23 +74,26 @@ class AttentionMethod(ABC):
 
     @abstractmethod
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (dq, dk, dv) of the local tokens from dout [B, T, H, Dv], in its dtype or wider, in new memory."""
+        """Returns (dq, dk, dv) of the local tokens, from dout [B, T, H, Dv].
+
+        They are in the dtype of dout or a wider one, and share no memory with dout or the saved tensors.
+        """
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: B027 - most methods take any shapes
         """Raises ValueError for shapes that the method does not support. Runs before any communication."""
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:  # noqa: B027 - nothing to prepare
-        """Prepares everything on the host that `forward` and `backward` need for `spec`. May run in a thread.
+        """Computes on the host the tiles and sends that `forward` and `backward` need for `spec`. May run in a thread.
 
         Args:
-            previous: an earlier call, which used the same sides of a ring.
-            rows: rows of the batch.
+            previous: the spec of an earlier call. It tells whether the method rotated keys, queries or both.
+            rows: number of rows of the batch.
         """
 
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> Any:
-        """Starts sending q before the keys exist; by default nothing is sent.
+        """Starts to send q before the keys are projected, and returns a function that waits for the transfer.
 
-        The result, a function that waits for the transfer, is passed to `forward_prefetched`.
+        The result is passed to `forward_prefetched`. By default nothing is sent, and the result is None.
 
         Args:
             key_heads, layout: as in `AttentionSpec`.
@@ -100,7 +103,11 @@ class AttentionMethod(ABC):
     def forward_prefetched(
         self, queries: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
     ) -> tuple[Tensor, Saved]:
-        """`forward` after `prefetch_queries`, with its result."""
+        """Runs `forward` after `prefetch_queries`.
+
+        Args:
+            queries: the result of `prefetch_queries`.
+        """
         return self.forward(q, k, v, spec)
 
     def heads(self, heads: range) -> range:
@@ -111,9 +118,9 @@ class AttentionMethod(ABC):
         """Returns lse [B, T, H] of the local queries."""
         return saved.lse
 
-    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
-        """Returns empty tensors shaped like the saved ones. Required if `redistributes_inputs`."""
-        raise TypeError(f"{type(self).__name__}.redistributes_inputs needs saved_like, the shapes that it saves")
+    def empty_saved(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+        """Returns empty tensors shaped like those that `forward` saves. Required if `redistributes_inputs`."""
+        raise TypeError(f"{type(self).__name__} has redistributes_inputs=True, so it must define empty_saved")
 
 
 class StagedMethod(AttentionMethod):
@@ -123,7 +130,10 @@ class StagedMethod(AttentionMethod):
 
     @abstractmethod
     def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns (out [B, T, H, Dv] of the local tokens, lse [B, n, h] of this rank's heads over n tokens)."""
+        """Returns out [B, T, H, Dv] of the local tokens, and lse [B, n, h].
+
+        lse is of the h heads that this rank attends with, and of the n tokens of its sequence shard.
+        """
 
     @abstractmethod
     def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
@@ -135,10 +145,14 @@ class StagedMethod(AttentionMethod):
 
     @abstractmethod
     def own_queries(self, spec: AttentionSpec) -> slice:
-        """Returns the query heads of this rank of the head axis."""
+        """Returns the query heads that this rank attends with."""
 
     @abstractmethod
-    def results(
+    def empty_results(
         self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, out_buffer: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns empty tensors shaped like the results of `attend`, for q [..., D] and v [..., Dv]."""
+        """Returns empty tensors shaped like the results of `attend`, for q [..., D] and v [..., Dv].
+
+        Args:
+            batch: number of rows of the batch.
+        """

@@ -1,4 +1,4 @@
-"""A call on hidden states outside of graphs."""
+"""A call on hidden states in eager mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from armillary.attention.call.validation import check_projected_call, check_tran
 def project_eagerly(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> Tensor:
-    """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E], differentiable."""
+    """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]. It is differentiable."""
     spec, sinks = check_projected_call(method, x, projections, sinks, options), head_sinks(sinks)
     if method.projects_in_stages:
         staged_method = cast(StagedMethod, method)
@@ -31,7 +31,8 @@ def project_eagerly(
     k, v = projections.kv(x, range(projections.key_heads))
     call = AttentionCall(method, spec, False, [] if transfer is None else [transfer])
     out, _ = run_call(call, q, k, v, sinks)
-    # If a selective checkpoint had saved the op's results, the op did not run: finish the transfer in flight.
+    # When selective checkpointing recomputes a block, it takes saved results and does not run the op, which would have
+    # waited for the transfer.
     while call.prefetched:
         call.prefetched.pop()()
     return out

@@ -1,4 +1,4 @@
-"""The interface between a model and `Method.projected`: from hidden states to requested heads of q, k and v."""
+"""The interface between a model and `Method.projected`: projections of hidden states to some heads of q, k and v."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from armillary.attention.call.recompute import capture_autocast
 
 
 class Projections(Protocol):
-    """From local hidden states x [B, T, E] to heads, including norm, bias, RoPE and LoRA.
+    """Projects local hidden states x [B, T, E] to heads, including norm, bias, RoPE and LoRA.
 
-    Any heads can be requested, in any order, so that a method does not need all of them at once.
+    A method may request any heads in any order, so that not all heads need exist at once.
     """
 
     @property
@@ -37,13 +37,13 @@ class Projections(Protocol):
         ...
 
     def parameters(self) -> Iterable[Tensor]:
-        """Returns the current tensors that q and kv depend on besides x: FSDP swaps parameters."""
+        """Returns the parameters that q and kv use. Called whenever they are needed, because FSDP swaps parameters."""
         ...
 
 
 @runtime_checkable
 class TokenProjections(Projections, Protocol):
-    """Projections of a subset of tokens, so that intermediates between x and q never exist for all tokens."""
+    """Projections that can project some tokens alone, so that no intermediate exists for all tokens at once."""
 
     def of_tokens(self, tokens: slice) -> Self:
         """Returns the same projections for `x[:, tokens]`."""
@@ -51,18 +51,18 @@ class TokenProjections(Projections, Protocol):
 
 
 class CacheableProjections(Projections, Protocol):
-    """Projections with a cache key for the dims and dtypes of q, k and v, so that equal calls are checked once."""
+    """Projections with a key for the dims and dtypes of q, k and v, so that equal calls are checked once."""
 
     def cache_key(self) -> Hashable | None:
-        """Returns a key of everything that dims and dtypes depend on besides x and autocast; None if unknown.
+        """Returns a key such that projections with equal keys give equal dims, dtypes and errors for equal x.
 
-        Equal keys mean equal dims and dtypes, and equal errors. A key does not depend on values.
+        It does not depend on values of tensors. None if there is no such key.
         """
         ...
 
 
 class CollectsGradients(Projections, Protocol):
-    """Projections that can add weight gradients of a few heads and tokens to sums, without a full-size temporary."""
+    """Projections that can add the weight gradients of some heads and tokens to sums, without a full-size temporary."""
 
     def collecting(self, totals: GradientSums) -> Self:
         """Returns projections whose backward adds weight gradients to `totals` instead of returning them."""
@@ -71,7 +71,10 @@ class CollectsGradients(Projections, Protocol):
 
 @torch.no_grad()
 def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns one head of q, k and v, to read dims and dtypes; of one token if the projections allow."""
+    """Returns one head of q, k and v, from which dims and dtypes are read.
+
+    Of one token, if the projections are `TokenProjections`; otherwise of all.
+    """
     first = slice(0, 1)
     if isinstance(projections, TokenProjections):
         x, projections = x[:, first], projections.of_tokens(first)

@@ -18,9 +18,10 @@ from armillary.core import SequenceLayout, TokenRanges
 
 
 class Saved(NamedTuple):
-    """The tensors saved for a method's backward, in the sharding of its innermost loop.
+    """The tensors saved for the backward of a method: q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out [B, T, H,
+    Dv] and lse [B, T, H] over all keys.
 
-    q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out [B, T, H, Dv], lse [B, T, H] over all keys.
+    A method with an inner method saves the tensors of the inner one: Ulysses saves head shards.
     """
 
     q: Tensor
@@ -61,15 +62,15 @@ class CallArguments(ProjectedArguments):
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec(CachesDerived):
-    """One checked attention call. Equal on every rank of a method, except for `key_heads`.
+    """One checked attention call. It is equal on every rank of a method, except for `key_heads`.
 
-    Equal calls share one spec, and with it everything derived from it (`cached`).
+    Equal calls share one spec, and with it all values computed from it (`cached`).
 
     Args:
         mask: mask in global positions.
-        layout: layout of the queries over the sequence axis (one shard without that axis).
-        key_layout: layout of the keys and values, with as many shards; `layout` itself except in cross-attention.
-        scores: scale, softcap and sinks, which turn dot products into scores.
+        layout: layout of the queries over the sequence axis; of one shard if there is no sequence axis.
+        key_layout: layout of the keys and values, with as many shards; the same as `layout` except in cross-attention.
+        scores: scale and softcap, which turn dot products into scores.
         key_heads: for each local query head, the local key/value head that it uses.
         kernel: computes the tiles.
     """
@@ -84,7 +85,7 @@ class AttentionSpec(CachesDerived):
 
     @property
     def values(self) -> tuple[Hashable, ...]:
-        """The arguments, for equality."""
+        """The arguments, to compare specs by value."""
         return self.mask, self.layout, self.key_layout, self.scores, self.key_heads, self.kernel
 
     @cached_property
@@ -93,7 +94,7 @@ class AttentionSpec(CachesDerived):
         return grid_of(self.layout, self.key_layout, self.mask)
 
     def with_heads(self, key_heads: tuple[int, ...]) -> AttentionSpec:
-        """Returns the call as an inner method sees it, with these heads only."""
+        """Returns the spec of a call with these heads only, for an inner method. Cached."""
         return self.cached(("heads", key_heads), lambda: replace(self, key_heads=key_heads))
 
     def block(
@@ -102,9 +103,9 @@ class AttentionSpec(CachesDerived):
         """Returns the kernel calls of query shard `query` against key shard `key`.
 
         Args:
-            queries, keys: the local tokens of these shards, packed; by default all.
+            queries, keys: the tokens of the shard that the packed tensors contain; None if they contain all of them.
         """
-        # Every ring step looks this up, so without `cached`, which would create a closure per step.
+        # Not by `cached`, which needs a closure: every step of a ring comes here.
         block_key = (query, key, queries, keys)
         if (block := self._derived.get(block_key)) is None:
             calls = kernel_calls(self.grid, self.kernel, head_runs(self.key_heads), *block_key)
@@ -116,7 +117,7 @@ class AttentionSpec(CachesDerived):
     def plan_block(
         self, rows: int, query: int, key: int, queries: TokenRanges | None = None, keys: TokenRanges | None = None
     ) -> None:
-        """Prepares the kernel calls of `block` for a batch of `rows` rows."""
+        """Computes the kernel calls of `block`, with packs for a batch of `rows` rows, before a call needs them."""
         block = self.block(query, key, queries, keys)
         query_count = self.layout.sizes[query] if queries is None else queries.count
         key_count = self.key_layout.sizes[key] if keys is None else keys.count
@@ -126,5 +127,5 @@ class AttentionSpec(CachesDerived):
 
 @lru_cache(maxsize=256)
 def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
-    """Returns the key/value head of each query head: h // (H / K)."""
+    """Returns the key/value head of each query head h of a model: h // (H / K)."""
     return tuple(h * key_heads // heads for h in range(heads))

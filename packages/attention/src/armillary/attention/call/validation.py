@@ -1,4 +1,4 @@
-"""Checks the arguments of a call and builds its `AttentionSpec`. ValueErrors are raised before any communication."""
+"""Checks the arguments of a call and builds its `AttentionSpec`. All ValueErrors come before any communication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from armillary.core.validation import check_tensor, number
 def check_call(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> AttentionSpec:
-    """Returns the checked call. Reads only shapes, dtypes and devices of the tensors; cached for equal calls.
+    """Returns the spec of a call. Reads only shapes, dtypes and devices of the tensors. Equal calls share one spec.
 
     Args:
         options: checked by `check_options`.
@@ -37,16 +37,19 @@ def check_call(
 def check_projected_call(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> AttentionSpec:
-    """Returns the checked call on the projections of x [B, T, E]. Computes at most one head of one token.
+    """Returns the spec of a call on the projections of x [B, T, E].
 
-    Cached for equal calls if the projections have a `cache_key`.
+    To learn dims and dtypes it projects one head (`one_token`). Equal calls share one spec if the projections have a
+    `cache_key`.
     """
     if options.kernel is None:
         options = options._replace(kernel=method.kernel)
 
     def check() -> AttentionSpec:
         q, k, v = one_token(x, projections)
-        inputs = Inputs.of(q, v, options.softcap, options.mask)  # the device that the meta tensors stand for
+        # The kernel is chosen from `inputs`, which have the true device. Everything else is checked on meta tensors of
+        # full size, which take no memory.
+        inputs = Inputs.of(q, v, options.softcap, options.mask)
         q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
         k, v = (
             torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
@@ -84,10 +87,10 @@ def _check_tensors_and_layout(
     options: AttentionOptions,
     inputs: Inputs | None,
 ) -> AttentionSpec:
-    """Checks the arguments against each other, and chooses the kernel.
+    """Checks the arguments against each other, chooses the kernel, and returns the spec.
 
     Args:
-        inputs: properties of q, k and v for the choice of the kernel, if these are meta tensors.
+        inputs: the properties by which the kernel is chosen, if q, k and v are meta tensors; None: those of q and v.
     """
     check_tensors(q, k, v, sinks)
     method.check(q, k, v)
@@ -103,12 +106,12 @@ def _check_tensors_and_layout(
         key_heads_of(q.shape[2], k.shape[2]),
         choose_kernel(inputs or Inputs.of(q, v, options.softcap, options.mask), options.kernel),
     )
-    # `plan_ahead` may have made an equal spec, whose schedules are computed already.
+    # `plan_ahead` may have made an equal spec, which has its tiles and sends already.
     return method.planned_specs.get(spec.values) or spec
 
 
 def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
-    """Returns the properties that checks and the choice of a kernel depend on: settings, shapes, dtypes and devices."""
+    """Returns the properties on which checks and the choice of a kernel depend: shapes, dtypes, devices, settings."""
     return is_deterministic(), *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
 
 
@@ -116,9 +119,13 @@ def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
 
 
 def check_options(options: AttentionOptions) -> AttentionOptions:
-    """Returns the options. Raises ValueError for wrong types, and for numbers that are not finite or out of range."""
+    """Returns the options.
+
+    Raises:
+        ValueError: an option of another type, or a number that is not finite or out of range.
+    """
     mask, layout, key_layout, scale, softcap, _, return_lse = options
-    # Fast path of every layer and step: the usual call has nothing to check beyond these types.
+    # Fast path: if the options have these types, there is nothing else to check. Every layer comes here at every step.
     usual_types = type(mask) is AttentionMask and type(layout) in (SequenceLayout, type(None)) and key_layout is None
     if usual_types and scale is softcap is None and type(return_lse) is bool:
         return options
@@ -150,19 +157,20 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
     """Returns the layout over the sequence axis.
 
     Args:
-        layout: layout over all ranks of the method, or only over its sequence axis; None for one shard.
+        layout: layout over all ranks of the method, or over its sequence axis alone; None if there is one shard.
         tokens: number of tokens that this rank passed.
 
     Raises:
-        ValueError: no layout for several shards, a layout over another number of ranks, or a shard of another size.
+        ValueError: there are several shards but no layout; the layout is over another number of ranks; or its shard of
+            this rank does not have `tokens` tokens.
     """
     shards, sequence_shards = method.shards, method.sequence_shards
     if layout is None:
         if shards > 1:
             raise ValueError(f"{shards} ranks hold the sequence; pass layout=, such as attend.layout(length)")
         layout = SequenceLayout.contiguous(tokens, 1)
-    # The all-to-all over heads joins the shards of a head axis in order. So a layout over all ranks must be a
-    # refinement of the layout over the sequence axis, or the joined tokens would have other positions.
+    # The all-to-all of a head axis joins the shards of its ranks in order. So a layout over all ranks must be a layout
+    # over the sequence axis with each shard cut by `refine`; otherwise the joined tokens would have other positions.
     coarse = layout.coarsen(shards // sequence_shards) if layout.shards == shards else layout
     fine = over_all_ranks(coarse, method)
     if layout.shards == shards and fine.sizes != layout.sizes:
@@ -177,7 +185,14 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
 
 
 def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceLayout:
-    """Returns a layout over all ranks of a method, given one over these or over its sequence axis alone."""
+    """Returns the layout over all ranks of a method.
+
+    Args:
+        layout: a layout over all ranks, or over the sequence axis alone.
+
+    Raises:
+        ValueError: the layout has another number of shards.
+    """
     if layout.shards not in (method.shards, method.sequence_shards):
         accepted_counts = " or ".join(str(n) for n in sorted({method.shards, method.sequence_shards}))
         raise ValueError(f"the layout has {layout.shards} shards; this method needs one over {accepted_counts}")
@@ -190,9 +205,11 @@ def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceL
 
 
 def are_plain_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Returns True if q, k and v are dense tensors of class `Tensor` and there are no sinks.
+    """Returns True if q, k and v are of class `Tensor` itself, not of a subclass such as DTensor, and there are no
+    sinks.
 
-    False for subclasses, such as DTensors. Raises ValueError for values that are not dense tensors.
+    Raises:
+        ValueError: an argument is not a dense tensor.
     """
     plain = sinks is None and type(q) is type(k) is type(v) is Tensor
     if plain and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested):
@@ -221,19 +238,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
 
 
 def check_sinks(sinks: Tensor | None, heads: int, device: torch.device) -> None:
-    """Raises ValueError for sinks that are not floating-point numbers [H] or [S, H] on the device of the queries."""
+    """Raises ValueError unless sinks are floating-point numbers [H] or [n, H] on `device`, that of the queries."""
     if sinks is None:
         return
     if sinks.ndim not in (1, 2) or sinks.shape[-1] != heads:
-        raise ValueError(f"sinks {tuple(sinks.shape)} must be [H] or [S, H] for {heads} query heads")
-    # Heads of projections are meta tensors, which stand for any device.
+        raise ValueError(f"sinks {tuple(sinks.shape)} must be [H] or [n, H] for {heads} query heads")
+    # `check_projected_call` passes the meta device, which stands for any.
     wrong_device = sinks.device != device and "meta" not in (sinks.device.type, device.type)
     if not sinks.is_floating_point() or wrong_device:
         raise ValueError(f"sinks are {sinks.dtype} on {sinks.device}; floating-point numbers on {device} are needed")
 
 
 def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
-    """Raises ValueError for arguments that `Method.projected` cannot project."""
+    """Raises ValueError for arguments of the wrong type or shape in `Method.projected`."""
     check_tensor("x", x)
     if sinks is not None:
         check_tensor("sinks", sinks)
@@ -247,7 +264,7 @@ def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
 
 
 def check_transforms(*tensors: Tensor | None) -> None:
-    """Raises ValueError for tensors under torch.func or forward-mode AD, whose tangents would silently become 0."""
+    """Raises ValueError for tensors under torch.func or forward-mode AD. Their tangents would silently be lost."""
     if compat.transforms_on() and any(x is not None and compat.is_transformed(x) for x in tensors):
         raise ValueError(
             "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "

@@ -1,10 +1,10 @@
 """All-gather of keys and values, as LLaMA 3 was trained (arXiv 2407.21783, section 3.3.2).
 
     gather    k, v of all ranks
-    attend    own queries, all keys
+    attend    from this rank's queries to all keys
 
-Simple, and cheap for few key/value heads. But each rank has the keys of the full sequence in memory, and computes
-nothing until they have arrived.
+This sends few bytes if there are few key/value heads. But each rank has the keys of the full sequence in memory, and
+no computation overlaps with the gather.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from armillary.core import Axis, start_all_gather, start_reduce_scatter
 class AllGatherKV(Method):
     """All-gather of keys and values over one mesh axis of P ranks.
 
-    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
-    S / P tokens of it.
+    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
+    queries and S keys of it.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`.
 
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, with Dv = D: forward
-    (P - 1) 2 B S / P K D e, all-gather; backward the same again, as gathered keys are not saved, and (P - 1) 2 B S / P
-    K D a, reduce-scatter. If shards have unequal sizes, each is padded to the largest in the gather.
+    (P - 1) 2 B S K D e, all-gather; backward the same all-gather again, because gathered keys are not saved, and
+    (P - 1) 2 B S K D a, reduce-scatter. If shards have unequal sizes, the all-gather pads each to the largest.
     """
 
     fits_inside_ring = True
@@ -59,7 +59,7 @@ class AllGatherKV(Method):
         return dq.result(), dk, dv
 
     def _gather(self, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """Returns k [B, S, K, D] and v [B, S, K, Dv] of all ranks, in the order of the shards."""
+        """Returns k [B, N_k, K, D] and v [B, N_k, K, Dv] of all ranks, in the order of the shards."""
         pending = [start_all_gather(x, self.axis, spec.key_layout.sizes) for x in (k, v)]
         k, v = (transfer.wait() for transfer in pending)
         return k, v
@@ -68,8 +68,9 @@ class AllGatherKV(Method):
         self._one_shard_spec(spec).plan_block(rows, self.axis.rank, 0)
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:
-        """Returns the block of this rank's queries and all keys, seen as one shard."""
+        """Returns the attention of this rank's queries over all keys, which are one shard here."""
         return self._one_shard_spec(spec).block(self.axis.rank, 0)
 
     def _one_shard_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Returns the spec with a key layout of one shard: the gathered keys. Cached per spec."""
         return spec.cached("gathered", lambda: replace(spec, key_layout=spec.key_layout.coarsen(self.axis.size)))

@@ -1,8 +1,8 @@
 """The base class of attention methods: the public call.
 
-A method is a pair of plain functions, forward and backward, over local tensors (`call/interface.py`). Calling it checks
+A method is a pair of plain functions, forward and backward, over local tensors (`call/interface.py`). `__call__` checks
 the arguments and runs the pair under autograd (`call/attend.py`). To add a method, write a subclass with `forward` and
-`backward`, and give it a line in `registry/table.py`.
+`backward`, and name it in a line of `registry/table.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Method(AttentionMethod):
 
     @property
     def sequence_method(self) -> Method:
-        """The method on the sequence axis: the inner one if this one divides heads around it."""
+        """The method on the sequence axis: the inner method of a method on the head axis, otherwise this method."""
         return self
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-        """Returns the layout over all ranks of the method, for the loader.
+        """Returns a layout over all ranks of the method, for the loader.
 
         Args:
             kind: "zigzag", "contiguous", "striped" or "balanced".
@@ -49,26 +49,30 @@ class Method(AttentionMethod):
 
     @property
     def balanced_by(self) -> Side | None:
-        """Side by which balanced layouts count a shard's pairs: the one that stays. None: both, ignoring traffic."""
+        """The side whose pairs a balanced layout makes even: the side that stays on its rank while the other rotates.
+
+        None: both sides are made even, at the cost of more bytes sent (`traffic=0` of `SequenceLayout.balanced`).
+        """
         return "queries"
 
     def plan_ahead(self, mask: AttentionMask, layout: SequenceLayout, rows: int = 1) -> None:
-        """Prepares the next calls with this mask and layout, on the host, so that the first one starts at once.
+        """Computes the tiles and sends of the next calls with this mask and layout, so that these calls start at once.
 
-        Can run in the thread that reads batches while the device computes. It takes heads and kernel from earlier
-        calls, so it does nothing before the first one.
+        Runs on the host, for example in the thread that reads batches while the device computes. Heads, kernels and the
+        windows of layers come from earlier calls, so before the first call there is nothing to prepare.
 
         Args:
-            mask: without the windows of layers that replace it; these are taken from earlier calls too.
+            mask: the mask of the batch, without the sliding windows that some layers add to it.
             layout: as for a call.
-            rows: rows of the batch.
+            rows: number of rows of the batch.
         """
         if layout.shards == self.shards:
             layout = layout.coarsen(self.shards // self.sequence_shards)
-            over_all_ranks(layout, self)  # cached: the check of a call refines it again
-        # All earlier calls, not only the newest: its backward may not have run yet, or never will (evaluation).
+            over_all_ranks(layout, self)  # the layout caches the refined one, which the check of the call needs
+        # For each cached call, not only the newest: that one may not have run its backward yet, or may be of an
+        # evaluation, so that it does not tell which side of a ring rotates in backward.
         for _, previous in self.spec_cache.newest:
-            if previous.key_layout == previous.layout:
+            if previous.key_layout == previous.layout:  # self-attention
                 mask = mask if mask.window == previous.mask.window else replace(mask, window=previous.mask.window)
                 spec = replace(previous, mask=mask, layout=layout, key_layout=layout)
                 spec = self.planned_specs.get(spec.values) or self.planned_specs.add(spec.values, spec, mask)
@@ -103,19 +107,19 @@ class Method(AttentionMethod):
 
         Args:
             q: [B, T, H, D], this rank's tokens.
-            k, v: [B, S, K, D] and [B, S, K, Dv]; K divides H; query head h uses key/value head h // (H / K). S = T
-                except in cross-attention.
+            k, v: [B, S, K, D] and [B, S, K, Dv], this rank's tokens; K divides H, and query head h uses key/value head
+                h // (H / K). S = T except in cross-attention.
             mask: mask in global positions.
-            layout: the sharding of the sequence: over all ranks of the method, or over its sequence axis alone.
-                Optional for one shard.
+            layout: the layout of the sequence: over all ranks of the method, or over its sequence axis alone.
+                Optional if there is one shard.
             scale: softmax scale, any finite number; 1 / sqrt(D) by default.
-            sinks: [H] or [S, H], one or S learned scores per head that take part in the softmax and have value 0
-                (gpt-oss; MagiAttention's have S). Their gradient is this rank's share, to be summed over ranks like any
-                parameter's gradient.
+            sinks: [H] or [n, H], one or n learned scores per head that take part in the softmax without a value
+                (gpt-oss has one, MagiAttention n). Their gradient is this rank's share, to be summed over ranks like
+                any parameter's gradient.
             softcap: c of c * tanh(score / c), if a kernel supports it; finite and above 0.
-            key_layout: the sharding of the keys, for cross-attention; as many shards as `layout`.
-            kernel: a kernel, or the name of one, such as "dense"; by default the first that takes the inputs.
-            return_lse: also return the log-sum-exp of the scores. It has no gradient, and backward refuses one.
+            key_layout: the layout of the keys, for cross-attention, with as many shards as `layout`.
+            kernel: a kernel, or the name of one, such as "dense"; by default the first that supports the inputs.
+            return_lse: also return the log-sum-exp of the scores. A loss that depends on it raises in backward.
 
         Returns:
             out [B, T, H, Dv] in the inputs' dtype; with `return_lse`, also lse [B, T, H] in the accumulation dtype. A
@@ -127,8 +131,8 @@ class Method(AttentionMethod):
         Forward-mode AD and torch.func's transforms (grad, vjp, jvp, vmap) are not supported.
 
         Raises:
-            ValueError: shapes, dtypes, layout or mask do not match, or no kernel supports them; an argument of
-                another type; tensors under torch.func or forward-mode AD. Raised before any communication.
+            ValueError: shapes, dtypes, layout or mask do not match, or no kernel supports them; an argument has
+                another type; a tensor is under torch.func or forward-mode AD. Raised before any communication.
         """
         plain = are_plain_tensors(q, k, v, sinks)
         options = check_options(AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse))
@@ -157,7 +161,9 @@ class Method(AttentionMethod):
 
         Args:
             x: [B, T, E], this rank's tokens; or a DTensor [B, N, E], see `call/dtensors.py`.
-            projections: projections of x to q, k and v. Other arguments as in `__call__`.
+            projections: project x to q, k and v.
+
+        Other arguments are as in `__call__`.
 
         Under autocast, projections run in the caller's autocast state, and attention in the common dtype of q, k and v.
 
@@ -183,9 +189,10 @@ class Method(AttentionMethod):
         sinks: Tensor | None = None,
         **arguments: Unpack[ProjectedArguments],
     ) -> AttentionSpec:
-        """Returns the checked call that `projected` would make. Computes at most one head of one token.
+        """Returns the spec of the call that `projected` would make, without the call.
 
-        Equal calls share one spec if the projections know the values that dims and dtypes depend on.
+        To learn dims and dtypes it projects one head (of one token, if the projections can). Equal calls share one spec
+        if the projections have a `cache_key`.
         """
         options = check_options(AttentionOptions(**arguments))
         check_hidden(x, projections, sinks)

@@ -19,15 +19,15 @@ PendingTensor = Callable[[], Tensor]
 
 
 class HeadMethod(Method):
-    """A method that exchanges sequence shards for head shards over one mesh axis of U ranks, around `inner`.
+    """A method that exchanges sequence shards for head shards over one mesh axis of U ranks, and attends with `inner`.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ulysses"]`, or an axis of one.
         inner: a method over other axes. Local by default.
 
     Raises:
-        ValueError: `inner` is not a method, or works on an axis that does not form a grid of ranks with this one, such
-            as this axis itself.
+        ValueError: `inner` is not a method, or one of its axes does not form a grid of ranks with this one, such as
+            this axis itself.
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
@@ -36,7 +36,7 @@ class HeadMethod(Method):
         self.compose(axis, inner)
 
     def compose(self, axis: Axis, inner: Method) -> None:
-        """Sets the axis and the inner method, which are known to form a grid."""
+        """Sets the axis and the inner method, without a check that their axes form a grid of ranks."""
         self.axis = self.head_axis = axis
         self.inner = inner
         self.shards = self.inner.shards * self.axis.size
@@ -55,6 +55,6 @@ class HeadMethod(Method):
         self.inner.check(q, k, v)
 
     def sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
-        """Returns the number of tokens of each rank of this axis; together they have one sequence shard."""
+        """Returns the number of tokens of each rank of this axis. Together these ranks have one sequence shard."""
         first = self.inner.shard * self.axis.size
         return layout.refine(self.shards // self.sequence_shards).sizes[first : first + self.axis.size]

@@ -36,7 +36,7 @@ class HeadShards(NamedTuple):
 
 @lru_cache(maxsize=256)
 def split_heads(key_heads: tuple[int, ...], ranks: int) -> HeadShards:
-    """Divides query heads into consecutive ranges whose sizes differ by at most one.
+    """Returns the heads of each rank: query heads in consecutive ranges, whose sizes differ by at most one.
 
     Args:
         key_heads: for each query head, its key/value head.

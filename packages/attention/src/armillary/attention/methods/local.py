@@ -1,4 +1,4 @@
-"""Attention on one rank: the case of every method in which nothing is sharded."""
+"""Attention on one rank, which has the full sequence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from armillary.attention.tiling.merge import Merge, Sum
 
 
 class Local(Method):
-    """Attention over a sequence that is whole on this rank. Sends nothing.
+    """Attention over a sequence that is not sharded: q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv].
 
-    q, out [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv].
+    Sends nothing.
     """
 
     fits_inside_ring = True

@@ -7,7 +7,11 @@ from armillary.core import Axis
 
 
 def check_inner(axis: Axis, inner: AttentionMethod, example: str) -> None:
-    """Raises ValueError unless `inner` is a method whose axes each span a grid of ranks with this one."""
+    """Raises ValueError unless `inner` is a method, and each of its axes spans a grid of ranks with `axis`.
+
+    Args:
+        example: an inner method, for the message.
+    """
     if not isinstance(inner, AttentionMethod):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         name = inner.__name__ if isinstance(inner, type) else type(inner).__name__
         raise ValueError(f"inner={name} is not a method; pass an instance, such as {example}")
@@ -16,13 +20,15 @@ def check_inner(axis: Axis, inner: AttentionMethod, example: str) -> None:
 
 
 def check_rank_grid(outer: Axis, inner: Axis) -> None:
-    """Raises ValueError unless two axes span a grid of ranks: each rank is in one row and one column of it.
+    """Raises ValueError unless two axes span a grid of ranks.
 
-    From any rank, one step along either axis and then one along the other must lead to the same rank in both orders.
-    The check covers all ranks, as far as the axes' meshes know them, so that every rank gets the same answer.
+    The groups of ranks along `outer` are the rows of the grid, those along `inner` its columns. From any rank, one step
+    along a row and then one along a column must lead to the same rank as in the other order. The check covers all ranks
+    that the axes' meshes have, not only this rank's row and column, so every rank raises the same error.
 
     Raises:
-        ValueError: the axes are one axis, share more ranks than one at each crossing, or run across each other.
+        ValueError: a row and a column share more than one rank (as if both axes are the same), or a column does not
+            have the same place in each of its rows.
     """
     if outer.size == 1 or inner.size == 1:
         return
@@ -32,11 +38,13 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     crossings = [(row_of[rank], column) for column in columns for rank in column if rank in row_of]
     if any(len({*row} & {*column}) > 1 for row, column in crossings):
         raise ValueError(f"{pair} share ranks; two axes of one mesh are needed, as mesh['ulysses'] and mesh['ring']")
-    # Each rank has a coordinate (row, index within the row). In a grid, a column has the same index in every row,
-    # and all ranks of a row lie in columns that cross the same rows.
+    # Each rank has a coordinate (row number, index within the row). In a grid, a column has the same index in each of
+    # its rows, and all ranks of a row are in columns that cross the same rows.
     coordinates = {rank: (number, index) for number, row in enumerate(rows) for index, rank in enumerate(row)}
-    complete = [column for column in columns if all(rank in coordinates for rank in column)]
-    crossed_rows = {rank: tuple(coordinates[other][0] for other in column) for column in complete for rank in column}
-    crosses_indices = any(len({coordinates[rank][1] for rank in column}) > 1 for column in complete)
-    if crosses_indices or any(len({crossed_rows[rank] for rank in row if rank in crossed_rows}) > 1 for row in rows):
+    known_columns = [column for column in columns if all(rank in coordinates for rank in column)]
+    crossed_rows = {
+        rank: tuple(coordinates[other][0] for other in column) for column in known_columns for rank in column
+    }
+    index_differs = any(len({coordinates[rank][1] for rank in column}) > 1 for column in known_columns)
+    if index_differs or any(len({crossed_rows[rank] for rank in row if rank in crossed_rows}) > 1 for row in rows):
         raise ValueError(f"{pair} run across each other; take both from one mesh, as mesh['ulysses'] and mesh['ring']")

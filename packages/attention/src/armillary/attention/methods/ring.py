@@ -2,16 +2,16 @@
 
     step          0    1    2    3
     rank 0 has    k0   k3   k2   k1
-    rank 1 has    k1   k0   k3   k2        each step: send the current shard to rank r + 1 while computing with it
-    rank 2 has    k2   k1   k0   k3
+    rank 1 has    k1   k0   k3   k2        each step of rank r: send the current shard to rank r + 1 while computing
+    rank 2 has    k2   k1   k0   k3        with it
     rank 3 has    k3   k2   k1   k0
 
-With the zigzag layout every block of a causal mask costs the same, so all ranks finish each step together.
+With the zigzag layout and a causal mask all blocks of a step cost the same, so all ranks finish it together.
 
 With an inner method the ring connects nodes (`rotation/nodes.py`): each device sends its keys to the same device of
-the next node, while the devices of a node attend to the node's current keys by the inner method. With an inner Ring
-this is LoongTrain's double ring (arXiv 2406.18485), with an inner TokenRing TokenRing across nodes (arXiv 2412.20501,
-figure 5).
+the next node. At each step the devices of a node compute attention over the keys that the node has, by the inner
+method. With an inner Ring this is LoongTrain's double ring (arXiv 2406.18485); with an inner TokenRing, TokenRing
+across nodes (arXiv 2412.20501, figure 5).
 """
 
 from __future__ import annotations
@@ -40,30 +40,33 @@ from armillary.core.layout import Side
 from armillary.core.validation import check_choice
 
 Backward = Literal["auto", "keys", "queries"]
+MAX_IMBALANCE = 1.10
+"""Largest ratio of the most loaded rank's work, queries to keys rotating, at which "auto" may rotate queries."""
 
 
 class Ring(Method):
     """Ring Attention over one mesh axis of P ranks, or between P nodes around an inner method on each node's devices.
 
-    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
-    S / P tokens of it. Any layout is exact; zigzag is balanced under a causal mask.
+    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
+    queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is created on it, so every rank of the axis must
             construct the method. Construct it once and share it between layers.
         backward: the side that rotates in backward: "keys" (k and v, with dk and dv) or "queries" (q, out, dout and
-            lse, with dq). "auto" sends fewer bytes: queries for multi-head attention in 16 bits, otherwise mostly keys.
-        inner: Ring, TokenRing, AllGatherKV or Local over the devices of a node, `TokenRing(mesh["devices"])` inside of
-            `Ring(mesh["nodes"])`. Device d of node n has shard n D + d. None for a ring of single ranks.
+            lse, with dq). "auto" takes the side that sends fewer bytes: queries if K = H in 16 bits, otherwise mostly
+            keys.
+        inner: Ring, TokenRing, AllGatherKV or Local over the D devices of a node, such as `TokenRing(mesh["devices"])`
+            inside of `Ring(mesh["nodes"])`. Device d of node n has shard n D + d. None for a ring of single ranks.
 
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D:
     forward (P - 1) 2 B T K D e; backward (P - 1) 2 B T K D (e + a), or with queries (P - 1) B T H (3 D e + a + D a).
-    Less under a mask, as a token travels no further than to the last rank that sees it. The inner method adds its bytes
-    for the keys of each of the P steps.
+    Under a mask fewer, because a token travels no further than to the last rank that sees it. At each of the P steps
+    the inner method sends its own bytes too.
 
     Raises:
-        ValueError: an unknown `backward`; an `inner` that is not one of these four methods, or on an axis that does not
-            form a grid of ranks with this one.
+        ValueError: `backward` is unknown; `inner` is not one of these four methods, or its axis and this one do not
+            form a grid of ranks.
     """
 
     fits_inside_ring = True
@@ -100,20 +103,22 @@ class Ring(Method):
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys = (spec.layout.length, *saved.q.shape[2:]), (spec.key_layout.length, *saved.v.shape[2:])
-        if cheaper_side(self.backward_side, queries, keys, saved.q.dtype, spec.grid) == "queries":
+        query_sizes = (spec.layout.length, *saved.q.shape[2:])
+        key_sizes = (spec.key_layout.length, *saved.v.shape[2:])
+        if cheaper_side(self.backward_side, query_sizes, key_sizes, saved.q.dtype, spec.grid) == "queries":
 
-            def of_queries(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
+            def block_of_queries(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
                 return self.block("queries", current, tokens, spec)
 
-            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, of_queries)
+            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, block_of_queries)
         ring, dq = self.rotation("keys", spec), Sum.like(saved.q)  # dq stays with its queries
         sums = RingReduce(ring)  # dk and dv travel with their keys
         for current in ring.rotate(saved.k, saved.v):
             key_grads = [Sum.like(x) for x in current.tensors]
             current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
             block = self.block("keys", current, current.token_ranges, spec)
-            # P = exp(S - lse) with the lse of all keys: each block's dq, dk and dv are exact, and add up.
+            # Probabilities are exp(score - lse), with the lse over all keys. So a block computes exactly its part of
+            # dq, dk and dv, and the parts are summed.
             block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
             del current_saved  # frees the shard at the end of its step
             # dk and dv are sent one step after their keys, so that the send overlaps with the next block.
@@ -128,7 +133,9 @@ class Ring(Method):
         return "both" if self.backward_side == "queries" else "queries"
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
-        for side in get_args(RotatingSide) if self.inner is None else ():
+        if self.inner is not None:
+            return
+        for side in get_args(RotatingSide):
             if previous.has((side, id(self.axis))):  # only the sides that an earlier call rotated
                 for step in self.rotation(side, spec).steps:
                     queries, keys = (None, step.token_ranges) if side == "keys" else (step.token_ranges, None)
@@ -148,10 +155,11 @@ class Ring(Method):
         return spec.cached((side, id(self.axis)), make)
 
     def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> RingBlock:
-        """Returns the attention of a step: this rank's block, or the node's attention by the inner method.
+        """Returns the attention of a step: of this rank's own shards, or of the whole node by the inner method.
 
         Args:
-            tokens: the tokens of the rotating shard that this rank has, packed.
+            side: the side that rotates.
+            tokens: the tokens of the rotating shard that the packed tensors contain.
         """
         inner = self.inner
         if inner is None:
@@ -172,10 +180,11 @@ class Ring(Method):
 
 
 class NodeAttention(NamedTuple):
-    """Attention of the queries and keys that meet in a node at one step, by a method over its devices.
+    """Attention of the queries and keys that are in a node at one step, by the inner method over the node's devices.
 
     Args:
-        spec: the inner method's call; None if no pair of these queries and keys is visible.
+        method: the inner method.
+        spec: its spec for this step; None if no query of the node sees a key.
     """
 
     method: AttentionMethod
@@ -190,7 +199,7 @@ class NodeAttention(NamedTuple):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
         if self.spec is not None:
-            # lse is over the keys of all nodes, so the probabilities, and the gradients of this node's keys, are exact.
+            # out and lse are over the keys of all nodes, so the step computes exactly its part of dq, dk and dv.
             grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
             for total, grad in zip((dq, dk, dv), grads, strict=True):
                 total.add(EVERYTHING, grad)
@@ -202,33 +211,41 @@ def check_backward(backward: Backward) -> Backward:
 
 
 def cheaper_side(
-    backward: Backward, queries: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype, grid: Grid
+    backward: Backward,
+    query_sizes: tuple[int, ...],
+    key_sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    grid: Grid,
 ) -> RotatingSide:
     """Chooses the side that rotates in backward: `backward`, or for "auto" the one that sends fewer bytes.
 
-    Compares bytes of full sequences, not of this rank's shard, so that every rank chooses alike. Queries do not rotate
-    in a layout that is much less even by keys than by queries: the most loaded rank would delay all others.
+    Compares bytes of full sequences, not of this rank's shard, so that every rank chooses alike. "auto" does not rotate
+    queries if then the most loaded rank would have much more work: it would delay all others.
 
     Args:
-        queries: (N, H, D), of q.
-        keys: (S, K, Dv), of v.
+        query_sizes: (N, H, D), of q.
+        key_sizes: (N_k, K, Dv), of v.
     """
     if backward != "auto":
         return backward
-    (length, heads, dim), (key_length, key_heads, value_dim) = queries, keys
-    e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize
-    key_bytes = key_length * key_heads * (dim + value_dim) * (e + a)  # k and v; dk and dv
-    query_bytes = length * heads * ((dim + 2 * value_dim) * e + a + dim * a)  # q, out and dout; lse; dq
+    (length, heads, dim), (key_length, key_heads, value_dim) = query_sizes, key_sizes
+    e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize  # bytes of an element, and of an accumulated one
+    # Bytes of one hop of all shards. The batch is a factor of both sides, and left out.
+    key_bytes = key_length * key_heads * (dim + value_dim) * (e + a)  # k and v as e, dk and dv as a
+    query_bytes = length * heads * ((dim + 2 * value_dim) * e + a + dim * a)  # q, out and dout as e, lse and dq as a
     return "queries" if query_bytes < key_bytes and _even_by_keys(grid) else "keys"
 
 
 def _even_by_keys(grid: Grid) -> bool:
-    """Returns True if the most loaded shard has at most 1.10 times as many pairs by keys as by queries."""
+    """Returns True if rotating queries gives the most loaded rank at most 10% more pairs than rotating keys."""
 
     def largest() -> tuple[int, int]:
+        """Returns the pairs of the most loaded rank if keys rotate, and if queries rotate."""
         shards = range(grid.layout.shards)
+        # pairs[query shard][key shard]. If keys rotate, a rank computes all pairs of its query shard, a sum over a row;
+        # if queries rotate, all pairs of its key shard, a sum over a column.
         pairs = [[grid.pairs(query, key, batch=1) for key in range(grid.key_layout.shards)] for query in shards]
         return max(map(sum, pairs)), max(map(sum, zip(*pairs, strict=True)))
 
-    by_queries, by_keys = grid.cached("largest pairs", largest)
-    return by_keys <= 1.10 * by_queries
+    keys_rotate, queries_rotate = grid.cached("largest pairs", largest)
+    return queries_rotate <= MAX_IMBALANCE * keys_rotate

@@ -1,13 +1,13 @@
 """The heads of each UPipe stage (arXiv 2602.21196), a pure function of head counts.
 
-With 8 query heads, 4 key/value heads, 2 ranks and 4 heads a stage (G = 2 query heads share a key/value head):
+With 8 query heads, 4 key/value heads, 2 ranks and 4 query heads a stage (G = 2 query heads share a key/value head):
 
     stage   rank 0             rank 1
     0       q 0 2   k 0 1      q 4 6   k 2 3       a round starts with as many different key/value heads as possible
     1       q 1 3   (reused)   q 5 7   (reused)    the next query head of each group uses the same keys
 
-A round has G stages. Query head h uses key/value head h // G in whichever stage it comes, so that weights of a trained
-model keep their meaning.
+A round is the G stages that use the same key/value heads. Query head h uses key/value head h // G in whichever stage it
+comes, as in a model that is trained without stages.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RankHeads(NamedTuple):
     Args:
         queries: query heads, grouped by key/value head.
         keys: key/value heads that these use.
-        starts_round: True if `keys` are received before the stage.
-        ends_round: True if gradients of `keys` are returned after the stage.
+        starts_round: True if the rank receives `keys` before the stage.
+        ends_round: True if the rank sends back the gradients of `keys` after the stage.
     """
 
     queries: tuple[int, ...] = ()
@@ -47,11 +47,11 @@ class RankHeads(NamedTuple):
 
 
 class KeyHeads(NamedTuple):
-    """Key/value heads in one all-to-all.
+    """The key/value heads that one all-to-all sends to the ranks of the head axis, or back from them.
 
     Args:
-        heads: each head once, in rising order.
-        ranges: for each rank, its heads as indices into `heads`.
+        heads: the heads, each once, in rising order.
+        ranges: for each rank, its heads, as indices into `heads`.
     """
 
     heads: tuple[int, ...]
@@ -59,7 +59,7 @@ class KeyHeads(NamedTuple):
 
     @classmethod
     def of(cls, by_rank: Sequence[tuple[int, ...]]) -> KeyHeads:
-        """Returns the heads of all ranks: consecutive ones on each, possibly the same ones on several."""
+        """Returns the heads of an all-to-all, given those of each rank: consecutive, and possibly on several ranks."""
         heads = tuple(sorted({head for keys in by_rank for head in keys}))
         starts = [heads.index(keys[0]) if keys else 0 for keys in by_rank]
         return cls(heads, tuple(range(start, start + len(keys)) for start, keys in zip(starts, by_rank, strict=True)))
@@ -72,7 +72,7 @@ class KeyHeads(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a call, on all ranks of the head axis."""
+    """A stage of a call: the heads of each rank of the head axis."""
 
     by_rank: tuple[RankHeads, ...]
 
@@ -83,7 +83,7 @@ class Stage:
 
     @cached_property
     def query_ranges(self) -> tuple[range, ...]:
-        """By rank, its query heads as indices into `queries`."""
+        """For each rank, its query heads as indices into `queries`."""
         counts = [len(heads.queries) for heads in self.by_rank]
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
@@ -105,7 +105,7 @@ def stages_of(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | Non
 
     Args:
         key_heads: for each query head, its key/value head.
-        heads_per_stage: None: all heads in one stage.
+        heads_per_stage: None puts all heads into one stage.
 
     Raises:
         ValueError: `heads_per_stage` is not a positive multiple of `ranks`.
@@ -114,30 +114,35 @@ def stages_of(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | Non
     if heads_per_stage is not None:
         per_rank = min(check_heads_per_stage(heads_per_stage, ranks) // ranks, per_rank)
     schedules = (_rank_stages(queries, key_heads, per_rank) for queries in split_heads(key_heads, ranks).queries)
-    # A rank with fewer heads has no heads in the last stages, but takes part in their collectives.
+    # A rank with fewer heads has none in the last stages, but takes part in their collectives.
     return tuple(Stage(by_rank) for by_rank in zip_longest(*schedules, fillvalue=RankHeads()))
 
 
 def _rank_stages(queries: range, key_heads: tuple[int, ...], per_stage: int) -> Iterator[RankHeads]:
-    """Yields one rank's stages: rounds over its key/value heads, each with the query heads of their groups in turn."""
+    """Yields the heads of one rank in each stage.
+
+    Args:
+        queries: the query heads of the rank.
+        per_stage: number of query heads of a stage.
+    """
     keys = range(key_heads[queries[0]], key_heads[queries[-1]] + 1)
     for start in range(0, len(keys), per_stage):
-        # A round has as many key/value heads as a stage has query heads, the last round the remaining ones.
+        # A round has as many key/value heads as a stage has query heads; the last round has the remaining ones.
         round_keys = keys[start : start + per_stage]
         groups = [[head for head in queries if key_heads[head] == key] for key in round_keys]
-        # With fewer key/value heads, a stage has several query heads of each group.
+        # A round of fewer key/value heads has several query heads of each group in a stage.
         per_group = per_stage // len(round_keys)
-        turns = range(0, max(map(len, groups)), per_group)
-        for turn in turns:
-            heads = tuple(head for group in groups for head in group[turn : turn + per_group])
-            yield RankHeads(heads, tuple(round_keys), turn == 0, turn == turns[-1])
+        starts = range(0, max(map(len, groups)), per_group)  # in each group, the first query head of each stage
+        for first in starts:
+            heads = tuple(head for group in groups for head in group[first : first + per_group])
+            yield RankHeads(heads, tuple(round_keys), first == 0, first == starts[-1])
 
 
 def check_heads_per_stage(heads_per_stage: int, ranks: int) -> int:
     """Returns the number of query heads of a stage.
 
     Raises:
-        ValueError: it is not a positive multiple of `ranks`.
+        ValueError: the number is not a positive multiple of `ranks`.
     """
     count = integer("heads_per_stage", heads_per_stage)
     if count < 1 or count % ranks:

@@ -37,64 +37,69 @@ class Teams:
 
     Args:
         ranks: P.
-        team: C, the members of a team (d_a in the paper).
-        placement: "collect_intra" makes the members of a team neighbours on the axis, so that gathers stay within a
-            node; "p2p_intra" makes the ranks of a ring neighbours.
+        team_size: C, the number of members of a team (d_a in the paper).
+        placement: "collect_intra" makes the members of a team neighbours on the axis, so that the collectives of a team
+            stay within a node; "p2p_intra" makes the ranks of a ring neighbours, so that its sends do.
 
     Raises:
         ValueError: C^2 does not divide P, or an unknown placement.
     """
 
     ranks: int
-    team: int
+    team_size: int
     placement: Placement
 
     def __post_init__(self) -> None:
         check_choice("placement", self.placement, get_args(Placement))
-        object.__setattr__(self, "team", integer("team", self.team))
-        if self.team < 1 or self.ranks % self.team**2:
+        object.__setattr__(self, "team_size", integer("team", self.team_size))
+        if self.team_size < 1 or self.ranks % self.team_size**2:
             raise ValueError(
-                f"team={self.team}: its square must divide the {self.ranks} ranks; "
+                f"team={self.team_size}: its square must divide the {self.ranks} ranks; "
                 f"possible: {fitting_teams(self.ranks)}"
             )
 
     @property
     def ring_size(self) -> int:
-        """R = P / C^2, the ranks of a ring and the teams of a group (the paper's team group size)."""
-        return self.ranks // self.team**2
+        """R = P / C^2: the number of ranks of a ring, and of teams of a group (the paper's team group size)."""
+        return self.ranks // self.team_size**2
 
     def rank(self, team: int, member: int) -> int:
-        """Returns the rank on the axis of a member (r_a in the paper) of a team (r_t)."""
+        """Returns the rank on the axis of member `member` (r_a in the paper) of team `team` (r_t)."""
         if self.placement == "collect_intra":
-            return team * self.team + member
+            return team * self.team_size + member
         group, index = divmod(team, self.ring_size)
-        return (group * self.team + member) * self.ring_size + index
+        return (group * self.team_size + member) * self.ring_size + index
 
-    def seat(self, rank: int) -> tuple[int, int]:
-        """Returns the (team, member) of a rank."""
+    def team_and_member(self, rank: int) -> tuple[int, int]:
+        """Returns (team, member) of a rank: the inverse of `rank`."""
         if self.placement == "collect_intra":
-            return divmod(rank, self.team)
+            return divmod(rank, self.team_size)
+        # Rings are consecutive runs of R ranks: first the rings of group 0, by member, then those of group 1, ...
         ring, index = divmod(rank, self.ring_size)
-        group, member = divmod(ring, self.team)
+        group, member = divmod(ring, self.team_size)
         return group * self.ring_size + index, member
 
     def team_ranks(self, team: int) -> tuple[int, ...]:
         """Returns the ranks of a team, in member order."""
-        return tuple(self.rank(team, member) for member in range(self.team))
+        return tuple(self.rank(team, member) for member in range(self.team_size))
 
     # -- algorithms 2 and 3 of the paper ------------------------------------------------------------------------------
 
     def key_target(self, team: int, member: int) -> int:
-        """Returns the rank to which a member sends its team's keys (get_init_send, algorithm 2)."""
-        return self.rank(member * self.ring_size + team // self.team, team % self.team)
+        """Returns the rank to which a member sends its team's keys before the ring (get_init_send, algorithm 2).
+
+        Member a of team t sends to member t % C of team a R + t // C, which is in group a. So the C members send the
+        keys to a different group each, and the ranks of a ring receive the keys of different teams.
+        """
+        return self.rank(member * self.ring_size + team // self.team_size, team % self.team_size)
 
     def key_source(self, team: int, member: int) -> tuple[int, int]:
-        """Returns the (team, member) that sends its team's keys to this member: the inverse of `key_target`."""
+        """Returns the (team, member) from which a member receives keys before the ring: the inverse of `key_target`."""
         group, index = divmod(team, self.ring_size)
-        return index * self.team + member, group
+        return index * self.team_size + member, group
 
     def ring_of(self, group: int, member: int, rotating_side: RotatingSide) -> RingTopology:
-        """Returns the ring of one member of each team of a group (algorithm 3). Its shards are teams (`by_teams`)."""
+        """Returns the ring of the same member of each team of a group (algorithm 3). A shard is a team (`by_teams`)."""
         teams = tuple(group * self.ring_size + index for index in range(self.ring_size))
         key_teams = tuple(self.key_source(team, member)[0] for team in teams)
         stationary_teams, rotating_teams = (teams, key_teams) if rotating_side == "keys" else (key_teams, teams)
@@ -103,29 +108,31 @@ class Teams:
         )
 
     def rings(self, rotating_side: RotatingSide) -> list[RingTopology]:
-        """Returns all C^2 rings."""
-        return [self.ring_of(group, member, rotating_side) for group in range(self.team) for member in range(self.team)]
+        """Returns all C^2 rings: one for each member of each of the C groups."""
+        members = range(self.team_size)
+        return [self.ring_of(group, member, rotating_side) for group in range(self.team_size) for member in members]
 
     # -- layouts ------------------------------------------------------------------------------------------------------
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-        """Returns the layout over P ranks in which each team's tokens are a shard of layout `kind`.
+        """Returns the layout over P ranks in which the tokens of each team together are a shard of layout `kind`.
 
-        "balanced" distributes the tokens of a balanced layout over R shards to teams (`deal`).
+        For "balanced", `deal` divides each of the R shards of a balanced layout over C teams.
 
         Raises:
             ValueError: an unknown kind, or fewer tokens than ranks.
         """
         if kind == "balanced":
-            # Teams gather all of their queries and keys, so keeping documents uncut would save almost no bytes.
+            # Balanced by pairs alone (`balanced_by=None`): teams gather all their queries and keys anyway, so that
+            # keeping documents uncut would save almost no bytes.
             teams = self.deal(layout_of(kind, length, self.ring_size, mask, balanced_by=None))
         else:
-            teams = layout_of(kind, length, self.ranks // self.team, mask)
-        return self.in_rank_order(teams.refine(self.team))
+            teams = layout_of(kind, length, self.ranks // self.team_size, mask)
+        return self.in_rank_order(teams.refine(self.team_size))
 
     def by_teams(self, layout: SequenceLayout) -> SequenceLayout:
-        """Returns a layout over P ranks as one over P / C teams."""
-        teams = map(self.team_ranks, range(self.ranks // self.team))
+        """Returns the layout over P / C teams: shard t has the tokens of all members of team t, in member order."""
+        teams = map(self.team_ranks, range(self.ranks // self.team_size))
         return SequenceLayout([[span for rank in ranks for span in layout.spans(rank)] for ranks in teams])
 
     def member_sizes(self, layout: SequenceLayout, team: int) -> tuple[int, ...]:
@@ -133,40 +140,51 @@ class Teams:
         return tuple(layout.sizes[rank] for rank in self.team_ranks(team))
 
     def in_rank_order(self, members: SequenceLayout) -> SequenceLayout:
-        """Returns the layout over ranks from a layout over members: those of team 0, then of team 1, ..."""
-        seats = map(self.seat, range(self.ranks))
-        return SequenceLayout([members.spans(team * self.team + member) for team, member in seats])
+        """Returns the layout over ranks.
+
+        Args:
+            members: layout with one shard per rank, ordered by team and then by member.
+        """
+        team_members = map(self.team_and_member, range(self.ranks))
+        return SequenceLayout([members.spans(team * self.team_size + member) for team, member in team_members])
 
     def deal(self, layout: SequenceLayout) -> SequenceLayout:
-        """Returns the layout over P / C teams in which C teams take the tokens of each of R shards in turn.
+        """Returns a layout over P / C teams: the tokens of each shard are dealt, one by one, to C teams.
 
         Ranks are then as balanced as the R shards are, under any mask.
+
+        Args:
+            layout: a layout over R shards.
 
         Raises:
             ValueError: fewer tokens than ranks.
         """
-        # Member a of team t computes the queries of team t against the keys of teams a, a + C, ...; if queries rotate,
-        # the keys of these teams against the queries of its group. The C teams of a shard are in different groups and
-        # have different t % C (`dealt_team`). So the keys of a shard are spread over all members evenly, within one
-        # token, and its queries over all groups.
+        # If keys rotate, member a of team t computes the queries of team t against the keys of teams a, a + C, a + 2 C,
+        # ... If queries rotate, it computes the queries of all teams of its group against one of these teams' keys.
+        # The C teams that share a shard are in different groups and have different t % C (`dealt_team`). So each member
+        # number gets an equal part of the shard's keys, within one token, and each group an equal part of its queries.
         if layout.length < self.ranks:
             raise ValueError(f"a sequence of {layout.length} tokens is shorter than its {self.ranks} shards")
         team_spans = dict[int, list[range]]()
         for shard in range(self.ring_size):
-            for group, spans in enumerate(_deal_tokens(layout.spans(shard), self.team)):
+            for group, spans in enumerate(_deal_tokens(layout.spans(shard), self.team_size)):
                 team_spans[self.dealt_team(shard, group)] = spans
-        return SequenceLayout([team_spans[team] for team in range(self.ranks // self.team)])
+        return SequenceLayout([team_spans[team] for team in range(self.ranks // self.team_size)])
 
     def dealt_team(self, shard: int, group: int) -> int:
-        """Returns the team of a group that takes tokens of one of R shards. Over all groups, t % C takes each value."""
-        # Group g starts at team g R. Modulo C, g R takes the C / d multiples of d = gcd(R, C), each of them d times, so
-        # the teams of a shard are shifted by one more in each of these d rounds.
-        divisor = gcd(self.ring_size, self.team)
+        """Returns the team t of group `group` that takes tokens of `shard`, one of R.
+
+        The C teams that share a shard have different t % C.
+        """
+        # Team t = g R + offset, because group g starts at team g R. As g counts the C groups, g R modulo C runs d times
+        # through the C / d multiples of d = gcd(R, C). So the offset grows by 1, modulo d, after each run, and t % C
+        # takes each value once.
+        divisor = gcd(self.ring_size, self.team_size)
         first = shard - shard % divisor
-        return group * self.ring_size + first + (shard + group * divisor // self.team) % divisor
+        return group * self.ring_size + first + (shard + group * divisor // self.team_size) % divisor
 
 
 def _deal_tokens(spans: Spans, n: int) -> list[list[range]]:
-    """Deals the tokens of a shard to `n` shards in turn: the first gets tokens 0, n, 2 n, ..."""
+    """Returns the spans of `n` hands, to which the tokens of a shard are dealt in turn: hand 0 gets 0, n, 2 n, ..."""
     starts = list(accumulate(map(len, spans), initial=0))
     return [[span[(turn - start) % n :: n] for span, start in zip(spans, starts, strict=False)] for turn in range(n)]

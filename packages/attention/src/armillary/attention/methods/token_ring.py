@@ -1,13 +1,13 @@
 """TokenRing (arXiv 2412.20501): queries rotate one way around the ring, partial results return the other way.
 
     step          0    1    2    3
-    rank 0 has    q0   q3   q2   q1        each step: send the current queries to rank r + 1 while computing with them,
-    rank 1 has    q1   q0   q3   q2        and return block_out and block_lse of the previous step to their owner
-    rank 2 has    q2   q1   q0   q3
+    rank 0 has    q0   q3   q2   q1        each step of rank r: send the current queries to rank r + 1 while computing
+    rank 1 has    q1   q0   q3   q2        with them, and send block_out and block_lse of the previous step to the
+    rank 2 has    q2   q1   q0   q3        rank that owns its queries
     rank 3 has    q3   q2   q1   q0
 
-Both directions of each link are busy. The paper covers inference only; in backward queries rotate too, with their dout,
-out and lse, and partial sums of dq return directly to their owners.
+Both directions of each link are busy. The paper covers inference only. In our backward queries rotate too, with their
+dout, out and lse, and each rank sends its part of dq directly to the owner of the queries.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from armillary.core.layout import Side
 
 
 class TokenRing(Method):
-    """TokenRing over one mesh axis of P ranks. Fastest for K = H on links that carry both directions at once.
+    """TokenRing over one mesh axis of P ranks. Useful for K = H on links that send in both directions at once.
 
-    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T and
-    S / P tokens of it. Any layout is exact; zigzag is balanced under a causal mask.
+    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
+    queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is created on it for the results that return,
@@ -40,7 +40,7 @@ class TokenRing(Method):
 
     Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D:
     forward (P - 1) B T H D e one way and (P - 1) B T H (D e + a) the other; backward (P - 1) B T H (3 D e + a) and
-    (P - 1) B T H D a. Less under a mask, as a token travels no further than to the last rank that sees it.
+    (P - 1) B T H D a. Under a mask fewer, because a token travels no further than to the last rank that sees it.
     """
 
     fits_inside_ring = True
@@ -58,7 +58,7 @@ class TokenRing(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         ring, accumulator = self.rotation(spec), Merge.of(q, v)
 
-        # Update (Out, lse) with the block_out and block_lse that another rank returns.
+        # Merges the (block_out, block_lse) that another rank returns into the (out, lse) of this rank's own queries.
         def merge(tokens: TokenRanges, partial_result: Partials) -> None:
             accumulator.add_tokens(tokens, *partial_result)
 
@@ -66,7 +66,7 @@ class TokenRing(Method):
         for current in ring.rotate(q):  # sends the current queries while their block is computed
             tokens, packed_tokens = returns.result_tokens(current.step)
             (queries,) = current.take(packed_tokens)
-            # At step 0 the queries are this rank's own, so their block goes to the accumulator directly.
+            # At step 0 the queries are this rank's own, so their partial result is merged directly.
             block_result = Merge.of(queries, v) if current.step else accumulator
             block = spec.block(current.query_shard, current.key_shard, queries=tokens)
             block.forward(queries, k, v, block_result)
@@ -75,7 +75,7 @@ class TokenRing(Method):
             # Sent against the direction of the queries, in flight while the next block is computed.
             returns.push(current.step, partial_result)
             del partial_result  # frees it before the next block is computed
-        returns.finish()  # the last partial result, whose computation nothing overlaps
+        returns.finish()  # waits for the last partial result: no computation is left to overlap it
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
@@ -111,21 +111,23 @@ def pass_queries_backward(
 
     Args:
         dout: [B, T, H, Dv], of this rank's own queries.
-        reduction: returns partial sums of dq: directly to the owner, or as one sum that travels with its queries.
-        block: computes attention of some packed queries of a step.
+        reduction: constructor of the `Reduction` of dq. `DirectReduce` sends each rank's part to the owner of the
+            queries; `RingReduce` sends one sum along with the queries.
+        block: function of (current shard, its tokens that the results must cover), which returns their attention to
+            this rank's keys.
 
     Returns:
         dq [B, T, H, D] of this rank's own queries, dk [B, S, K, D] and dv [B, S, K, Dv] of its keys, in the
         accumulation dtype.
 
-    Bytes sent: B H ((D + 2 Dv) e + a) for each token and hop, and B H D a for each token and hop of a sum, or for each
-    token and rank that it sees if partial sums return directly; p2p.
+    Bytes sent, p2p: B H ((D + 2 Dv) e + a) for each hop of a query. For dq, B H D a for each hop of a sum
+    (`RingReduce`), or for each other rank with keys that the query sees (`DirectReduce`).
     """
     dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), reduction(ring)  # dk and dv stay with their keys
     for current in ring.rotate(saved.q, saved.out, dout, saved.lse):  # sends them while their block is computed
         tokens, packed_tokens = returns.result_tokens(current.step)
         q, out, block_dout, lse = current.take(packed_tokens)
-        dq = Sum.like(q)  # the part of dq from this rank's keys
+        dq = Sum.like(q)  # the part of dq that this rank's keys contribute
         block(current, tokens).backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
         del q, out, block_dout, lse
         # dq returns to the owner of q while the next block is computed.

@@ -22,24 +22,32 @@ from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_
 class Ulysses(HeadMethod):
     """All-to-all over one mesh axis of U ranks, around `inner`. Around Ring it is USP.
 
-    The full sequence is q, out [B, N, H, D], k [B, S, K, D] and v [B, S, K, Dv], sharded on dim 1; a rank has T tokens
-    of all heads, and attends with h_u query heads over the U T tokens of its sequence shard. U need not divide H: head
-    counts may differ by one, and a key/value head goes to every rank whose query heads use it.
+    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1. A rank has T
+    tokens of all heads. After the all-to-all it has the U T tokens of its sequence shard, of some heads only. U need
+    not divide H: numbers of query heads may differ by one, and a key/value head goes to every rank whose query heads
+    use it.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ulysses"]`.
         inner: any method over other axes. Local by default.
 
     Raises:
-        ValueError: `inner` is not a method, or works on this axis or on one that shares other ranks with it.
+        ValueError: `inner` is not a method, or one of its axes does not form a grid of ranks with this one, such as
+            this axis itself.
 
-    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all-to-all, with Dv = D.
-    If U divides H: forward (U - 1) / U * (2 H + 2 max(K, U)) B T D e; backward
-    (U - 1) / U * (2 H e + 2 max(K, U) c) B T D for dout, dq, dk and dv, where c = e, or c = a if ranks share key heads
-    (K < U) and so send partial sums. In general rank u, with h_u query heads and the k_u key heads that they use,
-    sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward and
-    B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, with sums over the other ranks w. `inner` adds its bytes
-    for U T tokens and H / U heads.
+    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all-to-all, with Dv = D:
+
+        forward    q, k, v, out       (U - 1) / U * (2 H + 2 max(K, U)) B T D e
+        backward   dout, dq, dk, dv   (U - 1) / U * (2 H e + 2 max(K, U) c) B T D
+
+    Here c = e if each key/value head is on one rank. If ranks share key/value heads (K < U), they send partial sums of
+    dk and dv, and c = a.
+
+    If U does not divide H: let rank u have T_u tokens before the all-to-all, and after it h_u query heads and the k_u
+    key/value heads that these use. It sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward and
+    B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, with sums over the other ranks w.
+
+    `inner` sends its own bytes too, for U T tokens and H / U heads.
     """
 
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
@@ -79,8 +87,8 @@ class Ulysses(HeadMethod):
         head_dout = start_seq_to_head(dout, self.axis, sizes, heads.queries).wait()
         # 2, reversed.
         dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
-        # 1, reversed: dq, dk and dv are in flight at once. If ranks share a key/value head, dk and dv are partial sums,
-        # which are sent in the accumulation dtype and summed on arrival.
+        # 1, reversed: dq, dk and dv are in flight at once. If ranks share a key/value head, each has a partial sum of
+        # its dk and dv. These are sent in the accumulation dtype, and the receiver adds them up.
         dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.has_shared_heads else dout.dtype) for x in (dk, dv))
         pending = (
             start_head_to_seq(dq.to(dout.dtype), self.axis, sizes, heads.queries),
@@ -99,18 +107,18 @@ class Ulysses(HeadMethod):
         lse = self.inner.local_lse(saved, inner_spec).unsqueeze(-1)
         return start_head_to_seq(lse, self.axis, sizes, heads.queries).wait().squeeze(-1)
 
-    def saved_like(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+    def empty_saved(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
         query_count, key_count = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
         q = q.new_empty((q.shape[0], sum(sizes), query_count, q.shape[3]))
         k, v = (x.new_empty((x.shape[0], sum(key_sizes), key_count, x.shape[3])) for x in (k, v))
         if self.inner.redistributes_inputs:
-            return self.inner.saved_like(q, k, v, inner_spec)
+            return self.inner.empty_saved(q, k, v, inner_spec)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return Saved(q, k, v, out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
 
     def head_call(self, spec: AttentionSpec) -> HeadCall:
-        """Returns the call as divided over the head axis. Cached per spec."""
+        """Returns how the call is divided over the ranks of the head axis. Cached per spec."""
         axis, inner = self.axis, self.inner
 
         def make() -> HeadCall:
@@ -122,12 +130,13 @@ class Ulysses(HeadMethod):
 
 
 class HeadCall(NamedTuple):
-    """A call as divided over the ranks of a head axis.
+    """The division of a call over the ranks of a head axis.
 
     Args:
-        sizes, key_sizes: number of query and of key tokens of each rank, before the all-to-all.
-        heads: for each rank, its heads after the all-to-all.
-        inner_spec: the call of `inner`, with this rank's heads only.
+        sizes: number of queries of each rank, before the all-to-all.
+        key_sizes: number of keys of each rank, before the all-to-all.
+        heads: the heads of each rank, after the all-to-all.
+        inner_spec: the spec of the call of `inner`, with this rank's heads only.
     """
 
     sizes: tuple[int, ...]

@@ -1,14 +1,15 @@
 """UPipe, or Untied Ulysses (arXiv 2602.21196): Ulysses over a few heads at a time.
 
     for each stage of heads:
-        project      q of the stage; k and v at the first stage of a round only, as its other stages reuse them
+        project      q of the stage; k and v at the first stage of a round only, because its other stages reuse them
         all-to-all   sequence shards to head shards
-        attend       with any sequence-axis method
+        attend       with any method on the sequence axis
         all-to-all   out of the stage back to sequence shards
 
-So only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp; backward runs the same
-stages and recomputes the projections, but not attention. With all heads in one stage this is the checkpoint placement
-of DistFlashAttention (arXiv 2310.03294), for any method. `stages.py` lists the heads of each stage.
+A round is the stages that use the same key/value heads; `stages.py` lists the heads of each stage. Only one stage's q,
+k, v and out exist at a time. Forward saves x, out and the log-sum-exp. Backward runs the same stages and recomputes the
+projections, but not attention. With all heads in one stage this is the checkpoint placement of DistFlashAttention
+(arXiv 2310.03294), for any method.
 """
 
 from __future__ import annotations
@@ -39,29 +40,34 @@ QueryTensor = Callable[[Heads], Tensor]
 
 
 class UPipe(HeadMethod, StagedMethod):
-    """Ulysses in stages of S heads, around `inner`.
+    """Ulysses in stages of S query heads, around `inner`.
 
     The full sequence is q, out [B, N, H, D], k [B, N, K, D] and v [B, N, K, Dv], sharded on dim 1; a rank has T tokens
-    of all heads. Attention intermediates (q, k, v and out of one stage, before and after the all-to-all) take
-    (2 S + 2 min(K, S)) / (2 H + 2 K) of their memory in Ulysses.
+    of all heads. q, k, v and out of one stage, before and after the all-to-all, take (2 S + 2 min(K, S)) / (2 H + 2 K)
+    of the memory that q, k, v and out take in Ulysses.
 
     Args:
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`. With one rank there are stages, but no communication.
-        inner: any sequence-axis method over another axis. Local by default.
+        inner: any method on the sequence axis. Local by default.
         heads_per_stage: S, query heads of a stage over all ranks of the axis, a multiple of U. All heads by default.
-        prefetch: sends the next stage's heads while this stage attends. Costs their memory, before and after the
-            all-to-all: (2 S + 2 min(K, S)) heads become up to (4 S + 2 min(K, S)) within a round, and
+        prefetch: True sends the next stage's heads while this stage attends. The next stage's tensors then take memory
+            too: instead of those of (2 S + 2 min(K, S)) heads, up to (4 S + 2 min(K, S)) within a round, and
             (4 S + 6 min(K, S)) at the last stage of a round.
 
-    Bytes sent by a rank, all-to-all, if U divides H and K, with Dv = D: forward as Ulysses,
-    (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as keys are sent once per round. Backward sends q, k and v again, with
-    out and dout, (U - 1) / U * (3 H + 2 max(K, U)) B T D e, and returns gradients, (U - 1) / U * (H e + 2 max(K, U) c)
-    B T D, where c = e, or c = a if ranks share key heads (K < U). `inner` adds its bytes for each stage: a ring rotates
-    the keys of a round once per stage. A call on q, k and v also sends lse in both passes, (U - 1) / U * B T H a each.
+    Bytes sent by a rank, all-to-all, for e bytes an element and a bytes an accumulated gradient element, if U divides H
+    and K, with Dv = D:
+
+        forward    q, k, v, out         (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as in Ulysses
+        backward   q, out, dout, k, v   (U - 1) / U * (3 H + 2 max(K, U)) B T D e
+                   dq, dk, dv           (U - 1) / U * (H e + 2 max(K, U) c) B T D
+
+    Here c = e, or c = a if ranks share key/value heads (K < U) and send partial sums. A call on q, k and v (instead of
+    hidden states) also sends lse, (U - 1) / U * B T H a in forward and in backward. `inner` sends its own bytes in each
+    stage: a ring rotates the keys of a round once per stage.
 
     Raises:
-        ValueError: `heads_per_stage` is not a positive multiple of U; `inner` is not a method, has a head axis of its
-            own, or works on this axis or on one that shares other ranks with it.
+        ValueError: `heads_per_stage` is not a positive multiple of U; `inner` is not a method, or has a head axis
+            itself, or one of its axes does not form a grid of ranks with this one, such as this axis itself.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class UPipe(HeadMethod, StagedMethod):
         prefetch: bool = False,
     ) -> None:
         if isinstance(inner, Method) and inner.head_axis is not None:
-            raise ValueError(f"inner {type(inner).__name__} divides heads itself; give a sequence-axis method")
+            raise ValueError(f"inner {type(inner).__name__} divides heads itself; pass a method on the sequence axis")
         super().__init__(axis, inner)
         self._set_options(heads_per_stage, check_bool("prefetch", prefetch))
 
@@ -81,7 +87,8 @@ class UPipe(HeadMethod, StagedMethod):
         """Returns `method` if it is a UPipe, else a UPipe around it, by default with all heads in one stage."""
         if isinstance(method, UPipe):
             return method
-        # Axes were checked when `method` was constructed; every block of a model calls this.
+        # Without `__init__` and its checks: the axes were checked when `method` was constructed, and every block of a
+        # model calls this.
         upipe = cls.__new__(cls)
         upipe.compose(method.head_axis or Axis.alone("ulysses"), method.sequence_method)
         upipe._set_options(heads_per_stage, prefetch=False)
@@ -106,23 +113,23 @@ class UPipe(HeadMethod, StagedMethod):
     # -- the stages, without autograd ---------------------------------------------------------------------------------
 
     def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Runs forward over all stages.
+        """Runs forward over all stages, without autograd.
 
         Args:
             source: q, k and v of this rank's T tokens, a few heads at a time.
             out_buffer: memory for out, used if it has the shape and dtype of out.
 
         Returns:
-            out [B, T, H, Dv] of this rank's tokens, and lse [B, n, h] of its h heads and the n tokens of its sequence
-            shard.
+            out [B, T, H, Dv] of this rank's tokens and all heads, and lse [B, n, h] of the n tokens of its sequence
+            shard and the h heads that it attends with.
         """
         call, results = self._staged_call(spec), list[Tensor]()
 
         def attend_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # 1. q [B, n, h, D] has arrived: this rank's heads of the stage, all tokens of its sequence shard.
+            # 1. q has arrived: all n tokens of the sequence shard, and this rank's heads of the stage.
             q = stage_tensors.pop()
-            if not results:  # allocated at the first stage, which tells the dims
-                results.extend(self.results(q.shape[0], q, keys.v, spec, out_buffer))
+            if not results:  # allocated at the first stage, when q and v tell the head dims and dtype
+                results.extend(self.empty_results(q.shape[0], q, keys.v, spec, out_buffer))
             out, lse = results
             # 2. Attention over the keys of the round.
             if stage.own_indices:
@@ -142,7 +149,7 @@ class UPipe(HeadMethod, StagedMethod):
         return out, lse
 
     def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
-        """Runs backward over all stages. Adds the gradients of q, k and v to `source`.
+        """Runs backward over all stages, without autograd. Adds the gradients of q, k and v to `source`.
 
         Args:
             dout: [B, T, H, Dv].
@@ -151,8 +158,8 @@ class UPipe(HeadMethod, StagedMethod):
         call = self._staged_call(spec)
 
         def differentiate_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # 1. q, recomputed from x, out and dout of this rank's heads have arrived. A rank without heads in the stage
-            # returns its empty q as dq.
+            # 1. q (projected again), out and dout of this rank's heads of the stage have arrived. A rank without heads
+            # in the stage returns its empty q as dq.
             dq = stage_tensors[0]
             # 2. Backward of attention, with the saved lse: attention itself is not recomputed.
             if stage.own_indices:
@@ -167,7 +174,7 @@ class UPipe(HeadMethod, StagedMethod):
             del dq
             source.add_q(stage.all_ranks.queries, pending.wait())
             del pending
-            # 4. At the end of a round the same for dk and dv. Ranks in the middle of their rounds send no heads.
+            # 4. At the end of a round the same for dk and dv. A rank that is in the middle of its round sends no heads.
             returned_keys = stage.all_ranks.returned_keys
             if returned_keys.heads:
                 round_keys = keys if stage.own_heads.ends_round else keys.without_heads()
@@ -184,10 +191,17 @@ class UPipe(HeadMethod, StagedMethod):
         call = self._staged_call(spec)
         return start_head_to_seq(lse.unsqueeze(-1), self.axis, call.sizes, call.queries).wait().squeeze(-1)
 
-    def results(
+    def empty_results(
         self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, out_buffer: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns empty tensors for out and lse of `attend`, given any q [..., D] and v [..., Dv]."""
+        """Returns empty tensors shaped like out and lse of `attend`.
+
+        Args:
+            batch: number of rows of the batch.
+            q: any tensor with the dtype and device of queries.
+            v: any tensor with Dv as its last dim.
+            out_buffer: used as out, if it has the right shape and dtype.
+        """
         call = self._staged_call(spec)
         shape = (batch, call.sizes[self.axis.rank], len(spec.key_heads), v.shape[3])
         fits = out_buffer is not None and out_buffer.shape == shape and out_buffer.dtype == q.dtype
@@ -207,11 +221,12 @@ class UPipe(HeadMethod, StagedMethod):
         tensors: Sequence[QueryTensor],
         run: Callable[[LocalStage, list[Tensor], RoundKeys], None],
     ) -> None:
-        """Calls run(stage, stage_tensors, keys) for each stage.
+        """Sends the heads of each stage to their ranks, and calls run(stage, stage_tensors, keys) with the received
+        ones.
 
         Args:
-            tensors: functions of the tensors to send for the query heads of each stage. `stage_tensors` are the
-                received ones, in the same order.
+            tensors: functions from query heads to a tensor to send, such as q. `stage_tensors` are the received tensors
+                of the stage, in the same order, and `keys` the keys of the round.
             run: must empty `stage_tensors`, so that their memory is free before the next stage is sent.
         """
         keys, pending = None, self._send_stage(call, 0, source, tensors)
@@ -220,7 +235,9 @@ class UPipe(HeadMethod, StagedMethod):
             pending.clear()
             if self.prefetch:  # the next stage is in flight while this one attends
                 pending = self._send_stage(call, i, source, tensors)
-            if stage.all_ranks.received_keys.heads:  # a round starts on some rank: k and v are received first
+            if stage.all_ranks.received_keys.heads:
+                # A round starts on some rank, and every rank took part in the all-to-alls of k and v. A rank whose own
+                # round goes on has received 0 heads, and uses the keys that it has.
                 k, v = stage_tensors[:2]
                 del stage_tensors[:2]
                 keys = RoundKeys(k, v) if stage.own_heads.starts_round or keys is None else keys
@@ -234,26 +251,29 @@ class UPipe(HeadMethod, StagedMethod):
     def _send_stage(
         self, call: StagedCall, i: int, source: QKVSource, tensors: Sequence[QueryTensor]
     ) -> list[PendingTensor]:
-        """Starts the all-to-alls of stage `i`: k and v if a round starts, then `tensors`. None after the last stage.
+        """Starts the all-to-alls of stage `i`: of k and v if a round starts on any rank, then of `tensors`.
 
-        A tensor is projected, packed, sent and freed before the next one is projected.
+        Returns one function per tensor, which waits for it; none if `i` is behind the last stage. A tensor is
+        projected, packed, sent and freed before the next one is projected.
         """
         pending: list[PendingTensor] = []
-        for stage in (local.all_ranks for local in call.stages[i : i + 1]):
-            if stage.received_keys.heads:
-                keys = list(source.kv(stage.received_keys.heads))
-                while keys:
-                    packed_heads = PackedHeads.cut(keys.pop(0), stage.received_keys.ranges)
-                    pending.append(self._send(packed_heads, call.key_sizes))
-                    del packed_heads
-            for tensor in tensors:
-                packed_heads = PackedHeads.cut(tensor(stage.queries), stage.query_ranges)
-                pending.append(self._send(packed_heads, call.sizes))
+        if i == len(call.stages):
+            return pending
+        stage = call.stages[i].all_ranks
+        if stage.received_keys.heads:
+            keys = list(source.kv(stage.received_keys.heads))
+            while keys:
+                packed_heads = PackedHeads.cut(keys.pop(0), stage.received_keys.ranges)
+                pending.append(self._send(packed_heads, call.key_sizes))
                 del packed_heads
+        for tensor in tensors:
+            packed_heads = PackedHeads.cut(tensor(stage.queries), stage.query_ranges)
+            pending.append(self._send(packed_heads, call.sizes))
+            del packed_heads
         return pending
 
     def _send(self, packed_heads: PackedHeads, sizes: Sequence[int]) -> PendingTensor:
-        """Starts an all-to-all. Without prefetch it also waits, which frees the send buffer."""
+        """Starts an all-to-all. Without `prefetch` it also waits for the transfer, which frees the send buffer."""
         transfer = start_packed_to_head(packed_heads, self.axis, sizes)
         if self.prefetch:
             return transfer.wait
@@ -263,9 +283,13 @@ class UPipe(HeadMethod, StagedMethod):
     def _return_key_grads(
         self, keys: RoundKeys, returned_keys: KeyHeads, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns dk, dv of this rank's tokens, from dk, dv of its heads in a round.
+        """Returns dk, dv [B, S, h, D] of this rank's tokens and of the h heads of `returned_keys`.
 
-        If ranks share a head these are partial sums, which are sent in the accumulation dtype.
+        If ranks share a key/value head, each sends a partial sum, in the accumulation dtype.
+
+        Args:
+            keys: this rank's heads, with the sums of their gradients; 0 heads if its round goes on.
+            sizes: number of keys of each rank.
         """
         token_grads = list[Tensor]()
         for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
@@ -277,7 +301,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         stages = zip(self._staged_call(spec).stages, self._staged_call(previous).stages, strict=True)
-        # Most stages have equal specs, which are planned once.
+        # Most stages have the same inner spec, which is planned once.
         for inner_spec, inner_previous in {a.inner_spec: b.inner_spec for a, b in stages}.items():
             self.inner.plan(inner_spec, inner_previous, rows)
 
@@ -300,8 +324,9 @@ class StagedCall(NamedTuple):
     """The stages of a call.
 
     Args:
-        sizes, key_sizes: number of query and of key tokens of each rank of the head axis, before an all-to-all.
-        queries: for each rank, its query heads in all stages.
+        sizes: number of queries of each rank of the head axis, before an all-to-all.
+        key_sizes: number of keys of each rank of the head axis, before an all-to-all.
+        queries: for each rank, the query heads that it attends with in all stages.
         stages: this rank's part of each stage.
     """
 
@@ -315,10 +340,10 @@ class LocalStage(NamedTuple):
     """One rank's part of a stage.
 
     Args:
-        all_ranks: the heads of all ranks, for the all-to-alls.
-        own_heads: the heads of this rank.
-        own_indices: its query heads of the stage, as indices into its query heads of all stages.
-        inner_spec: the call of `inner`: this rank's query heads of the stage and the keys of the round.
+        all_ranks: the heads of all ranks in the stage, for the all-to-alls.
+        own_heads: the heads of this rank in the stage.
+        own_indices: this rank's query heads of the stage, as indices into its query heads of all stages.
+        inner_spec: the spec of the call of `inner`: this rank's query heads of the stage and the keys of the round.
     """
 
     all_ranks: Stage
@@ -336,7 +361,7 @@ class LocalStage(NamedTuple):
 
 @dataclass
 class RoundKeys:
-    """Key/value heads of a round, k [B, n, h, D] and v [B, n, h, Dv], and the sums of their gradients so far."""
+    """Keys and values of a round on one rank, k [B, n, h, D] and v [B, n, h, Dv], and their gradients so far."""
 
     k: Tensor
     v: Tensor
@@ -349,5 +374,5 @@ class RoundKeys:
         self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
 
     def without_heads(self) -> RoundKeys:
-        """Returns keys with 0 heads: a rank that has finished its rounds still takes part in all-to-alls."""
+        """Returns keys and values of 0 heads: a rank that has finished its rounds still takes part in all-to-alls."""
         return RoundKeys(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))

@@ -1,15 +1,16 @@
 """WallFacer (arXiv 2407.00611; later named StarTrail): teams of C ranks share the work of a ring.
 
-P ranks form teams of C, and R = P / C^2 consecutive teams form a group: there are C groups. Rank (team t, member a)
-does the steps of the paper's algorithm 1:
+P ranks form P / C teams of C members, and R = P / C^2 consecutive teams form a group: there are C groups (`teams.py`
+has a picture). Member a of team t runs the paper's algorithm 1:
 
-    1. gather    q, k, v of the team: every member has q_team, k_team and v_team of C shards
-    2. place     k_team, v_team are sent to r_send: member t % C of team a R + t // C, which is in group a
-    3. ring      the same member of each of a group's R teams: they rotate keys; the members of a team together see all
-                 P / C teams
-    4. scatter   partial results are merged by log-sum-exp, and each member receives its own tokens
+    1. gather    q, k and v of the team: every member has q_team, k_team and v_team, of C shards
+    2. place     sends k_team and v_team to r_send, which is member t % C of team a R + t // C, and receives another
+                 team's keys from r_recv. The C members send them to the C groups, one each
+    3. ring      rotates the received keys around R ranks: member a of each team of its group. Each of a team's members
+                 sees the keys of R teams, and all members together those of all P / C teams
+    4. scatter   merges the partial results of the members by log-sum-exp; each member receives its own tokens
 
-C = 1 is Ring Attention; at C = sqrt(P) there is no ring. The ring has R - 1 hops, Ring Attention P - 1.
+The ring has R - 1 hops, Ring Attention P - 1. With C = 1 both are the same; with C = sqrt(P) the ring has one rank.
 """
 
 from __future__ import annotations
@@ -55,17 +56,27 @@ class WallFacer(Method):
             the axis must construct the method. Construct it once and share it between layers.
         team: C.
         placement: "collect_intra" makes the members of a team neighbours, "p2p_intra" the ranks of a ring.
-        backward: the side that rotates in backward: keys, or queries as published; "auto" takes the one that
+        backward: the side that rotates in backward: "keys", or "queries" as published; "auto" takes the one that
             sends fewer bytes.
-        gather_keys: gathers the team's keys, then sends them together, as published. False: each rank sends its own
-            keys to the C target ranks: (C - 1) 2 B T K D e less within teams, the same bytes between teams.
+        gather_keys: True gathers the team's keys on each member, which sends them on together, as published. False
+            makes each member send only its own keys, to all C target ranks of its team: (C - 1) 2 B T K D e less within
+            teams, the same bytes between teams.
 
-    Bytes sent by a rank, with Dv = D and N_k = N. Forward: (C - 1) (B T H D e + 2 B T K D e) all-gather, C 2 B T K D e
-    for each of up to R exchanges p2p, (C - 1) (B T H D e + B T H a) reduce-scatter. Backward:
-    (C - 1) (3 B T H D e + B T H a) all-gather; keys gathered and placed again; the ring, with C times the bytes of
-    `Ring` a step; then (C - 1) 2 B T K D a and C 2 B T K D a to return dk and dv, and (C - 1) B T H D a for dq. The
-    ring sends less under a mask, as `Ring` does, and a rank that is its own r_send places nothing. With
-    `gather_keys=False` the (C - 1) terms of keys, dk and dv are 0.
+    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, with Dv = D and N_k = N:
+
+        forward    gather q, k, v          (C - 1) (B T H D e + 2 B T K D e)       all-gather
+                   place k, v              C 2 B T K D e                           p2p
+                   ring                    (R - 1) C 2 B T K D e                   p2p
+                   scatter out, lse        (C - 1) (B T H D e + B T H a)           reduce-scatter
+        backward   gather q, out, dout,    (C - 1) (3 B T H D e + B T H a)         all-gather
+                   lse
+                   gather and place k, v   as in forward
+                   ring                    R - 1 hops of C times the bytes of a hop of `Ring`
+                   return dk, dv           C 2 B T K D a p2p, then (C - 1) 2 B T K D a reduce-scatter
+                   scatter dq              (C - 1) B T H D a                       reduce-scatter
+
+    Under a mask the ring sends less, as `Ring` does. A rank that is its own r_send sends nothing to place its keys.
+    With `gather_keys=False` the (C - 1) terms of k, v, dk and dv are 0.
 
     Raises:
         ValueError: C^2 does not divide P, or an unknown placement or backward.
@@ -82,9 +93,9 @@ class WallFacer(Method):
         self.axis = Axis.of(axis)
         self.teams = Teams(self.axis.size, team, placement)
         self.gather_keys = check_bool("gather_keys", gather_keys)
-        self.seat = self.teams.seat(self.axis.rank)  # (team, member)
+        self.team_index, self.member = self.teams.team_and_member(self.axis.rank)
         self.team_ring = TeamRing(self.axis, self.teams, backward)
-        self.team_axis = self.axis.part(self.teams.team_ranks(self.seat[0]))
+        self.team_axis = self.axis.part(self.teams.team_ranks(self.team_index))
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
@@ -106,10 +117,11 @@ class WallFacer(Method):
         # 1, 2: q_team is in flight while k_team and v_team are gathered and sent to r_send.
         pending_q = pending_q or self._gather((q,), spec.layout)
         (ring_k, ring_v), (q_team,) = self._place_keys(k, v, spec), pending_q()
-        # 3: R - 1 hops; the partial O and lse of the team's queries over 1 / C of all keys.
+        # 3: R - 1 hops. Gives the partial out and lse of the team's queries over the keys of R teams, 1 / C of all
+        # keys.
         _, partial_result = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec))
         del q_team, ring_k, ring_v
-        # 4: reduce-scatter over the team, by log-sum-exp: O_final of this rank's own queries.
+        # 4: reduce-scatter over the team, by log-sum-exp: the final out and lse of this rank's own queries.
         sizes = self._sizes(spec.layout)
         out, lse = start_merge_scatter(partial_result.out, partial_result.lse, self.team_axis, sizes).wait()
         return out, Saved(q, k, v, out, lse)
@@ -119,7 +131,7 @@ class WallFacer(Method):
         pending = self._gather((saved.q, saved.out, dout, saved.lse), spec.layout)
         k, v = self._place_keys(saved.k, saved.v, spec)
         q, out, dout, lse = pending()
-        # 3: dq of the team's queries from 1 / C of all keys; dk and dv of the placed keys from the group's queries.
+        # 3: dq of the team's queries, from 1 / C of all keys; dk and dv of the received keys, from the group's queries.
         dq, dk, dv = self.team_ring.backward(dout, Saved(q, k, v, out, lse), self._team_spec(spec))
         del pending, q, k, v, out, dout, lse  # freed before the buffers of the returning gradients are allocated
         # 4: sums over the team. dq is in flight while dk and dv return to the ranks that sent the keys.
@@ -128,34 +140,41 @@ class WallFacer(Method):
         return pending_dq.wait(), dk, dv
 
     def _team_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the spec of the ring's attention, whose layouts have a shard for each team. Cached per spec."""
+        """Returns the spec of the ring's attention, whose layouts have one shard per team. Cached per spec."""
         by_teams = self.teams.by_teams
         return spec.cached(
             "teams", lambda: replace(spec, layout=by_teams(spec.layout), key_layout=by_teams(spec.key_layout))
         )
 
     def _sizes(self, layout: SequenceLayout, team: int | None = None) -> tuple[int, ...]:
-        """Returns the number of tokens of each member of a team, by default this rank's."""
-        return self.teams.member_sizes(layout, self.seat[0] if team is None else team)
+        """Returns the number of tokens of each member of team `team`, by default of this rank's team."""
+        return self.teams.member_sizes(layout, self.team_index if team is None else team)
 
     def _gather(self, tensors: Tensors, layout: SequenceLayout) -> PendingGather:
-        """Starts to gather [B, T, ...] tensors of the team (step 1). The result waits for [B, C T, ...]."""
+        """Starts to gather [B, T, ...] tensors of all members of the team (step 1).
+
+        Returns:
+            A function that waits, and returns the tensors [B, C T, ...].
+        """
         pending = [start_all_gather(x, self.team_axis, self._sizes(layout)) for x in tensors]
         return lambda: tuple(transfer.wait() for transfer in pending)
 
     def _place_keys(self, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensors:
-        """Returns k, v [B, C T, K, D] of the team whose keys this rank has at the ring's first step (steps 1, 2)."""
-        teams, (source_team, source_member) = self.teams, self.teams.key_source(*self.seat)
+        """Returns k, v [B, C S, K, D] of the team whose keys this rank has at the ring's first step (steps 1, 2)."""
+        teams = self.teams
+        source_team, source_member = teams.key_source(self.team_index, self.member)
         source_sizes = self._sizes(spec.key_layout, source_team)
         if self.gather_keys:
-            # Sends k_team, v_team to r_send, and receives another team's from r_recv.
+            # Sends k_team, v_team to r_send, and receives another team's keys from r_recv.
             kv_team = self._gather((k, v), spec.key_layout)()
+            send = {teams.key_target(self.team_index, self.member): kv_team}
             receive = {teams.rank(source_team, source_member): sum(source_sizes)}
-            (ring_kv,) = self._exchange({teams.key_target(*self.seat): kv_team}, receive)
+            (ring_kv,) = self._exchange(send, receive)
             return ring_kv
-        # Sends own k, v to the C target ranks of the team, and receives k, v from each member of another team.
+        # Sends this rank's k, v to r_send of each member of its team, and receives k, v from each member of one other
+        # team. The same tuple for all targets: `_exchange` packs it once.
         own_kv = (k, v)
-        send = {teams.key_target(self.seat[0], member): own_kv for member in range(teams.team)}
+        send = {teams.key_target(self.team_index, member): own_kv for member in range(teams.team_size)}
         receive = {teams.rank(source_team, member): size for member, size in enumerate(source_sizes)}
         return [torch.cat(x, dim=1) for x in zip(*self._exchange(send, receive), strict=True)]
 
@@ -163,34 +182,38 @@ class WallFacer(Method):
         """Returns dk, dv [B, T, K, D] of this rank's own keys, summed over all ranks: `_place_keys` in reverse.
 
         Args:
-            grads: dk and dv of the keys that `_place_keys` returned.
+            grads: dk and dv [B, C S, K, D] of the keys that `_place_keys` returned.
         """
-        teams, (source_team, source_member) = self.teams, self.teams.key_source(*self.seat)
+        teams = self.teams
+        source_team, source_member = teams.key_source(self.team_index, self.member)
         sizes, source_sizes = self._sizes(spec.key_layout), self._sizes(spec.key_layout, source_team)
         if self.gather_keys:
-            # Returns dk, dv to the sender of the keys, then reduce-scatters them over the team.
-            receive = {teams.key_target(*self.seat): sum(sizes)}
-            (team_grads,) = self._exchange({teams.rank(source_team, source_member): grads}, receive)
+            # Returns dk, dv to the sender of the keys, then sums this team's dk, dv over its members.
+            send = {teams.rank(source_team, source_member): grads}
+            receive = {teams.key_target(self.team_index, self.member): sum(sizes)}
+            (team_grads,) = self._exchange(send, receive)
             pending = [start_reduce_scatter(x, self.team_axis, sizes) for x in team_grads]
             return [transfer.wait() for transfer in pending]
-        # Sends each member its tokens, and sums the gradients from the C ranks that have this rank's keys.
+        # Sends each member of the other team the gradients of its tokens. Receives the gradients of this rank's tokens
+        # from the C ranks that have its keys, and sums them.
         member_grads = zip(*(x.split(source_sizes, dim=1) for x in grads), strict=True)
         send = {teams.rank(source_team, member): x for member, x in enumerate(member_grads)}
-        receive = {teams.key_target(self.seat[0], member): sizes[self.seat[1]] for member in range(teams.team)}
+        own_size = sizes[self.member]
+        receive = {teams.key_target(self.team_index, member): own_size for member in range(teams.team_size)}
         return [torch.stack(x).sum(0) for x in zip(*self._exchange(send, receive), strict=True)]
 
     def _exchange(self, send: Mapping[int, Tensors], receive: Mapping[int, int]) -> list[Tensors]:
-        """Sends and receives tensors, and waits. Tensors for this rank itself are returned without a copy.
+        """Sends and receives tensors, and waits. A rank may send to itself, which copies nothing.
 
         Args:
-            send: [B, t, ...] tensors by receiving rank.
-            receive: number of tokens on dim 1 by sending rank, for tensors that are otherwise shaped alike.
+            send: for each receiving rank, the tensors [B, t, ...] to send.
+            receive: for each sending rank, the number of tokens t that it sends. Other dims are as in `send`.
 
         Returns:
-            The tensors of each rank, in the order of `receive`.
+            The tensors from each rank of `receive`, in its order.
         """
         own_rank, like = self.axis.rank, next(iter(send.values()))
-        # Keyed by `id`: the same tensors may be sent to several ranks, and are packed once.
+        # Keyed by `id`: tensors that are sent to several ranks are packed into one buffer.
         buffers = {id(tensors): FlatBuffer.of(tensors) for rank, tensors in send.items() if rank != own_rank}
         send_buffers = {rank: buffers[id(tensors)] for rank, tensors in send.items() if rank != own_rank}
         receive_buffers = {rank: FlatBuffer.like(like, tokens) for rank, tokens in receive.items() if rank != own_rank}
@@ -199,12 +222,12 @@ class WallFacer(Method):
 
 
 class TeamRing(Ring):
-    """Ring Attention among one member of each team of a group (step 3). Shards are teams."""
+    """Ring Attention among the same member of each team of a group (step 3). A shard is the tokens of a team."""
 
     def __init__(self, axis: Axis, teams: Teams, backward: Backward) -> None:
         super().__init__(axis, backward)
-        (team, self.member), self.teams = teams.seat(axis.rank), teams
-        self.group = team // teams.ring_size
+        team, self.member = teams.team_and_member(axis.rank)
+        self.teams, self.group = teams, team // teams.ring_size
 
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
         def make() -> Rotation:

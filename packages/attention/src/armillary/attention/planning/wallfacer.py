@@ -58,7 +58,7 @@ class WallFacerPlan(SequencePlan):
         layout, key_layout = (teams.by_teams(x) for x in (work.layout, work.key_layout))
         ring_work = replace(work, layout=layout, key_layout=key_layout)
         gather, scatter = team_steps.gather, team_steps.scatter
-        members = tuple(team_steps.team_ranks) if teams.team > 1 else None
+        members = tuple(team_steps.team_ranks) if teams.team_size > 1 else None
         return CommPlan(
             # Queries are gathered (1) while keys are gathered and placed (1, 2); then the ring (3) and the scatter (4).
             steps(
@@ -119,7 +119,7 @@ class TeamSteps:
     @property
     def team_ranks(self) -> list[tuple[int, ...]]:
         """The ranks of each team, in member order."""
-        return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team)]
+        return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team_size)]
 
     def gather(self, *tensors: str) -> tuple[Move, ...]:
         """Returns step 1 for tensors of queries: all-gathers within teams."""

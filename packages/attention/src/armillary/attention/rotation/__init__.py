@@ -1,1 +1,1 @@
-"""Ring rotation: topologies, the exchange loop, and the return of results to the ranks that own them."""
+"""Ring rotation: topologies, the loop that sends shards, and the return of results to the owners of the shards."""

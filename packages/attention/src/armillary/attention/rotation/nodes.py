@@ -1,11 +1,11 @@
-"""Rings between the nodes of a cluster, and the tokens that meet within a node at each of their steps. Pure.
+"""Rings between the nodes of a cluster, and the queries and keys that a node has at each step. Pure.
 
-Rank n D + d is device d of node n. At every step the D devices of a node hold one rotating shard each, and attend as a
-group: all stationary shards of the node against all rotating ones.
+Rank n D + d is device d of node n. Device d of every node forms ring d. At each step the D devices of a node have one
+stationary and one rotating shard each, and compute attention together: all queries of the node over all its keys.
 
     step              0        1           2 nodes of 2 devices, with keys rotating
-    node 0 has     k0  k1    k2  k3        each step: send k0 and k1 on to the next node while all queries of the
-    node 1 has     k2  k3    k0  k1        node attend to them
+    node 0 has     k0  k1    k2  k3        each step: device d sends its keys to device d of the next node, while all
+    node 1 has     k2  k3    k0  k1        queries of the node attend to all keys of the node
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from armillary.core import SequenceLayout
 
 
 class NodeStep(NamedTuple):
-    """Queries and keys that meet in one node at one step.
+    """The queries and keys of one node at one step.
 
     Args:
-        layout, key_layout: their tokens, by device.
-        query_shards, key_shards: the shards of the full sequence that these tokens belong to, by device.
+        layout, key_layout: the positions of the queries and of the keys on each device of the node.
+        query_shards, key_shards: for each device, the shard of the full sequence to which its queries or keys belong.
     """
 
     layout: PartialLayout
@@ -40,9 +40,9 @@ class NodeRings:
 
     Args:
         nodes, devices: M and D.
-        rotating_side: the side that travels between nodes.
+        rotating_side: the side that rotates between nodes.
         layout, key_layout: layouts over all M D ranks.
-        grid: visible pairs of a node's stationary tokens with each rotating shard.
+        grid: visible pairs of each node and each rotating shard. The stationary shards of a node are one shard here.
     """
 
     nodes: int
@@ -68,7 +68,7 @@ class NodeRings:
 
     @cached_property
     def rings(self) -> tuple[RingTopology, ...]:
-        """The ring of each device, in its cheaper direction. Ranks are nodes."""
+        """The D rings, each in the direction that sends fewer tokens. The ranks of a ring are nodes."""
         nodes, rank_count = tuple(range(self.nodes)), self.nodes * self.devices
         shards = [tuple(range(device, rank_count, self.devices)) for device in range(self.devices)]
         return tuple(
@@ -77,13 +77,13 @@ class NodeRings:
         )
 
     def step(self, node: int, step: int) -> NodeStep | None:
-        """Returns the queries and keys that meet in a node at a step; None if they do not see each other."""
+        """Returns the queries and keys of a node at a step; None if no query sees a key."""
         keys_rotate = self.rotating_side == "keys"
         rotating_layout, stationary_layout = (
             (self.key_layout, self.layout) if keys_rotate else (self.layout, self.key_layout)
         )
         own_shards = tuple(range(node * self.devices, (node + 1) * self.devices))
-        # One visiting shard per device's ring, cut to the tokens that are still travelling.
+        # The rotating shard that visits each device, without the tokens that no rank sees at this step or later.
         visiting_shards, visiting_spans, visible_count = list[int](), list[list[range]](), 0
         for ring in self.rings:
             index = ring.ranks.index(node)

@@ -1,4 +1,8 @@
-"""The number of hops that each token of a rotating shard travels. Pure."""
+"""How far each token of a rotating shard travels around a ring. Pure.
+
+At step s a shard is on the rank s hops after its owner. A rank sees a token of the shard if the token is in a visible
+pair with the rank's stationary shard (`RingTopology`).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,15 @@ START, STOP = attrgetter("start"), attrgetter("stop")
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """First and last step at which each token of one rotating shard is visible to the rank that holds it.
+    """The first and the last step at which another rank sees each token of one rotating shard.
 
-    Tokens are grouped into runs with equal steps.
+    The tokens are divided into n runs, in which all tokens have the same first and the same last step.
 
     Args:
-        ranks: R, the ring size. At step 0 a shard is on the rank that owns it.
-        ends: int64 [n + 1], from 0 to the number of tokens; run i is ends[i] .. ends[i + 1].
-        first, last: int64 [n], steps in 1 .. R - 1; R and 0 for a run that no other rank sees.
+        ranks: R, the number of ranks of the ring.
+        ends: int64 [n + 1]; run i is tokens ends[i] .. ends[i + 1] - 1 of the shard.
+        first: int64 [n], the first step of each run, 1 .. R - 1; R for a run that no other rank sees.
+        last: int64 [n], the last step of each run, 1 .. R - 1; 0 for a run that no other rank sees.
     """
 
     ranks: int
@@ -38,37 +43,38 @@ class Reach:
         """Returns the reach of a shard of `tokens` tokens.
 
         Args:
-            visible: tokens that the ranks holding the shard at steps 1 .. R - 1 see.
+            visible: for each of steps 1 .. R - 1, the tokens that the rank with the shard sees.
         """
         ranks, runs = len(visible) + 1, [run for ranges in visible for run in ranges.runs]
         steps = np.repeat(np.arange(1, ranks), [len(ranges.runs) for ranges in visible])
         sides = np.fromiter(chain(map(START, runs), map(STOP, runs), (0, tokens)), np.int64)
-        # Runs of tokens between two sides have equal steps.
+        # No step starts or stops to see tokens between two neighbouring sides: the tokens between them are one run.
         ends = np.unique(sides)
         starts, stops = np.searchsorted(ends, sides[:-2]).reshape(2, -1)
-        # +1 where a run starts and -1 where it stops; their running sum is 1 inside of runs. Runs of one step never
-        # touch, so no entry is written twice.
+        # [step, run]: +1 where a range of visible tokens starts and -1 where it stops, so that the running sum is 1
+        # inside of visible ranges. The ranges of one step never touch, so no entry is written twice.
         edges = np.zeros((ranks, len(ends)), np.int8)
         edges[steps, starts], edges[steps, stops] = 1, -1
         inside = edges.cumsum(1, dtype=np.int8)[:, :-1] > 0
         is_unseen = ~inside.any(0)
-        first, last = inside.argmax(0), ranks - 1 - inside[::-1].argmax(0)
+        first, last = inside.argmax(0), ranks - 1 - inside[::-1].argmax(0)  # argmax finds the first True
         return cls(ranks, ends, np.where(is_unseen, ranks, first), np.where(is_unseen, 0, last))
 
     @property
     def opposite(self) -> Reach:
-        """Reach in the opposite direction: the rank at step s is then at step R - s."""
+        """The reach in the opposite direction, in which a rank has the shard at step R - s instead of step s."""
         return Reach(self.ranks, self.ends, self.ranks - self.last, self.ranks - self.first)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Number of tokens in flight at steps 0 .. R: `tokens_at(step).count`, of all steps at once."""
+        """For each of steps 0 .. R, the number of tokens that travel so far: `tokens_at(step).count`."""
+        # Adds up the tokens by their last step, then sums from the end: the tokens whose last step is `step` or later.
         sizes, counts = np.diff(self.ends), np.zeros(self.ranks + 1, np.int64)
         np.add.at(counts, self.last, sizes)
         return tuple(map(int, counts[::-1].cumsum()[::-1]))
 
     def tokens_at(self, step: int) -> TokenRanges:
-        """Returns the tokens that the rank at `step` or a later one sees: all of them at step 0, none at step R."""
+        """Returns the tokens that a rank sees at `step` or later: all tokens for step 0, none for step R."""
         return TokenRanges.select(self.ends, self.last >= step)
 
     def final_tokens_at(self, step: int) -> TokenRanges:

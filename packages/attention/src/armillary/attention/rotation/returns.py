@@ -1,7 +1,8 @@
-"""The return of results to the ranks that own the rotating shards: gradients, or partial outputs.
+"""The return of partial results, gradients or outputs, to the ranks that own the rotating shards.
 
-While a shard rotates, each rank computes a partial result for it. There are two ways to return partial results. Both
-use a separate communicator, overlap with the computation of the next step, and sum in the same order in every run.
+Each rank that a shard visits computes a partial result for its tokens. `RingReduce` adds it to a sum that travels with
+the shard; `DirectReduce` sends it to the owner of the shard at once. Both use a separate communicator, overlap with the
+computation of the next step, and add in the same order in every run.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Partials = Sequence[Tensor]
 
 
 class ResultTokens(NamedTuple):
-    """Tokens of the current shard that a rank's partial results must cover.
+    """The tokens of the current shard for which a rank must compute partial results.
 
     Args:
-        tokens: indices of tokens in the shard.
-        packed_tokens: the same, as indices into the current packed tensors; None: all of these.
+        tokens: indices in the shard.
+        packed_tokens: the same tokens, as packed indices; None: all packed tokens.
     """
 
     tokens: TokenRanges
@@ -32,34 +33,35 @@ class ResultTokens(NamedTuple):
 
 
 class Reduction(ABC):
-    """Sums the partial results of all ranks on the rank that owns the shard.
+    """Sums the partial results of all ranks for a shard on the rank that owns the shard.
 
     Args:
-        combine: combines another rank's partial results, for some tokens, with this rank's; called in order of steps.
-            Adds them by default.
+        rotation: the ring.
+        combine: function of (tokens, partial results of another rank for them), which merges them into this rank's
+            result. Called in order of steps. By default the partial results are added.
     """
 
     def __init__(self, rotation: Rotation, combine: Callable[[TokenRanges, Partials], None] | None = None) -> None:
         self.rotation, self.combine = rotation, combine
         self.own_partials: Partials = ()
-        self.arriving: tuple[TokenRanges, FlatBuffer] | None = None  # with their tokens in `own_partials`
+        self.arriving: tuple[TokenRanges, FlatBuffer] | None = None  # tokens of this rank's shard, and their results
         self.exchange: Exchange | None = None
 
     @abstractmethod
     def result_tokens(self, step: int) -> ResultTokens:
-        """Returns the tokens that this rank's partial results must cover at `step`."""
+        """Returns the tokens for which this rank must compute partial results at `step`."""
 
     @abstractmethod
     def push(self, step: int, partials: Partials) -> None:
-        """Starts to return this rank's partial results for the shard of `step`. Every rank calls it at every step."""
+        """Starts to send this rank's partial results for the shard of `step`. Every rank calls it at every step."""
 
     def finish(self) -> Partials:
-        """Waits, and returns the sums over all ranks for this rank's own shard."""
+        """Waits for the last exchange, and returns the sums over all ranks for this rank's own shard."""
         self.wait()
         return self.own_partials
 
     def wait(self) -> None:
-        """Waits for the exchange in flight, and combines the results that it has returned with this rank's."""
+        """Waits for the exchange in flight, and combines the results that have arrived with this rank's."""
         if self.exchange:
             self.exchange.wait()
             self.exchange = None
@@ -74,13 +76,14 @@ class Reduction(ABC):
 
 
 class RingReduce(Reduction):
-    """A sum follows its shard around the ring, one step later; each rank adds its partial result to it.
+    """Sums travel around the ring after their shard, one step later, and each rank adds its partial result to them.
 
-    The owner keeps its own partial result. When no later rank sees a token, its sum is sent to the owner directly, so
-    that a sum makes as many hops as its token.
+    The owner of the shard keeps its own partial result. The last rank that sees a token sends the sum of the token to
+    the owner directly.
     """
 
     passing_sums: FlatBuffer | None = None
+    """Sums over earlier ranks, which arrive for the tokens of the current shard."""
 
     def result_tokens(self, step: int) -> ResultTokens:
         return ResultTokens(self.rotation.steps[step].token_ranges, None)
@@ -94,8 +97,10 @@ class RingReduce(Reduction):
         self.wait()
         rotation, schedule = self.rotation, self.rotation.steps[step]
         send = self._outgoing(schedule, partials)
-        # At the last step both neighbours and the owner may be one rank, but then no sum is passed on.
-        # Sums for a subset of the tokens are sent as copies, which leaves the buffer that they arrived in free.
+        # `send` and `receive` have one entry per rank, although the owner may be the next rank as well: that is only so
+        # at the last step, when all sums go to the owner and none travels on. The buffer of the arrived sums may be
+        # sent itself, and is then in use. If only some of the sums are sent to a rank, they are copied, and the buffer
+        # is free for the next sums.
         arrived_sums = self.passing_sums
         in_use = arrived_sums is not None and any(
             compat.share_memory(flat.buffer, arrived_sums.buffer) for flat in send.values()
@@ -109,16 +114,13 @@ class RingReduce(Reduction):
         self.exchange = start_exchange(rotation.return_axis, send, receive)
 
     def _outgoing(self, schedule: RingStep, partials: Partials) -> dict[int, FlatBuffer]:
-        """Adds this rank's partial results to the sums that came with the shard.
-
-        Returns:
-            The sums to send, by receiving rank.
-        """
+        """Adds this rank's partial results to the sums of earlier ranks, and returns the sums to send, by receiver."""
         passing_sums, send = self.passing_sums, dict[int, FlatBuffer]()
         if passing_sums:
             for total, partial in zip(passing_sums.tensors, partials, strict=True):
                 total += partial
-        # Sums of tokens that a later rank sees travel with their shard; finished sums return to the owner.
+        # Sums of tokens that a later rank sees go to the next rank, 1 hop ahead. Final sums go back to the owner, which
+        # is `step` hops behind.
         for tokens, steps in ((schedule.next_tokens, 1), (schedule.final_tokens, -schedule.step)):
             if tokens.runs:
                 sums = passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widen(partials), tokens)
@@ -127,7 +129,7 @@ class RingReduce(Reduction):
 
 
 class DirectReduce(Reduction):
-    """Each rank sends its partial result directly to the owner, against the direction of the ring (TokenRing)."""
+    """Each rank sends its partial results directly to the owner, against the direction of the ring (TokenRing)."""
 
     def result_tokens(self, step: int) -> ResultTokens:
         schedule = self.rotation.direct_steps[step]
@@ -141,7 +143,7 @@ class DirectReduce(Reduction):
             return
         self.wait()
         rotation, schedule = self.rotation, self.rotation.direct_steps[step]
-        buffer = self.buffers.take(last_in_use=False)  # its partial results have been added
+        buffer = self.buffers.take(last_in_use=False)  # free: `wait` has combined the results that it had
         self.arriving = (schedule.returned_tokens, buffer) if buffer else None
         send = {rotation.ahead(-step): FlatBuffer.of(partials)} if schedule.visible_tokens.runs else {}
         receive = {rotation.ahead(step): buffer} if buffer else {}

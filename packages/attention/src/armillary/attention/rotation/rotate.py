@@ -1,12 +1,12 @@
 """The loop that all rings share: each rank computes with a shard while it sends the shard to the next rank.
 
-    for step in range(R):
-        start sending the current shard to rank r + 1 and receiving the next shard from rank r - 1
+    for step in range(R):  # on rank r
+        start to send the current shard to rank r + 1 and to receive the next shard from rank r - 1
         compute with the current shard
-        wait
+        wait for both transfers
 
-No token is sent further than to the last rank that sees it. So the current shard is packed: it contains only the tokens
-that this rank or a later one needs.
+No token is sent further than to the last rank that sees it. So the tensors of a shard are *packed*: they contain only
+the tokens that this rank or a later one needs. A packed index is the index of a token in the packed tensors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class RingStep(NamedTuple):
 
     Args:
         step: 0 .. R - 1.
-        query_shard, key_shard: the shards that meet.
-        token_ranges: tokens of the rotating shard that are on this rank, packed.
-        next_tokens: the tokens among them that the next rank needs, as packed indices.
-        final_tokens: the tokens among them that no later rank needs, as packed indices.
+        query_shard: the shard of queries that this rank has at the step.
+        key_shard: the shard of keys that this rank has at the step.
+        token_ranges: indices in the rotating shard of the tokens that this rank has.
+        next_tokens: packed indices of the tokens that the next rank, or one after it, sees.
+        final_tokens: packed indices of the other tokens, which no later rank sees.
         received_count: number of tokens that arrive from the previous rank during the step.
-        returned_tokens: tokens of this rank's own shard whose last step this is, on the rank that has them now.
+        returned_tokens: indices in this rank's own shard of the tokens whose last step this is. After step 0 they are
+            on another rank, which returns their result to this one.
     """
 
     step: int
@@ -47,12 +49,13 @@ class RingStep(NamedTuple):
 
 
 class DirectStep(NamedTuple):
-    """Tokens for which one rank exchanges results directly with the owner of the rotating shard.
+    """Tokens of one step whose results return directly to the owner of their shard, instead of around the ring.
 
     Args:
-        visible_tokens: tokens of the rotating shard that this rank sees.
-        packed_tokens: the same, as packed indices.
-        returned_tokens: tokens of this rank's own shard that the rank which has it now sees.
+        visible_tokens: indices in the rotating shard of the tokens in a visible pair on this rank.
+        packed_tokens: the same tokens, as packed indices.
+        returned_tokens: indices in this rank's own shard of the tokens that are in a visible pair on the rank where the
+            shard is. That rank sends their results to this one.
     """
 
     visible_tokens: TokenRanges
@@ -62,13 +65,12 @@ class DirectStep(NamedTuple):
 
 @dataclass
 class RotatingShard:
-    """The shard that a rank computes with at one step.
+    """The rotating shard with which a rank computes at one step.
 
     Args:
         step: 0 .. R - 1.
-        query_shard, key_shard: the shards that meet.
-        token_ranges: tokens of the rotating shard that are here.
-        tensors: [B, t, ...] each, with these tokens packed on dim 1. Dropped after the step.
+        query_shard, key_shard, token_ranges: as in `RingStep`.
+        tensors: [B, t, ...] each, with the t tokens of `token_ranges` packed on dim 1. Removed after the step.
     """
 
     step: int
@@ -78,7 +80,10 @@ class RotatingShard:
     tensors: tuple[Tensor, ...]
 
     def take(self, packed_tokens: TokenRanges | None) -> tuple[Tensor, ...]:
-        """Returns the tensors at some packed indices; None: all. Views of a single run, otherwise copies."""
+        """Returns the tensors at some packed indices, or unchanged for None.
+
+        A single run gives views, others copies.
+        """
         if packed_tokens is None or packed_tokens.count == self.token_ranges.count:
             return self.tensors
         return tuple([packed_tokens.take(x) for x in self.tensors])
@@ -90,9 +95,9 @@ class Rotation:
 
     Args:
         axis: mesh axis of the ring.
-        return_axis: the same axis with a second communicator. Results return on it: on one communicator they would
-            queue behind the next shard.
-        topology: the ring, turning in the direction that sends fewer tokens.
+        return_axis: the same axis with a second communicator, on which results return. On one communicator they would
+            wait behind the send of the shard.
+        topology: the ring, in the direction that sends fewer tokens.
         grid: visible pairs of each (query shard, key shard).
     """
 
@@ -103,33 +108,33 @@ class Rotation:
 
     @classmethod
     def of(cls, axis: Axis, return_axis: Axis, topology: RingTopology, grid: Grid) -> Rotation:
-        """Returns the rotation that turns the ring in its cheaper direction."""
+        """Returns the rotation around `topology` or around its opposite, whichever sends fewer tokens."""
         return cls(axis, return_axis, topology.cheaper_direction(grid), grid)
 
     def rotate(self, *tensors: Tensor) -> Iterator[RotatingShard]:
-        """Yields the shard of each step, starting with this rank's own, while the next shard is received.
+        """Yields the shard of each step, this rank's own first. Sends it and receives the next one in the meantime.
 
         Args:
             tensors: [B, T, ...] each, this rank's own shard.
 
-        Bytes sent: the tokens that the next rank needs, at every step except the last; p2p.
+        Bytes sent, p2p: at each step except the last, the tokens that the next rank or one after it sees.
         """
         current, buffer, (previous_rank, next_rank) = tensors, None, self.neighbours
         buffers = ReceiveBuffers(tensors, [step.received_count for step in self.steps])
         for step in self.steps:
             shard = RotatingShard(step.step, step.query_shard, step.key_shard, step.token_ranges, current)
-            # 1. Start both transfers before anything is computed. A received buffer is forwarded without a copy unless
-            # the next rank needs fewer of its tokens; this rank's own tensors are copied into a buffer.
+            # 1. Start both transfers before anything is computed. At step 0 this rank's own tensors are copied into a
+            # buffer. Later the received buffer is forwarded, without a copy unless the next rank needs fewer tokens.
             send_buffer = None
             if step.next_tokens.runs:
                 send_buffer = buffer.part(step.next_tokens) if buffer else FlatBuffer.of(current, step.next_tokens)
-            receive_buffer = buffers.take(last_in_use=True)  # the last buffer is still read by kernels, and sent
+            receive_buffer = buffers.take(last_in_use=True)  # kernels still read the last buffer, and it is being sent
             send = {next_rank: send_buffer} if send_buffer else {}
             receive = {previous_rank: receive_buffer} if receive_buffer else {}
             exchange = start_exchange(self.axis, send, receive)
             yield shard  # 2. the caller computes with the current shard
             exchange.wait()  # 3. the next shard has arrived, and the current one has left
-            # Drop every reference to the current shard, so that two shards are alive at a time instead of three.
+            # Drop every reference to the current shard, so that two shards are in memory at a time instead of three.
             shard.tensors = ()
             buffer = receive_buffer
             current = buffer.tensors if buffer else tuple([x[:, :0] for x in tensors])
@@ -142,7 +147,7 @@ class Rotation:
 
     @cached_property
     def neighbours(self) -> tuple[int, int]:
-        """The (previous, next) rank of the axis around the ring."""
+        """The ranks before and after this one around the ring, as ranks of the axis."""
         return self.ahead(-1), self.ahead(1)
 
     @cached_property
@@ -166,14 +171,15 @@ class Rotation:
 
     @cached_property
     def direct_steps(self) -> tuple[DirectStep, ...]:
-        """Tokens whose results return directly to their owners, for each step. At step 0 all stay on this rank."""
+        """The tokens whose results return directly, for each step. At step 0 the shard is this rank's own: none do."""
         return tuple(map(self._direct_step, self.steps))
 
     def _direct_step(self, step: RingStep) -> DirectStep:
         if step.step == 0:
             return DirectStep(step.token_ranges, step.token_ranges, TokenRanges())
         visible = self.topology.visible_tokens(self.grid, self.ring_index, self.origin(step.step))
-        holder = (self.ring_index + step.step) % len(self.steps)  # the rank of the ring that has this rank's own shard
+        # After s steps this rank's own shard is on the rank s hops after it.
+        holder = (self.ring_index + step.step) % len(self.steps)
         returned_tokens = self.topology.visible_tokens(self.grid, holder, self.ring_index)
         return DirectStep(visible, visible.within(step.token_ranges), returned_tokens)
 

@@ -1,7 +1,8 @@
 """Ring topologies: the order in which shards visit ranks, and how far each token travels. Pure.
 
-On every rank of a ring one shard is stationary and the shards of the other side rotate past it: keys past queries, or
-queries past keys. A token is sent no further than to the last rank that sees it.
+Each rank of a ring has one stationary shard and one rotating shard at a time: either keys rotate and queries stay, or
+queries rotate and keys stay. A token is sent no further than to the last rank that *sees* it: that has a query which
+sees the key or, if queries rotate, a key which the query sees.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ RotatingSide = Literal["keys", "queries"]
 
 @dataclass(frozen=True)
 class RingTopology:
-    """R ranks in a ring. Methods number them by their index in `ranks`.
+    """R ranks in a ring. `index` and `origin` in the methods below are indices of `ranks`.
 
     Args:
         ranks: ranks of the axis, in the order in which a rotating shard visits them.
-        stationary_shards: the shard that stays on each of `ranks`.
-        rotating_shards: the shard that each of `ranks` owns and sends around the ring.
+        stationary_shards: for each of `ranks`, the shard that stays on it.
+        rotating_shards: for each of `ranks`, the shard that it owns and sends around the ring.
         rotating_side: the side whose shards rotate.
     """
 
@@ -46,14 +47,16 @@ class RingTopology:
         )
 
     def cheaper_direction(self, grid: Grid) -> RingTopology:
-        """Returns this ring or the opposite one, whichever sends fewer tokens. Every rank chooses alike.
+        """Returns this ring or the opposite one, whichever sends fewer tokens; this one if both send as many.
 
-        With a causal mask and zigzag shards, keys that travel to lower ranks first meet the ranks that see all of them
-        and then those that see half: three quarters of the tokens sent the other way. On a tie this ring is returned.
+        With a causal mask and zigzag shards, keys that travel towards lower ranks first visit the ranks that see all of
+        them and then those that see half, so that half of each shard stops early. That sends three quarters of the
+        tokens that the other direction sends.
         """
-        # Counted over all ranks from the grid, which is the same everywhere: no communication decides it.
+        # The grid is the same on every rank, so that every rank chooses alike without communication.
         reach, opposite = self.reach(grid), self.opposite
-        grid.cached(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))  # cheaper than `reach`
+        # Derives the reaches of the opposite ring from those of this one, which is faster than `_reach`.
+        grid.cached(opposite, lambda: tuple(shard.opposite for shard in reversed(reach)))
         return opposite if opposite.tokens_sent(grid) < self.tokens_sent(grid) else self
 
     def tokens_sent(self, grid: Grid) -> int:
@@ -61,30 +64,31 @@ class RingTopology:
         return sum(sum(shard.counts[1:]) for shard in self.reach(grid))
 
     def origin(self, index: int, step: int) -> int:
-        """Returns the index of the owner of the rotating shard that is on rank `index` at `step`."""
+        """Returns the index of the rank that owns the rotating shard which is on rank `index` at `step`."""
         return (index - step) % len(self.ranks)
 
     def ahead(self, index: int, steps: int) -> int:
-        """Returns the rank of the axis that is `steps` hops after rank `index` of the ring."""
+        """Returns the rank of the axis that is `steps` hops after rank `index` of the ring; before it if negative."""
         return self.ranks[(index + steps) % len(self.ranks)]
 
     def reach(self, grid: Grid) -> tuple[Reach, ...]:
-        """Returns the reach of the rotating shard of each rank of the ring."""
+        """Returns the reach of each rank's rotating shard. Cached with the grid."""
         return grid.cached(self, lambda: tuple(self._reach(grid, origin) for origin in range(len(self.ranks))))
 
     def _reach(self, grid: Grid, origin: int) -> Reach:
         size, layout = len(self.ranks), grid.key_layout if self.rotating_side == "keys" else grid.layout
+        # At step s the shard is on the rank s hops after its owner.
         visible = [self.visible_tokens(grid, (origin + step) % size, origin) for step in range(1, size)]
         return Reach.of(layout.sizes[self.rotating_shards[origin]], visible)
 
     def query_key_shards(self, index: int, origin: int) -> tuple[int, int]:
-        """Returns the (query shard, key shard) that meet on rank `index` when the shard of rank `origin` is there."""
+        """Returns the (query shard, key shard) on rank `index` while it has the rotating shard of rank `origin`."""
         stationary_shard, rotating_shard = self.stationary_shards[index], self.rotating_shards[origin]
         return (
             (stationary_shard, rotating_shard) if self.rotating_side == "keys" else (rotating_shard, stationary_shard)
         )
 
     def visible_tokens(self, grid: Grid, index: int, origin: int) -> TokenRanges:
-        """Returns the tokens of the shard of rank `origin` that are in a visible pair on rank `index`."""
+        """Returns the tokens of the rotating shard of rank `origin` that rank `index` sees, as indices in the shard."""
         visible = grid.visible(*self.query_key_shards(index, origin))
         return TokenRanges(visible.keys if self.rotating_side == "keys" else visible.queries)

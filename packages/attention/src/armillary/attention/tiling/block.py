@@ -19,11 +19,12 @@ from armillary.core import TokenRanges, Trace, compat, span
 from armillary.core.observe.trace import NO_SPAN
 
 Calls = tuple[SingleCall | PackedCall, ...]
+"""The kernel calls of a block, with small ones packed."""
 HOST = torch.device("cpu")
 
 
 class HeadRun(NamedTuple):
-    """Query heads q0..q1 and their key/value heads k0..k1, each of which has the same number of query heads."""
+    """Query heads q0 .. q1 - 1, which use key/value heads k0 .. k1 - 1: each is used by equally many query heads."""
 
     q0: int
     q1: int
@@ -32,7 +33,7 @@ class HeadRun(NamedTuple):
 
 
 class RingBlock(Protocol):
-    """Attention of the queries and keys that meet at one step of a ring."""
+    """Attention of the queries and keys that a rank (or a node) has at one step of a ring."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
         """Merges the partial result into `accumulator`."""
@@ -41,7 +42,7 @@ class RingBlock(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
-        """Adds this step's share to dq, dk and dv; out and lse are over all keys of these queries."""
+        """Adds the step's part of the gradients to dq, dk and dv; out and lse are those over all keys."""
         ...
 
 
@@ -50,10 +51,11 @@ class BlockAttention:
     """Attention of some queries over some keys, as a list of kernel calls.
 
     Args:
-        query, key: the shards.
-        scores: score settings, with a positive scale.
-        sign: sign of the original scale; q and dq are multiplied by it (`Scores.sign`).
-        calls: calls of `kernel`, each on parts of q and of k, v.
+        query, key: indices of the query shard and of the key shard.
+        kernel: computes the calls.
+        scores: softmax scale and softcap. The scale is positive, as kernels require.
+        sign: sign of the scale that the caller passed; q and dq are multiplied by it (`Scores.sign`).
+        calls: one call per tile, each on a part of q and a part of k, v.
     """
 
     query: int
@@ -67,7 +69,7 @@ class BlockAttention:
     )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
-        """Merges the block's partial result into `accumulator`. Without a visible pair it does nothing."""
+        """Merges the partial result of the block into `accumulator`. Does nothing if no pair is visible."""
         if not self.calls or not q.shape[0]:  # a rank may have no row of the batch
             return
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
@@ -81,7 +83,8 @@ class BlockAttention:
                     result = kernel.forward(*tensors, call.band, scores)
                 else:
                     result = call.kernel.forward_packed(*tensors, call.sequences, scores)
-                # Freed here, so that copies of a packed call are not alive beside its merge, nor results of two calls.
+                # Freed before the merge: the inputs of a packed call are copies. The result is freed before the next
+                # call.
                 del tensors
                 accumulator.add(rows, *result)
                 del result
@@ -89,10 +92,11 @@ class BlockAttention:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
-        """Adds the block's gradients to dq, dk and dv; out and lse are over all keys of these queries."""
+        """Adds the block's part of the gradients to dq, dk and dv; out and lse are those over all keys."""
         if not self.calls or not q.shape[0]:  # a rank may have no row of the batch
             return
-        # Kernels take positive scales only: s (q k) = |s| (sign q) k, and dq = sign d(sign q).
+        # Kernels require a positive scale. With s = sign |s|: s q k = |s| (sign q) k, so the kernel takes sign q, and
+        # dq is sign times the gradient that it returns.
         q = contiguous_rows(q if self.sign == 1 else q * self.sign)
         dout, k, v, out = contiguous_rows(dout), contiguous_rows(k), contiguous_rows(v), contiguous_rows(out)
         kernel, scores = self.kernel, self.scores
@@ -111,7 +115,7 @@ class BlockAttention:
                 del grads
 
     def _calls_on(self, q: Tensor, k: Tensor) -> Calls:
-        """Returns the calls for these tensors, small ones packed. Indices are copied to the device once."""
+        """Returns the calls for tensors of these sizes, with indices on the device. Copied there once, then cached."""
         shards = Shards(q.shape[0], q.shape[1], k.shape[1])
         if (calls := self._packs.get((shards, q.device))) is None:
             calls = self.packed_calls(shards)
@@ -122,7 +126,7 @@ class BlockAttention:
         return calls
 
     def packed_calls(self, shards: Shards) -> Calls:
-        """Returns the calls for tensors of these sizes, small ones packed, with indices on the host."""
+        """Returns the calls for tensors of these sizes, small ones packed, with indices on the host. Cached."""
         if (calls := self._packs.get((shards, HOST))) is None:
             calls = pack_calls(self.calls, self.kernel, shards)
             if not compat.fakes_tensors():  # a fake tensor belongs to its mode and must not outlive it
@@ -130,6 +134,7 @@ class BlockAttention:
         return calls
 
     def _span(self, name: str) -> AbstractContextManager[object]:
+        """Returns a context that records the block's computation in the trace."""
         return span(f"{name} q{self.query} k{self.key}", query=self.query, key=self.key)
 
 
@@ -145,8 +150,9 @@ def kernel_calls(
     """Yields the kernel calls of query shard `query` and key shard `key`.
 
     Args:
-        queries, keys: the local tokens of these shards that tensors have, packed; all visible ones are among them.
-            None: tensors have the whole shard.
+        heads: runs of heads (`head_runs`). There is one call per tile and run.
+        queries, keys: the tokens of the shard that the packed tensors contain, among them all tokens in a visible pair.
+            None if the tensors contain the full shard.
     """
     query_count = grid.layout.sizes[query] if queries is None else queries.count
     key_count = grid.key_layout.sizes[key] if keys is None else keys.count
@@ -156,15 +162,16 @@ def kernel_calls(
             for tile in kernel.cut(block_tile):  # into tiles that the kernel supports
                 query_tokens = _packed_slice(tile.q0, tile.q1, queries, query_count)
                 key_tokens = _packed_slice(tile.k0, tile.k1, keys, key_count)
-                for run in heads:  # kernels share key heads evenly; see `head_runs`
+                for run in heads:
                     query_heads = ALL if len(heads) == 1 else slice(run.q0, run.q1)
-                    key_heads = slice(run.k0, run.k1)  # there may be key heads that no query head uses
+                    key_heads = slice(run.k0, run.k1)  # not `ALL`: there may be key heads that no query head uses
                     query_part = TilePart(rows, query_tokens, query_heads)
                     yield query_part, TilePart(rows, key_tokens, key_heads), tile.offsets
 
 
 def _packed_slice(start: int, stop: int, packed: TokenRanges | None, count: int) -> slice:
-    """Returns tokens start..stop as indices into `count` packed tokens. All are visible, so they form one run."""
+    """Returns tokens start .. stop - 1 of a shard as a slice of the `count` tokens of a packed tensor."""
+    # Every row and column of a tile is in a visible pair, so that all these tokens are packed, side by side.
     if stop - start == count:
         return ALL
     shift = 0 if packed is None else packed.index(start) - start
@@ -173,10 +180,11 @@ def _packed_slice(start: int, stop: int, packed: TokenRanges | None, count: int)
 
 @lru_cache(maxsize=256)
 def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Returns the fewest runs of heads in which each key head has the same number of query heads.
+    """Returns the fewest runs of heads in which equally many query heads use each key/value head.
 
-    Each run is one kernel call, because kernels divide query heads evenly among key heads. On one rank of the head axis
-    the numbers may differ.
+    Kernels require equal numbers, so each run is a kernel call of its own. The numbers may differ if a head axis
+    divides the heads: with 2 query heads per key/value head, a rank with query heads 1, 2 and 3 uses one key/value head
+    once and one twice.
 
     Args:
         key_heads: for each local query head, the local key/value head that it uses.

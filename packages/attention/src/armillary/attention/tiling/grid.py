@@ -1,4 +1,4 @@
-"""`Grid`: tiles, visible tokens and pairs of each block of a query shard and a key shard. No communication."""
+"""`Grid`: the tiles, visible tokens and numbers of pairs of each block, a query shard against a key shard. Pure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 
 
 class VisibleTokens(NamedTuple):
-    """Tokens of two shards that take part in a visible pair, as local indices: sorted ranges that do not touch.
+    """The tokens of a query shard and of a key shard that are in a visible pair, in any row of the batch.
 
     Args:
-        queries, keys: token ranges over all rows of the batch; empty if no pair is visible.
+        queries, keys: sorted ranges of local indices, which do not touch; empty if no pair is visible.
     """
 
     queries: tuple[range, ...] = ()
@@ -30,12 +30,12 @@ class VisibleTokens(NamedTuple):
 
 
 class CachesDerived:
-    """An immutable object that caches what is derived from it."""
+    """Base class of immutable objects that cache the values computed from them."""
 
     _derived: dict[Hashable, object]
 
     def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Returns the result of `make`, computed once for each `key`."""
+        """Returns the result of `make()`, which is called once for each `key`."""
         derived = self._derived
         if key not in derived:
             derived[key] = make()
@@ -47,10 +47,9 @@ class CachesDerived:
 
 
 class Grid(CachesDerived):
-    """The blocks of a call: the shards of `layout` against the shards of `key_layout`, under a mask.
+    """The blocks of a call: each query shard of `layout` against each key shard of `key_layout`, under a mask.
 
-    Caches everything derived from these three (`cached`). A run with a new mask at every step, such as packed
-    documents, has the grids of a few steps in memory.
+    Values derived from these three are cached (`cached`), and the newest grids themselves are (`grid_of`).
     """
 
     def __init__(self, layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> None:
@@ -59,20 +58,20 @@ class Grid(CachesDerived):
 
     @property
     def rows(self) -> range:
-        """The batch rows that have masks of their own; a single row if all share one mask."""
+        """The rows of the batch that differ in their masks: all rows if the mask has one per row, otherwise row 0."""
         return range(self.mask.batch or 1)
 
     def visible(self, query: int, key: int) -> VisibleTokens:
-        """Returns the tokens of query shard `query` and key shard `key` that see each other."""
+        """Returns the tokens of query shard `query` and key shard `key` that are in a visible pair."""
         return self.cached(("visible", query), lambda: self._visible(query))[key]
 
     def pairs(self, query: int, key: int, batch: int) -> int:
-        """Returns the number of visible pairs of a block, over all rows of a batch."""
+        """Returns the number of visible pairs of a block, in all `batch` rows together."""
         count = self.cached(("pairs", query), lambda: self._pairs(query))[key]
         return count * (1 if self.mask.per_row else batch)
 
     def tiles(self, query: int, key: int, row: int) -> tuple[Tile, ...]:
-        """Returns the tiles of a block in one row of the batch."""
+        """Returns the tiles of a block in one row of the batch, joined."""
 
         def make() -> tuple[Tile, ...]:
             tiles = self._tile_arrays(query)[row]
@@ -81,10 +80,10 @@ class Grid(CachesDerived):
 
         return self.cached(("tiles", query, key, row), make)
 
-    # -- for a shard of queries and all shards of keys at once --------------------------------------------------------
+    # -- one query shard and all key shards at once -------------------------------------------------------------------
 
     def _tile_arrays(self, query: int) -> list[TileArray]:
-        """Returns, for each row of the batch, tiles before they are joined, in order of key shards."""
+        """Returns, for each of `rows`, the tiles of all key shards, in order of key shards and not joined yet."""
 
         def make() -> list[TileArray]:
             queries, keys = SpanTable.of([self.layout.spans(query)]), all_spans(self.key_layout)
@@ -94,12 +93,14 @@ class Grid(CachesDerived):
         return self.cached(("arrays", query), make)
 
     def _visible(self, query: int) -> list[VisibleTokens]:
+        """Returns the visible tokens of query shard `query` and each key shard."""
         # Tiles are trimmed: every row and column of a tile is in a visible pair.
         shard, q0, q1, k0, k1, *_ = np.concatenate(self._tile_arrays(query)).T
         shards = self.key_layout.shards
         return list(map(VisibleTokens, unite_ranges(shard, q0, q1, shards), unite_ranges(shard, k0, k1, shards)))
 
     def _pairs(self, query: int) -> list[int]:
+        """Returns the number of visible pairs of query shard `query` and each key shard, over `rows`."""
         tiles = np.concatenate(self._tile_arrays(query))
         counts = pair_counts(tiles)
         pairs = widen(np.zeros(self.key_layout.shards, dtype=np.int64), self.layout.length, self.key_layout.length)
@@ -111,6 +112,6 @@ GRIDS = BoundedCache[tuple[AttentionMask, SequenceLayout, SequenceLayout], Grid]
 
 
 def grid_of(layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> Grid:
-    """Returns the grid of these layouts and this mask: one object for all layers, forward and backward."""
+    """Returns the grid of these layouts and this mask: the same object for all layers, and for forward and backward."""
     key = (mask, layout, key_layout)
     return GRIDS.get(key) or GRIDS.add(key, Grid(layout, key_layout, mask), mask)

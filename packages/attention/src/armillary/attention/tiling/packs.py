@@ -1,7 +1,7 @@
-"""Packs of small kernel calls: the calls that are packed together, and the indices of their tokens.
+"""Packs of small kernel calls: which calls are packed together, and the indices of their tokens.
 
-A pack of any number of calls is gathered, computed and merged as one, so that a block with thousands of documents takes
-the host no longer than one without documents.
+The calls of a pack become one: their tokens are copied into one tensor, one varlen kernel call computes them, and their
+results are merged at once. So a block with thousands of documents takes no more host time than one without documents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KernelCall = tuple[TilePart, TilePart, Window]
 
 
 class SingleCall(NamedTuple):
-    """A kernel call on part of the queries and of the keys."""
+    """A kernel call on one part of the queries and one part of the keys."""
 
     queries: TilePart
     keys: TilePart
@@ -33,7 +33,7 @@ class SingleCall(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A kernel call on several sequences of queries and keys. No token is in two of them."""
+    """A varlen kernel call on several sequences of queries and keys. No token is in two of them."""
 
     queries: PackedTokens
     keys: PackedTokens
@@ -47,7 +47,13 @@ class PackedCall(NamedTuple):
 
 @dataclass
 class OpenPack:
-    """A pack under construction: the indices of its calls, its size in tokens, and its sorted ranges of tokens."""
+    """A pack to which calls may still be added.
+
+    Args:
+        call_indices: indices of its calls in the list of all calls.
+        size: sum over its calls of the number of queries or keys, whichever is larger.
+        queries, keys: its tokens, as sorted ranges of indices in the concatenated rows of the batch.
+    """
 
     call_indices: list[int] = field(default_factory=list[int])
     size: int = 0
@@ -56,7 +62,7 @@ class OpenPack:
 
 
 class Shards(NamedTuple):
-    """Sizes of a block's tensors: rows of the batch, tokens of queries, and tokens of keys."""
+    """Sizes of the tensors of a block: rows of the batch, and queries and keys of a row."""
 
     rows: int
     queries: int
@@ -64,12 +70,12 @@ class Shards(NamedTuple):
 
 
 def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
-    """Packs small calls with equal `PackingKernel.pack_key` and equal heads. Deterministic; indices are on the host.
+    """Returns the calls with small ones packed: those with equal `PackingKernel.pack_key` and equal heads.
 
-    Calls of a pack share no queries, because one merge writes all their results, and no keys, because one addition
-    writes all their gradients.
+    No query is in two calls of a pack, because one merge writes all their results. No key is, because one addition
+    writes all their gradients. The packs are the same in each run. Their indices are on the host.
     """
-    packs_in_order = list[list[int]]()  # indices of the calls of each pack, in order of first calls
+    packs_in_order = list[list[int]]()  # for each pack, or single call, the indices of its calls
     open_packs = dict[Hashable, list[OpenPack]]()
     for index, (query_part, key_part, band) in enumerate(calls):
         rows, queries = query_part.ranges(shards.rows, shards.queries)
@@ -81,12 +87,13 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         if key is None:
             packs_in_order.append([index])
             continue
-        # Ranges of tokens in the concatenated rows. A call is on one row, or on all: then the first row's are enough.
+        # From tokens of a row to tokens of the concatenated rows. A call is on one row or on all rows; of a call on all
+        # rows the tokens of the first row are enough, because then every call is on all rows.
         queries = _shift(queries, 0 if len(rows) > 1 else rows.start * shards.queries)
         keys = _shift(keys, 0 if len(rows) > 1 else rows.start * shards.keys)
         heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
         packs = open_packs.setdefault((key, heads), [])
-        # First fit: the first open pack that shares no tokens with this call.
+        # First fit: the first open pack of the same kind that shares no tokens with this call, else a new pack.
         for pack in packs:
             query_index, key_index = _gap(pack.queries, queries), _gap(pack.keys, keys)
             if query_index is not None and key_index is not None:
@@ -109,7 +116,7 @@ def _shift(tokens: range, offset: int) -> range:
 
 
 def _gap(ranges: list[range], tokens: range) -> int | None:
-    """Returns the index at which `tokens` keep disjoint ranges sorted; None if they overlap one."""
+    """Returns the index at which to insert `tokens` into sorted disjoint ranges; None if they overlap one of these."""
     index = bisect_left(ranges, tokens.start, key=lambda run: run.start)
     overlaps_left = index > 0 and ranges[index - 1].stop > tokens.start
     overlaps_right = index < len(ranges) and ranges[index].start < tokens.stop
@@ -117,7 +124,7 @@ def _gap(ranges: list[range], tokens: range) -> int | None:
 
 
 def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> SingleCall | PackedCall:
-    """Returns one call that computes all of these."""
+    """Returns one call that computes all `calls`."""
     if len(calls) == 1 or not isinstance(kernel, PackingKernel):
         return SingleCall(*calls[0])
     queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries)
@@ -126,7 +133,7 @@ def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> Sin
 
 
 def _packed_tokens(parts: Sequence[TilePart], batch: int, tokens: int) -> tuple[PackedTokens, tuple[int, ...]]:
-    """Returns the tokens of the parts, and the number of tokens of each sequence."""
+    """Returns the tokens of all parts, packed, and the number of tokens of each sequence: one per part and row."""
     runs = [
         (row * tokens + run.start, len(run))
         for part in parts

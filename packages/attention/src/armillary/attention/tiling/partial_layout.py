@@ -1,4 +1,4 @@
-"""Layouts of a subset of positions: the queries or keys of the ranks of one node at one step."""
+"""Layouts of only some positions of a sequence: the queries or keys of one node at one step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from armillary.core.spans import Spans
 
 
 class PartialLayout(SequenceLayout):
-    """Some positions of a sequence; shards may be empty.
+    """A layout of only some positions of a sequence. Its shards may be empty.
 
-    Positions stay global, so masks, tiles and methods use it like the layout of a full sequence.
+    Positions stay those of the full sequence, so that masks, tiles and methods use it like any other layout.
 
     Args:
-        spans: spans of each shard, as in `SequenceLayout`, but they need not cover every position.
+        spans: spans of each shard, as in `SequenceLayout`; they need not cover all positions.
         length: number of positions of the full sequence.
     """
 

@@ -1,8 +1,9 @@
 """Tiles of a shard: the intersections of a mask's slices with spans of queries and spans of keys, in NumPy.
 
-The intersection of a slice, a span of queries and a span of keys is one tile if both spans have the same step, because
-bounds on positions are then bounds on local indices. Masks of many documents have thousands of slices, so every step
-computes all intersections at once in arrays.
+A slice is a band on positions: query i sees key j iff low <= j - i <= high. Its intersection with a span of queries and
+a span of keys is one tile if both spans have the same step, because bounds on positions are then bounds on local
+indices. Masks of many documents have thousands of slices, so each function computes all intersections at once in
+arrays.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from armillary.core.slices import FAR, Integers, Slices, widen
 from armillary.core.spans import Spans
 
 TileArray = NDArray[np.int64]
-"""[n, 7]: key shard, then q0, q1, k0, k1, low, high as in `Tile`, with -FAR and FAR for bounds of None."""
+"""[n, 7]: key shard, q0, q1, k0, k1, low, high of n tiles, as in `Tile`; -FAR and FAR stand for no bound."""
 
 
 @dataclass(frozen=True, eq=False)
 class SpanTable:
-    """The spans of some shards, sorted by start.
+    """The spans of some shards, sorted by start. Each field is an array with one element per span.
 
     Args:
-        shard: the shard of each span.
-        local_start: local index of its first token.
-        start, stop, step, count: the positions of each span; the last one is stop - 1.
-        reach: the largest stop among each span and those before it. Spans with steps may overlap, so that stops need
-            not rise.
+        shard: the shard of the span.
+        local_start: local index of the first token of the span in its shard.
+        start, stop, step, count: positions start, start + step, ..., stop - 1 of the span, and their number.
+        reach: the largest stop of this and all earlier spans. Spans with steps may overlap, so stops need not rise.
     """
 
     shard: Integers
@@ -44,7 +44,7 @@ class SpanTable:
 
     @classmethod
     def of(cls, shards: Iterable[Spans]) -> SpanTable:
-        """Returns the table of the spans of each shard."""
+        """Returns the table of all spans of the given shards."""
         rows = list[tuple[int, ...]]()
         for shard, spans in enumerate(shards):
             local_start = 0
@@ -55,9 +55,13 @@ class SpanTable:
         return cls(*table, reach=np.maximum.accumulate(table[3]))
 
     def overlapping(self, starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
-        """Returns all pairs (i, index of a span) in which positions starts[i]..stops[i] and the span may overlap."""
-        # Candidates are adjacent in the table: from the first span that reaches beyond the start of the range, up to
-        # the last one that starts before its end.
+        """Returns all pairs (i, index of a span) such that the span may overlap positions starts[i] .. stops[i] - 1.
+
+        Returns:
+            The i and the index of each pair, as two arrays.
+        """
+        # For each i the candidates are adjacent in the table: from the first span before which no span reaches beyond
+        # starts[i], up to the last span that starts before stops[i].
         first, last = np.searchsorted(self.reach, starts, side="right"), np.searchsorted(self.start, stops)
         index, number = repeat_indices(np.maximum(last - first, 0))
         return index, first[index] + number
@@ -65,7 +69,13 @@ class SpanTable:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Parts of spans, as arrays: local index and position of the first token, step, and number of tokens."""
+    """Parts of spans. Each field is an array with one element per part.
+
+    Args:
+        local_start, position: local index and position of the first token.
+        step: step of the positions.
+        count: number of tokens.
+    """
 
     local_start: Integers
     position: Integers
@@ -74,9 +84,10 @@ class Runs:
 
     @classmethod
     def within(cls, table: SpanTable, span: Integers, start: Integers, stop: Integers) -> Runs:
-        """Returns the part of span `span[i]` with positions in start[i]..stop[i], for each i."""
+        """Returns, for each i, the part of span `span[i]` of the table with positions in start[i] .. stop[i] - 1."""
         step, first = table.step[span], table.start[span]
-        # Indices in the span: -(a // b) with a < 0 is |a| / b, rounded up.
+        # Indices in the span of the first token at or after `start`, and at or after `stop`: ceil((start - first) /
+        # step), written as -((first - start) // step).
         low = np.maximum(0, -((first - start) // step))
         high = np.minimum(table.count[span], -((first - stop) // step))
         return cls(table.local_start[span] + low, first + low * step, step, high - low)
@@ -85,7 +96,7 @@ class Runs:
         return Runs(self.local_start[index], self.position[index], self.step[index], self.count[index])
 
     def single_tokens(self, index: Integers, is_selected: NDArray[np.bool_]) -> Runs:
-        """Replaces each selected run by its `index`-th token."""
+        """Returns the runs, with each selected run i replaced by its token number index[i]."""
         return Runs(
             self.local_start + np.where(is_selected, index, 0),
             self.position + np.where(is_selected, index * self.step, 0),
@@ -101,8 +112,15 @@ def all_spans(layout: SequenceLayout) -> SpanTable:
 
 
 def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray:
-    """Returns the trimmed tiles of one shard's queries and all keys, in order of key shards and of rows."""
-    # 1. The queries of each slice within each span, and the range of keys that they can see.
+    """Returns the trimmed tiles of one shard's queries and all keys, sorted by key shard, then by q0, then by k0.
+
+    Args:
+        queries: the spans of one shard.
+        keys: the spans of all key shards.
+        slices: the slices of the mask, [n, 6]: q0, q1, k0, k1, low, high.
+    """
+    # 1. Rows: the queries of each slice in each span of queries, and the range starts .. stops - 1 of keys that any of
+    #    them sees. Query i of a band sees keys i + low .. i + high.
     index, span = queries.overlapping(slices[:, 0], slices[:, 1])
     q0, q1, k0, k1, low, high = slices[index].T
     rows = Runs.within(queries, span, q0, q1)
@@ -111,23 +129,27 @@ def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray
     nonempty = (rows.count > 0) & (starts < stops)
     rows, low, high, starts, stops = rows[nonempty], low[nonempty], high[nonempty], starts[nonempty], stops[nonempty]
 
-    # 2. The spans of keys in that range.
+    # 2. Columns: the part of each span of keys in that range.
     index, span = keys.overlapping(starts, stops)
     columns, rows = Runs.within(keys, span, starts[index], stops[index]), rows[index]
     shard, low, high = keys.shard[span], low[index], high[index]
     nonempty = columns.count > 0
     rows, columns, shard, low, high = rows[nonempty], columns[nonempty], shard[nonempty], low[nonempty], high[nonempty]
-    # 3. Bands on local indices.
+    # 3. From bounds on positions to bounds on local indices.
     return _trim(*_equalize_steps(rows, columns, shard, low, high))
 
 
 def _equalize_steps(
     rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integers
 ) -> tuple[Runs, Runs, Integers, Integers, Integers]:
-    """Cuts the shorter of two runs with unequal steps, which form no band, into single tokens. Slow, but exact."""
+    """Cuts the shorter of two runs with unequal steps into single tokens, because such runs form no band.
+
+    Many tiles of one token are slow, but exact. A run of one token forms a band with any run.
+    """
     unequal = (rows.step != columns.step) & (rows.count > 1) & (columns.count > 1)
     if not unequal.any():
         return rows, columns, shard, low, high
+    # Each pair of runs is repeated once per token of its shorter run; `index` is the number of the token.
     pair, index = repeat_indices(np.where(unequal, np.minimum(rows.count, columns.count), 1))
     rows, columns, unequal = rows[pair], columns[pair], unequal[pair]
     cut_rows = rows.count <= columns.count
@@ -137,15 +159,18 @@ def _equalize_steps(
 
 def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integers) -> TileArray:
     """Turns bounds on positions into bounds on local indices, and trims tiles as `Tile.trim` does."""
-    # Row a is at rows.position + a * step and column b at columns.position + b * step, so low <= j - i <= high is
-    # (low - distance) / step <= b - a <= (high - distance) / step. FAR is halved so that differences do not overflow.
+    # Token a of a row run has position i = rows.position + a * step, token b of a column run has position
+    # j = columns.position + b * step. With distance = columns.position - rows.position, low <= j - i <= high becomes
+    #     ceil((low - distance) / step) <= b - a <= floor((high - distance) / step).
+    # `shift` then turns a and b, which count from the first token of the run, into local indices. FAR is halved so that
+    # differences do not overflow.
     step = np.where(rows.count > 1, rows.step, columns.step)
     distance, shift = columns.position - rows.position, columns.local_start - rows.local_start
     low = np.where(low == -FAR, -FAR, shift - (distance - np.maximum(low, -FAR // 2)) // step)
     high = np.where(high == FAR, FAR, shift + (np.minimum(high, FAR // 2) - distance) // step)
     q0, q1 = rows.local_start, rows.local_start + rows.count
     k0, k1 = columns.local_start, columns.local_start + columns.count
-    # Drop rows and columns without a visible pair; then bounds that hold for every pair that remains.
+    # Drop rows without a visible pair, then columns without one, then bounds that exclude no remaining pair.
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
     k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
     low, high = np.where(low <= k0 - (q1 - 1), -FAR, low), np.where(high >= (k1 - 1) - q0, FAR, high)
@@ -156,35 +181,43 @@ def _trim(rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integ
 
 def pair_counts(tiles: TileArray) -> Integers:
     """Returns the number of visible pairs of each tile."""
+    # Pairs with b - a <= high, minus those with b - a <= low - 1. Here a and b count from the tile's own corner.
     _, q0, q1, k0, k1, low, high = widen(tiles, *(int(tiles[:, i].max(initial=0)) for i in (2, 4))).T
     rows, columns, shift = q1 - q0, k1 - k0, k0 - q0
     low, high = np.maximum(low - shift, 1 - rows), np.minimum(high - shift, columns - 1)
 
     def triangle(last: Integers) -> Integers:
-        """Returns the sum over n = 1..last of min(n, columns)."""
+        """Returns the sum of min(n, columns) over n = 1 .. last."""
         full = np.clip(last, 0, columns)
         return full * (full + 1) // 2 + np.maximum(0, last - columns) * columns
 
     def up_to(limit: Integers) -> Integers:
         """Returns the number of pairs with b - a <= limit."""
+        # Row a has min(a + limit + 1, columns) of them, or 0 if that is negative.
         return triangle(limit + rows) - triangle(limit)
 
     return up_to(high) - up_to(low - 1)
 
 
 def repeat_indices(counts: Integers) -> tuple[Integers, Integers]:
-    """Returns (index i repeated counts[i] times, number of each copy). Counts [2, 1] give [0, 0, 1] and [0, 1, 0]."""
+    """Returns each index i repeated counts[i] times, and the number of each copy: [2, 1] gives [0, 0, 1], [0, 1, 0]."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def unite_ranges(shards: Integers, starts: Integers, stops: Integers, count: int) -> list[tuple[range, ...]]:
-    """Returns, for each of `count` shards, the union of its ranges: sorted, disjoint, and with gaps between them."""
+    """Returns, for each of `count` shards, the union of its ranges: sorted ranges that neither overlap nor touch.
+
+    Args:
+        shards: the shard of each range.
+        starts, stops: the ranges.
+    """
     if not len(starts):
         return [()] * count
     order = np.lexsort((starts, shards))
     shards, starts, stops = shards[order], starts[order], stops[order]
-    # Ranges of shard s are shifted by s * offset, beyond those of earlier shards: one running maximum serves them all.
+    # A range starts a new union if it starts after all earlier stops of its shard. To compute the largest earlier stop
+    # for all shards with one running maximum, ranges of shard s are shifted by s * offset, beyond those of shard s - 1.
     offset = int(stops.max(initial=0)) + 1
     reach = np.maximum.accumulate(shards * offset + stops)
     is_start = np.ones(len(starts), dtype=np.bool_)

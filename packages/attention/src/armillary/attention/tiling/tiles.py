@@ -1,8 +1,8 @@
 """The tiles of a pair of shards under a mask: as few kernel calls as possible. Pure: no process group, no tensors.
 
-A tile is a *band* on a rectangle of local indices: row a sees column b iff low <= b - a <= high. Two spans of equal
-step under a causal or window mask give one band; adjacent tiles that form one band are joined. A full rectangle has no
-bounds, a causal square has high = 0.
+A tile is a *band* on a rectangle of local indices: query a (a row) sees key b (a column) iff low <= b - a <= high. A
+full rectangle has no bounds; a causal square has high = 0. Two spans of equal step under a causal or window mask give
+one tile. Adjacent tiles whose union is a band are joined.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     """Returns tiles that cover each visible (query, key) pair of two shards once, and no other pair.
 
     Args:
-        queries, keys: the spans of the two shards, in local order.
-        row: row of the batch, where rows have masks of their own.
+        queries: the spans of the query shard, in local order.
+        keys: the spans of the key shard, in local order.
+        row: row of the batch; it matters only if the mask has one mask per row.
     """
     if not queries or not keys:  # such as an empty key/value cache
         return ()
@@ -32,68 +33,83 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
 
 
 def join_tiles(array: TileArray) -> tuple[Tile, ...]:
-    """Joins adjacent tiles that form one band, along keys and then along queries. Covers the same pairs."""
-    rows = _transpose(_join(_transpose(_join(array[:, 1:]))))
-    return tuple(_tiles_of(rows[np.lexsort(rows[:, 3::-1].T)]))
+    """Joins adjacent tiles whose union is a band, first along keys, then along queries. Covers the same pairs."""
+    tiles = _transpose(_join(_transpose(_join(array[:, 1:]))))  # without the shard column
+    return tuple(_tiles_of(tiles[np.lexsort(tiles[:, 3::-1].T)]))  # sorted by q0, then q1, k0, k1
 
 
-def _transpose(rows: Integers) -> Integers:
+def _transpose(tiles: Integers) -> Integers:
     """Returns tiles [n, 6] with queries and keys exchanged: low <= b - a <= high is -high <= a - b <= -low."""
-    return rows[:, (2, 3, 0, 1, 5, 4)] * np.array((1, 1, 1, 1, -1, -1))
+    return tiles[:, (2, 3, 0, 1, 5, 4)] * np.array((1, 1, 1, 1, -1, -1))
 
 
-def _tiles_of(rows: Integers) -> list[Tile]:
-    bounds = [[None if abs(bound) == FAR else bound for bound in column] for column in rows[:, 4:].T.tolist()]
-    return list(map(Tile, *rows[:, :4].T.tolist(), *bounds)) if len(rows) else []
+def _tiles_of(array: Integers) -> list[Tile]:
+    """Returns tiles [n, 6] as objects."""
+    bounds = [[None if abs(bound) == FAR else bound for bound in column] for column in array[:, 4:].T.tolist()]
+    return list(map(Tile, *array[:, :4].T.tolist(), *bounds)) if len(array) else []
 
 
-def _rows_of(tiles: list[Tile]) -> Integers:
+def _array_of(tiles: list[Tile]) -> Integers:
+    """Returns tiles as an array [n, 6]."""
     rows = [
         (*tile[:4], -FAR if tile.low is None else tile.low, FAR if tile.high is None else tile.high) for tile in tiles
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
-def _join(rows: Integers) -> Integers:
-    """Joins each tile [n, 6] with the one to its left, if their union is one band."""
-    is_candidate = _may_join(rows)  # few tiles are, so that the slow loop below is short
+def _join(tiles: Integers) -> Integers:
+    """Joins each of the tiles [n, 6] with the tile to its left, if their union is a band."""
+    is_candidate = _may_join(tiles)  # mostly few, which keeps the slow loop below short
     if not is_candidate.any():
-        return rows
-    by_end = dict[int, list[Tile]]()  # joined tiles by their last column: a tile's left neighbours end where it starts
-    for tile in sorted(_tiles_of(rows[is_candidate]), key=lambda tile: (tile.k0, tile.q0)):
-        candidates = by_end.get(tile.k0, [])
-        previous, union = next(((old, both) for old in candidates if (both := _joint_band(old, tile))), (None, tile))
-        if previous is not None:
-            candidates.remove(previous)
+        return tiles
+    # Joined tiles by the column at which they end. The left neighbours of a tile end where it starts.
+    by_end = dict[int, list[Tile]]()
+    for tile in sorted(_tiles_of(tiles[is_candidate]), key=lambda tile: (tile.k0, tile.q0)):
+        neighbours, union = by_end.get(tile.k0, []), None
+        for neighbour in neighbours:
+            union = _joint_band(neighbour, tile)
+            if union is not None:
+                neighbours.remove(neighbour)
+                break
+        union = union or tile
         by_end.setdefault(union.k1, []).append(union)
     joined_tiles = [tile for same_end in by_end.values() for tile in same_end]
-    return np.concatenate((rows[~is_candidate], _rows_of(joined_tiles)))
+    return np.concatenate((tiles[~is_candidate], _array_of(joined_tiles)))
 
 
-def _may_join(rows: Integers) -> NDArray[np.bool_]:
-    """Returns True for each of the tiles [n, 6] that another one may be joined to, on its left or right.
+def _may_join(tiles: Integers) -> NDArray[np.bool_]:
+    """Returns True for each of the tiles [n, 6] that may be joined with a tile to its left or right.
 
-    If no tile is bounded from below, as under a causal mask, two tiles can only be joined if they have the same last
-    row (`_joint_band`); without bounds from above, the same first row. Adjacent documents do not, so that thousands of
-    them are excluded here.
+    If no tile has a lower bound, as under a causal mask, two tiles can only be joined if they end at the same row
+    (`_joint_band`); if no tile has an upper bound, only if they start at the same row. Tiles of adjacent documents do
+    neither, so thousands of them are excluded here.
     """
-    lower, upper = (rows[:, 4] != -FAR).any(), (rows[:, 5] != FAR).any()
-    if lower and upper:  # a window: a union may have bounds that its tiles lack, so no pair can be excluded
-        return np.ones(len(rows), dtype=np.bool_)
-    edge = 0 if lower else 1  # column of the first row, or of the last
-    # Coordinates are replaced by their index in sorted order, so that a pair (column, row edge) fits into one integer.
-    rank = np.unique(rows[:, :4], return_inverse=True)[1].reshape(-1, 4)
-    starts, stops = (rank[:, 2:] + rank[:, edge : edge + 1] * rank.size).T
+    has_low, has_high = (tiles[:, 4] != -FAR).any(), (tiles[:, 5] != FAR).any()
+    if has_low and has_high:  # a window: a union may have bounds that its tiles lack, so no tile can be excluded
+        return np.ones(len(tiles), dtype=np.bool_)
+    edge = 0 if has_low else 1  # index of q0, the row at which a tile starts, or of q1, at which it ends
+    # A tile may be joined with one that starts at the column where it ends, and has the same edge. Each pair
+    # (column, edge) is one integer; coordinates are replaced by their index in sorted order, so that it fits.
+    order = np.unique(tiles[:, :4], return_inverse=True)[1].reshape(-1, 4)
+    starts, stops = (order[:, 2:] + order[:, edge : edge + 1] * order.size).T
     return np.isin(starts, stops) | np.isin(stops, starts)
 
 
-def _joint_band(a: Tile, b: Tile) -> Tile | None:
-    """Returns the union of tile `a` and tile `b` to its right; None if it is not one band."""
-    if a.k1 != b.k0 or (a.low is b.low is None and a.q1 != b.q1) or (a.high is b.high is None and a.q0 != b.q0):
-        return None  # most cases: if a side is unbounded in both tiles, they must end at the same row there
-    for low in dict.fromkeys((a.low, b.low)):
-        for high in dict.fromkeys((a.high, b.high)):
-            tile = Tile(min(a.q0, b.q0), max(a.q1, b.q1), a.k0, b.k1, low, high)
-            if tile.columns(tile.k0, b.k0) == a and tile.columns(b.k0, tile.k1) == b:
+def _joint_band(left: Tile, right: Tile) -> Tile | None:
+    """Returns the union of tile `left` and tile `right`, if it is a band and the tiles are adjacent; otherwise None."""
+    if left.k1 != right.k0:
+        return None
+    # Fast path of most cases: if neither tile has a lower bound, both must end at the same row; if neither has an upper
+    # bound, both must start at the same row.
+    if left.low is right.low is None and left.q1 != right.q1:
+        return None
+    if left.high is right.high is None and left.q0 != right.q0:
+        return None
+    # A tile may lack a bound of the union that excludes none of its own pairs. So each bound of either tile is tried:
+    # the union must give back both tiles when it is cut at the column between them.
+    for low in dict.fromkeys((left.low, right.low)):
+        for high in dict.fromkeys((left.high, right.high)):
+            tile = Tile(min(left.q0, right.q0), max(left.q1, right.q1), left.k0, right.k1, low, high)
+            if tile.columns(tile.k0, right.k0) == left and tile.columns(right.k0, tile.k1) == right:
                 return tile
     return None
