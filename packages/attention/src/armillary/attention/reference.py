@@ -1,6 +1,7 @@
 """Attention by its formula, on one device, in float64: the oracle of all tests.
 
-It shares no code with the methods and kernels, not even the rule of visible pairs.
+It shares no code with the methods and kernels. Even the rule of visible pairs is written twice
+(`oracle_visibility.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def reference_attention(
     key_positions: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v over the visible keys of each query. Dense, slow, differentiable by plain autograd.
+    """Returns softmax(scale * q k^T) v over the visible keys of each query. Dense and slow; plain autograd works.
 
     Query head h uses key/value head h // (H // K). A query that sees nothing gives 0, with zero gradients.
 
@@ -63,11 +64,11 @@ def reference_attention(
         v: [B, S, K, Dv].
         mask: a mask in global positions.
         scale: softmax scale; 1 / sqrt(D) by default.
-        sinks: further logits of each query, of keys with value 0: one per head [H], n per head [n, H], or one per
-            query and head [B, T, H].
+        sinks: logits that take part in each query's softmax without a value: one per head [H], n per head [n, H], or
+            one per query and head [B, T, H].
         softcap: c of c * tanh(logit / c), applied to all logits except sinks.
         query_positions: [T], global positions of the queries; 0..T-1 by default.
-        key_positions: [S], of the keys.
+        key_positions: [S], global positions of the keys; 0..S-1 by default.
         return_lse: also return the log-sum-exp of the logits, sinks included.
 
     Returns:
@@ -75,7 +76,7 @@ def reference_attention(
         or float64 for float64 inputs.
 
     Raises:
-        ValueError: shapes or positions that do not fit together, or arguments of other types.
+        ValueError: shapes or positions do not fit together, or an argument has another type.
     """
     check_options(AttentionOptions(mask, scale=scale, softcap=softcap))
     are_plain_tensors(q, k, v, sinks)  # raises ValueError for values that are not dense tensors
@@ -91,7 +92,8 @@ def reference_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
-    # Invisible logits become 0 *before* exp and their weights 0 after it: no infinity meets a gradient, so no NaN.
+    # Invisible logits become 0 before exp, and their weights 0 after it. So exp sees no infinity, whose gradient would
+    # be NaN. `top`, the largest logit of a query, is subtracted so that exp does not overflow.
     top = torch.cat([logits.detach().masked_fill(~visible, -torch.inf), sink.detach()], -1).amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (logits - top).masked_fill(~visible, 0).exp() * visible
@@ -106,7 +108,7 @@ def reference_attention(
 
 
 def _sink_logits(q: Tensor, sinks: Tensor | None) -> Tensor:
-    """Returns the sinks' logits [B, H, T, S]; a single -inf without sinks."""
+    """Returns the logits [B, H, T, n] of n sinks; one sink of -inf, which has no effect, if there are none."""
     batch, tokens, heads, _ = q.shape
     if sinks is None:
         sinks = q.new_full((heads,), -torch.inf)

@@ -1,4 +1,4 @@
-"""Checks of calls on DTensors: placements, heads and shards. They raise ValueError before any communication."""
+"""Checks of the placements, heads and shards of DTensors. They raise ValueError before any communication."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from armillary.core.placements import Placed, check_chunks, check_placement, chu
 def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
     """Raises ValueError, with the accepted placement, for DTensors that do not fit the method and the layouts.
 
-    While a graph is traced, the checks run outside of it, and specialize it to these meshes, placements and sizes.
+    While a graph is traced, the checks run outside of it, and specialize the graph to these meshes, placements and
+    sizes.
 
     Args:
-        tensors: tensors by name: q, k and v, or x and the parameters of projections; and sinks.
+        tensors: DTensors by name: "q", "k" and "v"; or "x" and the parameters of projections. Also "sinks", if these
+            are a DTensor.
     """
     metadata = {name: Placed(x.device_mesh, x.placements, tuple(x.shape)) for name, x in tensors.items()}
     if not torch.compiler.is_compiling():
         return _check(method, metadata, options)
-    # dynamo cannot trace the checks. It takes them as a constant of these arguments, which must be plain values.
+    # dynamo cannot trace the checks. It calls `_error_in_trace` while it traces, and takes the result as a constant of
+    # the graph, so the arguments must be plain values.
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
     meshes, placements = [x.device_mesh for x in metadata.values()], [x.placements for x in metadata.values()]
     shapes = [[index(size) for size in x.shape] for x in metadata.values()]  # numbers instead of symbols
@@ -51,7 +54,7 @@ def _error_in_trace(
     placements: Sequence[tuple[Placement, ...]],
     shapes: Sequence[Sequence[int]],
 ) -> str | None:
-    """Returns the message of the error that `_check` raises; None if it raises none."""
+    """Returns the message of the error that `_check` raises, or None."""
     metadata = map(Placed, map(compat.traced_object, meshes), placements, map(tuple, shapes))
     options = AttentionOptions(AttentionMask(), read_layout(layout), read_layout(key_layout))
     try:
@@ -62,6 +65,7 @@ def _error_in_trace(
 
 
 def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: AttentionOptions) -> None:
+    """Does the checks of `check_dtensors`, which need only meshes, placements and shapes."""
     if "x" in metadata:
         _check_hidden(method, metadata, options.layout)
         return
@@ -80,7 +84,7 @@ def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: Att
 
 
 def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layout: SequenceLayout | None) -> None:
-    """Checks x, the parameters of projections, and sinks, whose heads are sharded as the parameters are."""
+    """Checks x, the parameters of projections, and sinks. The parameters tell which axes shard heads."""
     x = metadata["x"]
     parameters = {name: parameter for name, parameter in metadata.items() if name not in ("x", "sinks")}
     check_tokens("x", x, method, layout, (Shard(0), Replicate()))
@@ -92,9 +96,9 @@ def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layou
 
 
 def _check_parameter(name: str, parameter: Placed, x: Placed) -> None:
-    """Raises ValueError unless a parameter is on axes of x's mesh.
+    """Raises ValueError unless the mesh of a parameter has only axes of the mesh of x.
 
-    It must be replicated on axes that shard x, and may be sharded evenly on others.
+    The parameter must be replicated on axes that shard x, and may be sharded evenly on others.
     """
     axes = parameter.device_mesh.mesh_dim_names or ("",)
     if not set(axes) <= set(x.device_mesh.mesh_dim_names or ()):
@@ -136,7 +140,7 @@ def check_tokens(
     """Raises ValueError unless tokens [B, N, ...] are sharded over the method's axes alone, as the layout cuts them.
 
     Args:
-        other_placements: accepted on the other axes of the mesh.
+        other_placements: placements that are accepted on the other axes of the mesh.
     """
     check_token_placements(name, x, _sharding_axes(method), other_placements)
     _check_shards(x, method, layout)
@@ -167,7 +171,7 @@ def check_token_placements(
 
 def check_heads(name: str, x: Placed | DTensor) -> None:
     """Raises ValueError unless the heads of x [B, N, H, ...] are sharded evenly."""
-    # With even shards the query heads of a group are on the rank of their key/value head.
+    # Then the query heads that share a key/value head are on the rank of that head.
     head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
     if head_ranks > 1 and (len(x.shape) < 3 or x.shape[2] % head_ranks):
         raise ValueError(
@@ -182,9 +186,9 @@ def _sharding_axes(method: AttentionMethod) -> list[Axis]:
 
 def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: SequenceLayout | None) -> None:
     """Raises ValueError unless the layout's shards have the sizes of DTensor's chunks."""
-    if layout is None:  # `check_call` decides if the method needs one
+    if layout is None:  # `check_call` raises if the method needs one
         return
-    # DTensor cuts a dim over several axes one after the other, outermost first, each time as torch.chunk does.
+    # DTensor cuts a dim by one axis after the other, outermost first, each time as torch.chunk does.
     chunks, axes = [x.shape[1]], _sharding_axes(method)
     for axis in axes:
         chunks = [size for chunk in chunks for size in chunk_sizes(chunk, axis.size)]
@@ -193,7 +197,7 @@ def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: Sequence
 
 
 def _check_sinks(sinks: Placed, name: str, x: Placed) -> None:
-    """Raises ValueError unless sinks are sharded by heads on the axes that shard the heads of x, else replicated."""
+    """Raises ValueError unless sinks are sharded by heads exactly on the axes that shard the heads of x."""
     head_dim = Shard(len(sinks.shape) - 1)
     expected_placements: list[Placement] = [
         head_dim if placement == Shard(2) else Replicate() for placement in x.placements

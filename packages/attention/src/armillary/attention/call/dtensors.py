@@ -1,4 +1,4 @@
-"""Calls on DTensors: placements are checked, local tensors computed, and DTensors returned."""
+"""Calls on DTensors: checks the placements, calls the method on local tensors, and returns DTensors."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from armillary.core.placements import dtensor_like, local_of
 def attend_dtensors(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> DTensor | tuple[DTensor, DTensor]:
-    """Attention on DTensors q, k, v over a mesh that has the method's axes, all three placed alike.
+    """Returns attention on DTensors q, k and v, which have equal placements on a mesh with the method's axes.
 
-    Placements: `Shard(1)` on the axes of the method, in the mesh's order, so that rank r * U + u of `ring x ulysses`
-    has chunk r * U + u, which is shard r * U + u of the layout. On other axes heads may be `Shard(2)` (tp), if the axis
-    divides H and K, and the batch `Shard(0)`. Global views hold tokens in the order of the layout's shards. Gradients
-    are placed like the tensors they are gradients of.
+    Placements: `Shard(1)` on the axes of the method, in the mesh's order. So rank r * U + u of `ring x ulysses` has
+    chunk r * U + u of the tokens, which is shard r * U + u of the layout: a DTensor has its tokens in the order of the
+    layout's shards. On other axes heads may be `Shard(2)` (tp), if the axis divides H and K, and the batch `Shard(0)`.
+    The gradient of a tensor is placed like the tensor.
 
     Args:
-        sinks: local, [H] or [n, H] of this rank's heads; or a DTensor of all heads, sharded along its last dim where
-            heads are sharded and `Replicate` elsewhere. The gradient of a DTensor is `Partial` wherever batch or tokens
-            are sharded.
-        options: the mask is of this rank's rows of the batch, where rows have documents of their own. The shards of
-            layouts must be as long as DTensor's own chunks, ceil(N / P) first.
+        sinks: a local tensor [H] or [n, H] of this rank's heads; or a DTensor of all heads, `Shard` of its last dim on
+            the axes that shard heads, and `Replicate` on others. The gradient of the DTensor is `Partial` on the axes
+            that shard batch or tokens.
+        options: if each row has its own documents, the mask has those of this rank's rows. Shards of layouts must have
+            the sizes of DTensor's chunks, the first of which have ceil(N / P) tokens.
 
     Returns:
-        out [B, N, H, Dv], placed like q; with `return_lse` also lse [B, N, H], placed like q. Detach an lse that leaves
-        a compiled graph: torch expects a gradient for every DTensor that leaves a graph and could have one.
+        out [B, N, H, Dv], placed like q; with `return_lse` also lse [B, N, H], placed like q. Detach lse before it
+        leaves a compiled graph, because torch expects a gradient for every DTensor that leaves a graph and could have
+        one.
 
-    Traced by torch.compile without a break; a graph is for one mesh, placement and shape.
+    torch.compile traces this without a break. A graph is for one mesh, placement and shape.
 
     Raises:
-        ValueError: DTensors mixed with local tensors, or placements, shards or heads that do not fit. Raised before any
+        ValueError: DTensors and local tensors are mixed, or placements, shards or heads do not fit. Raised before any
             communication.
     """
     q, k, v = _all_dtensors(q, k, v, sinks)
@@ -56,24 +57,26 @@ def attend_dtensors(
 def project_dtensors(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> DTensor:
-    """Attention from hidden states x [B, N, E], a DTensor on a mesh that has the method's axes.
+    """Returns attention from hidden states x [B, N, E], a DTensor on a mesh with the method's axes.
 
     x is `Shard(1)` on the axes of the method, like q in `attend_dtensors`, and `Shard(0)` or `Replicate` on others.
-    Projections receive the local part of x, and of their parameters that are DTensors: on the mesh of x or on some of
-    its axes, `Replicate` wherever x is sharded. A parameter that is sharded on another axis (tp) is sharded by heads:
-    `heads` and `key_heads` are then this rank's, and projections communicate nothing over that axis themselves.
+    Projections receive the local part of x, and use the local parts of their DTensor parameters. These are on the mesh
+    of x or on some of its axes, and `Replicate` on each axis that shards x. A parameter that is sharded on another axis
+    (tp) is sharded by heads: `heads` and `key_heads` are then numbers of local heads, and projections must not
+    communicate over that axis.
 
-    The gradient of a DTensor is one on its mesh: `Partial` on axes where the DTensor is replicated and tokens, batch or
-    heads are sharded, elsewhere placed like the DTensor. The gradient of a plain parameter is this rank's share.
+    The gradient of a DTensor is a DTensor on the same mesh: `Partial` on axes on which the DTensor is replicated and
+    tokens, batch or heads are sharded, otherwise placed like the DTensor. The gradient of a plain parameter is this
+    rank's share.
 
     Args:
-        sinks: as in `attend_dtensors`, sharded over heads where the projections' parameters are.
+        sinks: as in `attend_dtensors`. Heads are sharded on the axes that shard the projections' parameters.
 
     Returns:
         out [B, N, H, Dv], placed like x, and `Shard(2)` where heads are sharded.
 
     Raises:
-        ValueError: placements, meshes or shards that do not fit. Raised before any communication.
+        ValueError: placements, meshes or shards do not fit. Raised before any communication.
     """
     if not isinstance(x, DTensor):
         raise ValueError("x is local and sinks are a DTensor; pass both as DTensors or both as local tensors")
@@ -84,7 +87,7 @@ def project_dtensors(
         sinks = local_of(sinks, _sinks_gradient(sinks, placements))
     if parameters:
         projections = with_local_parameters(projections, _sharding_axes(x, placements))
-    # Ranks with different heads of the same tokens each compute a share of the gradient of x.
+    # Ranks with different heads of the same tokens each compute a share of the gradient of x: `Partial`.
     gradient = [Partial() if placement == Shard(2) else placement for placement in placements]
     out = attend_projected(method, local_of(x, gradient), projections, sinks, options)
     head_ranks = [x.device_mesh.size(dim) for dim, placement in enumerate(placements) if placement == Shard(2)]
@@ -97,7 +100,7 @@ def _dtensors_of(tensors: Mapping[str, Tensor | None]) -> dict[str, DTensor]:
 
 
 def _sharding_axes(x: DTensor, placements: Sequence[Placement]) -> frozenset[str]:
-    """Returns the names of the axes of x's mesh that shard any dim."""
+    """Returns the names of the axes of x's mesh whose placement shards a dim."""
     names = x.device_mesh.mesh_dim_names or ()
     return frozenset(name for name, placement in zip(names, placements, strict=True) if isinstance(placement, Shard))
 
@@ -111,7 +114,12 @@ def _all_dtensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tupl
 
 
 def _sinks_gradient(sinks: DTensor, placements: Sequence[Placement]) -> list[Placement]:
-    """Returns the placements of dsinks: `Partial` over batch and tokens, sharded as heads are."""
+    """Returns the placements of the gradient of sinks.
+
+    Args:
+        placements: placements of a tensor [B, N, H, ...]. On axes that shard batch or tokens the gradient is `Partial`;
+            on axes that shard heads it is sharded.
+    """
     heads = Shard(sinks.ndim - 1)
     gradients: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): heads}
     return [gradients.get(placement, Replicate()) for placement in placements]

@@ -1,4 +1,4 @@
-"""Gradients of parameters, accumulated over chunks of tokens and stages of heads."""
+"""Sums of the gradients of parameters, over chunks of tokens and stages of heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from armillary.core import accumulation_dtype, compat
 
 
 class GradientSums:
-    """Gradients of parameters, summed over chunks in the accumulation dtype, so that each is rounded once.
+    """Sums the gradients of parameters in the accumulation dtype, so that each sum is rounded once.
 
     Args:
         parameters: the parameters that require a gradient.
@@ -20,26 +20,27 @@ class GradientSums:
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         self.parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
-        self._owned: set[int] = set()  # indices of sums that are copies, not a caller's tensor
+        self._owned: set[int] = set()  # indices of sums that are copies, and may be changed in place
         self._indices = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._buffers = dict[int, Tensor]()
 
     def add(self, addends: Iterable[Tensor | None]) -> None:
-        """Adds one gradient per parameter; None for no contribution."""
+        """Adds one gradient for each parameter; None adds nothing."""
         for i, addend in enumerate(addends):
             total = self._sums[i]
             if addend is None or total is None:
                 self._sums[i] = addend if total is None else total
                 continue
-            if i not in self._owned:  # the first addend is not copied, and may be a view: never add to it in place
+            if i not in self._owned:  # the total is the first addend itself, a caller's tensor: copy it
                 total = total.to(accumulation_dtype(addend.dtype), copy=True)
                 self._owned.add(i)
             self._sums[i] = total.add_(addend)
 
     def buffer(self, parameter: Tensor | None) -> Tensor | None:
-        """Returns a buffer in the accumulation dtype to which gradients of some rows of `parameter` are added in place.
+        """Returns a buffer to which the caller may add gradients of some rows of `parameter` in place.
 
-        For a DTensor it has the shape of this rank's part. None for other tensors than the parameters.
+        It has the accumulation dtype, and for a DTensor the shape of the local part. None if the tensor is not one of
+        the parameters.
         """
         i = self._indices.get(id(parameter))
         if i is not None and i not in self._buffers:
@@ -48,7 +49,7 @@ class GradientSums:
         return None if i is None else self._buffers[i]
 
     def result(self) -> list[Tensor | None]:
-        """Returns the sums in the gradients' dtypes; None without any contribution."""
+        """Returns the sum for each parameter, in the dtype of its gradient; None if nothing was added."""
         return [self._result(i) for i in range(len(self.parameters))]
 
     def _result(self, i: int) -> Tensor | None:
@@ -66,7 +67,10 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def gradient_of(parameter: Tensor, local_gradient: Tensor) -> Tensor:
-    """Returns the gradient of a parameter from the gradient of its local part; `Partial` where it is replicated."""
+    """Returns the gradient of a parameter from the gradient of its local part.
+
+    The gradient of a DTensor is a DTensor, `Partial` on the axes on which the parameter is replicated.
+    """
     if not compat.is_dtensor(parameter):
         return local_gradient
     from torch.distributed.tensor import DTensor, Partial

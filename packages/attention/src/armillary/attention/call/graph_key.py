@@ -131,9 +131,9 @@ class GraphKey(NamedTuple):
         """Returns the key from the op's arguments.
 
         Args:
-            shapes_only: True takes a causal mask instead of the call's, if only shapes are of interest. While a graph
-            is
-                traced, the sides of the mask may be symbols, and reading them would specialize the graph to this mask.
+            shapes_only: True takes a causal mask instead of the call's, for callers that need only shapes. While a
+                graph is traced, the sides of the mask may be symbols, and reading them would specialize the graph to
+                this mask.
         """
         method, *sides, return_lse = key.numbers[:5]
         dims = key.numbers[5:]

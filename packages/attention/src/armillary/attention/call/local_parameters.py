@@ -1,4 +1,4 @@
-"""Projections with DTensor parameters, computed on the local parts as if they were plain tensors."""
+"""Projections with DTensor parameters, computed with the local parts of the parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from armillary.attention.call.projections import Projections
 
 
 def with_local_parameters(projections: Projections, sharding_axes: frozenset[str]) -> Projections:
-    """Returns the projections on local tensors; token-wise if the originals are.
+    """Returns the projections on local tensors; `TokenProjections` if the originals are.
 
     Args:
-        sharding_axes: axes whose ranks use a replicated parameter for different tokens or heads.
+        sharding_axes: mesh axes whose ranks have different tokens or heads.
     """
     by_token = hasattr(projections, "of_tokens")  # isinstance of a Protocol cannot be traced
     return (LocalTokenProjections if by_token else LocalProjections)(projections, sharding_axes)
@@ -25,7 +25,7 @@ def with_local_parameters(projections: Projections, sharding_axes: frozenset[str
 
 @dataclass(frozen=True)
 class LocalProjections:
-    """Projections that take local tensors, and use the local part of any DTensor."""
+    """Projections of local tensors, which use the local part of each DTensor parameter."""
 
     original: Any
     sharding_axes: frozenset[str]
@@ -56,7 +56,7 @@ class LocalProjections:
 
 @dataclass(frozen=True)
 class LocalTokenProjections(LocalProjections):
-    """`LocalProjections` of token-wise projections."""
+    """`LocalProjections` of `TokenProjections`."""
 
     def of_tokens(self, tokens: slice) -> Self:
         return replace(self, original=self.original.of_tokens(tokens))
@@ -65,9 +65,9 @@ class LocalTokenProjections(LocalProjections):
 class LocalPartsMode(TorchFunctionMode):
     """Passes the local part of each DTensor argument to torch's functions.
 
-    The gradient of the local part becomes a gradient of the DTensor, `Partial` on the `sharding_axes` that replicate
-    it. This needs no communication and no DTensor sharding rules: torch's own do not flatten uneven shards or index
-    rows, and cannot be traced.
+    The gradient of the local part becomes the gradient of the DTensor, `Partial` on those of `sharding_axes` on which
+    the DTensor is replicated. This needs no communication. DTensor's own sharding rules are not used, because they do
+    not flatten uneven shards or index rows, and cannot be traced.
     """
 
     def __init__(self, sharding_axes: frozenset[str]) -> None:
@@ -80,9 +80,9 @@ class LocalPartsMode(TorchFunctionMode):
         return func(*self.local(args), **{name: self.local(value) for name, value in (kwargs or {}).items()})
 
     def local(self, value: Any) -> Any:
-        """Returns an argument with the local parts of the DTensors in it."""
+        """Returns an argument with each DTensor in it replaced by its local part."""
         if isinstance(value, DTensor):
-            # Ranks that share a replicated parameter use it for different tokens or heads: their gradients are shares.
+            # Ranks that use a replicated parameter for different tokens or heads each have a share of its gradient.
             names = value.device_mesh.mesh_dim_names or ()
             gradient = [
                 Partial() if name in self.sharding_axes and placement == Replicate() else placement

@@ -1,4 +1,4 @@
-"""Recomputation under the autocast state and with the random numbers of the first computation."""
+"""Recomputation in the autocast state and with the random numbers of the first computation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from armillary.attention.call.token_chunks import is_simulating
 
 
 def capture_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns a factory of contexts that restore the current autocast state, for recomputation in backward.
+    """Returns a function that makes a context with the present autocast state, for recomputation in backward.
 
-    Autocast's cache is off in these contexts. The cache keeps the first cast of a weight: a cast made without autograd
-    would be reused by the recomputation, and the weight would get no gradient. So the first computation, which runs
+    Autocast's cache is off in the context. The cache keeps the first cast of a weight. If that cast was made without
+    autograd, the recomputation would use it, and the weight would get no gradient. So the first computation, which runs
     without autograd, must run in such a context too.
     """
     if device_type == "meta":
@@ -35,11 +35,11 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 class RNGReplay:
-    """Random states of the regions of a computation (such as dropout), restored when a region is recomputed.
+    """Records the random states of the regions of a computation (for dropout), and restores them on recomputation.
 
     replay = RNGReplay()
-    with replay.at("norm", x.device): ...            # first
-    with replay.restart().at("norm", x.device): ...    # later, any number of times; restores the generator afterwards
+    with replay.at("dropout", x.device): ...            # the first computation
+    with replay.restart().at("dropout", x.device): ...  # a recomputation, after which the generator is as before it
     """
 
     def __init__(self, states: dict[Hashable, Tensor] | None = None) -> None:
@@ -47,12 +47,12 @@ class RNGReplay:
         self._states: dict[Hashable, Tensor] = {} if states is None else states
 
     def restart(self) -> RNGReplay:
-        """Returns a replay of the recorded random states."""
+        """Returns a replay that restores the recorded random states."""
         return RNGReplay(self._states)
 
     @contextmanager
     def at(self, region: Hashable, device: torch.device) -> Generator[None]:
-        """Context around one region of the computation. A region that draws no random numbers stores no state."""
+        """Context of one region of the computation. Stores no state if the region draws no random numbers."""
         if is_simulating():
             yield
             return
@@ -62,7 +62,7 @@ class RNGReplay:
         try:
             yield
         finally:
-            if self._recomputes:  # backward must not shift the random numbers of the next forward
+            if self._recomputes:  # so that backward does not change the random numbers of the next forward
                 set_rng_state(present_state, device)
             # Compared as lists: under FakeTensorMode, torch.equal has no values to compare.
             elif present_state.tolist() != rng_state(device).tolist():

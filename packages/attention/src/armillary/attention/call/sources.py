@@ -1,4 +1,4 @@
-"""Sources of q, k and v for methods that work in stages of heads, and the accumulation of their gradients."""
+"""Sources of q, k and v, a few heads at a time, for methods that work in stages. They also sum the gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class QKVSource(Protocol):
         ...
 
     def add_q(self, heads: Heads, dq: Sequence[Tensor]) -> None:
-        """Adds the gradient of `q(heads)`, in consecutive parts [B, T, h, D]."""
+        """Adds the gradient of `q(heads)`, given as consecutive parts [B, T, h, D] of its heads."""
         ...
 
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
@@ -74,7 +74,7 @@ class Finished(QKVSource):
     def gradients(self) -> tuple[Tensor, ...]:
         """Returns (dq, dk, dv). dk and dv are in the accumulation dtype: several stages may add to a shared head."""
         if not self.grads:
-            # Each query head is in one stage, so dq is written once and needs neither zeros nor a wide dtype.
+            # Each query head is in one stage only. So its dq is written once, and needs neither zeros nor a wide dtype.
             q, k, v = self.tensors
             self.grads = (
                 torch.empty_like(q),
@@ -91,10 +91,10 @@ class Projected(QKVSource):
 
     Args:
         x: [B, T, E], the local tokens.
-        piece: number of tokens to project at once, if the projections are token-wise.
-        dx: the gradient of x, added to in place; None if it is not needed.
-        totals: sums of gradients of the current parameters. FSDP replaces parameters between forward and backward.
-        draws: random numbers of the projections (dropout), which backward replays.
+        piece: number of tokens to project at once, if the projections are `TokenProjections`; None: as in `chunks`.
+        dx: the gradient of x, to which `add_q` and `add_kv` add in place; None if it is not needed.
+        totals: sums of the gradients of the current parameters. FSDP replaces parameters between forward and backward.
+        draws: random states of the projections (for dropout), which backward replays.
     """
 
     x: Tensor
@@ -129,7 +129,11 @@ class Projected(QKVSource):
 
     @torch.no_grad()
     def _project(self, name: Hashable, project: Project) -> Sequence[Tensor]:
-        """Projects all tokens piece by piece, so that intermediates never exist for all tokens at once."""
+        """Projects all tokens piece by piece, so that no intermediate exists for all tokens at once.
+
+        Args:
+            name: names the call of `project` in `draws`.
+        """
         pieces, results = self._pieces(), list[Tensor]()
         for tokens, projections in pieces:
             with self.autocast(), self.draws.at((name, tokens.start), self.x.device):
@@ -142,35 +146,37 @@ class Projected(QKVSource):
         return results
 
     def _add(self, name: Hashable, project: Project, grads: Sequence[Sequence[Tensor]], is_subset: bool) -> None:
-        """Adds to dx and to the parameters' totals, from gradients of projected heads.
+        """Differentiates `project`: adds the gradients of x and of the parameters to `dx` and `totals`.
 
         Args:
-            grads: for each projected tensor, its gradient in consecutive parts.
-            is_subset: these are not all heads, so further calls add to the same parameters.
+            name: as in the `_project` of forward.
+            grads: for each projected tensor, its gradient as consecutive parts of its heads.
+            is_subset: True if these are not all heads, so that other calls add to the same parameters.
         """
         pieces = self._pieces() if self.dx is not None or self.totals.parameters else []
         for tokens, projections in pieces:
-            # Autograd would allocate a gradient of the whole weight for each stage and piece; `collecting` projections
-            # add to the totals in place.
+            # Autograd would allocate a gradient of the full weight for each stage and piece. Projections that can
+            # collect add to `totals` in place instead.
             if (is_subset or len(pieces) > 1) and hasattr(projections, "collecting"):
                 projections = cast(CollectsGradients, projections).collecting(self.totals)
-            # 1. Recompute the projections with autograd on, with forward's autocast state and random numbers.
+            # 1. Project again, now with autograd, in the autocast state of forward and with its random numbers.
             x = at_tokens(self.x, tokens).detach().requires_grad_(self.dx is not None)
             with torch.enable_grad(), self.autocast(), self.draws.at((name, tokens.start), x.device):
                 heads = project(projections, x)
             dheads = [concatenate([at_tokens(addend, tokens) for addend in addends]) for addends in grads]
             pairs = [(y, dy.to(y.dtype)) for y, dy in zip(heads, dheads, strict=True) if y.requires_grad]
-            # 2. Differentiate them at once, so that the graph of each piece is freed with it.
+            # 2. Differentiate this piece before the next one is projected, so that one piece's graph exists at a time.
             if pairs:
                 self._differentiate(pairs, x, tokens)
             del heads, dheads, pairs
 
     def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor, tokens: slice) -> None:
-        """Adds the gradients of one piece to dx and the totals.
+        """Adds the gradients of one piece to `dx` and `totals`.
 
         Args:
-            pairs: projected heads with their gradients.
-            x: the piece of x from which they were projected, a leaf.
+            pairs: each projected tensor with its gradient.
+            x: the piece of x from which they were projected, a leaf of the graph.
+            tokens: the tokens of the piece.
         """
         inputs = [*([] if self.dx is None else [x]), *self.totals.parameters]
         heads, dheads = zip(*pairs, strict=True)
@@ -180,7 +186,7 @@ class Projected(QKVSource):
         self.totals.add(grads)
 
     def _pieces(self) -> list[tuple[slice, Projections]]:
-        """Returns the tokens that are projected at once, with their projections: all unless these are token-wise."""
+        """Returns the tokens of each piece, with its projections: one piece unless these are `TokenProjections`."""
         pieces = chunks(self.x.shape[1], self.piece)
         if isinstance(self.projections, TokenProjections) and len(pieces) > 1:
             return [(tokens, self.projections.of_tokens(tokens)) for tokens in pieces]
@@ -191,12 +197,16 @@ class Projected(QKVSource):
 
 
 def select_heads(x: Tensor, heads: Heads, dim: int = 2) -> Tensor:
-    """Returns some heads of x along `dim`: a view if they are evenly spaced, else a copy."""
+    """Returns some heads of x along `dim`: a view if they are evenly spaced, otherwise a copy."""
     return concatenate([_view(x, run, dim) for run in head_slices(tuple(heads))], dim)
 
 
 def write_heads(x: Tensor, heads: Heads, tensors: Sequence[Tensor]) -> None:
-    """Writes heads of x [B, T, H, D] from consecutive parts [B, T, h, D]."""
+    """Overwrites some heads of x [B, T, H, D].
+
+    Args:
+        tensors: their values, as consecutive parts [B, T, h, D].
+    """
     start = 0
     for tensor in tensors:
         update_heads(x, heads[start : start + tensor.shape[2]], tensor, Tensor.copy_)
@@ -204,7 +214,11 @@ def write_heads(x: Tensor, heads: Heads, tensors: Sequence[Tensor]) -> None:
 
 
 def update_heads(x: Tensor, heads: Heads, values: Tensor, op: Callable[[Tensor, Tensor], object], dim: int = 2) -> None:
-    """Applies `op`, `Tensor.copy_` or `Tensor.add_`, to these heads of x in place."""
+    """Applies `op` to some heads of x in place.
+
+    Args:
+        op: `Tensor.copy_` or `Tensor.add_`.
+    """
     start = 0
     for run in head_slices(tuple(heads)):
         target = _view(x, run, dim)
@@ -223,8 +237,8 @@ def _view(x: Tensor, run: slice, dim: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def head_slices(heads: tuple[int, ...]) -> tuple[slice, ...]:
-    """Cuts heads into the fewest rising slices with even steps; one empty slice for no heads."""
-    # Slices, because indexing with a list would copy it to the GPU and synchronize.
+    """Returns slices with positive steps that select the heads in order; one empty slice for no heads."""
+    # Slices, because indexing with a list would copy the list to the GPU and wait for it.
     if not heads:
         return (slice(0, 0, 1),)
     start = heads[0]

@@ -1,4 +1,4 @@
-"""Chunks of tokens, so that intermediate results exist for one chunk at a time."""
+"""Chunks of tokens. Computing them one after the other keeps the intermediate results of one chunk in memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextvars import ContextVar
 from torch import Tensor
 
 MIN_TOKENS = 4096
-"""Tokens that keep a matrix multiplication busy."""
+"""Number of tokens with which a matrix multiplication is efficient."""
 MAX_CHUNKS = 64
-"""With more chunks, kernel launches cost more than the memory that smaller chunks save."""
+"""Largest default number of chunks. Smaller chunks would save little more memory for many more kernel launches."""
 
 
 def chunks(tokens: int, size: int | None = None) -> list[slice]:
     """Returns consecutive slices of `size` tokens, the last one shorter; at least one slice, which may be empty.
 
     Args:
-        size: tokens of a chunk. By default 4096, or more where that would make over 64 chunks.
+        size: number of tokens of a chunk. By default `MIN_TOKENS`, or more if that would make over `MAX_CHUNKS` chunks.
 
     Raises:
         ValueError: a size below 1.
@@ -31,7 +31,7 @@ def chunks(tokens: int, size: int | None = None) -> list[slice]:
 
 
 def at_tokens(x: Tensor, tokens: slice) -> Tensor:
-    """Returns a view of x [B, T, ...] at a chunk of its tokens, or x itself where the chunk has all of them."""
+    """Returns a view of x [B, T, ...] at a chunk of its tokens, or x itself if the chunk has all tokens."""
     return x if tokens == slice(0, x.shape[1]) else x[:, tokens]
 
 
@@ -39,15 +39,15 @@ _simulating: ContextVar[bool] = ContextVar("simulating", default=False)
 
 
 def is_simulating() -> bool:
-    """Returns True inside `simulating` on this thread."""
+    """Returns True inside of the context `simulating`, on its thread."""
     return _simulating.get()
 
 
 @contextmanager
 def simulating() -> Generator[None]:
-    """Context in which `chunks` returns the first two chunks and the last, for simulations without numbers.
+    """Context in which `chunks` returns only the first two chunks and the last, for simulations of memory.
 
-    All chunks between allocate the same as the second, so that peaks of memory stay the same in far fewer steps.
+    The omitted chunks allocate what the second one does, so the peak of memory is the same with far fewer steps.
     """
     token = _simulating.set(True)
     try:

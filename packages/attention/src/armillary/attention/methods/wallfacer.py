@@ -117,8 +117,7 @@ class WallFacer(Method):
         # 1, 2: q_team is in flight while k_team and v_team are gathered and sent to r_send.
         pending_q = pending_q or self._gather((q,), spec.layout)
         (ring_k, ring_v), (q_team,) = self._place_keys(k, v, spec), pending_q()
-        # 3: R - 1 hops. Gives the partial out and lse of the team's queries over the keys of R teams, 1 / C of all
-        # keys.
+        # 3: R - 1 hops: partial out and lse of the team's queries over the keys of R teams, 1 / C of all keys.
         _, partial_result = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec))
         del q_team, ring_k, ring_v
         # 4: reduce-scatter over the team, by log-sum-exp: the final out and lse of this rank's own queries.

@@ -1,4 +1,4 @@
-"""Attention methods by name. To add a method, add a line to `table.py`."""
+"""Attention methods by name. To add a method, name it in a line of `table.py`."""
 
 from armillary.attention.registry.entry import DEFAULT_OPTIONS, HeadEntry, MethodOptions, SequenceEntry
 from armillary.attention.registry.named import (

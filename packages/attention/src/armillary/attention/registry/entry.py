@@ -1,4 +1,4 @@
-"""Entries of the registry: a method's class, its plan and its options."""
+"""Entries of the registry: the class of a method, its plan and its options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.attention.planning.comm_plan import Role
 
 
 class MethodOptions(NamedTuple):
-    """Options of all methods, besides their axes."""
+    """The options of all methods, apart from axes and inner methods. A method uses some of them."""
 
     heads_per_stage: int | None = None
     team: int | None = None
@@ -28,17 +28,17 @@ DEFAULT_OPTIONS = MethodOptions()
 
 @dataclass(frozen=True)
 class Entry:
-    """Entry of a method, on either axis.
+    """Entry of a method on the sequence axis or on the head axis.
 
     Args:
-        method: the class. Called with the axis of a mesh, on the head axis also with the inner method, and with the
-            options by name.
-        plan: class of the communication plan, called with the options by name.
-        options: fields of `MethodOptions` that the method has.
-        mesh_options: further fields that only the plan is called with; the method reads them from its mesh.
-        defaults: values of options that are None, for a number of ranks on the method's axis.
-        variants: function of (ranks of its axis, query heads): the options that a search tries; none if other methods
-            cover them.
+        method: the class. Called with its mesh axes, on the head axis also with the inner method, and with the options
+            as keyword arguments.
+        plan: class of the communication plan. Called with the options as keyword arguments.
+        options: names of the fields of `MethodOptions` that method and plan take.
+        mesh_options: names of the fields that only the plan takes, because the method reads them from its mesh.
+        defaults: function of the number of ranks on the method's axis, which returns values for options that are None.
+        variants: function of (ranks on the method's axis, query heads), which yields the options that a search tries.
+            It yields none where the method would do the same as another one.
     """
 
     method: Callable[..., Method]
@@ -49,12 +49,12 @@ class Entry:
     variants: Callable[[int, int], Iterable[MethodOptions]] = lambda ranks, heads: (DEFAULT_OPTIONS,)
 
     def resolve(self, options: MethodOptions, ranks: int) -> MethodOptions:
-        """Fills in options that are None."""
+        """Returns the options with defaults for those that are None."""
         defaults = self.defaults(ranks)._asdict()
         return options._replace(**{name: x for name, x in defaults.items() if getattr(options, name) is None})
 
     def arguments(self, options: MethodOptions, ranks: int, plan: bool = False) -> dict[str, Any]:
-        """Returns the keyword arguments of `method`, or of `plan`, on `ranks` ranks of the method's axis."""
+        """Returns the keyword arguments of `method` for an axis of `ranks` ranks, or of `plan` if `plan` is True."""
         resolved, names = self.resolve(options, ranks), (*self.options, *(self.mesh_options if plan else ()))
         return {name: getattr(resolved, name) for name in names}
 
@@ -64,7 +64,7 @@ class SequenceEntry(Entry):
     """Entry of a method on the sequence axis.
 
     Args:
-        axes: mesh axes that `method` is called with: the sequence axis, or two that it is split into.
+        axes: names of the mesh axes that `method` takes: the sequence axis, or the two axes that replace it.
     """
 
     plan: type[SequencePlan] = SequencePlan
@@ -73,6 +73,6 @@ class SequenceEntry(Entry):
 
 @dataclass(frozen=True)
 class HeadEntry(Entry):
-    """Entry of a method on the head axis, around another."""
+    """Entry of a method on the head axis, which takes an inner method on the sequence axis."""
 
     plan: type[HeadPlan] = HeadPlan

@@ -1,6 +1,7 @@
 """Attention methods by name: lookup, construction and plans.
 
-A name is that of a sequence method, of a head method, or of both, joined by "+": "upipe+wallfacer".
+A name is that of a sequence method, such as "ring"; of a head method, such as "ulysses"; or of a head method around a
+sequence method, joined by "+": "upipe+wallfacer".
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ def build_attention(
     """Constructs the method `name` on the axes of `mesh` (from `build_mesh`).
 
     Args:
-        name: "local"; on the sequence axis "ring", "token_ring", "wallfacer" or "all_gather"; on axes "nodes" and
-            "devices" in its place "ring+ring" or "ring+token_ring"; on the head axis "ulysses" or "upipe"; one of
-            these around one of the others, such as "upipe+wallfacer" or "ulysses+ring+token_ring"; "usp" is
-            "ulysses+ring". On a sequence axis of one rank all are `Local`.
-        heads_per_stage: query heads per stage of UPipe. By default one query head for each rank of the head axis: the
-            least memory.
-        team, placement: team size and placement of WallFacer. By default the largest team that fits.
+        name: "local"; on the sequence axis `ring` "ring", "token_ring", "wallfacer" or "all_gather"; on two axes
+        `nodes`
+            and `devices` in its place "ring+ring" or "ring+token_ring"; on the head axis `ulysses` "ulysses" or
+            "upipe"; or a head method around a sequence method, such as "upipe+wallfacer" or
+            "ulysses+ring+token_ring". "usp" is "ulysses+ring". If `ring` has one rank, its method is `Local`.
+        heads_per_stage: query heads per stage of UPipe, over all ranks of the head axis. By default one per rank, which
+            takes the least memory.
+        team, placement: arguments of WallFacer. By default the largest team that fits.
         backward: the side that rotates in backward of Ring and WallFacer.
 
     Raises:
-        ValueError: an unknown name, a method that leaves an axis with more than one rank unused, an option of another
-            method, or a mesh without the method's axes.
+        ValueError: the name is unknown, an axis with more than one rank is not used, an option belongs to another
+        method,
+            or the mesh lacks an axis of the method.
     """
     return named_method(name, MethodOptions(heads_per_stage, team, placement, backward)).build(mesh)
 
@@ -63,15 +66,17 @@ def build_comm_plan(
     backward: Backward = "auto",
     nodes: int | None = None,
 ) -> CommPlan:
-    """Returns the communication plan of the method of `build_attention` with these arguments, on ring x ulysses ranks.
+    """Returns the communication plan of the method that `build_attention` constructs from these arguments.
 
     Args:
-        work: the call over `ring` shards.
-        nodes: number of nodes of `ring`, for "ring+ring" and "ring+token_ring". By default the smallest above 1.
+        work: the shape of a call, with a layout of `ring` shards.
+        ring, ulysses: number of ranks on the sequence axis and on the head axis.
+        nodes: number of nodes into which "ring+ring" and "ring+token_ring" divide the `ring` ranks. By default the
+            smallest number above 1.
 
     Raises:
-        ValueError: as `build_attention`; `work` over another number of shards; fewer query heads than `ulysses`; a
-            method without a communication plan.
+        ValueError: as `build_attention`; or `work` has another number of shards, there are fewer query heads than
+            `ulysses`, or the method has no communication plan.
     """
     options = MethodOptions(heads_per_stage, team, placement, backward, nodes)
     return named_method(name, options).comm_plan(work, ring, ulysses)
@@ -79,10 +84,10 @@ def build_comm_plan(
 
 @dataclass(frozen=True)
 class NamedMethod:
-    """A name's entries in the registry, with options.
+    """An attention method by name: its entries in the registry, with options.
 
     Args:
-        head: entry of the method on the head axis, or None.
+        head: entry of the method on the head axis; None if there is none.
         sequence: entry of the method on the sequence axis; `LOCAL` if there is none.
     """
 
@@ -92,7 +97,7 @@ class NamedMethod:
     options: MethodOptions = DEFAULT_OPTIONS
 
     def __str__(self) -> str:
-        """The name, and options that differ from the default, such as "wallfacer C=2 p2p_intra"."""
+        """Returns the name and the options that differ from the default, such as "wallfacer C=2 p2p_intra"."""
         options = self.options
         team = "" if options.team is None else f" C={options.team}"
         placement = "" if options.placement == "collect_intra" else f" {options.placement}"
@@ -102,11 +107,11 @@ class NamedMethod:
 
     @property
     def axes(self) -> tuple[Role, ...]:
-        """Axes over which work is divided; "ring" also for two axes in its place."""
+        """The axes over which work is divided. "ring" stands also for the two axes `nodes` and `devices`."""
         return (*(["ring"] if self.sequence is not LOCAL else []), *(["ulysses"] if self.head else []))
 
     def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """Returns sizes of mesh axes with `ring` split into `nodes` and `devices`, if the method works on these.
+        """Returns the sizes of mesh axes, with `ring` split into `nodes` and `devices` if the method works on these.
 
         Raises:
             ValueError: the nodes do not divide the ranks of `ring`.
@@ -120,12 +125,12 @@ class NamedMethod:
         return {**axes, "ring": 1, "nodes": nodes, "devices": ring // nodes}
 
     def build(self, mesh: DeviceMesh) -> Method:
-        """Constructs the method, as `build_attention`."""
+        """Constructs the method on the axes of `mesh`, as `build_attention` does."""
         _check_mesh(mesh, self.sequence.axes)
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.check_used(sizes)
         ring, ulysses = prod(sizes[axis] for axis in self.sequence.axes), sizes["ulysses"]
-        # A sequence axis of one rank needs no rotation or second communicator.
+        # On a sequence axis of one rank, `Local` spares the rotation and a second communicator.
         sequence = self.sequence if ring > 1 else LOCAL
         inner = sequence.method(*[mesh[axis] for axis in sequence.axes], **sequence.arguments(self.options, ring))
         if self.head is None:
@@ -135,7 +140,7 @@ class NamedMethod:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def missing(self, *functions: str) -> tuple[str, ...]:
-        """Returns those of the given functions, such as "comm_plan", that the method's plans do not define."""
+        """Returns those of `functions`, such as "comm_plan", which the plans of the method do not define."""
         plans: list[tuple[type[MethodPlan], type[MethodPlan]]] = [(self.sequence.plan, SequencePlan)]
         if self.head is not None:
             plans.append((self.head.plan, HeadPlan))
@@ -146,13 +151,13 @@ class NamedMethod:
         return self.sequence.plan(**self.sequence.arguments(self.options, ring, plan=True), method=self.name)
 
     def head_plan(self, ulysses: int) -> HeadPlan | None:
-        """Returns the plan of the head method on `ulysses` ranks; None: there is no head method."""
+        """Returns the plan of the head method on `ulysses` ranks; None if there is no head method."""
         if self.head is None:
             return None
         return self.head.plan(**self.head.arguments(self.options, ulysses, plan=True), method=self.name)
 
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
-        """Returns the communication plan, as `build_comm_plan`."""
+        """Returns the communication plan, as `build_comm_plan` does."""
         self.check_used(self.mesh_axes({"ring": ring, "ulysses": ulysses}))
         if work.layout.shards != ring:
             raise ValueError(
@@ -162,19 +167,19 @@ class NamedMethod:
         return inner.comm_plan(work) if head is None else head.comm_plan(work, ulysses, inner.comm_plan)
 
     def layout(self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-        """Returns the layout of `Method.layout` over `ring` ranks, not refined for a head axis."""
+        """Returns the layout over `ring` ranks that `Method.layout` refines for the head axis."""
         return self.sequence_plan(ring).layout(length, ring, kind, mask)
 
     def stages(self, heads: int, key_heads: int, ulysses: int) -> HeadStages:
-        """Returns the stages in which the first of `ulysses` ranks of the head axis gets its heads."""
+        """Returns the stages of the first of `ulysses` ranks on the head axis. No rank has more heads."""
         options = self.options if self.head is None else self.head.resolve(self.options, ulysses)
         return head_stages(heads, key_heads, ulysses, options.heads_per_stage)
 
     def check_used(self, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError for an axis of several ranks over which attention is not divided.
+        """Raises ValueError if the method does not divide attention over an axis of several ranks.
 
         Args:
-            sizes: sizes of mesh axes; axes that no method works on are ignored.
+            sizes: sizes of mesh axes. Axes that no attention method uses, such as "shard", are ignored.
         """
         used_axes = (*self.sequence.axes, *(["ulysses"] if self.head else []))
         for axis in get_args(Role):
@@ -186,10 +191,10 @@ class NamedMethod:
 
 
 def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMethod:
-    """Looks up a name.
+    """Returns the method of a name.
 
     Raises:
-        ValueError: an unknown name, or an option of another method.
+        ValueError: the name is unknown, or an option belongs to another method.
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{name!r} is no name of an attention method; known: {', '.join(names())}")
@@ -213,14 +218,14 @@ def names() -> list[str]:
 
 
 def methods_without_plan(*functions: str) -> dict[str, tuple[str, ...]]:
-    """Returns {name: functions that its plans do not define}, for names that do not define all of the given ones."""
+    """Returns the methods that lack some of `functions` in their plans: {name: the functions that it lacks}."""
     return {
         name: missing_functions for name in names() if (missing_functions := named_method(name).missing(*functions))
     }
 
 
 def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
-    """Yields every method that divides work over all ranks of both axes, with all options worth trying."""
+    """Yields each method that divides work over all ranks of both axes, with all options that a search tries."""
     sequences = SEQUENCE_METHODS if ring > 1 else {"local": LOCAL}
     for name, sequence in sequences.items():
         for options in sequence.variants(ring, heads):
@@ -235,7 +240,7 @@ def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
 
 
 def _check_options(method: NamedMethod) -> None:
-    """Raises ValueError for an option that only other methods have."""
+    """Raises ValueError for an option that the method does not take."""
     entries = [method.sequence, *([method.head] if method.head else [])]
     option_names = [option for entry in entries for option in (*entry.options, *entry.mesh_options)]
     for option, value in method.options._asdict().items():

@@ -1,4 +1,4 @@
-"""The registry's tables: one line for each attention method."""
+"""The tables of the registry: one line for each attention method."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from armillary.attention.registry.entry import HeadEntry, MethodOptions, Sequenc
 
 
 def wallfacer_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
-    """Yields teams of at least 2 ranks in both placements; a team of 1 is Ring."""
+    """Yields each team size from 2, in both placements. With teams of 1 rank the method is Ring."""
     for team in fitting_teams(ranks)[1:]:
         for placement in get_args(Placement):
             yield MethodOptions(team=team, placement=placement)
 
 
 def largest_team(ranks: int) -> MethodOptions:
-    """Returns the largest team that fits."""
+    """Returns the largest team size that fits the number of ranks."""
     return MethodOptions(team=fitting_teams(ranks)[-1])
 
 
@@ -51,7 +51,10 @@ def token_ring_over_nodes(nodes: DeviceMesh, devices: DeviceMesh, backward: Back
 
 
 def node_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
-    """Yields each number of nodes with more than one node and device; with one, the method is Ring or the inner one."""
+    """Yields each number of nodes that leaves at least 2 nodes of at least 2 devices.
+
+    With one node the method is the inner one, and with one device it is Ring.
+    """
     return (MethodOptions(nodes=nodes) for nodes in range(2, ranks // 2 + 1) if ranks % nodes == 0)
 
 
@@ -61,7 +64,7 @@ def fewest_nodes(ranks: int) -> MethodOptions:
 
 
 def upipe_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
-    """Yields one and two heads per rank and stage, if that makes several stages."""
+    """Yields one and two query heads per rank and stage, as far as that makes several stages."""
     return (MethodOptions(heads_per_stage=count) for count in (ranks, 2 * ranks) if count < heads)
 
 
@@ -76,7 +79,7 @@ def ulysses(axis: DeviceMesh, inner: Method) -> Method:
 
 
 def over_nodes(method: Callable[..., Method], plan: type[SequencePlan]) -> SequenceEntry:
-    """Returns the entry of a ring between nodes around a method within each node."""
+    """Returns the entry of a method that is a ring between nodes around another method within each node."""
     return SequenceEntry(
         method,
         plan,
@@ -113,5 +116,5 @@ HEAD_METHODS: dict[str, HeadEntry] = {
     ),
 }
 LOCAL = SequenceEntry(Local, LocalPlan, axes=())
-"""The sequence method on one rank, also inside of a head method without a sequence axis."""
+"""The sequence method on one rank. Also the inner method of a head method if there is no sequence axis."""
 ALIASES = {"usp": "ulysses+ring"}

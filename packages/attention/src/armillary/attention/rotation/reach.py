@@ -1,7 +1,6 @@
-"""How far each token of a rotating shard travels around a ring. Pure.
+"""The number of hops that each token of a rotating shard travels around a ring. Pure.
 
-At step s a shard is on the rank s hops after its owner. A rank sees a token of the shard if the token is in a visible
-pair with the rank's stationary shard (`RingTopology`).
+At step s a shard is on the rank s hops after its owner.
 """
 
 from __future__ import annotations

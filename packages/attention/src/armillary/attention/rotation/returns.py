@@ -97,10 +97,10 @@ class RingReduce(Reduction):
         self.wait()
         rotation, schedule = self.rotation, self.rotation.steps[step]
         send = self._outgoing(schedule, partials)
-        # `send` and `receive` have one entry per rank, although the owner may be the next rank as well: that is only so
-        # at the last step, when all sums go to the owner and none travels on. The buffer of the arrived sums may be
-        # sent itself, and is then in use. If only some of the sums are sent to a rank, they are copied, and the buffer
-        # is free for the next sums.
+        # One buffer per rank is enough in `send` and `receive`: the owner is also the next rank only at the last step,
+        # when no sum travels on.
+        # If all arrived sums go to one rank, their buffer itself is sent, and is still in use. If some go to one rank
+        # and some to another, they are copied, and the buffer is free for the next sums.
         arrived_sums = self.passing_sums
         in_use = arrived_sums is not None and any(
             compat.share_memory(flat.buffer, arrived_sums.buffer) for flat in send.values()

@@ -1,8 +1,8 @@
 """Ring topologies: the order in which shards visit ranks, and how far each token travels. Pure.
 
 Each rank of a ring has one stationary shard and one rotating shard at a time: either keys rotate and queries stay, or
-queries rotate and keys stay. A token is sent no further than to the last rank that *sees* it: that has a query which
-sees the key or, if queries rotate, a key which the query sees.
+queries rotate and keys stay. A rank *sees* a token of a rotating shard if the token is in a visible pair with the
+rank's stationary shard. A token is sent no further than to the last rank that sees it.
 """
 
 from __future__ import annotations
