@@ -1,4 +1,4 @@
-"""The shard of a batch on one rank, with the attention that belongs to it."""
+"""One rank's shard of a batch, and attention under the batch's mask and layout."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from armillary.core import SequenceLayout
 
 
 class ContextParallelBatch:
-    """This rank's shard of a batch, with the attention that belongs to it. Made by `ContextParallel.shard`.
+    """This rank's shard of a batch, and attention under the batch's mask and layout (`attend`).
 
-    As a context manager it opens the `sequence` block of the batch, for `sdpa_parallel` and models of transformers.
+    `ContextParallel.shard` returns it. As a context manager it opens a `sequence` block with the batch's layout and
+    mask, for `sdpa_parallel` and models of transformers.
 
     Attributes:
-        owner, method: the `ContextParallel` that made it, and its method.
+        owner: the `ContextParallel` that sharded the batch.
+        method: the owner's attention method.
         ids: token ids [B, T].
         position_ids: [B or 1, T], counted from the start of each document.
-        labels: [B, T], shifted; -100 if a token has none.
-        attention_mask: [B, T], or None if the batch has no padding.
-        documents: boundaries of the documents and of padding, in global positions.
+        labels: [B, T], shifted; -100 for tokens without a label.
+        attention_mask: [B, T]; None if `ContextParallel.shard` was given none.
+        documents: boundaries of the documents and of runs of padding, in global positions.
         layout: layout of the sequence over all ranks of the method.
         labelled: number of labels that the loss is a mean over.
         mask: mask of `attend`.
+        inputs_read: True once `inputs` was read, so that a model's scalar loss may come from them.
     """
 
     def __init__(
@@ -49,15 +52,18 @@ class ContextParallelBatch:
         self.ids, self.position_ids, self.labels = (self.take(x) for x in (rows.ids, rows.position_ids, rows.labels))
         self.attention_mask = None if rows.attention_mask is None else self.take(rows.attention_mask)
         self.documents = rows.documents
-        self._replaces_mask = replaces_mask  # of the model, inside the `with` block
+        self._replaces_mask = replaces_mask  # True: inside `with batch`, `mask` replaces the model's own mask
         self._block: AbstractContextManager[None] | None = None
-        self._number, self._attended, self.inputs_read = next(_NUMBERS), False, False
+        self._number = next(_NUMBERS)  # 1, 2, ...: tells batches apart when backward recomputes attention
+        self._attended = False  # True after the first call of `attend` in a forward
+        self.inputs_read = False
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Arguments of a model of transformers, whose loss `cp.loss` takes as this rank's share."""
+        """Arguments of a model of transformers. `cp.loss` takes the loss that the model returns for them."""
         self.inputs_read = True
-        # transformers divides the sum of losses by num_items_in_batch, and computes no loss without `labels`.
+        # transformers computes a loss if `labels` are given; it uses `shift_labels` as they are, and divides the sum of
+        # losses by `num_items_in_batch`.
         inputs = {"input_ids": self.ids, "position_ids": self.position_ids, "labels": self.labels}
         inputs |= {"shift_labels": self.labels, "num_items_in_batch": self.labelled}
         return inputs if self.attention_mask is None else {**inputs, "attention_mask": self.attention_mask}
@@ -69,9 +75,10 @@ class ContextParallelBatch:
     def gather(self, x: Tensor) -> Tensor:
         """Gathers tensors of shards, such as logits, in sequence order: [B, T, ...] -> [B, N, ...], without a gradient.
 
-        Every rank of the sequence must call it, and gets all of it.
+        Every rank of the sequence must call `gather`, and gets the whole tensor.
 
-        Bytes sent: (P - 1) times those of `x` padded to the longest shard, for P ranks on one axis, kind "all_gather".
+        Bytes sent: (P - 1) times the bytes of `x` padded to the longest shard, for P ranks on one axis, kind
+        "all_gather".
 
         Raises:
             ValueError: x has another number of tokens than the batch.
@@ -90,20 +97,21 @@ class ContextParallelBatch:
     ) -> Tensor:
         """Returns attention [B, T, H, Dv] of this rank's queries over the whole sequence, under this batch's mask.
 
-        Activation checkpointing recomputes with this batch, even after the next one was sharded.
+        Pass `batch.attend` to the model as an argument: activation checkpointing then recomputes with this batch, even
+        after the next batch was sharded.
 
         Args:
             q, k, v: local, [B, T, H, D], [B, T, K, D] and [B, T, K, Dv].
             mask: mask of one layer, instead of the batch's; the batch's documents are added to it.
-            layout: None, or that of the batch.
-            options: options of the method, such as `scale`, `sinks` and `softcap`.
+            layout: None, or the batch's layout.
+            options: options of the method's call, such as `scale`, `sinks` and `softcap`.
 
-        Bytes sent: those of the method.
+        Bytes sent: as by the method.
 
         Raises:
-            ValueError: another layout; backward recomputes with a batch that no forward has used.
-            torch.utils.checkpoint.CheckpointError: backward recomputes a call of another batch (non-reentrant
-                checkpointing).
+            ValueError: a layout other than the batch's; backward recomputes with a batch that no forward has used.
+            torch.utils.checkpoint.CheckpointError: backward recomputes with another batch than forward used
+                (non-reentrant checkpointing).
         """
         if layout is not None and layout != self.layout:
             raise ValueError(f"layout={layout}: the batch was sharded by {self.layout}")
@@ -137,10 +145,10 @@ class ContextParallelBatch:
 
 
 class _BatchMark(torch.autograd.Function):
-    """The identity, which saves an empty tensor with the batch's number in its shape.
+    """The identity; it saves a tensor of shape [0, batch number].
 
-    Non-reentrant checkpointing compares the shapes of saved and recomputed tensors, so it raises if backward recomputes
-    a call with another batch, whose documents may differ.
+    Non-reentrant checkpointing compares the shapes of the tensors that forward and recomputation save. So it raises if
+    backward recomputes a call with another batch, whose documents may differ.
     """
 
     @staticmethod
@@ -150,7 +158,7 @@ class _BatchMark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Checkpointing recomputes when saved tensors are read, so this read is the check.
+        # Checkpointing recomputes and compares shapes when saved tensors are read, so they are read here.
         assert ctx.saved_tensors
         return gradient, None
 

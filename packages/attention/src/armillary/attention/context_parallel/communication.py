@@ -1,4 +1,4 @@
-"""Communication of the ranks that share a sequence: a few integers, sums, and the tokens of all shards."""
+"""Communication between the ranks that share a sequence: gathered integers, sums, and gathered shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from armillary.core.validation import check_tensor
 
 def find_axes(method: Method) -> list[Axis] | None:
     """Returns the axes of more than one rank that a method runs on, innermost first; None if they are unknown."""
-    # A method of another library may hide axes; their product is then less than its number of shards.
-    method_axes: Sequence[Axis] = getattr(method, "axes", ())
-    axes = [axis for axis in reversed(method_axes) if axis.size > 1]
+    declared_axes: Sequence[Axis] = getattr(method, "axes", ())
+    axes = [axis for axis in reversed(declared_axes) if axis.size > 1]
+    # A user's method may not declare all of its axes. Then their sizes do not multiply to its number of shards.
     return axes if prod(axis.size for axis in axes) == method.shards else None
 
 
 def method_axes(method: Method) -> list[Axis]:
-    """Returns the axes of a method; raises ValueError if they are unknown."""
+    """Returns the axes of a method as `find_axes`; raises ValueError if they are unknown."""
     axes = find_axes(method)
     if axes is None:
         raise ValueError(
@@ -35,10 +35,12 @@ def method_axes(method: Method) -> list[Axis]:
 
 
 def sequence_axis(method: Method) -> Axis:
-    """Returns one axis over all ranks of a method. The first call for a method of several axes creates a group.
+    """Returns one axis with all ranks of a method: for ring x ulysses, both axes flattened into one.
+
+    The first call for a method on several axes creates a process group.
 
     Raises:
-        ValueError: the axes are unknown, no part of one mesh, or in another order than the shards.
+        ValueError: the axes are unknown, belong to no mesh, or order the ranks otherwise than the shards.
     """
     if method.flat_axis is None:
         method.flat_axis = _flat_axis(method)
@@ -63,7 +65,7 @@ def _flat_axis(method: Method) -> Axis:
 
 
 def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
-    """Returns the rows of integers of all ranks of a method, all rows of one length. Every rank must call it."""
+    """Gathers rows of integers from all ranks of a method. All rows have one length; every rank must call this."""
     gathered = [list(row) for row in rows]
     for axis in method_axes(method):
         local = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
@@ -75,12 +77,12 @@ def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[
 
 
 def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Returns the sum of a tensor over the ranks of axes, the same bits on each. Backward sums the gradient over them.
+    """Returns the sum of a tensor over all ranks of the axes, the same bits on each. Backward sums the gradient too.
 
-    Bytes sent: those of `all_reduce` on each axis. Every rank must call it.
+    Bytes sent: an `all_reduce` of x on each axis. Every rank must call `sum_over_axes`.
     """
     device = x.device
-    # Axis by axis: all ranks of an axis then add the same numbers in the same order.
+    # One axis after another, so that all ranks add the same numbers in the same order.
     for axis in axes:
         x = all_reduce(x.to(_device(axis)), axis)
     return x.to(device)
@@ -93,8 +95,8 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
         x: [B, T, ...], the shard of this rank.
         layout: layout of the sequence, over all ranks of the method or over its sequence axis.
 
-    Bytes sent, for an axis of C ranks: (C - 1) times those of the ranks gathered so far, each padded to the longest
-    shard, kind "all_gather". Every rank must call it.
+    Bytes sent, kind "all_gather": on the first axis, of C ranks, C - 1 times the bytes of a shard padded to the longest
+    one; on each further axis, of C ranks, C - 1 times the bytes of all shards gathered so far. Every rank must call it.
 
     Raises:
         ValueError: x has another number of tokens than this rank's shard.
@@ -113,7 +115,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
     gathered = padded.unsqueeze(0)
     for axis in method_axes(method):
         gathered = start_all_gather(gathered.to(_device(axis)), axis, [len(gathered)] * axis.size, 0).wait()
-    # A method may number its shards in another order than its axes.
+    # The gathered order is that of the ranks on the axes; a method may number its shards differently.
     order = [shard for (shard,) in gather_integers([[method.shard]], method)]
     shards = {shard: tokens.to(x.device) for shard, tokens in zip(order, gathered, strict=True)}
     return layout.join([shards[i][:, :size] for i, size in enumerate(layout.sizes)])
@@ -121,7 +123,8 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
 
 def _device(axis: Axis) -> torch.device:
     """Returns the device of tensors that the group of an axis accepts: the host for gloo, the GPU for NCCL."""
-    # The device type first: `get_backend` fails for a group with several backends, as `init_device_mesh` creates them.
+    # On CPU meshes `get_backend` is not called: it fails for the groups with several backends that `init_device_mesh`
+    # creates.
     if axis.device == "cpu" or dist.get_backend(axis.group) == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,8 @@
 """Conversion of dense `attn_mask` tensors to `AttentionMask`, which has a few slices instead of N^2 values.
 
-The visible keys of a query form runs. A slice is one run over consecutive queries, if each end of it stays or moves by
-one key from query to query. Masks of causality, a window and documents are recognized first, because kernels and
-layouts are cheapest for them.
+The visible keys of a query form runs of consecutive keys. Runs of consecutive queries are one slice if each end of the
+run either stays or moves by one key from query to query. A mask that only has causality, a window and documents is
+recognized first, because such masks have the cheapest kernels and layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from armillary.core import SequenceLayout, compat
 Integers = npt.NDArray[np.int64]
 
 MAX_SLICES = 2**14
-"""Maximum number of slices for a row of the batch."""
+"""Maximum number of slices for a row of the batch. A mask with more is an error: it would take as many kernel calls."""
 
 REMEDY = (
     "give a mask of the whole sequence, bool or of 0 and -inf, [N, N], [1 or B, 1, N, N] or with 1 in place of N, or "
@@ -40,12 +40,16 @@ class MaskReader:
         """attn_mask -> ((version, batch, sequence length), AttentionMask)."""
 
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
-        """Returns an `attn_mask` as a mask. Every rank must call it: ranks exchange a hash, if the axes are known.
+        """Converts an `attn_mask`. Every rank must call this: ranks exchange a hash, if the method's axes are known.
+
+        Args:
+            batch: number of rows of the batch.
 
         Raises:
-            ValueError: as `mask_of_tensor`, on every rank if ranks can communicate; ranks hold different masks.
+            ValueError: as `mask_of_tensor`, or ranks hold different masks. If the axes are known, every rank raises.
         """
-        # Inference tensors have no version, so changes in place could not be seen: convert these every time.
+        # `_version` counts in-place changes, after which the tensor is converted again. Inference tensors have none, so
+        # these are converted every time.
         version = None if attn_mask.is_inference() else attn_mask._version
         key = (version, batch, layout.length)
         cached = self.cache.get(attn_mask)
@@ -70,20 +74,23 @@ class MaskReader:
 
 
 def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
-    """Returns an `attn_mask` as a mask, exactly. Reads every pair of tokens.
+    """Returns an `attn_mask` as an `AttentionMask` with the same visible pairs. Reads all N^2 values.
 
     Args:
         attn_mask: mask of the whole sequence, not of this rank's tokens; any shape that broadcasts to [B, H, N, N].
+        batch: B.
+        length: N.
 
     Raises:
-        ValueError: a mask of a shard, of other numbers of heads or rows, a bias, or more than MAX_SLICES slices.
+        ValueError: a mask of a shard, one that differs between heads, another number of rows, a bias, or more than
+            MAX_SLICES slices.
     """
     rows = [_mask_of_row(row) for row in _visibility(attn_mask, batch, length)]
     return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
 
 
 def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bool_]:
-    """Returns visibility [1 or B, N, N]."""
+    """Returns bool [1 or B, N, N]: True if query i sees key j."""
     shape = tuple(attn_mask.shape)
     if attn_mask.requires_grad:
         raise ValueError(f"attn_mask {shape} requires a gradient: it is a bias; {REMEDY}")
@@ -106,12 +113,12 @@ def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bo
 
 
 def _visible_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns True for each visible pair of a mask [B, N, N]. `shape` is the original one, for error messages."""
+    """Returns bool, True for each visible pair of a mask [B, N, N]. `shape` is the tensor's own, for error messages."""
     if attn_mask.dtype == torch.bool:
         return attn_mask
     if not attn_mask.is_floating_point():
         raise ValueError(f"attn_mask is {attn_mask.dtype}; {REMEDY}")
-    # Many models write the dtype's lowest number instead of -inf. Its weight is 0 if the query sees any other key.
+    # Many models write the dtype's lowest number instead of -inf. Softmax gives it weight 0 if the query sees any key.
     visible, lowest = attn_mask == 0, torch.finfo(attn_mask.dtype).min
     bias = ~visible & (attn_mask != -torch.inf) & (attn_mask != lowest)
     if bool(bias.any()):
@@ -125,28 +132,33 @@ def _visible_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Runs(NamedTuple):
-    """Runs of visible keys of all queries, in order of queries. Run r is keys starts[r] .. ends[r] - 1."""
+    """Runs of visible keys of all queries, in order of queries.
+
+    Args:
+        first: index r of each query's first run, and at last the number of runs, [N + 1].
+        starts, ends: run r is keys starts[r] .. ends[r] - 1.
+    """
 
     first: Integers
-    """Index of the first run of each query, [N + 1]."""
     starts: Integers
     ends: Integers
 
 
 def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
-    """Returns the mask of one row of the batch, given its visibility [N, N]."""
+    """Returns the mask of one row of the batch from its visible pairs, bool [N, N]."""
     runs = _find_runs(visible)
     banded_mask = _banded_mask(runs, len(visible))
     return AttentionMask.of_slices(_slices(runs, len(visible))) if banded_mask is None else banded_mask
 
 
 def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
-    # Runs begin and end where visibility changes; a hidden column on each side makes those at the edges change too.
+    # A run begins where hidden changes to visible, and ends where visible changes to hidden. A hidden column is added
+    # on each side, so that runs at the first and last key have both changes.
     padded = np.zeros((len(visible), visible.shape[1] + 2), dtype=np.int8)
     padded[:, 1:-1] = visible
-    steps = np.diff(padded, axis=1)
-    queries, starts = np.nonzero(steps == 1)
-    ends = np.nonzero(steps == -1)[1]
+    changes = np.diff(padded, axis=1)
+    queries, starts = np.nonzero(changes == 1)
+    ends = np.nonzero(changes == -1)[1]
     return _Runs(np.searchsorted(queries, np.arange(len(visible) + 1)), starts, ends)
 
 
@@ -156,31 +168,34 @@ def _banded_mask(runs: _Runs, length: int) -> AttentionMask | None:
         return None
     queries, starts, ends = np.arange(length), runs.starts, runs.ends
     # A document begins at query i if no earlier query sees keys from i on, and no query from i on sees keys before i.
-    reach = np.append(0, np.maximum.accumulate(ends)[:-1])
-    earliest = np.minimum.accumulate(starts[::-1])[::-1]
-    cuts = np.flatnonzero((reach <= queries) & (earliest >= queries))
-    boundaries = np.append(cuts, length)
-    document = np.searchsorted(cuts, queries, side="right") - 1
+    end_before = np.append(0, np.maximum.accumulate(ends)[:-1])  # largest run end over the queries before i
+    earliest_start = np.minimum.accumulate(starts[::-1])[::-1]  # smallest run start over the queries from i on
+    document_starts = np.flatnonzero((end_before <= queries) & (earliest_start >= queries))
+    boundaries = np.append(document_starts, length)
+    document = np.searchsorted(document_starts, queries, side="right") - 1
     low, high = boundaries[document], boundaries[document + 1]
-    # The widest run on each side of the diagonal is the window, if there is one.
+    # If there is a window, its sides are the most keys that any query sees before and after itself.
     left, right = int((queries - starts).max()), int((ends - 1 - queries).max())
-    if left < 0 or right < 0:  # no query sees its own key
+    if left < 0 or right < 0:  # every query sees only later keys, or only earlier ones: no window has such a side
         return None
-    # Without a window, every run reaches the end of its document. With one, runs end there or at the window's edge.
+    # Without a window, every run reaches the edge of its document. With one, runs end there or at the window's edge.
     before = None if (starts == low).all() else left
     after = None if (ends == high).all() else right
     if before is not None and not (starts == np.maximum(low, queries - before)).all():
         return None
     if after is not None and not (ends == np.minimum(high, queries + after + 1)).all():
         return None
-    documents = boundaries.tolist() if len(cuts) > 1 else None
+    documents = boundaries.tolist() if len(document_starts) > 1 else None
     causal = right == 0
     window = (before, None if causal else after)
     return AttentionMask(causal, None if window == (None, None) else window, documents)
 
 
 def _slices(runs: _Runs, length: int) -> list[Slice]:
-    """Returns slices of consecutive queries with the same number of runs, each of whose ends stays or moves by one."""
+    """Cuts the queries into groups of consecutive ones, and returns a slice for each run of each group.
+
+    All queries of a group have as many runs, and each end of a run stays or moves by one key from query to query.
+    """
     slices: list[Slice] = []
     first = 0
     counts = np.diff(runs.first)
@@ -196,26 +211,28 @@ def _slices(runs: _Runs, length: int) -> list[Slice]:
 
 
 def _extend_slices(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
-    """Extends the runs of query `first` over as many following queries as possible.
+    """Finds the longest group of queries, from query `first` on, whose runs are slices.
 
     Args:
         counts: number of runs of each query, [N].
 
     Returns:
-        The last of these queries, and the moves per query of each run's start and end, 0 or 1, [runs, 2].
+        The last query of the group, and by how many keys the start and the end of each run move per query, 0 or 1,
+        [runs, 2].
     """
     run_count = int(counts[first])
     same_count = counts[first:] == run_count
+    # The first query with another number of runs (argmin finds the first False), or N.
     end = first + (len(same_count) if same_count.all() else int(same_count.argmin()))
-    chunk, moves = 64, np.zeros((run_count, 2), dtype=np.int64)
-    last = first
-    # Compares chunks of queries of doubling length, so that a short slice does not read all remaining queries.
+    moves = np.zeros((run_count, 2), dtype=np.int64)
+    last, chunk = first, 64
+    # Compares queries in chunks of 64, 128, ..., so that a short group does not read all remaining queries.
     while last + 1 < end:
         stop = min(last + 1 + chunk, end)
         index = runs.first[last]
         edges = np.stack([runs.starts, runs.ends], axis=1)[index : index + (stop - last) * run_count]
         chunk_moves = np.diff(edges.reshape(stop - last, run_count, 2), axis=0)
-        # The first two queries define the moves that all others must repeat.
+        # The first two queries define the moves that all later queries of the group must repeat.
         if last == first:
             if not np.isin(chunk_moves[0], (0, 1)).all():
                 return first, moves
@@ -229,7 +246,7 @@ def _extend_slices(runs: _Runs, counts: Integers, first: int) -> tuple[int, Inte
 
 def _slice(first: int, last: int, start: int, end: int, start_moves: int, end_moves: int) -> Slice:
     """Returns the slice of queries first .. last whose run is keys start .. end - 1 at query `first`."""
-    # An end that moves with the query is a bound on j - i; a fixed end is an end of the range of keys.
+    # If an end of the run moves with the query, it bounds j - i (low, high). If it is fixed, it is an end of `keys`.
     keys = range(start, end + end_moves * (last - first))
     low = start - first if start_moves else None
     high = end - 1 - first if end_moves else None

@@ -1,8 +1,8 @@
 """Documents of packed rows, reconstructed from position ids that are sharded over ranks.
 
-A token at global position p with position id i is in the document that starts at p - i. Ranks exchange
-the starts of their tokens, with the first and last token of each start, so that every rank reconstructs the same
-documents or raises the same error.
+A token at global position p with position id i is in the document that starts at p - i. For each start, ranks exchange
+the positions of the first and the last of their tokens with it. So every rank reconstructs the same documents or raises
+the same error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from armillary.core import SequenceLayout
 
 
 class PackedRun(NamedTuple):
-    """A rank's tokens of one row whose document starts at `start`, from `first` to `last`, in global positions."""
+    """The tokens of one rank and row whose position ids give the same start of their document.
+
+    Args:
+        row: row of the batch.
+        start: global position of the document's first token, by these tokens' position ids.
+        first, last: global positions of the first and the last of these tokens.
+    """
 
     row: int
     start: int
@@ -36,21 +42,25 @@ POSITIONS_HINT = (
 )
 
 
-def find_documents(position_ids: Tensor, layout: SequenceLayout, method: Method, first: int = 0) -> Documents | None:
-    """Returns the documents of position ids [B or 1, T] of all ranks; None if each row is one document.
+def find_documents(
+    position_ids: Tensor, layout: SequenceLayout, method: Method, first_position: int = 0
+) -> Documents | None:
+    """Returns the boundaries of the documents of whole rows; None if each row is one document.
 
-    Every rank of the method must call it: it sends four integers for each document that a rank sees.
+    Every rank of the method must call this. A rank sends four integers for each document of which it has tokens.
 
     Args:
-        first: the position id of a document's first token.
+        position_ids: [B or 1, T], of this rank's tokens.
+        first_position: the position id of a document's first token.
 
     Raises:
-        ValueError: on every rank, if they neither are global positions nor restart at `first` in each document.
+        ValueError: on every rank, if position ids neither are global positions nor restart at `first_position` in each
+            document.
     """
-    runs = gather_integers(_runs(position_ids - first, layout.positions(method.shard)), method)
+    runs = gather_integers(_runs(position_ids - first_position, layout.positions(method.shard)), method)
     rows = [[PackedRun(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]
-    documents = [_boundaries(row_runs, layout.length, first) for row_runs in rows]
-    _check_not_shards(documents, layout, first)
+    documents = [_boundaries(row_runs, layout.length, first_position) for row_runs in rows]
+    _check_not_shards(documents, layout, first_position)
     if all(ends == (0, layout.length) for ends in documents):
         return None
     return documents[0] if len(set(documents)) == 1 else tuple(documents)
@@ -59,8 +69,8 @@ def find_documents(position_ids: Tensor, layout: SequenceLayout, method: Method,
 def check_positions(position_ids: Tensor, layout: SequenceLayout, method: Method, documents: Documents) -> None:
     """Raises ValueError unless position ids [B or 1, T] rise from token to token of each document, over all ranks.
 
-    They may start anywhere and skip positions. Every rank of the method must call it: ranks exchange integers, unless
-    the axes of the method are unknown.
+    Position ids may start anywhere and skip numbers. Every rank of the method must call this: ranks exchange four
+    integers for each `PackedRun`. If the axes of the method are unknown, each rank checks its own tokens only.
 
     Raises:
         ValueError: on every rank, with the first position id that does not rise.
@@ -79,9 +89,14 @@ def check_positions(position_ids: Tensor, layout: SequenceLayout, method: Method
 
 
 def check_shards(tokens: int, positions: int, layout: SequenceLayout, method: Method) -> None:
-    """Raises ValueError on every rank if a shard has other numbers of tokens or position ids than the layout."""
+    """Raises ValueError if a shard has another number of tokens or position ids than the layout gives it.
+
+    Raises on every rank if the axes of the method are known, else on the rank of the wrong shard.
+    """
     shards = [[method.shard, tokens, positions]]
-    for shard, token_count, id_count in gather_integers(shards, method) if find_axes(method) is not None else shards:
+    if find_axes(method) is not None:
+        shards = gather_integers(shards, method)
+    for shard, token_count, id_count in shards:
         check_tokens(shard, token_count, layout)
         if id_count != token_count:
             raise ValueError(f"shard {shard} has {token_count} tokens and {id_count} position ids; {POSITIONS_HINT}")
@@ -95,7 +110,7 @@ def _runs(
     Args:
         position_ids: [B, T].
         positions: [T], global positions of the tokens.
-        boundaries: known documents of each row: equal starts in two of them are two runs.
+        boundaries: boundaries of each row's documents, if they are known. Then a run is also within one document.
     """
     runs: list[PackedRun] = []
     for row, ids in enumerate(position_ids.cpu().long()):
@@ -103,6 +118,7 @@ def _runs(
         # Tokens with the same (known document, start) form a run.
         pairs = torch.stack([torch.bucketize(positions, ends, right=True), positions - ids])
         (_, starts), run_of_token = pairs.unique(dim=1, return_inverse=True)
+        # The smallest and the largest position in each run; 2**62 and -1 are beyond all positions.
         first = torch.full_like(starts, 2**62).scatter_reduce(0, run_of_token, positions, "amin")
         last = torch.full_like(starts, -1).scatter_reduce(0, run_of_token, positions, "amax")
         runs += [PackedRun(row, *run) for run in zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)]
@@ -110,7 +126,7 @@ def _runs(
 
 
 def _spans(runs: Sequence[PackedRun]) -> dict[int, tuple[int, int]]:
-    """Returns {start: (first position, last position)} over the runs of all ranks."""
+    """Merges the runs of all ranks: returns {start: (first position, last position)} of one row."""
     spans: dict[int, tuple[int, int]] = {}
     for _, start, first, last in runs:
         low, high = spans.get(start, (first, last))
@@ -120,8 +136,8 @@ def _spans(runs: Sequence[PackedRun]) -> dict[int, tuple[int, int]]:
 
 def _check_rising(row: int, runs: Sequence[PackedRun]) -> None:
     """Raises ValueError if position ids do not rise within one document, given its runs on all ranks."""
-    # Where an id skips s positions, start = position - id falls by s. So ids rise exactly if, in order of positions,
-    # runs do not overlap and their starts fall.
+    # Where ids skip s numbers, start = position - id falls by s; where an id does not rise, start rises. So ids rise
+    # exactly if the runs, in order of positions, do not overlap and each has a lower start than the run before.
     ordered = sorted(_spans(runs).items(), key=lambda span: span[1])
     for (start, (_, last)), (next_start, (first, _)) in pairwise(ordered):
         if last > first or next_start > start:
@@ -141,7 +157,8 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
     starts = sorted(spans)
     boundaries = (*starts, length)
     for start, end in pairwise(boundaries):
-        # The tokens of each start must reach from it to the next one. Spans are then disjoint: documents have no holes.
+        # The tokens with each start must reach from it to the token before the next start. If all do, no other token is
+        # between them, because spans of different starts are disjoint then.
         if spans[start] != (start, end - 1):
             position = spans[start][0]
             raise ValueError(
@@ -158,15 +175,17 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
 
 
 def _check_not_shards(boundaries: Sequence[tuple[int, ...]], layout: SequenceLayout, first_position: int) -> None:
-    """Raises ValueError if position ids restart on every rank.
+    """Raises ValueError if the documents are exactly the shards.
 
-    Documents exactly as long as shards are rare; a model that counts its local tokens is a common mistake.
+    Then the model most likely counted its local tokens on each rank, which is a common mistake.
     """
-    # Only in layouts with one span per shard: in others (zigzag) such ids contradict each other, see `_boundaries`.
+    # In layouts with several spans per shard (zigzag) such position ids contradict each other: `_boundaries` raises.
     shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])
-    firsts = (*(spans[0][0] for spans in shards), layout.length)
-    if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and any(ends == firsts for ends in boundaries):
+    shard_ends = (*(spans[0][0] for spans in shards), layout.length)  # 0, end of the first shard, ..., N
+    one_span_each = all(len(spans) == 1 for spans in shards)
+    if layout.shards > 1 and one_span_each and any(ends == shard_ends for ends in boundaries):
         raise ValueError(
             f"position_ids start at {first_position} on each of the {layout.shards} ranks, as a model's own do; "
-            f"{POSITIONS_HINT}. If documents do end where shards do, pass `sequence(documents={list(firsts[:4])}...)`"
+            f"{POSITIONS_HINT}. If documents do end where shards do, pass "
+            f"`sequence(documents={list(shard_ends[:4])}...)`"
         )

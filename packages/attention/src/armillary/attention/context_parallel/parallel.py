@@ -42,48 +42,48 @@ class ContextParallel:
             loss = cp.loss(logits, batch)  # the mean over all labels, the same on every rank
             loss.backward()  # FSDP2 and DDP average: gradients are those of the whole loss
 
-    FSDP2 or DDP must average over the ranks of the method and of `data`, no more and no fewer; do not call
-    `armillary.core.sum_gradients`. Without either of them, call `reduce_gradients` after `backward`.
+    FSDP2 or DDP must average over exactly the ranks of the method and of `data`; do not call
+    `armillary.core.sum_gradients`. Without FSDP2 and DDP, call `reduce_gradients` after `backward`.
 
     Args:
-        method: a method, or the name of one (`build_attention`).
+        method: the attention method, or its name (`build_attention`).
         mesh: a mesh with the axes of the method, such as `build_mesh` returns. Not needed if `method` is a `Method` and
             `data` is empty.
-        data: names of the mesh's axes over which rows differ.
+        data: names of the mesh axes whose ranks have different rows.
 
     Attributes:
-        method: the method.
+        method: the attention method.
         axes: the axes of the method and of `data` that have more than one rank.
-        padding_idx: position ids count from padding_idx + 1 (RoBERTa) and not from 0; None: from 0. `prepare` sets it.
+        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0. `prepare` sets it.
 
     Raises:
-        ValueError: no method, or the name of one without a mesh; a method whose axes are unknown; `data` names axes
-            that are not in the mesh, or that the method works on.
+        ValueError: `method` is no method, or a name without a mesh; the axes of the method are unknown; `data` names
+            axes that the mesh does not have, or over which the method shards the sequence.
     """
 
     def __init__(self, method: Method | str, mesh: DeviceMesh | None = None, data: str | Sequence[str] = ()) -> None:
-        names = (data,) if isinstance(data, str) else tuple(data)
-        if mesh is None and (isinstance(method, str) or names):
-            raise ValueError(f"method={method!r}, data={names} without a mesh: give one, such as build_mesh(...)")
+        data_names = (data,) if isinstance(data, str) else tuple(data)
+        if mesh is None and (isinstance(method, str) or data_names):
+            raise ValueError(f"method={method!r}, data={data_names} without a mesh: give one, such as build_mesh(...)")
         if isinstance(method, str):
             assert mesh is not None
             method = build_attention(method, mesh)
         self.method = method
         check_method(self.method)
         mesh_names = () if mesh is None else mesh.mesh_dim_names or ()
-        if missing := [name for name in names if name not in mesh_names]:
+        if missing := [name for name in data_names if name not in mesh_names]:
             raise ValueError(f"data={missing}: the mesh has axes {mesh_names}")
         sequence_axes = method_axes(self.method)
-        if shared := sorted({axis.name for axis in sequence_axes} & set(names)):
+        if shared := sorted({axis.name for axis in sequence_axes} & set(data_names)):
             raise ValueError(f"data={shared}: rows cannot differ on axes over which the method shards the sequence")
-        data_axes = [Axis.of(mesh[name]) for name in names] if mesh is not None else []
+        data_axes = [Axis.of(mesh[name]) for name in data_names] if mesh is not None else []
         self._data_axes = [axis for axis in data_axes if axis.size > 1]
         self.axes = [*sequence_axes, *self._data_axes]
         self.padding_idx: int | None = None
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that `loss` reduces over: those of a sequence times those of `data`."""
+        """Number of ranks that `loss` reduces over: the ranks that share a sequence times the ranks of `data`."""
         return prod(axis.size for axis in self.axes)
 
     def shard(
@@ -99,7 +99,7 @@ class ContextParallel:
         shift_labels: Tensor | None = None,
         labelled: int | None = None,
     ) -> ContextParallelBatch:
-        """Returns this rank's tokens, positions and shifted labels of whole rows.
+        """Shards whole rows: returns this rank's tokens with their position ids and shifted labels.
 
         Labels are shifted before rows are sharded, because a shard does not have the token after its last one. The last
         token of a document gets no label.
@@ -107,26 +107,29 @@ class ContextParallel:
         Args:
             ids: [B, N], the whole rows; the same on all ranks that share a sequence.
             labels: [B, N], unshifted: each token itself, or -100. By default `ids`.
-            mask: mask of attention. By default causal for `batch.attend`, and the model's own inside `with batch`.
-                `documents` are added to it.
-            layout: over all ranks of the method, or over its sequence axis only; by default `method.layout(N)`.
-            documents: boundaries, as `AttentionMask` takes them. By default documents start wherever position ids are
-                0 (or padding_idx + 1), or each row is one.
+            mask: attention mask, to which `documents` are added. By default `batch.attend` is causal, and a model
+                called inside `with batch` uses its own mask.
+            layout: layout over all ranks of the method, or over its sequence axis only; by default `method.layout(N)`.
+            documents: boundaries, as `AttentionMask` takes them. By default a document starts wherever a position id
+                is 0 (or padding_idx + 1); without position_ids, each row is one document.
             position_ids: [B or 1, N]; by default they count from the start of each document.
-            attention_mask: [B, N] of 1 for tokens and 0 for padding, as tokenizers make it. Padding becomes documents
-                of its own, which no token sees, and has no labels; the model's output there is meaningless.
+            attention_mask: [B, N] of 1 for tokens and 0 for padding, as tokenizers make it. Each run of padding becomes
+                a separate document, which no other token sees and which has no labels. The model's output for padding
+                is meaningless.
             shift_labels: [B, N], labels that are shifted already, instead of `labels`.
-            labelled: number of labels that the loss is averaged over; by default this batch's, on all data axes. For
-                several micro-batches, give the number of labels in all of them. A batch without labels has loss 0.
+            labelled: number of labels that the loss is averaged over; by default the labels of this batch on all data
+                axes. For several micro-batches, give the number of labels in all of them. A batch without labels has
+                loss 0.
 
-        Bytes sent: an all-reduce of one integer on each data axis, if `labelled` is not given. Every rank must call it.
+        Bytes sent: an all-reduce of one integer on each data axis, if `labelled` is not given. Every rank must call
+        `shard`.
 
         Raises:
             ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N; a layout of
                 another length or number of shards; `labelled` below 1; both labels and shift_labels; a tree or a mask
-                from slices, if position_ids or shift_labels are missing; an attention_mask with zeros inside a
-                document, or at the start of a row if position_ids are missing; shift_labels of hidden tokens; visible
-                ids equal to padding_idx.
+                from slices, if position_ids or shift_labels are missing; an attention_mask with zeros between tokens of
+                a document, or before them if position_ids are missing; padding with shift_labels; visible ids equal to
+                padding_idx.
         """
         check_layout("layout", layout)
         if labelled is not None:
@@ -155,8 +158,9 @@ class ContextParallel:
             count = torch.tensor(rows.label_count, device=ids.device)
             labelled = max(int(sum_over_axes(count, self._data_axes)), 1)  # at least 1: without labels, the loss is 0
         batch_mask = AttentionMask(causal=True) if mask is None else mask
-        packed = documents is not None or position_ids is not None or attention_mask is not None
-        if packed and takes_documents(batch_mask):
+        has_boundaries = documents is not None or position_ids is not None or attention_mask is not None
+        if has_boundaries and takes_documents(batch_mask):
+            # The rows' documents replace the mask's: they also separate runs of padding.
             batch_mask = with_documents(replace(batch_mask, documents=None), rows.documents)
         return ContextParallelBatch(
             self, self.method, rows, layout, labelled, batch_mask, replaces_mask=mask is not None
@@ -165,17 +169,19 @@ class ContextParallel:
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:
         """Returns the mean loss over all labels of all ranks and data axes, the same bits on every rank.
 
-        Its gradients, averaged over these ranks, are those of the whole loss.
+        The average of the ranks' gradients, which FSDP2 or DDP computes, is the gradient of this mean.
 
         Args:
-            logits_or_share: logits [B, T, V] of the batch's tokens, or the loss [] of a model that was given
-                `batch.inputs`: the sum over its labels divided by `num_items_in_batch`.
+            logits_or_share: logits [B, T, V] of the batch's tokens, or this rank's share of the loss, []: the scalar
+                loss of a model called with `batch.inputs`, which has divided the sum over this rank's labels by
+                `num_items_in_batch`.
 
         Bytes sent: an `all_reduce` of one number on each axis, in forward and in backward.
 
         Raises:
-            ValueError: the batch is of another `ContextParallel`; logits of other tokens; a scalar loss that is not
-                floating-point, or whose model was not given `batch.inputs`: it may be a mean over this shard's labels.
+            ValueError: a batch that another `ContextParallel` sharded; logits whose [B, T] differs from the batch's; a
+                scalar loss that is not floating-point, or whose model was not called with `batch.inputs`, because it
+                may be a mean over this shard's labels.
         """
         check_tensor("logits_or_share", logits_or_share)
         if not isinstance(batch, ContextParallelBatch) or batch.owner is not self:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -190,7 +196,7 @@ class ContextParallel:
                     "a scalar loss of a model that was not given batch.inputs may be a mean over one rank: "
                     "give cp.loss the logits, or call model(**batch.inputs)"
                 )
-            local_share = logits_or_share  # transformers has divided by num_items_in_batch, the labels of all ranks
+            local_share = logits_or_share  # transformers has divided by the number of labels on all ranks
         else:
             if logits_or_share.ndim != 3 or logits_or_share.shape[:2] != batch.labels.shape:
                 raise ValueError(
@@ -202,8 +208,8 @@ class ContextParallel:
             sum_dtype = torch.promote_types(flat.dtype, torch.float32)
             total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
             local_share = total / batch.labelled
-        # Backward sums too: each rank gets `self.ranks` times the gradient of its share, and FSDP2's or DDP's average
-        # over these ranks is the gradient of the whole loss.
+        # Every rank backpropagates from the same sum, so the backward of the all-reduce gives each rank `self.ranks`
+        # times the gradient of its share. FSDP2's or DDP's average over these ranks divides by `self.ranks` again.
         return sum_over_axes(local_share, self.axes)
 
     @torch.no_grad()
@@ -226,11 +232,11 @@ class ContextParallel:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             return
-        # A rank may have no gradient of a parameter that others use (an expert): it still takes part in the sum.
+        # A rank may have no gradient of a parameter that other ranks use (an expert), but must take part in the sum.
         has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64)
-        rank_counts = sum_over_axes(has_gradient, self.axes).tolist()
-        for parameter, rank_count in zip(parameters, rank_counts, strict=True):
-            if rank_count:
+        gradient_counts = sum_over_axes(has_gradient, self.axes).tolist()  # ranks with a gradient, by parameter
+        for parameter, gradient_count in zip(parameters, gradient_counts, strict=True):
+            if gradient_count:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = sum_over_axes(gradient, self.axes) / self.ranks
 
@@ -242,26 +248,26 @@ class ContextParallel:
                 loss = cp.loss(model(**batch.inputs).loss, batch)
             loss.backward()
 
-        Packages that can prepare models declare a function as an entry point of the group "armillary.prepare", under
-        the name of the library: armillary-integrations does for transformers (`prepare_transformers`) and diffusers
+        The function that prepares the model is an entry point of the group "armillary.prepare", named after the
+        library. armillary-integrations has one for transformers (`prepare_transformers`) and one for diffusers
         (`prepare_diffusers`).
 
         Args:
-            options: options of that function.
+            options: options of the library's function.
 
         Raises:
             ValueError: no installed package prepares models of this library, or the model cannot be sharded.
         """
-        # All base classes count: a user's subclass is recognized by its base class in transformers or diffusers.
+        # A user's subclass is recognized by its base class in transformers or diffusers.
         libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-        preparers = {point.name: point for point in entry_points(group=PREPARERS)}
-        point = next((preparers[name] for name in preparers if name in libraries), None)
-        if point is None:
+        preparers = {preparer.name: preparer for preparer in entry_points(group=PREPARERS)}
+        preparer = next((preparers[name] for name in preparers if name in libraries), None)
+        if preparer is None:
             raise ValueError(
                 f"no installed package prepares {type(model).__name__}; libraries of entry points {PREPARERS!r}: "
                 f"{sorted(preparers)}. Install armillary-integrations (again, if its entry points changed) for models "
                 "of transformers and diffusers; pass batch.attend to other models, or use sdpa_parallel or "
                 "ContextParallelStyle"
             )
-        point.load()(model, self, **options)
+        preparer.load()(model, self, **options)
         return model

@@ -9,7 +9,7 @@ from armillary.attention.methods.base import Method
 
 
 class Registries(NamedTuple):
-    """Attention functions by name, and the functions that make their masks."""
+    """The registries of attention functions and of the functions that make masks for them, both by name."""
 
     attention: Any
     masks: Any
@@ -27,7 +27,7 @@ class Registries(NamedTuple):
 
 
 class Refusal:
-    """Replaces the function of one name in a registry and raises ValueError when called, until `end`."""
+    """Replaces one function in a registry by a call that raises ValueError, until `end` restores the function."""
 
     def __init__(self, registry: Any, name: str, reason: str) -> None:
         self.registry, self.name, self.reason, self.active = registry, name, reason, True
@@ -41,22 +41,23 @@ class Refusal:
         raise ValueError(f"{caller}: {self.reason}")
 
     def end(self) -> None:
-        """Restores the function, or passes calls to it if another thread has replaced this object."""
+        """Restores the function. If another thread has replaced this object meanwhile, calls pass to the function."""
         self.active = False
         if self.registry[self.name] is self:
             self.registry.register(self.name, self.function)
 
 
 def refuse_models(reason: str) -> list[Refusal]:
-    """Makes models of transformers raise when they attend, unless by our functions, until each refusal is ended.
+    """Makes models of transformers raise ValueError, except models prepared by our integration. Returns the refusals.
 
-    A model makes its masks first, so most are refused there; layers without a mask at their attention.
+    A model raises when it makes its masks, or, if it makes none, when its first layer attends. The caller must `end`
+    each refusal.
     """
     registries = Registries.find()
     if registries is None:
         return []
     functions = registries.attention
-    # Models with our implementations see masks and windows, so they may be called inside sdpa_parallel.
+    # Our implementations are told each layer's mask and window, so their models may be called inside sdpa_parallel.
     own_names = {name for name in functions if method_of_implementation(functions[name])}
     return [
         Refusal(registry, name, reason)
@@ -67,13 +68,13 @@ def refuse_models(reason: str) -> list[Refusal]:
 
 
 class ShardedImplementation:
-    """Base class of the implementations whose methods `register_transformers` puts into the registries."""
+    """Base class of our implementations. `register_transformers` puts their bound methods into the registries."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
 
 
 def method_of_implementation(function: Any) -> Method | None:
-    """Returns the method behind a registered function of ours; None for other functions."""
+    """Returns the attention method of a function that our integration registered; None for other functions."""
     implementation = getattr(function, "__self__", None)
     return implementation.method if isinstance(implementation, ShardedImplementation) else None

@@ -1,6 +1,6 @@
-"""Completes whole rows before they are sharded: documents, position ids and shifted labels.
+"""Documents, position ids and shifted labels of whole rows, before the rows are sharded.
 
-These depend on tokens of other shards, so they are computed from the whole rows, which every rank has.
+A shard is not enough to compute them: the label of its last token, for example, is a token of another shard.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from armillary.attention.mask.content import Documents
 from armillary.core.validation import check_tensor, integer
 
 IGNORED = -100
-"""The label of a token that predicts nothing, as in cross_entropy and transformers."""
+"""Label of a token that the loss skips, as in cross_entropy and transformers."""
 
 
 class Rows(NamedTuple):
-    """Tensors [B, N] of whole rows and their documents. `labels` are shifted."""
+    """Whole rows of a batch: tensors [B, N] (position_ids also [1, N]) and the documents. `labels` are shifted."""
 
     ids: Tensor
     position_ids: Tensor
@@ -48,30 +48,33 @@ def complete_rows(
     """Returns rows with documents, position ids and shifted labels. Arguments are those of `ContextParallel.shard`.
 
     Args:
-        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: from 0.
+        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0.
     """
     _check_shapes(ids, labels, position_ids, shift_labels, attention_mask)
     row_count, length = ids.shape
-    first = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, minimum=0)
+    first_position = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, minimum=0)
     if padding_idx is not None and position_ids is None:
         _check_padding_hidden(ids, padding_idx, attention_mask)
-    # Collators that pack rows give no boundaries, but position ids that restart in each document.
+    # Collators that pack several documents into a row give no boundaries: their position ids restart instead.
     if documents is None and position_ids is not None:
-        documents = _documents_of_positions(position_ids - first)
+        documents = _documents_of_positions(position_ids - first_position)
     mask = AttentionMask(documents=(0, length) if documents is None else documents)
     mask.check(length, length, row_count)
     # Each run of padding becomes a separate document: then no other token sees it, and no [N, N] mask is needed.
     if attention_mask is not None:
-        mask = AttentionMask(documents=_with_padding(mask, attention_mask, counts_positions=position_ids is None))
+        needs_positions = position_ids is None
+        mask = AttentionMask(documents=_documents_with_padding(mask, attention_mask, needs_positions))
     boundaries = [mask.boundaries(row) or (0, length) for row in range(row_count)]
     if position_ids is None:
-        rows = [torch.cat([torch.arange(end - start) for start, end in pairwise(row)]) for row in boundaries]
-        position_ids = torch.stack(rows).to(ids.device) + first
+        # Position ids count from the start of each document.
+        counts = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
+        position_ids = torch.stack(counts).to(ids.device) + first_position
     shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
     if attention_mask is not None:
-        # Collators fill position ids of padding with any number, which may be beyond the model's embedding table.
-        hidden, safe_positions = attention_mask == 0, torch.arange(length, device=ids.device) + first
-        position_ids = torch.where(hidden, safe_positions, position_ids)
+        # Collators give padding any position id, even one beyond the model's embedding table. So padding gets its
+        # position in the row, which is always valid.
+        hidden, row_positions = attention_mask == 0, torch.arange(length, device=ids.device) + first_position
+        position_ids = torch.where(hidden, row_positions, position_ids)
         shifted = shifted.masked_fill(hidden, IGNORED)
     return Rows(ids, position_ids, shifted.long(), attention_mask, mask.documents or (0, length))
 
@@ -123,8 +126,10 @@ def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor 
 
 def _documents_of_positions(position_ids: Tensor) -> list[list[int]] | list[int]:
     """Returns the boundaries of documents that start wherever position ids [B or 1, N] are 0."""
-    starts = [row.nonzero().flatten().tolist() for row in (position_ids == 0).cpu()]
-    boundaries = [[0, *(start for start in row if start), position_ids.shape[1]] for row in starts]
+    length = position_ids.shape[1]
+    # A row's first document starts at 0 even if its position id there is not 0.
+    later_starts = [(row.nonzero().flatten() + 1).tolist() for row in (position_ids == 0).cpu()[:, 1:]]
+    boundaries = [[0, *starts, length] for starts in later_starts]
     return boundaries if len(boundaries) > 1 else boundaries[0]
 
 
@@ -132,43 +137,48 @@ def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
     """Returns labels [B, N] moved one token to the left, so that each token has the label of the next one."""
     shifted = labels.roll(-1, 1)
     # The last token of a document has no label: the next token belongs to another document.
-    for row, ends in zip(shifted, boundaries, strict=True):
-        row[[end - 1 for end in ends[1:]]] = IGNORED
+    for row_labels, ends in zip(shifted, boundaries, strict=True):
+        row_labels[[end - 1 for end in ends[1:]]] = IGNORED
     return shifted
 
 
-def _with_padding(mask: AttentionMask, attention_mask: Tensor, counts_positions: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the boundaries of each row, with the padding of an attention_mask [B, N] in documents of its own.
+def _documents_with_padding(
+    mask: AttentionMask, attention_mask: Tensor, needs_positions: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Cuts the documents of each row where padding begins or ends, so that each run of padding is a document.
 
     Args:
-        mask: the documents without padding.
-        counts_positions: position ids will count from the start of each document, so none of them may begin with
-            padding.
+        mask: mask with the documents before they are cut.
+        attention_mask: [B, N].
+        needs_positions: True if position ids are not given and will be counted in each document. Models disagree on
+            whether the position of a document's first token counts the padding before it, so this is an error then.
+
+    Returns:
+        The boundaries of each row.
 
     Raises:
-        ValueError: hidden tokens between visible ones of a document, or before them if positions are counted.
+        ValueError: padding between visible tokens of one document, or before them if position ids are needed.
     """
-    visible = attention_mask.cpu() != 0
     rows: list[tuple[int, ...]] = []
-    for row, tokens in enumerate(visible):
-        changes = (tokens[1:] != tokens[:-1]).nonzero().flatten() + 1  # where padding begins or ends
+    for row, visible in enumerate(attention_mask.cpu() != 0):
+        changes = ((visible[1:] != visible[:-1]).nonzero().flatten() + 1).tolist()  # where padding begins or ends
         boundaries = [0]
-        for low, high in pairwise(mask.boundaries(row) or (0, len(tokens))):
-            # A document may have padding on the left, ending at `leading`, and on the right: at most two changes.
-            document_changes = [position for position in changes.tolist() if low < position < high]
-            leading = document_changes[:1] if not tokens[low] else []
-            if len(document_changes) > len(leading) + 1:
-                first, end = document_changes[len(leading)], document_changes[len(leading) + 1]
+        for start, end in pairwise(mask.boundaries(row) or (0, len(visible))):
+            cuts = [position for position in changes if start < position < end]
+            # Padding on the left of the document ends at its first cut, padding on the right begins at the next cut.
+            left_end = cuts[:1] if not visible[start] else []
+            if len(cuts) > len(left_end) + 1:
+                hole_start, hole_end = cuts[len(left_end) :][:2]
                 raise ValueError(
-                    f"row {row} of attention_mask hides tokens {first} to {end - 1} between others of one document, "
-                    "which attend to each other; only padding at an end can be a document of its own"
+                    f"row {row} of attention_mask hides tokens {hole_start} to {hole_end - 1} between others of one "
+                    "document, which attend to each other; padding may only be at the start or the end of a document"
                 )
-            if leading and counts_positions:
+            if left_end and needs_positions:
                 raise ValueError(
-                    f"row {row} of attention_mask hides tokens {low} to {leading[0] - 1} before others, and models "
-                    'differ in whether positions count from there: pad on the right (tokenizer.padding_side = "right")'
-                    ", or give position_ids"
+                    f"row {row} of attention_mask hides tokens {start} to {left_end[0] - 1} before others, and models "
+                    "differ in whether position ids count these tokens: pad on the right "
+                    '(tokenizer.padding_side = "right"), or give position_ids'
                 )
-            boundaries += [*document_changes, high]
+            boundaries += [*cuts, end]
         rows.append(tuple(boundaries))
     return tuple(rows)

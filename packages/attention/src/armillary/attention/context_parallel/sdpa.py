@@ -1,7 +1,7 @@
 """Context parallelism for unmodified models that call `torch.nn.functional.scaled_dot_product_attention`.
 
-A `TorchFunctionMode` intercepts the calls and runs a method instead. Attention that it cannot route would see only the
-local shard without an error, so the other known implementations raise.
+A `TorchFunctionMode` intercepts the calls and runs a method instead. Attention by any other function would silently see
+only the local shard, so the known ones raise.
 """
 
 from __future__ import annotations
@@ -43,63 +43,64 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
 
     Tensors are [B, H, T, D] with this rank's tokens, or DTensors, `Shard(2)` on the method's axes and `Shard(1)` on
     axes that divide heads (tp). `is_causal` refers to global positions; without it, every query sees all keys of its
-    document. Calls are routed however the model imported the function. Autocast casts tensors as for the function
-    itself.
+    document. It does not matter how the model imported the function. Autocast casts q, k and v as it does for the
+    function itself.
 
-    `backward` may run outside of both blocks, unless it recomputes activations: then call it inside of both. Outside of
-    them, and in `torch.autograd.grad`, non-reentrant checkpointing raises, but reentrant checkpointing recomputes
-    attention over the local shard without an error.
+    `backward` may run after both blocks (`with batch` and `sdpa_parallel`) have ended. If it recomputes activations,
+    call it inside of both: outside, and in `torch.autograd.grad`, non-reentrant checkpointing raises, but reentrant
+    checkpointing recomputes attention over the local shard without an error.
 
-    Attention by other functions sees only the local shard. It is refused if it can be detected: ops named like
-    attention (including flash-attn's) and `nn.MultiheadAttention` when they run, `flex_attention` at the end of the
-    block, and a block without a routed call. Attention written as matrix products and a softmax is not detected if
-    other calls are routed.
+    Attention by other functions would see only the local shard, so it is an error where it can be detected. Ops named
+    like attention (including flash-attn's) and `nn.MultiheadAttention` raise when they run. The end of the block raises
+    after `flex_attention`, or if no call was routed. Attention written as matrix products and a softmax is not detected
+    if other calls are routed.
 
-    Models of Hugging Face transformers are refused: if the shard is not longer than their window, they pass `is_causal`
-    instead of a mask. A model prepared by `cp.prepare` may be called inside the block.
+    Models of Hugging Face transformers raise, because they drop their sliding window: if the shard is not longer than
+    the window, they pass `is_causal` instead of a mask. A model prepared by `cp.prepare` may be called in the block.
 
     An `attn_mask` must cover the whole sequence, be the same for all heads, and only hide keys: bool, or 0 and -inf,
-    [N, N] or broadcastable to it. It is converted to an `AttentionMask` on the host, once per tensor, at a cost of N^2;
-    it is cheaper to give `cp.shard` a `mask`.
+    [N, N] or broadcastable to it. The host converts each tensor to an `AttentionMask` once, in N^2 steps; it is cheaper
+    to give `cp.shard` a `mask`.
 
-    Bytes sent: those of the method.
+    Bytes sent: as by the method.
 
     Raises:
-        ValueError: a call with an invalid `attn_mask`, with `attn_mask` and also `is_causal` or the block's documents
-            or mask, with dropout, or with shapes that `attend` refuses; a call of a model of transformers; attention
-            that is not routed; the end of a block without a routed call.
+        ValueError: a call with an invalid `attn_mask`; with `attn_mask` beside `is_causal`, or beside documents or a
+            mask of the `sequence` block; with dropout; or with shapes that `attend` does not support. A model of
+            transformers, other attention that is not routed, or a block that ends without a routed call.
     """
     return SdpaParallel(attend)
 
 
 class Routing(TorchFunctionMode):
-    """Torch function mode that routes SDPA calls to a method and refuses other implementations of attention.
+    """Torch function mode that routes SDPA calls to a method and raises for other implementations of attention.
 
     Args:
-        layout: layout of the sequence; must equal that of a `sequence` block around the call, if the block has one.
+        layout: layout of the sequence. If a `sequence` block around the call has a layout too, both must be equal.
         mask: replaces `is_causal`. Documents of the `sequence` block are added to it.
 
     Attributes:
         used: True once a call was routed or refused.
-        unrouted: name of an implementation that ran without being routed. Compiled code writes these two attributes
-            and never reads them, so a graph needs no guards on them and sets them in each run.
+        unrouted: name of an implementation that ran without being routed; "" for none. Compiled code writes `used` and
+            `unrouted` but does not read them. So a graph needs no guards on them, and sets them each time it runs.
+        context_has_mask: True if the `sequence` block around the latest call had documents or a mask.
     """
 
     def __init__(self, method: Method, layout: SequenceLayout | None = None, mask: AttentionMask | None = None) -> None:
         check_method(method)
         super().__init__()
         self.method, self.layout, self.mask, self.reader = method, layout, mask, MaskReader(method)
-        self.context_has_mask = False  # of the latest call
+        self.context_has_mask = False
         self.used, self.unrouted = False, ""
 
     def sequence_context(self) -> SequenceContext:
-        """Returns the innermost `sequence` block around the call, an empty one without a block.
+        """Returns the arguments of the innermost `sequence` block around the call; empty ones without a block.
 
         Raises:
-            ValueError: backward recomputes the call outside of the block that masked it in forward.
+            ValueError: backward recomputes attention outside of the block whose documents or mask forward used.
         """
         context = current_sequence()
-        # Without the block's mask, recomputed attention would be wrong and raise no error.
+        # Attention recomputed without the block's mask would be silently wrong.
         if context is None and self.context_has_mask and in_backward():
             raise ValueError(
                 "attention whose documents or mask come from `with sequence(...)` is recomputed in backward outside of "
@@ -110,7 +111,11 @@ class Routing(TorchFunctionMode):
         return context or SequenceContext()
 
     def check_used(self, block: str = "an sdpa_parallel block") -> None:
-        """Raises ValueError at the end of a block if no attention in it was routed, or not all."""
+        """Raises ValueError at the end of a block if no call in it was routed, or another implementation ran.
+
+        Args:
+            block: the name of the block in the error.
+        """
         if self.unrouted:
             raise ValueError(
                 f"{self.unrouted} ran in {block}, and attended to this rank's tokens alone; "
@@ -129,7 +134,7 @@ class Routing(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.used = True
             return self._attend(*args, **(kwargs or {}))
-        if func in UNROUTABLE:
+        if func in UNROUTABLE_FUNCTIONS:
             self.used = True
             raise ValueError(
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends to this rank's tokens "
@@ -169,14 +174,19 @@ class Routing(TorchFunctionMode):
         if not compat.is_dtensor(query):  # the shape of a DTensor is global; the method checks it
             check_tokens(self.method.shard, query.shape[2], layout)
         mask = self._mask(query, attn_mask, is_causal, layout, context)
-        # SDPA has [B, H, T, D], methods have [B, T, H, D]; SDPA is on autocast's list, methods are not.
+        # SDPA takes [B, H, T, D], methods take [B, T, H, D]. torch's autocast casts the inputs of SDPA, and methods
+        # must do the same.
         q, k, v = cast_for_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         return self.method(q, k, v, mask=mask, layout=layout, scale=scale).transpose(1, 2)
 
     def _mask(
         self, query: Tensor, attn_mask: Tensor | None, is_causal: bool, layout: SequenceLayout, context: SequenceContext
     ) -> AttentionMask:
-        """Returns the mask of the style, of the `sequence` block or of the call; raises if two of them contradict."""
+        """Returns the mask of the call: the style's mask, else the `sequence` block's, else `attn_mask` or `is_causal`.
+
+        Raises:
+            ValueError: two of these are given and contradict each other, or `attn_mask` in a compiled graph.
+        """
         mask = context.mask if self.mask is None else with_documents(self.mask, context.documents)
         if context.mask not in (None, mask):
             raise ValueError(
@@ -194,7 +204,8 @@ class Routing(TorchFunctionMode):
             )
         if torch.compiler.is_compiling():
             raise ValueError(f"attn_mask {tuple(attn_mask.shape)} in a compiled graph, which cannot read it; {REMEDY}")
-        # The batch of a DTensor is global and this rank's rows are unknown: one mask for all rows is accepted.
+        # Of a DTensor, only the global batch is known here and not which rows this rank has. So it needs one mask for
+        # all rows.
         return self.reader.read(attn_mask, 1 if compat.is_dtensor(query) else query.shape[0], layout)
 
 
@@ -208,7 +219,7 @@ def with_documents(mask: AttentionMask, documents: Documents | None) -> Attentio
         return mask
     if mask.documents is None and takes_documents(mask):
         return AttentionMask(mask.causal, mask.window, documents, mask.pattern)
-    position_restarts(mask, documents)  # raises unless they are the mask's own
+    position_restarts(mask, documents)  # raises if the mask has other documents
     return mask
 
 
@@ -218,7 +229,7 @@ def in_backward() -> bool:
 
 
 def check_causality(mask: AttentionMask, is_causal: bool) -> None:
-    """Raises ValueError if only one of the call and the mask of `sequence(...)` is causal."""
+    """Raises ValueError if the call's `is_causal` contradicts the mask of `sequence(...)`."""
     # A mask with a pattern (a tree, chunks) may be causal although its field `causal` is False.
     if is_causal and not mask.causal and mask.pattern is None:
         raise ValueError(f"is_causal=True, but sequence(mask=...) has causal=False: {mask}")
@@ -236,25 +247,30 @@ def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SdpaParallel(Routing):
-    """The mode that `sdpa_parallel` returns. It may be entered again inside; the outermost exit checks its use."""
+    """The mode that `sdpa_parallel` returns. Its `with` blocks may be nested; the outermost one checks its use at exit.
+
+    Attributes:
+        contexts: for each open `with` block of this mode, the `sequence` block around it.
+        refusals: errors for models of transformers, until the outermost block ends.
+    """
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
-        self.contexts: list[SequenceContext | None] = []  # one per entry
+        self.contexts: list[SequenceContext | None] = []
         self.refusals: list[Refusal] = []
 
     def sequence_context(self) -> SequenceContext:
         return self._innermost() or SequenceContext()
 
     def _innermost(self) -> SequenceContext | None:
-        """Returns the `sequence` block around the call, or in autograd's threads the one around this block."""
-        # Autograd's threads inherit torch's modes but not context variables, so the mode remembers the block.
+        """Returns the `sequence` block around the call; in autograd's threads, the one around this mode's `with`."""
+        # Autograd's threads inherit torch's modes but not context variables, so the mode keeps the `sequence` blocks.
         return current_sequence() or (self.contexts[-1] if self.contexts else None)
 
     def __enter__(self) -> Self:
         if not self.contexts:
             self.used, self.unrouted = False, ""
-            self.refusals = refuse_models(TRANSFORMERS)
+            self.refusals = refuse_models(TRANSFORMERS_ERROR)
         self.contexts.append(self._innermost())
         super().__enter__()
         return self
@@ -290,11 +306,14 @@ class SdpaParallel(Routing):
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients = gradient if grad_tensors is None else grad_tensors
         all_require_grad = all(getattr(root, "requires_grad", False) for root in roots)
-        if inputs is not None or not all_require_grad:  # checkpointing does not allow `inputs`, and torch then raises
+        if inputs is not None or not all_require_grad:
+            # Nothing is recomputed here: torch raises for a root without a gradient, and reentrant checkpointing for
+            # `inputs`.
             func(tensors, gradients, retain_graph, create_graph, inputs=inputs)
             return
-        # torch disables a mode while the mode handles a function, here `backward`, so it is entered again. Given
-        # tensors, that entry would intercept this call too, without end; given gradient edges, torch calls no mode.
+        # torch disables a mode while the mode handles a function, here `backward`, so the mode is entered again. Then
+        # `torch.autograd.backward` of tensors would call this method again, without end. torch calls no mode if it gets
+        # gradient edges instead of tensors.
         edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         with self:
             torch.autograd.backward(edges, gradients, retain_graph, create_graph)
@@ -304,7 +323,8 @@ def _is_attention_op(func: Any) -> bool:
     """Returns True for an op named like attention, unless one of our methods calls it, in forward or backward."""
     if not isinstance(func, OpOverload | OpOverloadPacket) or not re.search("attention|attn|flash", str(func)):
         return False
-    # Our kernels call the same ops: they are told from the model's calls by the stack, which has our modules.
+    # Our kernels call the same ops as models. A call is ours if a module of armillary.attention is on the stack; this
+    # package does not count, because its routing mode is on the stack of every call.
     frame, method_modules = currentframe(), re.compile(r"armillary\.attention\.(?!context_parallel)")
     while frame is not None:
         if method_modules.match(frame.f_globals.get("__name__", "")):
@@ -313,14 +333,14 @@ def _is_attention_op(func: Any) -> bool:
     return not str(func).startswith("armillary")
 
 
-TRANSFORMERS = (
+TRANSFORMERS_ERROR = (
     "a model of Hugging Face transformers inside sdpa_parallel, where its sliding window or chunk cannot be seen. Use "
     "ContextParallel(...).prepare(model); or, if it sees whole sequences, call it outside"
 )
 
-UNROUTABLE: tuple[Callable[..., Any], ...] = (
+UNROUTABLE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,  # pyright: ignore[reportPrivateUsage]
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateUsage]
 )
-"""Functions that attend without calling `scaled_dot_product_attention`, or hide the call from modes."""
+"""Functions that attend without calling `scaled_dot_product_attention`, or call it where no mode intercepts it."""

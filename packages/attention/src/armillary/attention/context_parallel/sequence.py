@@ -1,4 +1,4 @@
-"""The `sequence` block: layout, documents and mask of the whole sequence for models that only see a shard of it."""
+"""The `sequence` block: gives attention inside a model the layout, documents and mask of the whole sequence."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SequenceContext:
     """Arguments of a `sequence` block. None: not specified.
 
     Attributes:
-        documents: boundaries at which position ids may restart: the documents of the block or its mask, or the segments
-            of a tree.
-        padded: see `sequence`.
-        used: True once attention has asked for the layout.
+        documents: boundaries at which position ids may restart: the documents of the block or of its mask, or the
+            segments of a tree.
+        padded: as in `sequence`.
+        used: True once attention inside the block has asked for the layout.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class SequenceContext:
         """Returns the layout over all ranks of a method, and marks the block as used.
 
         Args:
-            tokens: number of local tokens; on one rank this is the sequence length if no layout is specified.
-            style_layout: layout of a `ContextParallelStyle` around the module, which must agree with the block's.
+            tokens: number of local tokens. On one rank, a layout of so many tokens is the default.
+            style_layout: layout of a `ContextParallelStyle` around the module; must equal the block's layout.
 
         Raises:
-            ValueError: no layout, one for another number of ranks, or two that differ.
+            ValueError: no layout on several ranks, a layout for another number of ranks, or two different layouts.
         """
         self.used = True
         layouts = [over_all_ranks(layout, method) for layout in (self.layout, style_layout) if layout is not None]
@@ -62,7 +62,7 @@ class SequenceContext:
 
 
 def check_method(method: Method) -> None:
-    """Raises ValueError unless `method` is an instance of a method; a class is a usual mistake."""
+    """Raises ValueError unless `method` is an instance of a method. A common mistake is to pass the class."""
     if isinstance(method, type) or not callable(method) or not hasattr(method, "sequence_shards"):
         name = method.__name__ if isinstance(method, type) else type(method).__name__
         raise ValueError(f"{name} is not a method; give an instance, such as Ring(mesh['ring'])")
@@ -95,23 +95,24 @@ def sequence(
 ) -> Generator[None]:
     """Context manager that specifies the whole sequence for `sdpa_parallel` and models of transformers.
 
-    `with cp.shard(ids) as batch:` opens such a block for a batch. Blocks hold for this thread (and asyncio task), and
-    the innermost one counts; threads started inside do not inherit it. `sdpa_parallel`, `ContextParallelStyle` and
-    `register_transformers` say if backward needs it too.
+    `with cp.shard(ids) as batch:` opens such a block for a batch. A block holds for its thread (and asyncio task);
+    threads started inside do not inherit it. In nested blocks the innermost one counts. The docstrings of
+    `sdpa_parallel`, `ContextParallelStyle` and `register_transformers` say when backward must run inside the block too.
 
     Args:
-        layout: layout of the sequence, as the method takes it. Optional on one shard.
+        layout: layout of the sequence over the method's ranks. Optional on one rank.
         documents: boundaries of the documents in global positions, as `AttentionMask` takes them. [0, length] declares
             one document.
-        padded: the tokens that a model's attention_mask hides are in documents of their own, as in batches of
-            `ContextParallel.shard`; without it such a mask is refused.
-        mask: replaces the model's mask; a layer with a window narrows it. It brings its own documents; beside slices
-            and blocks, which have none, `documents` are the positions where position ids restart.
+        padded: True if each run of padding is a separate document, as in batches of `ContextParallel.shard`. If False,
+            a model that is called with padding in its attention_mask raises.
+        mask: replaces the model's mask; a layer with a sliding window narrows it to the window. A mask with documents
+            needs no `documents`. Masks of slices or blocks cannot have documents: beside them, `documents` are the
+            boundaries at which position ids restart.
 
     Raises:
         ValueError: boundaries that do not rise, or do not end at the layout's length; a mask that does not fit the
-            layout, or has other documents; at the end of the block, if no attention inside asked for the layout,
-            because the model then attended within each shard.
+            layout, or whose documents differ from `documents`; at the end of the block, if no attention inside asked
+            for the layout, because the model then attended within each shard.
     """
     document_mask = AttentionMask(documents=documents)
     check_layout("layout", layout)
@@ -120,32 +121,32 @@ def sequence(
         for checked_mask in (document_mask, mask):
             if checked_mask is not None:
                 checked_mask.check(layout.length, layout.length, checked_mask.batch or 1)
-    # A context variable instead of an argument of the model: its layers call attention without knowing of shards.
+    # A context variable, because an unmodified model has no argument that would reach its attention layers.
     context, outer = SequenceContext(layout, restarts, padded, mask), current_sequence()
     token = _current.set(context)
     try:
         yield
     finally:
         _current.reset(token)
-        if outer is not None:  # attention in the inner block is also in the outer one
+        if outer is not None:  # attention inside the inner block is inside the outer block too
             outer.used |= context.used
-    # Not in `finally`: an exception of the model must not be hidden by this one.
+    # Not in `finally`: this error must not hide an exception of the model.
     if not context.used and not (layout is None and documents is None and mask is None):
-        raise ValueError(UNUSED)
+        raise ValueError(UNUSED_ERROR)
 
 
 def position_restarts(mask: AttentionMask, documents: Documents | None) -> Documents | None:
     """Returns the boundaries at which position ids may restart under a mask.
 
-    They are the mask's documents or the segments of its tree; `documents` for a pattern that has neither.
+    These are the mask's documents or the segments of its tree. For a mask that can have neither, `documents`.
 
     Raises:
-        ValueError: `mask` is no mask, or `documents` are not those of the mask.
+        ValueError: `mask` is no mask, or its documents differ from `documents`.
     """
     if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
     if isinstance(mask.pattern, RowMasks):
-        # A row without documents counts as one document, whose length comes from a row that has some.
+        # A row without documents is one document, of the length at which the documents of other rows end.
         rows = [cast(tuple[int, ...] | None, position_restarts(row, None)) for row in mask.pattern.masks]
         length = next((ends[-1] for ends in rows if ends), None)
         boundaries = None if length is None else tuple(ends or (0, length) for ends in rows)
@@ -165,7 +166,7 @@ def takes_documents(mask: AttentionMask) -> bool:
     return mask.pattern is None or mask.pattern.takes_documents
 
 
-UNUSED = (
+UNUSED_ERROR = (
     "no attention inside the `sequence` block asked for its layout, so each rank attended to its own tokens alone, or "
     "not at all. A model that calls F.scaled_dot_product_attention needs `sdpa_parallel(attend)` around the call, a "
     "model of Hugging Face transformers `cp.prepare(model)`. A model without attention, or with attention of its own, "

@@ -34,28 +34,28 @@ class ContextParallelStyle(ParallelStyle):
 
     Parameters stay as they are, so torch's tensor-parallel styles and FSDP2 apply as usual.
 
-    Tensors that enter the module hold this rank's tokens [B, T, ...], in the layout's order. DTensors on the style's
-    mesh, `Shard(1)` on all of it, enter as their local tensors; the module's outputs with as many tokens then leave as
-    DTensors with the same placements.
+    Inputs of the module are this rank's tokens [B, T, ...], in the layout's order. DTensors on the mesh that
+    `parallelize_module` gets must be `Shard(1)` on all of its axes. The module then computes with their local tensors,
+    and its outputs with T tokens become DTensors with the same placements.
 
-    A module does not show its positions: its own `torch.arange(T)` would be that of the first shard, so pass
-    `batch.position_ids`. An `attn_mask` must be of the whole sequence, and is refused in a graph; see `mask`.
+    Pass `batch.position_ids` to the model: `torch.arange(T)` in a module would be the positions of the first shard. An
+    `attn_mask` must be of the whole sequence; in a compiled graph it is an error, so use `mask` there.
 
-    Activation checkpointing recomputes the module in backward. With `layout` that needs no block, unless documents or
-    a mask come from a `sequence` block (`with batch`): then call backward inside of it. On a GPU it is refused, because
-    autograd's threads do not see the block: give `mask`, or use `sdpa_parallel`.
+    Activation checkpointing recomputes the module in backward. If the style has a `layout`, backward needs no block.
+    But if documents or a mask come from a `sequence` block (`with batch`), call backward inside the block. On a GPU
+    that is an error, because autograd's threads do not see the block: give the style a `mask`, or use `sdpa_parallel`.
 
     Args:
-        attend: the method, over axes of the mesh that `parallelize_module` gets.
-        layout: layout of the sequence; by default that of the `sequence` block around the call.
-        mask: replaces `is_causal`, for example by one with a window. Documents of the block are added to it.
+        attend: the attention method, on axes of the mesh that `parallelize_module` gets.
+        layout: layout of the sequence; by default the layout of the `sequence` block around the call.
+        mask: replaces `is_causal`, for example by a mask with a window. Documents of the `sequence` block are added.
 
-    Bytes sent: those of the method.
+    Bytes sent: as by the method.
 
     Raises:
-        ValueError: no method or layout; at `parallelize_module`, a mesh with other axes than those of `attend`; at a
-            call as `sdpa_parallel`, a layout or documents that differ from those of the block, and DTensors that are
-            not `Shard(1)` on all of the mesh.
+        ValueError: `attend` is no method, or `layout` no layout. In `parallelize_module`: a mesh with other axes than
+            those of `attend`. In a call, besides the errors of `sdpa_parallel`: a layout or documents that differ from
+            the block's, and DTensors that are not `Shard(1)` on all axes of the mesh.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class ContextParallelStyle(ParallelStyle):
                 routing.check_used(f"{type(module).__name__}.forward under ContextParallelStyle")
             return to_dtensors(out, inputs[0]) if inputs else out
 
-        module.forward = MethodType(forward_on_shards, module)  # bound, so that a copy of the module gets its own
+        # A bound method, because a copy of the module then gets a `forward` bound to the copy.
+        module.forward = MethodType(forward_on_shards, module)
         return module
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
@@ -103,7 +104,10 @@ class ContextParallelStyle(ParallelStyle):
 
 
 def to_local(x: DTensor, mesh: DeviceMesh, inputs: list[DTensor]) -> Any:
-    """Returns the local tensor of a DTensor on this mesh, which is added to `inputs`; others (of `tp`) unchanged."""
+    """Returns the local tensor of a DTensor on `mesh`, and adds the DTensor to `inputs`.
+
+    DTensors on another mesh (tp) are returned unchanged.
+    """
     if x.device_mesh != mesh:
         return x
     if any(placement != Shard(1) and mesh.size(i) > 1 for i, placement in enumerate(x.placements)):
@@ -113,11 +117,12 @@ def to_local(x: DTensor, mesh: DeviceMesh, inputs: list[DTensor]) -> Any:
 
 
 def to_dtensors(outputs: Any, like: DTensor) -> Any:
-    """Makes DTensors, placed as `like`, of the local tensors with as many tokens as its local tensor."""
+    """Makes DTensors, placed as `like`, of the outputs with as many tokens as the local tensor of `like`."""
     tokens = like.to_local().shape[1]
 
-    def place(x: Any) -> Any:
-        no_tokens = isinstance(x, (nn.Parameter, DTensor)) or x.ndim < 2 or x.shape[1] != tokens
-        return x if no_tokens else dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
+    def to_dtensor(x: Any) -> Any:
+        if isinstance(x, (nn.Parameter, DTensor)) or x.ndim < 2 or x.shape[1] != tokens:
+            return x
+        return dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
 
-    return pytree.tree_map_only(torch.Tensor, place, outputs)
+    return pytree.tree_map_only(torch.Tensor, to_dtensor, outputs)
