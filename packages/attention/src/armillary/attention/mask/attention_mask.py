@@ -1,4 +1,4 @@
-"""`AttentionMask`: the keys that each query sees, in global positions. A value, not a tensor."""
+"""`AttentionMask`: which keys each query sees, in global positions. An immutable value instead of an [N, N] tensor."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ from armillary.core.validation import Window, check_bool, documents_of, window_o
 PATTERNS: dict[int, type[RowPattern]] = {
     pattern.code: pattern for pattern in (SliceList, Tree, Prefix, Chunked, ImageSpans, Blocks)
 }
-UNBOUNDED = -1  # a window's side of None as an integer
+UNBOUNDED = -1
+"""Encodes None, an unbounded side of a window, as an integer."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionMask:
-    """A key at position j is visible to a query at position i if all conditions hold.
+    """The query at position i sees the key at position j if the conditions of all arguments hold.
 
     Args:
-        causal: `j <= i`.
-        window: (left, right): `i - left <= j <= i + right`; None on a side is unbounded. Along the path in a tree.
+        causal: True: `j <= i`. False: no condition.
+        window: (left, right): `i - left <= j <= i + right`. A side of None is unbounded. In a tree, the sides count
+            tokens along the path.
         documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must be in one
             document. One list for all rows of a batch, or a list of lists, one for each row.
-        pattern: a further condition, of a mask made by one of the constructors below.
+        pattern: a further condition: a tree, a prefix, chunks, ... The constructors below make masks with patterns.
         content: `content` of another mask with the same documents and pattern, which are then not checked again.
 
-    Sequences may be integer tensors or arrays; they are stored as tuples. Hashable, cheap to compare, independent of
-    shards. In `dataclasses.replace(mask, window=...)` the window means the same as in the mask's constructor.
+    Sequences may be integer tensors or arrays; they are stored as tuples. Masks are hashable, cheap to compare and do
+    not depend on shards. `dataclasses.replace(mask, window=...)` works for masks of all constructors.
 
     Raises:
         ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are not
             integers, do not start at 0, do not rise, or are given for some rows only; `causal` that is not a bool or
-            contradicts the pattern; documents with a pattern that accepts none.
+            contradicts the pattern; documents beside a pattern that accepts none.
     """
 
-    # FSDP2 rebuilds the dataclasses among a module's arguments at every call, field by field and number by number. So
-    # values that may be long are not fields, but arguments that `replace` passes on unchanged.
+    # FSDP2 rebuilds every dataclass among a module's arguments at each call, and visits all numbers in its fields. So
+    # documents and pattern, which may be long, are no fields. As InitVars, `replace` still passes them on.
     causal: bool = True
     window: Window | None = None
     if TYPE_CHECKING:
@@ -65,11 +67,11 @@ class AttentionMask:
         content: InitVar[Content | None] = None
 
     reference: ClassVar[str] = "armillary.attention.mask.attention_mask:AttentionMask"
-    """Import path of the class, from which a compiled graph rebuilds a mask."""
+    """Import path of the class: a compiled graph imports it to rebuild a mask."""
     numbers: ClassVar[Tensor | None] = None
-    """Documents and pattern as int64 [n] on the CPU; None without either.
+    """Documents and pattern encoded as int64 [n] on the CPU; None without either.
 
-    They are an input tensor of a compiled graph, so that another mask needs no other graph.
+    A compiled graph gets them as an input tensor, so that one graph serves all masks.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class AttentionMask:
         pattern: Pattern | None = None,
         content: Content | None = None,
     ) -> None:
-        # `replace` passes the content of the old mask, and often its documents and pattern too.
+        # `replace` passes the old mask's `content`, which can be reused unless it also changes documents or pattern.
         if content is None or documents is not content.documents or pattern is not content.pattern:
             content = Content(documents_of(documents), pattern)
         values = (check_bool("causal", causal), window_of(window), content.documents, pattern, content, content.numbers)
@@ -90,7 +92,7 @@ class AttentionMask:
             return
         kind = type(pattern).__name__
         if not self.causal and pattern.says_causal:
-            raise ValueError(f"causal=False for {kind}, which itself defines the visible later keys: leave it True")
+            raise ValueError(f"causal=False for {kind}, which itself defines visible later keys: leave causal=True")
         if self.causal and isinstance(pattern, RowMasks):
             raise ValueError("causal=True for rows of a batch; give each row a causal mask")
         if self.documents is not None and not pattern.takes_documents:
@@ -102,13 +104,14 @@ class AttentionMask:
 
     @classmethod
     def of_slices(cls, slices: Iterable[Slice]) -> AttentionMask:
-        """Any mask: the query at i in a slice's queries sees the key at j in its keys iff low <= j - i <= high.
+        """Any mask, as a list of disjoint slices.
 
         Args:
-            slices: `Slice(queries, keys, low, high)`: ranges of step 1, and a band with None for an unbounded side.
+            slices: `Slice(queries, keys, low, high)`. The query at i in the range `queries` sees the key at j in the
+                range `keys` iff low <= j - i <= high. Ranges have step 1; None is an unbounded side.
 
         Raises:
-            ValueError: two slices that share a pair; the message has both slices and the pair.
+            ValueError: two slices that share a pair; the message names both slices and the pair.
         """
         return cls(causal=False, pattern=SliceList(slices))
 
@@ -116,26 +119,27 @@ class AttentionMask:
     def tree(
         cls, ends: Sequence[int], parents: Sequence[int], window: Sequence[int | None] | None = None
     ) -> AttentionMask:
-        """Sequences with shared beginnings, such as answers to one prompt: each segment is stored once, depth first.
+        """Sequences with shared beginnings, such as answers to one prompt. Each segment is stored once, depth first.
 
-        A token sees its own segment causally, and the segments of its ancestors. `positions` are depths along the path.
+        A token sees the earlier tokens of its own segment, and all segments on the path from the root to it.
+        `positions` counts tokens along this path.
 
         Args:
-            ends: boundaries of segments, 0, end of the first, ..., N.
+            ends: boundaries of segments: 0, end of the first, ..., N.
             parents: the parent of each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
             window: (left, right) in tokens along the path.
 
         Raises:
-            ValueError: boundaries that do not rise from 0, or parents off the path to the segment before.
+            ValueError: boundaries that do not rise from 0; a parent of s that is neither s - 1 nor an ancestor of it.
         """
         return cls(window=window, pattern=Tree(ends, parents))
 
     @classmethod
     def prefix(cls, documents: Sequence[int], prefixes: Sequence[int]) -> AttentionMask:
-        """Prefix language model: bidirectional among the first tokens of each document, causal after them.
+        """Prefix language model: bidirectional in the prefix of each document, causal after it.
 
         Args:
-            prefixes: number of these first tokens in each document.
+            prefixes: number of tokens of each document's prefix.
 
         Raises:
             ValueError: prefixes for another number of documents, or longer than their documents.
@@ -154,7 +158,8 @@ class AttentionMask:
         """Causal within chunks of `size` positions (Llama 4).
 
         Args:
-            origin: chunks start at each "document", or at the "row" as in transformers.
+            origin: where chunks are counted from: the start of each "document", or the start of the "row", as in
+                transformers.
         """
         return cls(documents=documents, pattern=Chunked(size, origin))
 
@@ -165,7 +170,7 @@ class AttentionMask:
         documents: Sequence[int] | None = None,
         window: Sequence[int | None] | None = None,
     ) -> AttentionMask:
-        """Causal, but bidirectional within each span; then restricted to the window (Gemma 3's images).
+        """Causal, but bidirectional within each span (Gemma 3's images); the window then hides further keys.
 
         Args:
             spans: ranges of positions, disjoint, each within one document.
@@ -182,17 +187,19 @@ class AttentionMask:
 
     @classmethod
     def blocks(cls, visible: Any, block: int, length: int | None = None, causal: bool = False) -> AttentionMask:
-        """A table of blocks of `block` tokens that see each other; with `causal`, no later keys.
+        """Block-sparse: a table of the blocks of queries and keys that see each other.
 
         Args:
-            visible: bool [n, n]; [n, m] for cross-attention.
-            length: length of the sequence; the last block may be shorter. By default the length of the call.
+            visible: bool [n, n], or [n, m] for cross-attention: True if block i of queries sees block j of keys.
+            block: tokens of a block; the last block may be shorter.
+            length: number of queries. By default the mask fits any length of n blocks.
+            causal: True also hides later keys.
         """
         return cls(causal=causal, pattern=Blocks(visible, block, length))
 
     @classmethod
     def rows(cls, masks: Iterable[AttentionMask]) -> AttentionMask:
-        """One mask for each row of a batch. `replace(mask, window=...)` narrows each."""
+        """One mask for each row of a batch. `replace(mask, window=...)` narrows the mask of each row."""
         return cls(causal=False, pattern=RowMasks(tuple(masks)))
 
     # -- as a value ---------------------------------------------------------------------------------------------------
@@ -205,7 +212,7 @@ class AttentionMask:
             return True
         if not isinstance(other, AttentionMask):
             return NotImplemented
-        # Cached hashes are compared first, so that long documents are compared only if they are probably equal.
+        # The cached hashes are compared first. Long documents are compared only if their hashes are equal.
         if (self.causal, self.window, self.content.hash) != (other.causal, other.window, other.content.hash):
             return False
         return self.content is other.content or (self.documents, self.pattern) == (other.documents, other.pattern)
@@ -215,11 +222,12 @@ class AttentionMask:
         return f"{type(self).__name__}({', '.join(f'{name}={short_repr(value)}' for name, value in fields.items())})"
 
     def narrow(self, left: int | None) -> Self:
-        """Returns the mask with at most `left` keys before each query; itself if its window is no wider."""
+        """Returns the mask with a window of at most `left` keys before each query; None: the mask itself."""
         before, after = self.window or (None, None)
         if left is None or (before is not None and before <= left):
             return self
-        narrowed = object.__new__(type(self))  # torch.compile can trace this, and nothing is checked again
+        # Not `replace`: torch.compile can trace this copy, and nothing is checked again.
+        narrowed = object.__new__(type(self))
         for name, value in vars(self).items():
             object.__setattr__(narrowed, name, value)
         object.__setattr__(narrowed, "window", (left, after))
@@ -229,7 +237,7 @@ class AttentionMask:
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """`causal` and the two sides of the window as integers: all of the mask besides `numbers`."""
+        """`causal` and the two sides of the window as integers. Together with `numbers` they are the whole mask."""
         before, after = self.window or (None, None)
         return int(self.causal), UNBOUNDED if before is None else before, UNBOUNDED if after is None else after
 
@@ -240,36 +248,42 @@ class AttentionMask:
 
     @classmethod
     def read(cls, sides: Sequence[int], numbers: Tensor | None) -> AttentionMask:
-        """Returns the mask with these `sides` and `numbers`: one object for all layers of a step, which caches need."""
+        """Returns the mask with these `sides` and `numbers`.
+
+        All layers of a step get the same object, because caches compare masks by identity first.
+        """
         return _read_mask(_encode(sides, numbers).tobytes())
 
     @classmethod
     def _decode(cls, encoded: Sequence[int]) -> AttentionMask:
-        causal, before, after, code, row_count, *numbers_left = encoded
+        """Returns the mask of `encoded`: the three `sides`, followed by `numbers` as `Content` encodes them."""
+        causal, before, after, code, row_count, *remaining = encoded
         window = (None if before == UNBOUNDED else before, None if after == UNBOUNDED else after)
+        # Each list of boundaries follows its length. `row_count` is -1 for one list for all rows, 0 without documents.
         documents: list[Any] = []
         for _ in range(abs(row_count)):
-            count, *numbers_left = numbers_left
-            documents.append(numbers_left[:count])
-            numbers_left = numbers_left[count:]
+            count, *remaining = remaining
+            documents.append(remaining[:count])
+            remaining = remaining[count:]
         boundaries = None if row_count == 0 else documents if row_count > 0 else documents[0]
         pattern: Pattern | None = None
         if code == RowMasks.code:
+            # The mask of each row, as `encoded`, follows its length.
             masks = list[AttentionMask]()
-            while numbers_left:  # each row: its length, then its mask as `encoded`
-                size, *numbers_left = numbers_left
-                masks.append(cls._decode(numbers_left[:size]))
-                numbers_left = numbers_left[size:]
+            while remaining:
+                size, *remaining = remaining
+                masks.append(cls._decode(remaining[:size]))
+                remaining = remaining[size:]
             pattern = RowMasks(masks)
         elif code:
-            pattern = PATTERNS[code].of_numbers(numbers_left)
+            pattern = PATTERNS[code].of_numbers(remaining)
         return cls(bool(causal), window, boundaries, pattern)
 
     # -- rows of a batch ----------------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int | None:
-        """Number of rows with masks of their own; None if all rows have one mask."""
+        """Number of rows, if the mask differs between rows; None if all rows have the same mask."""
         if isinstance(self.pattern, RowMasks):
             return len(self.pattern.masks)
         documents = self.documents
@@ -277,7 +291,7 @@ class AttentionMask:
 
     @property
     def per_row(self) -> bool:
-        """True if the rows of a batch have masks of their own."""
+        """True if the mask differs between the rows of a batch."""
         return self.batch is not None
 
     def row(self, row: int) -> Self:
@@ -290,7 +304,7 @@ class AttentionMask:
         return type(self)(self.causal, self.window, self.boundaries(row), self.pattern)
 
     def _intersect(self, window: Window) -> Self:
-        """Returns the mask with the intersection of its window and another."""
+        """Returns the mask with its window narrowed to `window`: the smaller of both on each side."""
         sides = zip(self.window or (None, None), window, strict=True)
         smallest = [min((side for side in pair if side is not None), default=None) for pair in sides]
         return type(self)(self.causal, smallest, self.documents, self.pattern, self.content)
@@ -304,7 +318,7 @@ class AttentionMask:
 
     @property
     def _row_pattern(self) -> RowPattern | None:
-        """The pattern of a mask of one row."""
+        """The pattern, of a mask that is of one row: it is no `RowMasks`."""
         return cast("RowPattern | None", self.pattern)
 
     # -- for a sequence -----------------------------------------------------------------------------------------------
@@ -327,7 +341,9 @@ class AttentionMask:
             pattern.check(ends, queries, keys)
 
     def slices(self, length: int, keys: int | None = None) -> list[Slices]:
-        """Returns the visible pairs as disjoint slices (`core.slices`), one array for each row of the batch or for all.
+        """Returns the visible pairs as disjoint slices (`core.slices`).
+
+        If the mask differs between rows, there is an array of slices for each row, else one for all rows.
 
         Args:
             keys: number of keys, if it is not `length`.
@@ -341,37 +357,46 @@ class AttentionMask:
         return [self.row(row)._slices(length, keys) for row in rows]
 
     def slices_up_to(self, length: int) -> Slices:
-        """Returns the slices of a mask of one row, for positions below `length` of a sequence of any length."""
+        """Returns the slices of a mask of one row, at least for the positions below `length`.
+
+        Unlike `slices`, this accepts a `length` that is shorter than the sequence for which the mask was made.
+        """
         ends = self.boundaries()
         if ends is None and isinstance(self.pattern, Tree):
             ends = self.pattern.ends
-        own_length = ends[-1] if ends else self.pattern.length if isinstance(self.pattern, Blocks) else None
-        length = max(length, own_length or 0)
+        mask_length = ends[-1] if ends else self.pattern.length if isinstance(self.pattern, Blocks) else None
+        length = max(length, mask_length or 0)
         return self._slices(length, length)
 
     def _slices(self, queries: int, keys: int) -> Slices:
+        """Returns the slices of a mask of one row, for numbers of queries and keys that fit it."""
         ends, pattern, bounds = self.boundaries(), self._row_pattern, band(self.causal, self.window)
         if pattern is None and ends is None:
             return slice_array([(0, queries, 0, keys, *bounds)])
         if pattern is None:
             return document_slices(ends or (), *bounds)
-        # The pattern may define causality or the window itself; `bounds` are the other conditions.
+        # A pattern may apply causality or the window itself. `pattern.bounds` has the conditions that it leaves.
         slices = pattern.slices(ends, self.window, queries, keys)
         return within_band(slices, *pattern.bounds(self.causal, self.window))
 
     def positions(self, length: int, row: int = 0) -> Tensor:
-        """Returns positions for RoPE, a LongTensor [N]: depths along the path in trees, else offsets in documents."""
+        """Returns position ids for RoPE, a LongTensor [N].
+
+        A position counts the tokens before it in its document, or on the path from the root in a tree.
+        """
         self._check_row(row, length, length)
         mask = self.row(row)
         ends, pattern = mask.boundaries(), mask._row_pattern
         return torch.from_numpy(offsets(ends, length) if pattern is None else pattern.positions(ends, length))
 
     def segments(self, length: int) -> list[Segments]:
-        """Returns the segments along which layers with a state run: per row with its own mask, or once for all rows.
+        """Returns the segments along which layers with a state run.
+
+        If the mask differs between rows, there are `Segments` for each row, else once for all rows.
 
         Raises:
-            ValueError: a mask that is neither causal, of causal documents, nor a tree; a mask with a window, which a
-                state does not have; a sequence that the mask does not fit.
+            ValueError: a mask that is not causal, or has a pattern other than a tree; a mask with a window, because a
+                state cannot drop single tokens; a sequence that the mask does not fit.
         """
         rows = [self.row(row) for row in range(self.batch or 1)]
         for number, mask in enumerate(rows):
@@ -397,7 +422,10 @@ class AttentionMask:
         return count_pairs(self.row(row)._slices(length, length))
 
     def visible(self, queries: Tensor, keys: Tensor, row: int = 0) -> Tensor:
-        """Returns bool [T, S]: True if a key position [S] is visible to a query position [T]. Dense, for few tokens."""
+        """Returns bool [T, S], True if the query at position queries[t] sees the key at position keys[s].
+
+        For few tokens: it computes every pair.
+        """
         length = 1 + max(int(x.max()) if x.numel() else 0 for x in (queries, keys))
         visible = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
         i, j = queries[:, None], keys[None, :]

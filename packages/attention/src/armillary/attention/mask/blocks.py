@@ -1,4 +1,4 @@
-"""Block masks: a table of the blocks that see each other."""
+"""Block-sparse masks: a table of the blocks of queries and keys that see each other."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from armillary.core.validation import Window, integer
 
 
 class Blocks(RowPattern):
-    """Blocks of queries see blocks of keys, by a table.
+    """Block i of the queries sees block j of the keys if visible[i, j].
 
     Args:
-        visible: bool [n, m], by block of queries and block of keys.
-        block: tokens of a block; the last one may have fewer.
-        length: number of queries. By default that of the call.
+        visible: bool [n, m], for n blocks of queries and m blocks of keys.
+        block: tokens of a block; the last block may have fewer.
+        length: number of queries. By default any number that makes n blocks.
 
     Raises:
-        ValueError: a table that is not bool with two dims; a block below 1; a length with another number of blocks.
+        ValueError: a table that is not bool with two dims; a block below 1; a length that does not make n blocks.
     """
 
     code = 6
@@ -31,7 +31,7 @@ class Blocks(RowPattern):
     def __init__(self, visible: Any, block: int, length: int | None = None) -> None:
         try:
             table = np.asarray(visible)
-        except ValueError:  # rows of unequal lengths: the shape check below names them
+        except ValueError:  # rows of unequal lengths: the check below raises the error
             table = np.array(visible, dtype=object)
         if table.ndim != 2 or table.dtype != np.bool_ or 0 in table.shape:
             raise ValueError(f"visible has shape {table.shape} and dtype {table.dtype}; bool [n, m] is needed")
@@ -66,19 +66,23 @@ class Blocks(RowPattern):
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         sorted_rectangles = sorted(rectangles(self._table), key=lambda rectangle: rectangle[1:])
         corners = np.array(sorted_rectangles, dtype=np.int64).reshape(-1, 4) * self.block
-        limits = np.array([queries, queries, keys, keys], dtype=np.int64)
-        unbounded = np.full((len(corners), 2), FAR, dtype=np.int64) * np.array([-1, 1])
-        return np.concatenate((np.minimum(corners, limits), unbounded), axis=1)  # the last block may be shorter
+        limits = np.array([queries, queries, keys, keys], dtype=np.int64)  # the last block may be shorter
+        # A slice is a rectangle with a band; here the band (-FAR, FAR) excludes no pair.
+        band = np.full((len(corners), 2), FAR, dtype=np.int64) * np.array([-1, 1])
+        return np.concatenate((np.minimum(corners, limits), band), axis=1)
 
 
 def rectangles(table: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:
-    """Yields disjoint rectangles r0, r1, c0, c1 of true cells: runs of columns, joined over consecutive rows."""
-    open_runs = dict[tuple[int, int], int]()  # columns of a rectangle, and its first row
-    for row in range(len(table) + 1):
+    """Yields disjoint rectangles (r0, r1, c0, c1) that cover the True cells: rows r0 .. r1 - 1, columns c0 .. c1 - 1.
+
+    A rectangle is a run of True columns that is the same in consecutive rows.
+    """
+    open_runs = dict[tuple[int, int], int]()  # runs of columns of the row above -> first row with this run
+    for row in range(len(table) + 1):  # after the last row, an empty one ends all rectangles
         cells = table[row] if row < len(table) else np.zeros(0, np.bool_)
         edges = np.flatnonzero(np.diff(np.concatenate(([False], cells, [False])).astype(np.int8)))
         runs = dict.fromkeys((start, stop) for start, stop in edges.reshape(-1, 2).tolist())
-        for run in [run for run in open_runs if run not in runs]:  # ends above this row
+        for run in [run for run in open_runs if run not in runs]:  # the rectangle ends above this row
             yield open_runs.pop(run), row, *run
         for run in runs:
             open_runs.setdefault(run, row)

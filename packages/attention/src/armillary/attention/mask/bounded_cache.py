@@ -1,4 +1,4 @@
-"""A cache of results for the last few masks, bounded in memory because masks may be new at every step."""
+"""A cache of values derived from the last few masks. Its memory is bounded, because every step may have a new mask."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ Value = TypeVar("Value")
 
 MAX_ENTRIES = 8
 MAX_BYTES = 2**28
-"""Estimated size of all entries together. The newest entry stays regardless of its size."""
+"""Maximum estimated size of all entries together. The newest entry stays regardless of its size."""
 ENTRY_BYTES, BYTES_PER_NUMBER = 2**14, 2**10
-"""Estimated size of an entry: constant, and for each number in the mask's documents and pattern."""
+"""Estimated size of an entry: a constant, and for each number in the mask's documents and pattern."""
 
 
 @dataclass
 class BoundedCache(Generic[Key, Value]):
-    """Values of the newest keys. A list, not a dict: there are few keys, and most are identical objects."""
+    """Values of the newest keys.
+
+    Args:
+        entries: (key, value, estimated bytes), the oldest first. A list and not a dict, because a few keys are compared
+            faster than hashed: mostly they are identical objects.
+    """
 
     entries: list[tuple[Key, Value, int]] = field(default_factory=list[tuple[Key, Value, int]])
 

@@ -15,7 +15,10 @@ Origin = Literal["document", "row"]
 
 
 class Chunked(RowPattern):
-    """Tokens see their own chunk of `size` positions. Chunks start at each document or at the row.
+    """Tokens see their own chunk of `size` positions, and only their document.
+
+    Args:
+        origin: where chunks are counted from: the start of each "document", or the start of the "row".
 
     Raises:
         ValueError: a size below 1, or an unknown origin.
@@ -41,6 +44,7 @@ class Chunked(RowPattern):
             raise ValueError(f"chunks for {queries} queries and {keys} keys; both must be of one sequence")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
+        # Chunks are documents of their own: slices of documents with a boundary at every start of a chunk.
         ends = (0, queries) if ends is None else ends
         if self.origin == "row":
             return document_slices(sorted({*ends, *range(0, queries, self.size)}))

@@ -1,4 +1,4 @@
-"""The parts of a mask that may be long: documents and pattern."""
+"""`Content`: the documents and the pattern of a mask, which may be long."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from armillary.attention.mask.pattern import Pattern, integers
 from armillary.core.slices import Integers
 
 Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Boundaries of documents, one tuple for all rows or one for each."""
+"""Boundaries of documents (0, end of the first, ..., N): one tuple for all rows, or a tuple of one for each row."""
 
 
 class Content:
     """Checked documents and pattern of a mask, with their encoding and hash.
 
-    `numbers` is None without both, else int64 [n]: the pattern's code; the number of rows with documents of their own,
-    or -1 for documents of all rows; each list of boundaries after its length; the pattern's numbers.
+    Attributes:
+        numbers: the encoding, int64 [n]; None without documents and pattern. It has the pattern's code (0: none); the
+            number of lists of boundaries, one per row, or -1 for one list for all rows; each list after its length; the
+            pattern's numbers.
     """
 
     def __init__(self, documents: Documents | None, pattern: Pattern | None) -> None:
@@ -28,7 +30,7 @@ class Content:
 
     @cached_property
     def hash(self) -> int:
-        """Equal in every process."""
+        """Hash of `numbers`. Unlike Python's own hashes, it is equal in every process."""
         return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
 
 

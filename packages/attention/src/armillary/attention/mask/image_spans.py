@@ -16,7 +16,7 @@ from armillary.core.validation import Window
 
 
 class ImageSpans(RowPattern):
-    """A token sees earlier tokens of its document and all of its own span, cut by the window.
+    """A token sees the earlier tokens of its document and, in an image, all tokens of the image's span.
 
     Args:
         spans: ranges of positions, each within one document.
@@ -57,12 +57,12 @@ class ImageSpans(RowPattern):
                 raise ValueError(f"image span {span} reaches beyond its document, which ends at {end}")
 
     def bounds(self, causal: bool, window: Window | None) -> Window:
-        """Cuts at the left side of the window only: the right side would hide the later keys of a span."""
+        """Returns the left side of the window only. The right side would hide the later keys of a span."""
         return band(False, None if window is None else (window[0], None))
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Causal documents, and the upper triangle of each span without the diagonal."""
+        """Returns the causal slice of each document, and the later keys (j - i >= 1) of each span."""
         causal = document_slices((0, queries) if ends is None else ends, high=0)
-        # Above the diagonal only, so that no pair is in two slices.
+        # Without the diagonal, which the causal slices have: slices must be disjoint.
         later = slice_array((span.start, span.stop, span.start, span.stop, 1, None) for span in self.spans)
         return np.concatenate((causal, later))

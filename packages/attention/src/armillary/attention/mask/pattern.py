@@ -1,4 +1,4 @@
-"""The base classes of patterns: conditions of a mask besides causal, windows and documents."""
+"""The base classes of patterns. A pattern is a condition of a mask besides causality, a window and documents."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Ends = tuple[int, ...] | None
 
 
 class Pattern(ABC):
-    """A condition with its constructor's arguments. Immutable, hashable, cheap to compare.
+    """Base class of patterns. Immutable, hashable and cheap to compare.
 
-    Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments, number by number, at every call.
+    Not a dataclass: at every call, FSDP2 rebuilds each dataclass among a module's arguments and visits all its numbers.
     """
 
     code: ClassVar[int]
     """Identifies the class in `Content.numbers`."""
     takes_documents: ClassVar[bool] = False
+    """True if the mask may have documents too."""
     says_causal: ClassVar[bool] = False
-    """True if the pattern itself defines which later keys are visible, so that `causal` must not cut it."""
+    """True if the pattern itself defines which later keys are visible, so that `causal` must not hide them."""
 
     @cached_property
     @abstractmethod
@@ -36,7 +37,7 @@ class Pattern(ABC):
 
     @cached_property
     def _hash(self) -> int:
-        return crc32(self.numbers.tobytes(), self.code)  # equal in every process
+        return crc32(self.numbers.tobytes(), self.code)  # unlike Python's own hashes, equal in every process
 
     def __hash__(self) -> int:
         return self._hash
@@ -49,19 +50,19 @@ class Pattern(ABC):
         return hash(self) == hash(other) and np.array_equal(self.numbers, other.numbers)
 
     def __repr__(self) -> str:
-        code = type(self).__init__.__code__
-        arguments = code.co_varnames[1 : code.co_argcount]
+        init_code = type(self).__init__.__code__
+        arguments = init_code.co_varnames[1 : init_code.co_argcount]
         shown = ", ".join(f"{name}={short_repr(value)}" for name, value in vars(self).items() if name in arguments)
         return f"{type(self).__name__}({shown})"
 
 
 class RowPattern(Pattern):
-    """A pattern of a single row of a batch."""
+    """A pattern of one row of a batch (all patterns except `RowMasks`). `ends` are the row's document boundaries."""
 
     @classmethod
     @abstractmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Self:
-        """Returns the pattern with these `numbers`."""
+        """Returns the pattern that `numbers` encodes."""
 
     @abstractmethod
     def check(self, ends: Ends, queries: int, keys: int) -> None:
@@ -69,19 +70,22 @@ class RowPattern(Pattern):
 
     @abstractmethod
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Returns the visible pairs as disjoint slices. The caller cuts them to `bounds`."""
+        """Returns disjoint slices with the pairs that the pattern makes visible.
+
+        The caller then hides the pairs outside of `bounds`.
+        """
 
     def bounds(self, causal: bool, window: Window | None) -> Window:
-        """Returns the band of positions to which slices are cut."""
+        """Returns the band (low, high) that causality and the window leave visible, if `slices` did not apply them."""
         return band(causal and not self.says_causal, window)
 
     def positions(self, ends: Ends, length: int) -> Integers:
-        """Returns positions for RoPE [N]."""
+        """Returns position ids for RoPE, [N]."""
         return offsets(ends, length)
 
 
 def integers(*arrays: Any) -> Integers:
-    """Returns all numbers as one array [n]."""
+    """Returns the numbers of all arrays, flattened and concatenated, as int64 [n]."""
     return np.concatenate([np.asarray(array, dtype=np.int64).ravel() for array in arrays])
 
 

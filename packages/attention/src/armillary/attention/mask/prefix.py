@@ -1,4 +1,4 @@
-"""Prefix language models: the beginning of each document is bidirectional, the following tokens are causal."""
+"""Prefix language models: the prefix of each document is bidirectional, the following tokens are causal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from armillary.core.validation import Window, integer
 
 
 class Prefix(RowPattern):
-    """The first tokens of each document see each other both ways; later ones see the tokens before them.
+    """Tokens of a document's prefix see the whole prefix. Later tokens see the tokens before them.
 
     Args:
-        prefixes: number of such tokens of each document.
+        prefixes: number of tokens of each document's prefix.
 
     Raises:
         ValueError: negative numbers.
@@ -46,13 +46,13 @@ class Prefix(RowPattern):
                 raise ValueError(f"a prefix of {prefix} tokens in document {document}, which has {tokens}")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """For each document, the columns of its prefix and the causal square of the later tokens."""
+        """Returns two slices for each document: the keys of its prefix, and the causal square of the later tokens."""
         bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
         starts, stops, prefix_ends = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
         far = np.full_like(starts, FAR)
-        # All tokens of the document see the prefix; later tokens see each other causally. A document without a prefix,
-        # or without later tokens, has only one of the two slices.
+        # (q0, q1, k0, k1, low, high): all tokens of the document see the prefix; later tokens see each other causally.
         columns = np.stack((starts, stops, starts, prefix_ends, -far, far), axis=1)
         squares = np.stack((prefix_ends, stops, prefix_ends, stops, -far, 0 * far), axis=1)
+        # A document without a prefix, or without later tokens, has an empty slice.
         slices = np.concatenate((columns, squares))
         return slices[(slices[:, 0] < slices[:, 1]) & (slices[:, 2] < slices[:, 3])]

@@ -11,13 +11,13 @@ from armillary.core.slices import Integers
 
 
 class RowMasks(Pattern):
-    """One mask for each row.
+    """One mask for each row of a batch.
 
     Args:
-        masks: attention masks of one row each.
+        masks: an `AttentionMask` for each row.
 
     Raises:
-        ValueError: no masks, or masks with rows of their own.
+        ValueError: no masks, or a mask that itself differs between rows.
     """
 
     code = 7
@@ -32,4 +32,5 @@ class RowMasks(Pattern):
 
     @cached_property
     def numbers(self) -> Integers:
+        # The encoding of each mask follows its length.
         return integers(*(row_numbers for mask in self.masks for row_numbers in ((len(mask.encoded),), mask.encoded)))

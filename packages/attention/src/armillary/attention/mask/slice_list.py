@@ -13,7 +13,7 @@ from armillary.core.slices import FAR, Integers, Slices, slice_array, trim
 from armillary.core.validation import Window, integer
 
 MAX_COMPARED_PAIRS = 2**20
-"""Pairs of slices compared in one step: bounds the memory."""
+"""Maximum number of pairs of slices that are compared at once, which bounds the memory."""
 
 
 class Slice(NamedTuple):
@@ -26,15 +26,15 @@ class Slice(NamedTuple):
 
 
 class SliceList(RowPattern):
-    """Slices that share no pair.
+    """A list of disjoint slices: no (query, key) pair is in two of them.
 
     Raises:
-        ValueError: a value that is not a slice; slices that share a pair, with both and the pair.
+        ValueError: a value that is not a slice; two slices that share a pair. The message names both and the pair.
     """
 
     code = 1
 
-    def __init__(self, bands: Iterable[Slice]) -> None:
+    def __init__(self, bands: Iterable[Slice]) -> None:  # `bands`: a slice is a band on a rectangle
         self.bands = tuple(_check_slice(band) for band in bands)
         self._array = slice_array((q.start, q.stop, k.start, k.stop, low, high) for q, k, low, high in self.bands)
         check_disjoint(self._array)
@@ -77,25 +77,25 @@ def _slice_of_row(row: Sequence[int]) -> Slice:
 
 
 def check_disjoint(slices: Slices) -> None:
-    """Raises ValueError for two slices that share a pair, with both and the pair.
-
-    Compares the slices that overlap in queries, or in keys if those are fewer.
-    """
-    # Sweep along the side with fewer overlaps, in batches of bounded size.
+    """Raises ValueError for two slices that share a (query, key) pair. The message names both slices and the pair."""
     slices = trim(slices)
-    order, counts = min((_overlaps(slices, column) for column in (0, 2)), key=lambda sweep: int(sweep[1].sum()))
-    slices, ends = slices[order], np.append(0, counts.cumsum())
+    # Slices can share a pair only if they overlap in queries and in keys. So it is enough to compare the slices that
+    # overlap in queries, or those that overlap in keys, whichever are fewer comparisons.
+    order, counts = min((_overlaps(slices, column) for column in (0, 2)), key=lambda overlaps: int(overlaps[1].sum()))
+    slices, ends = slices[order], np.append(0, counts.cumsum())  # slice n makes comparisons ends[n] .. ends[n + 1] - 1
+    # In batches of at most MAX_COMPARED_PAIRS comparisons, but at least those of one slice.
     while len(ends) > 1 and ends[-1] > ends[0]:
-        count = max(1, int(np.searchsorted(ends, ends[0] + MAX_COMPARED_PAIRS, side="right")) - 1)
-        _check_pairs(slices, len(counts) - len(ends) + 1, ends[: count + 1])
-        ends = ends[count:]
+        batch = max(1, int(np.searchsorted(ends, ends[0] + MAX_COMPARED_PAIRS, side="right")) - 1)
+        _check_pairs(slices, len(counts) - len(ends) + 1, ends[: batch + 1])
+        ends = ends[batch:]
 
 
 def _overlaps(slices: Slices, column: int) -> tuple[Integers, Integers]:
-    """Sorts slices along queries (column 0) or keys (column 2).
+    """Sorts slices by their start in queries (column 0) or keys (column 2), and counts overlaps.
 
     Returns:
-        The order by start, and for each slice in this order the number of following ones that start before it ends.
+        The indices of the slices in sorted order, and for each sorted slice the number of following slices that start
+        before it ends.
     """
     order = np.argsort(slices[:, column], kind="stable")
     starts, stops = slices[order, column], slices[order, column + 1]
@@ -103,21 +103,23 @@ def _overlaps(slices: Slices, column: int) -> tuple[Integers, Integers]:
 
 
 def _check_pairs(slices: Slices, start: int, ends: Integers) -> None:
-    """Raises ValueError if slices from `start` on share a pair with the following slices that may overlap them.
+    """Raises ValueError if a slice, from index `start` on, shares a (query, key) pair with a slice that follows it.
 
     Args:
-        ends: cumulative numbers of the following slices to compare.
+        slices: sorted slices.
+        ends: cumulative number of the following slices to which each slice is compared, from slice `start` on.
     """
+    # Indices of both slices of each comparison: slice n is compared to n + 1, n + 2, ..., n + counts[n].
     counts = np.diff(ends)
     first = start + np.repeat(np.arange(len(counts)), counts)
     second = first + 1 + np.arange(len(first)) - np.repeat(ends[:-1] - ends[0], counts)
     a, b = slices[first], slices[second]
-    # Bands intersect like rectangles: the larger lower and the smaller upper bounds.
+    # The intersection of two slices is a slice: the larger of the starts and low bounds, the smaller of the others.
     low_sides, high_sides = [0, 2, 4], [1, 3, 5]
     intersection = np.empty_like(a)
     intersection[:, low_sides] = np.maximum(a[:, low_sides], b[:, low_sides])
     intersection[:, high_sides] = np.minimum(a[:, high_sides], b[:, high_sides])
-    if len(common_pairs := trim(intersection)):  # empty if every intersection is
+    if len(common_pairs := trim(intersection)):  # `trim` drops slices without a pair
         i, _, k0, _, low, _ = common_pairs[0].tolist()
         n = next(n for n in range(len(a)) if len(trim(intersection[n : n + 1])))
         raise ValueError(

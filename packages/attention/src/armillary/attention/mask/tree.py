@@ -1,4 +1,4 @@
-"""Sequences with shared beginnings, packed as a tree: one prompt with several answers, and answers to those."""
+"""Sequences with shared beginnings, packed as a tree: a prompt with several answers, each answer with further ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from armillary.core.validation import Window, boundaries_of, integer
 
 
 class Tree(RowPattern):
-    """Segments in depth-first order. A token sees its own segment causally, and the segments of its ancestors.
+    """Segments in depth-first order. A token sees the earlier tokens of its segment, and the segment's ancestors.
+
+    A token's path is the sequence of segments from the root to its own.
 
     Args:
-        ends: boundaries of segments, 0, end of the first, ..., N.
-        parents: the parent of each segment: the segment before it, an ancestor of that one, or -1 for a root.
+        ends: boundaries of segments: 0, end of the first, ..., N.
+        parents: the parent of each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
 
     Raises:
-        ValueError: boundaries that do not rise from 0; another number of parents, or one that is not on the path to
-            the segment before.
+        ValueError: boundaries that do not rise from 0; a number of parents other than the number of segments; a parent
+            of s that is neither s - 1 nor an ancestor of it.
     """
 
     code = 2
@@ -38,6 +40,7 @@ class Tree(RowPattern):
         if len(self.parents) != len(self.ends) - 1:
             raise ValueError(f"{len(self.parents)} parents for {len(self.ends) - 1} segments; each needs one, or -1")
         if (segment := misplaced_segment(self.parents)) is not None:
+            # For the message: up to three ancestors of the segment before.
             ancestors, ancestor = list[int](), segment - 1
             while ancestor >= 0 and len(ancestors) < 3 and (ancestor := self.parents[ancestor]) >= 0:
                 ancestors.insert(0, ancestor)
@@ -64,7 +67,7 @@ class Tree(RowPattern):
             raise ValueError(f"the tree's segments end at {self.ends[-1]}; there are {queries} queries and {keys} keys")
 
     def bounds(self, causal: bool, window: Window | None) -> Window:
-        return None, None  # a window counts tokens along the path, not positions
+        return None, None  # `slices` applies the window, which counts tokens along the path and not positions
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         if window is None or window[0] is None:
@@ -72,16 +75,20 @@ class Tree(RowPattern):
         return np.array(list(self._window_slices(window[0])), dtype=np.int64)
 
     def _window_slices(self, tokens: int) -> Iterator[tuple[int, ...]]:
-        """Yields a band for each segment and each ancestor that a window of `tokens` tokens along the path reaches."""
+        """Yields slices (q0, q1, k0, k1, low, high) under a window of `tokens` tokens along the path.
+
+        There is one for each segment with itself, and one for each ancestor within the window of its first token.
+        """
         shifts = self._shifts
         for segment, parent in enumerate(self.parents):
             start, stop = self.ends[segment : segment + 2]
             yield start, stop, start, stop, -tokens, 0
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
-                # depth(i) - depth(j) <= tokens, with depth = position + shift: the smallest visible j - i.
+                # The window is depth(i) - depth(j) <= tokens, where depth = position + shift. So j - i >= low.
                 low = shifts[segment] - shifts[parent] - tokens
-                # The window of the first query has no key of this ancestor, so it reaches no ancestor further up.
+                # If the segment's first query does not see the ancestor's last key, it sees no ancestor further up, and
+                # later queries see even less.
                 if k1 - 1 - start < low:
                     break
                 yield start, stop, k0, k1, low, FAR
@@ -89,7 +96,7 @@ class Tree(RowPattern):
 
     @cached_property
     def _shifts(self) -> list[int]:
-        """Depth along the path minus position, for the tokens of each segment; at most 0."""
+        """For each segment, depth minus position of its tokens, at most 0. Depth counts tokens along the path."""
         lengths = [b - a for a, b in pairwise(self.ends)]
         return [depth - start for depth, start in zip(path_depths(self.parents, lengths), self.ends, strict=False)]
 
