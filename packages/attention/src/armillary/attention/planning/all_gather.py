@@ -30,18 +30,23 @@ class AllGatherPlan(SequencePlan):
         return CommPlan(steps(gather, attend), steps(gather, attend, scatter), key_shards=(tuple(ranks),))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """All k and v; own queries against a causal square, then half of them against all other keys."""
+        """Peak of the second of two tiles: a causal square of own keys, then half of the queries against other keys."""
         if ranks == 1:
             return kernel_forward(x)
-        # Two tiles: the causal square of own keys, then half of the queries against all other keys (zigzag).
+        all_keys = 2 * ranks * x.k  # k and v of all ranks
+        # The float32 sum of out, lse, and the second tile's out and lse for half of the queries. Beside them either
+        # the first tile's out, while it becomes float32, or the second's in float32 and four weights of its queries.
         merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
-        return 2 * ranks * x.k + merge_bytes + block + max(x.q, x.w * x.q / 2 + 2 * x.lse)
+        return all_keys + merge_bytes + block + max(x.q, x.w * x.q / 2 + 2 * x.lse)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """All k and v, and all dk and dv in float32, which are then sent to their owners and summed."""
+        """Peak of the second tile's kernel, or of the reduce-scatter of dk and dv."""
         if ranks == 1:
             return kernel_backward(x)
-        all_keys = 2 * ranks * x.k
-        block = kernel_backward(x, queries=0.5, keys=ranks - 1)
-        scatter_bytes = x.w * x.q + x.w * all_keys + 2 * x.w * x.k
-        return x.w * all_keys + max(all_keys + x.q + block, scatter_bytes)
+        all_keys = 2 * ranks * x.k  # k and v of all ranks
+        all_sums = x.w * all_keys  # dk and dv of all ranks, in float32
+        # The second tile: all k and v, dq of the first tile, and the kernel on half of the queries.
+        kernel_bytes = all_keys + x.q + kernel_backward(x, queries=0.5, keys=ranks - 1)
+        # The reduce-scatter: dq in float32, the received dk and dv of all ranks, and their sums for own keys.
+        scatter_bytes = x.w * x.q + all_sums + 2 * x.w * x.k
+        return all_sums + max(kernel_bytes, scatter_bytes)

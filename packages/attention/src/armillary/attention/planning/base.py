@@ -1,4 +1,4 @@
-"""The base classes of plans: a method's communication plan and memory formulas, each optional."""
+"""The base classes of plans. A plan is a method's communication plan and its memory formulas, each optional."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ InnerPlan = Callable[[AttentionShape], CommPlan]
 class MethodPlan:
     """Base of `SequencePlan` and `HeadPlan`.
 
-    The fields of a subclass are the method's options. It overrides the functions that it has; the others raise a
-    ValueError that names the method.
+    The fields of a subclass are the method's options. A subclass overrides the functions for which it has formulas. The
+    other functions raise a ValueError that names the method.
 
     Args:
         method: name of the method, for errors.
@@ -30,7 +30,7 @@ class MethodPlan:
     method: str = field(default="?", kw_only=True)
 
     def missing(self, function: str) -> ValueError:
-        """Returns the error for a function that the plan of the method does not have."""
+        """Returns the error for a function that the method's plan does not override."""
         return ValueError(
             f"attention method {self.method!r} has no {function}: its plan in the registry must define it"
         )
@@ -47,7 +47,7 @@ class SequencePlan(MethodPlan):
 
     @property
     def balanced_by(self) -> Side | None:
-        """Side that a balanced layout evens out, as in `Method.balanced_by`."""
+        """The side whose work a balanced layout makes even, as in `Method.balanced_by`."""
         return "queries"
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
@@ -77,7 +77,7 @@ class HeadPlan(MethodPlan):
         """Returns the communication plan of both methods on `ranks` ranks of the head axis.
 
         Args:
-            work: the call over the shards of the sequence axis.
+            work: the call, with layouts over the sequence axis.
         """
         raise self.missing("comm_plan")
 
@@ -85,8 +85,8 @@ class HeadPlan(MethodPlan):
         """Returns the peak memory of forward, in bytes.
 
         Args:
-            x: sizes for the heads of one stage and the tokens of the sequence shard.
-            inner: peak of the inner method for these.
+            x: sizes of a call with the heads of one stage and the tokens of a shard of the sequence axis.
+            inner: peak of the inner method in such a call.
         """
         raise self.missing("forward_memory")
 
@@ -94,7 +94,8 @@ class HeadPlan(MethodPlan):
         """Returns the peak memory of backward, in bytes.
 
         Args:
-            x, inner: as for forward.
-            alone: True on a sequence axis of one rank, where the inner method returns dk and dv in the inputs' dtype.
+            x, inner: as in `forward_memory`.
+            stages: the stages of heads.
+            alone: True if the sequence axis has one rank: then the inner method returns dk and dv in the inputs' dtype.
         """
         raise self.missing("backward_memory")

@@ -1,7 +1,7 @@
 """Communication plans: the bytes that all ranks send and the pairs that they compute, step by step.
 
-A plan is the closed form of a method for an `AttentionShape`. Tests compare it with the `CommLedger` of every rank, to
-the byte, and a planner predicts time from it.
+A plan is computed from an `AttentionShape`, without running the method. Tests compare it with the `CommLedger` of every
+rank, to the byte, and the planner predicts time from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Payload(NamedTuple):
 
     Args:
         tensors: names, such as ("k", "v").
-        size: bytes of a token, or of a token and head, of all of them.
+        size: bytes of one token in all of these tensors together; on the head axis, of one token and head.
     """
 
     tensors: tuple[str, ...]
@@ -41,13 +41,14 @@ class Payload(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One exchange or collective on all ranks that take part. Ranks are numbered r * U + u.
+    """One exchange or collective on all ranks that take part. Rank r of the sequence axis and u of the head axis is
+    numbered r * U + u.
 
     Args:
-        kind, axis: under which a ledger counts the bytes.
+        kind, axis: the ledger counts the bytes under this kind and axis.
         tensors: names of the tensors that are sent.
-        sends: the sends of at least 1 byte. An all-gather is a ring in which each rank sends its block C - 1 times; an
-            all-to-all, and a reduce-scatter of ours, is one send to each peer.
+        sends: the sends of at least 1 byte. In an all-gather over C ranks, each rank sends C - 1 blocks to its
+            neighbour, as one `Send`. An all-to-all, and our reduce-scatter, is one send to each peer.
     """
 
     kind: Kind
@@ -57,7 +58,7 @@ class Move(NamedTuple):
 
 
 Block = tuple[int, int]
-"""Query shard and key shard that meet on a rank during a step."""
+"""A query shard and a key shard. A rank computes attention between them during a step."""
 
 
 class Step(NamedTuple):
@@ -65,11 +66,11 @@ class Step(NamedTuple):
 
     Args:
         moves: moves in flight during the step.
-        pairs: for each rank, the visible (query, key) pairs that it computes during the step, over its query heads and
-            the batch. Empty if nothing is computed.
+        pairs: for each rank, the number of visible (query, key) pairs that it computes during the step, summed over its
+            query heads and the rows of the batch. Empty if no rank computes.
         later_moves: moves of the step's results, which start once its pairs are computed. They overlap with the
-            computation of the next step; if that step computes nothing, they end before it starts.
-        blocks: for each rank, the block with these pairs; None on a rank that computes nothing.
+            computation of the next step. If the next step computes nothing, it starts after they have ended.
+        blocks: for each rank, the block whose pairs it computes; None on a rank that computes nothing.
         heads: for each rank of the head axis, the query heads that it computes. Empty: all heads on every rank.
     """
 
@@ -84,11 +85,12 @@ Steps = tuple[Step, ...]
 
 
 JoinedShards = tuple[tuple[int, ...], ...]
-"""For each shard of a method's blocks, the shards of the sequence axis that the method gathers into it."""
+"""Groups of shards of the sequence axis. A method that gathers shards (WallFacer, all-gather) computes with each group
+as one shard, and the blocks of its plan number the groups."""
 
 
 def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> SequenceLayout:
-    """Returns the layout whose shards a plan's blocks name: shards of the sequence axis, joined in groups."""
+    """Returns the layout whose shards are the given groups of shards of `layout`; None: `layout` itself."""
     if shards is None:
         return layout
     return SequenceLayout([[span for shard in group for span in layout.spans(shard)] for group in shards])
@@ -98,10 +100,10 @@ def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> Sequence
 class CommPlan:
     """The steps of `forward` and `backward` of one attention call.
 
-    Not counted: on a head axis, calls that return lse or have sinks also send lse [B, T, H] in an all-to-all.
+    One all-to-all is not in the plan: on a head axis, a call that returns lse or has sinks also sends lse [B, T, H].
 
     Args:
-        query_shards, key_shards: the shards that blocks name; None: the shards of the sequence axis.
+        query_shards, key_shards: the groups of shards that blocks number; None: blocks number the shards themselves.
     """
 
     forward: Steps
@@ -113,7 +115,7 @@ class CommPlan:
         """Returns the bytes that a ledger counts on `rank`.
 
         Args:
-            kind, phase, axis: count only bytes of this kind, phase ("forward" or "backward") or axis; None counts all.
+            kind, phase, axis: count only bytes of this kind, phase ("forward" or "backward") and axis; None: of any.
 
         Raises:
             ValueError: an unknown kind, phase or axis.
@@ -140,14 +142,15 @@ class CommPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The properties of an attention call that decide its bytes and pairs. Hashable.
+    """The properties of an attention call that determine the bytes and pairs of its plan. Hashable.
 
     Args:
         layout, key_layout: layouts of queries and of keys over the P shards of the sequence axis.
         key_heads: for each query head, its key/value head, both as indices into the heads of the call.
         kv_heads: K.
         head_dim, value_dim: D and Dv.
-        projected: True for a call from hidden states, as models attend. With finished q, k and v UPipe sends lse too.
+        projected: True if the call projects q, k and v from hidden states, as in models. If False, the call gets
+            finished q, k and v, and UPipe sends lse too.
 
     Raises:
         ValueError: layouts with different numbers of shards.
@@ -185,9 +188,9 @@ class AttentionShape:
         key_layout: SequenceLayout | None = None,
         projected: bool = True,
     ) -> AttentionShape:
-        """Returns the shape of H query heads that share K key/value heads evenly.
+        """Returns the shape of a call with H query heads that share K key/value heads evenly.
 
-        Self-attention with Dv = D unless `key_layout` or `value_dim` is given.
+        By default `key_layout` is `layout` (self-attention) and `value_dim` is `head_dim`.
 
         Raises:
             ValueError: K does not divide H.
@@ -216,27 +219,27 @@ class AttentionShape:
 
     @property
     def q(self) -> int:
-        """B H D."""
+        """Elements of q for one token: B H D."""
         return self.lse * self.head_dim
 
     @property
     def out(self) -> int:
-        """B H Dv."""
+        """Elements of out for one token: B H Dv."""
         return self.lse * self.value_dim
 
     @property
     def lse(self) -> int:
-        """B H."""
+        """Elements of lse for one token: B H."""
         return self.batch * len(self.key_heads)
 
     @property
     def k(self) -> int:
-        """B K D."""
+        """Elements of k for one token: B K D."""
         return self.batch * self.kv_heads * self.head_dim
 
     @property
     def v(self) -> int:
-        """B K Dv."""
+        """Elements of v for one token: B K Dv."""
         return self.batch * self.kv_heads * self.value_dim
 
     def payload(self, *tensors: str) -> Payload:
@@ -244,10 +247,11 @@ class AttentionShape:
 
         lse, dq, dk and dv are sent in the accumulation dtype, the others in the inputs' dtype.
         """
-        elements = {"q": self.q, "out": self.out, "dout": self.out, "lse": self.lse, "k": self.k, "v": self.v}
-        elements |= {"dq": self.q, "dk": self.k, "dv": self.v}
-        widths = (self.a if name in ("lse", "dq", "dk", "dv") else self.e for name in tensors)
-        return Payload(tensors, sum(elements[name] * width for name, width in zip(tensors, widths, strict=True)))
+        input_bytes = {"q": self.q, "out": self.out, "dout": self.out, "k": self.k, "v": self.v}
+        accumulated_bytes = {"lse": self.lse, "dq": self.q, "dk": self.k, "dv": self.v}
+        token_bytes = {name: count * self.e for name, count in input_bytes.items()}
+        token_bytes |= {name: count * self.a for name, count in accumulated_bytes.items()}
+        return Payload(tensors, sum(token_bytes[name] for name in tensors))
 
     # -- bytes of an element -----------------------------------------------------------------------------------------
 
@@ -263,22 +267,22 @@ class AttentionShape:
 
 
 Groups = Iterable[Sequence[int]]
-"""The ranks of each of several collectives that run at the same time."""
+"""Groups of ranks. Each group runs a collective of its own, at the same time as the other groups."""
 
 
 def move(kind: Kind, axis: Role, tensors: tuple[str, ...], sends: Iterable[Send]) -> Move:
-    """Returns a move, without sends of 0 bytes or from a rank to itself."""
+    """Returns a move of these sends. Drops sends of 0 bytes and sends from a rank to itself."""
     return Move(kind, axis, tensors, tuple(send for send in sends if send.bytes and send.source != send.target))
 
 
 def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
-    """Returns an all-gather of each rank's tokens, padded to the largest number of its group.
+    """Returns an all-gather in each group. Each rank's tokens are padded to the largest count in its group.
 
     Args:
         tokens: number of tokens of each rank.
     """
 
-    # A ring of C ranks: in C - 1 steps each rank forwards one block to its neighbour.
+    # An all-gather is a ring of C ranks: in each of C - 1 steps, each rank forwards one block to its neighbour.
     def sends() -> Iterator[Send]:
         for group in groups:
             padded_bytes = max(tokens[rank] for rank in group) * (len(group) - 1) * payload.size
@@ -288,7 +292,7 @@ def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
 
 
 def send_to_each(kind: Kind, axis: Role, groups: Groups, payload: Payload, count: Callable[[int, int], int]) -> Move:
-    """Returns sends from each rank to each rank of its group, of `count(source, target)` times the payload."""
+    """Returns a move in which each rank sends `count(source, target)` tokens to each other rank of its group."""
     sends = (
         Send(source, target, count(source, target) * payload.size)
         for ranks in groups
@@ -299,12 +303,12 @@ def send_to_each(kind: Kind, axis: Role, groups: Groups, payload: Payload, count
 
 
 def reduce_scatter(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
-    """Returns a reduce-scatter: every rank sends to each other rank of its group partial sums of that rank's tokens."""
+    """Returns a reduce-scatter in each group: to each other rank, a rank sends partial sums of that rank's tokens."""
     return send_to_each("reduce_scatter", "ring", groups, payload, lambda _, target: tokens[target])
 
 
 def steps(*all_steps: Step) -> Steps:
-    """Returns steps without empty moves and without empty steps."""
+    """Returns the given steps. Drops moves without sends, and steps without moves and computation."""
     filled_steps = (
         step._replace(moves=_nonempty(step.moves), later_moves=_nonempty(step.later_moves)) for step in all_steps
     )
@@ -318,14 +322,14 @@ def _nonempty(moves: Iterable[Move]) -> tuple[Move, ...]:
 def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
     """Returns the steps with `moves` in flight during the first one."""
     moves = _nonempty(moves)
-    if not moves:  # a plan without steps must not get an empty one
+    if not moves:  # without moves, an empty plan must stay empty
         return next_steps
     first = next_steps[0] if next_steps else Step()
     return (first._replace(moves=(*moves, *first.moves)), *next_steps[1:])
 
 
 def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
-    """Renumbers ranks: rank r becomes `ranks[r]` of `total` ranks."""
+    """Renumbers the ranks of a group's steps: rank r becomes rank `ranks[r]` of `total` ranks."""
 
     def renumber_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
         return tuple(
@@ -333,7 +337,7 @@ def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
             for move in moves
         )
 
-    # Ranks of other groups compute nothing here; `side_by_side` adds the groups.
+    # Ranks of other groups compute 0 pairs in these steps; `side_by_side` merges the steps of all groups.
     def renumber_step(step: Step) -> Step:
         pairs = [0] * total if step.pairs else []
         blocks: list[Block | None] = [None] * total if step.blocks else []
@@ -347,7 +351,7 @@ def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
 
 
 def side_by_side(group_steps: Sequence[Steps]) -> Steps:
-    """Merges the steps of disjoint groups of ranks that run at the same time: first with first, second with second.
+    """Merges the steps of disjoint groups of ranks that run at the same time: all first steps, all second steps, ...
 
     Args:
         group_steps: steps of each group, with ranks numbered as in the result (`renumber`).
@@ -356,7 +360,7 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
         return group_steps[0]
 
     def join(same_time: Sequence[Step]) -> Step:
-        # Each rank is in one group: its pairs are 0 in the others, its block None.
+        # Each rank is in one group. In the steps of other groups it has 0 pairs and the block None.
         pairs = tuple(map(sum, zip(*(step.pairs for step in same_time if step.pairs), strict=True)))
         by_rank = zip(*(step.blocks for step in same_time if step.blocks), strict=True)
         blocks = tuple(next(filter(None, candidates), None) for candidates in by_rank)
@@ -367,7 +371,10 @@ def side_by_side(group_steps: Sequence[Steps]) -> Steps:
 
 
 def _join_moves(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
-    """Joins the moves of all groups that have one kind, axis and tensors: first with first, second with second."""
+    """Joins the moves of all groups that have the same kind, axis and tensors.
+
+    If a group has several of these, the first ones of all groups are joined, then the second ones, and so on.
+    """
     sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
     for moves in group_moves:
         counts = Counter[tuple[Kind, Role, tuple[str, ...]]]()

@@ -1,4 +1,4 @@
-"""The all-to-alls of methods on the head axis, and the steps of the inner method on all ranks."""
+"""Building blocks of plans on the head axis: its all-to-alls, and the steps of the inner method on all ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from armillary.attention.planning.comm_plan import (
 class HeadMoves:
     """All-to-alls of a call on P x U ranks, in P groups of U.
 
+    Args:
+        work: the call, with layouts over the P ranks of the sequence axis.
+        ranks: U.
+
     Raises:
         ValueError: fewer query heads than U.
     """
@@ -37,9 +41,10 @@ class HeadMoves:
         """Returns the all-to-all of a tensor from sequence shards to head shards.
 
         Args:
-            sizes: tokens by rank of all P x U.
-            heads: heads of each rank of the head axis.
-            tensor, size: name, and bytes of a token and head.
+            sizes: for each of the P x U ranks, the tokens of its sequence shard.
+            heads: for each rank of the head axis, its heads.
+            tensor: name of the tensor.
+            size: bytes of one token and head.
         """
 
         def count(source: int, target: int) -> int:
@@ -55,16 +60,16 @@ class HeadMoves:
 
         return send_to_each("all_to_all", "ulysses", self.groups, Payload((tensor,), size), count)
 
-    def inner_plan(self, inner: InnerPlan, works: tuple[AttentionShape | None, ...]) -> CommPlan:
+    def inner_plan(self, inner: InnerPlan, rank_calls: tuple[AttentionShape | None, ...]) -> CommPlan:
         """Returns the plan of the inner method on all P x U ranks.
 
         Args:
-            works: for each rank of the head axis, its part of the call; None for a rank without heads.
+            rank_calls: for each rank of the head axis, the call with its heads only; None for a rank without heads.
         """
-        plans = {work: inner(work) for work in works if work}  # most ranks have equal parts
+        plans = {call: inner(call) for call in rank_calls if call}  # most ranks have equal calls
         total = self.work.layout.shards * self.ranks
-        inner_plans = [(plans[work], range(u, total, self.ranks)) for u, work in enumerate(works) if work]
-        # Blocks of all parts have the same shards.
+        inner_plans = [(plans[call], range(u, total, self.ranks)) for u, call in enumerate(rank_calls) if call]
+        # The first plan's `query_shards` and `key_shards` are those of all plans.
         return replace(
             inner_plans[0][0],
             forward=side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in inner_plans]),
@@ -73,9 +78,9 @@ class HeadMoves:
 
 
 def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:
-    """Returns steps of the inner method that name their query heads.
+    """Returns the inner method's steps with `Step.heads` set.
 
     Args:
-        heads: heads of each rank of the head axis.
+        heads: for each rank of the head axis, the query heads that it computes.
     """
     return tuple(step._replace(heads=tuple(heads)) if step.pairs else step for step in inner_steps)

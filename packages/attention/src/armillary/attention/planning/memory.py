@@ -1,11 +1,14 @@
-"""Terms of the formulas for the memory that an attention call allocates on a rank.
+"""Formulas for the peak memory of an attention call on a rank, and the terms that several methods share.
 
-A formula gives the peak in bytes beyond the inputs, outputs included. Inputs are q, k and v of the rank's own tokens
-and heads; in backward also out, lse and dout. Letters are those of the papers. w = a / e is the ratio of accumulated
-bytes to bytes: 2 for bfloat16, which is accumulated in float32.
+A formula gives bytes beyond the inputs, outputs included. Inputs are q, k and v of the rank's own tokens and heads; in
+backward also out, lse and dout. Each formula is the maximum over the moments at which the peak may be.
 
-Formulas hold for a causal mask and zigzag layouts, on rank 0. There a rank's own block is a causal square, and every
-other block is half visible: all queries against half of the keys, or half of the queries against all keys.
+In the formulas x.q, x.k and x.lse are bytes of whole tensors (`Sizes`), so 2 * x.k is a pair of k and v, or of dk and
+dv. x.w widens bytes from the inputs' dtype to the accumulation dtype ("float32" in comments): it is 2 for bfloat16.
+
+Formulas hold for a causal mask and zigzag layouts, on rank 0. There the rank's own block is a causal square, and half
+of every other block is visible: half of the queries see all keys if keys rotate, all queries see half of the keys if
+queries rotate. Rings turn in the direction in which rank 0 sends only half of each shard on (`onward`).
 
 With documents, zigzag and contiguous layouts take at most 3% more. Striped layouts may take much more, because visible
 tokens are many ranges, which are packed. On 8 simulated ranks, Ring then takes up to 1.26 times as much in forward and
@@ -23,11 +26,11 @@ class Sizes:
     """Sizes of the tensors of a call on one rank, in bytes.
 
     Args:
-        q: queries [B, T, H, D]; also out, dout and dq.
-        k: keys [B, T, K, D]; also v, dk and dv.
-        lse: [B, T, H] in the accumulation dtype.
-        w: a / e, bytes of an accumulated element per byte of an element.
-        groups: G = H / K.
+        q: q [B, T, H, D]; also of out, dout and dq in the same dtype.
+        k: k [B, T, K, D]; also of v, dk and dv in the same dtype.
+        lse: lse [B, T, H] in the accumulation dtype.
+        w: a / e, the width of the accumulation dtype over that of the inputs: 2 for bfloat16, 1 for float32.
+        groups: H / K, query heads per key/value head.
     """
 
     q: float
@@ -42,7 +45,7 @@ class Sizes:
 
     @property
     def rotating(self) -> float:
-        """q, out, dout and lse, which rotate when queries do in backward."""
+        """Bytes of q, out, dout and lse, which rotate together if queries rotate in backward."""
         return 3 * self.q + self.lse
 
 
@@ -51,50 +54,54 @@ class HeadStages(NamedTuple):
 
     Args:
         ranks: U.
-        queries, keys: number of query heads and of key heads in a stage.
-        turns: number of stages in a round, which share key heads.
-        several: True for more than one stage.
-        rounds: True for more than one round.
+        queries, keys: number of query heads and of key/value heads in a stage.
+        stages_per_round: number of stages in a round. The stages of a round share key/value heads.
+        has_several_stages: True if the call has more than one stage.
+        has_several_rounds: True if the call has more than one round.
     """
 
     ranks: int
     queries: int
     keys: int
-    turns: int
-    several: bool
-    rounds: bool
+    stages_per_round: int
+    has_several_stages: bool
+    has_several_rounds: bool
 
 
 def kernel_forward(x: Sizes, queries: float = 1) -> float:
-    """Bytes of out and lse for a fraction of the queries."""
+    """Bytes of out and lse from a kernel for a fraction `queries` of the queries."""
     return queries * (x.q + x.lse)
 
 
 def kernel_backward(x: Sizes, queries: float = 1, keys: float = 1) -> float:
-    """Bytes of dq, dk and dv for fractions of queries and keys, and FlashAttention-2's workspace (`SimulatedFlash`).
+    """Bytes of dq, dk and dv for fractions of queries and keys, and of FlashAttention-2's workspace.
 
-    The workspace is dq in float32 and two numbers for each row; also dk and dv of every query head if heads share keys.
+    The workspace is dq in float32, two numbers for each row, and, if query heads share key/value heads, dk and dv for
+    every query head, which the kernel sums afterwards.
     """
-    # FlashAttention-2 writes dk and dv for every query head and sums them over groups afterwards.
-    shared_bytes = 2 * x.groups * x.k if x.groups > 1 else 0
-    return queries * (x.q + x.w * x.q + 2 * x.lse) + keys * (2 * x.k + shared_bytes)
+    dq_bytes, query_workspace = x.q, x.w * x.q + 2 * x.lse
+    dkv_bytes, key_workspace = 2 * x.k, 2 * x.groups * x.k if x.groups > 1 else 0
+    return queries * (dq_bytes + query_workspace) + keys * (dkv_bytes + key_workspace)
 
 
 def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     """Peak of a ring of R ranks in which keys rotate and partial results are merged in float32.
 
     Args:
-        onward: fraction of the local keys that is copied to be sent. Received keys are sent on without a copy.
+        onward: fraction of a shard's tokens that this rank sends on: 0.5 in zigzag rings, 1 in WallFacer's. Own keys
+            are copied to be sent. Of received keys, half is copied, but a whole shard is sent from its own memory.
     """
     if ranks == 1:
         return kernel_forward(x)
-    buffers = 2 * x.k * (1 if ranks == 2 else 2 + onward % 1)
+    # Keys of the second step: received ones in use, ones that arrive, and the copy. On two ranks it is the last step.
+    buffers = 2 * x.k * (1 if ranks == 2 else 2 + onward % 1)  # onward % 1: 0.5 stays, 1 becomes 0
+    # Results of the second step: out in float32 and lse of all queries, and the kernel's for half of the queries.
     merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
-    # Merge: the float32 copy of half a block, and four rows of weights of half of the queries.
-    add_bytes = buffers + merge_bytes + block + x.w * x.q / 2 + x.lse * 2
-    # The second step: the first block's result becomes float32.
+    # While both are merged: the kernel's out in float32, and four weights for each of its queries.
+    add_bytes = buffers + merge_bytes + block + x.w * x.q / 2 + 4 * x.lse / 2
+    # Before: the first step's out, while it becomes float32.
     cast_bytes = buffers + merge_bytes + block + x.q
-    # The first step: received keys, and own keys copied to be sent.
+    # The first step: keys that arrive, own keys copied to be sent, and the kernel's results.
     first = 2 * x.k * (1 + onward) + kernel_forward(x)
     return max(first, add_bytes, cast_bytes)
 
@@ -102,40 +109,48 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
 def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     """Peak of a ring of R ranks in which keys rotate, followed by the sums of dk and dv in float32. dq stays.
 
-    The third step has the most buffers: k and v current, received and sent; dk and dv of own keys, received sums and
-    sent sums; dq, and a kernel on half of the queries.
+    Args:
+        onward: as in `rotate_keys_forward`.
     """
-    # In order of time: the local block, the first received block, and from the third step on all buffers.
-    own_grads = 2 * x.w * x.k
-    if ranks == 1:
-        return max(kernel_backward(x), (1 + x.w) * x.q + 2 * x.k + own_grads)
+    dkv_sums, dq_sum = 2 * x.w * x.k, x.w * x.q
+    if ranks == 1:  # the kernel, or its dq, dk and dv while they become float32
+        return max(kernel_backward(x), x.q + dq_sum + 2 * x.k + dkv_sums)
+    # The first step: keys that arrive, own keys copied to be sent, and the kernel.
     first = 2 * x.k * (1 + onward) + kernel_backward(x)
+    # The second step: buffers as in forward, sums for own keys, dq of the first step, and the kernel.
     buffers = 2 * x.k * (1 if ranks == 2 else 2 + onward % 1)
-    second = buffers + own_grads + x.q + kernel_backward(x, queries=0.5)
+    second = buffers + dkv_sums + x.q + kernel_backward(x, queries=0.5)
     if ranks == 2:
         return max(first, second)
+    # From the third step on: sums for own keys, sums that arrive and sums that are sent; dq is in float32.
     buffers = 2 * x.k * (1 if ranks == 3 else 2 + onward % 1)
-    return max(first, second, buffers + 3 * own_grads + x.w * x.q + kernel_backward(x, queries=0.5))
+    third = buffers + 3 * dkv_sums + dq_sum + kernel_backward(x, queries=0.5)
+    return max(first, second, third)
 
 
 def rotate_queries_backward(x: Sizes, ranks: int, direct: bool) -> float:
     """Peak of a ring of R ranks in which q, out, dout and lse rotate; dk and dv are summed in float32 and stay.
 
     Args:
-        direct: True if partial sums of dq return directly to their owner, who sees half of each (TokenRing). Otherwise
-            one sum of dq follows its queries: one is received, one current, one sent.
+        direct: True if each partial result of dq returns directly to the owner of its queries (TokenRing); False if a
+            sum of dq follows its queries around the ring (Ring).
     """
-    dq, key_grads = x.w * x.q, 2 * x.w * x.k
-    if ranks == 1:
-        return max(kernel_backward(x), dq + x.q + 2 * x.k, dq + key_grads + x.k)
+    dq_sum, dkv_sums = x.w * x.q, 2 * x.w * x.k
+    if ranks == 1:  # the kernel, or its dq and then dv while they become float32
+        return max(kernel_backward(x), dq_sum + x.q + 2 * x.k, dq_sum + dkv_sums + x.k)
     block = kernel_backward(x, keys=0.5)
-    first = 1.5 * x.rotating + kernel_backward(x)
+    # The first step: queries that arrive, own queries of which half is copied to be sent, and the kernel.
+    first = (1 + 0.5) * x.rotating + kernel_backward(x)
+    # The second step: queries in use, queries that arrive and the copied half; dq of own queries; dk and dv of the
+    # first step with the kernel, or the kernel's dq and half of dk and dv while dv of the first step becomes float32.
     buffers = x.rotating * (1 if ranks == 2 else 2.5)
-    # The second step's results, while dv of the first becomes float32.
-    cast_bytes = x.q + x.k + key_grads + x.k
-    second = buffers + dq + max(2 * x.k + block, cast_bytes)
+    cast_bytes = x.q + 2 * x.k / 2 + dkv_sums + x.k
+    second = buffers + dq_sum + max(2 * x.k + block, cast_bytes)
     if ranks == 2:
         return max(first, second)
+    # From the third step on, dq also returns. Directly: a result for all visiting queries is sent, and one for half of
+    # the own queries arrives. Around the ring: one sum is sent and one arrives.
     buffers = x.rotating * (1 if ranks == 3 else 2.5)
-    return_bytes = dq + dq / 2 if direct else 2 * dq
-    return max(first, second, buffers + dq + key_grads + return_bytes + block)
+    return_bytes = dq_sum + dq_sum / 2 if direct else 2 * dq_sum
+    third = buffers + dq_sum + dkv_sums + return_bytes + block
+    return max(first, second, third)

@@ -32,6 +32,8 @@ from armillary.attention.rotation.nodes import NodeRings, NodeStep
 class NodeRingPlan(SequencePlan):
     """Plan of a `Ring` on axis "nodes" around an inner method on axis "devices".
 
+    In each of M steps, keys (or queries) travel to the next node, while the inner method attends within each node.
+
     Args:
         nodes: M; P ranks are M nodes of P / M devices.
         backward: the side that rotates in backward, between nodes and in an inner ring.
@@ -81,32 +83,36 @@ class NodeRingPlan(SequencePlan):
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak of the first step, or of a later one: keys between nodes, merged results, and the inner method."""
+        """Peak of the first step between nodes or of a later one, with the inner method's peak during that step."""
         devices, inner = self.devices(ranks), self.inner
-        if self.nodes == 1 or devices == 1:
-            return inner.forward_memory(x, devices) if self.nodes == 1 else rotate_keys_forward(x, ranks)
-        # k and v of the visiting shard, of the one that arrives, and half of the one that was just sent: 2.5 pairs.
-        # With two nodes nothing arrives at the second and last step, and out of the first step is still in its own
-        # dtype.
-        buffers = 2 * x.k * (1 if self.nodes == 2 else 2.5)
-        merge_bytes = (1 if self.nodes == 2 else x.w) * x.q + x.lse
-        first_step = 3 * x.k + inner.forward_memory(x, devices)
-        return max(first_step, buffers + merge_bytes + self.other_node_forward(x, devices))
+        if self.nodes == 1:
+            return inner.forward_memory(x, devices)
+        if devices == 1:
+            return rotate_keys_forward(x, ranks)
+        # First step: k and v (2 x.k) arrive from another node, and half of the local k and v is copied to be sent.
+        arriving_bytes, sent_bytes = 2 * x.k, 2 * x.k * 0.5
+        first_step = arriving_bytes + sent_bytes + inner.forward_memory(x, devices)
+        # Later steps: k and v in use, k and v that arrive, and a copy of the half that is sent on. With two nodes the
+        # second step is the last: nothing arrives or is sent, and the first step's out is still in its own dtype.
+        key_copies, out_width = (1, 1) if self.nodes == 2 else (1 + 1 + 0.5, x.w)
+        later_step = 2 * x.k * key_copies + out_width * x.q + x.lse + self.other_node_forward(x, devices)
+        return max(first_step, later_step)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak of a later step than the first: shards in flight between nodes, sums of gradients, the inner method."""
+        """Peak of a step after the first: shards in flight between nodes, sums of gradients, and the inner method."""
         devices, inner = self.devices(ranks), self.inner
-        if self.nodes == 1 or devices == 1:
-            return (
-                inner.backward_memory(x, devices) if self.nodes == 1 else ring_backward_memory(x, ranks, self.backward)
-            )
-        # With more than two nodes, three shards and three sums of gradients exist at the same time: one that arrives,
-        # one in use and one that is sent. Of the shard that is sent, half is free again on average.
-        shard_copies, sum_copies = (2.5, 3) if self.nodes > 2 else (1, 1)
-        if rotates_queries(x, self.backward):
-            outer = x.rotating * shard_copies + x.w * x.q * sum_copies + 2 * x.w * x.k
-        else:
-            outer = 2 * x.k * shard_copies + x.w * x.q + 2 * x.w * x.k * sum_copies
+        if self.nodes == 1:
+            return inner.backward_memory(x, devices)
+        if devices == 1:
+            return ring_backward_memory(x, ranks, self.backward)
+        # With more than two nodes: one shard in use, one that arrives, and a copy of the half that is sent on; and
+        # three sums of its gradients: one that arrives, one in use, one that is sent.
+        shard_copies, sum_copies = (1 + 1 + 0.5, 3) if self.nodes > 2 else (1, 1)
+        dq_sum, dkv_sums = x.w * x.q, 2 * x.w * x.k
+        if rotates_queries(x, self.backward):  # dq travels; dk and dv stay
+            outer = x.rotating * shard_copies + dq_sum * sum_copies + dkv_sums
+        else:  # dk and dv travel; dq stays
+            outer = 2 * x.k * shard_copies + dq_sum + dkv_sums * sum_copies
         return outer + self.other_node_backward(x, devices)
 
     def other_node_forward(self, x: Sizes, devices: int) -> float:
@@ -118,9 +124,11 @@ class NodeRingPlan(SequencePlan):
         return self.inner.backward_memory(x, devices)
 
     def wide_query_sums(self, x: Sizes, devices: int) -> float:
-        """Returns the extra bytes of out or dq in the accumulation dtype; 0 if they are not in memory at the peak.
+        """Returns the extra bytes at the inner method's peak because its sum of out or dq has the accumulation dtype.
 
-        With keys of another node, no first block covers all queries, so no kernel result can serve as the first sum.
+        The inner formula assumes that the first block covers all queries, so that its result, in the inputs' dtype,
+        serves as the sum. With keys of another node no block does. From three devices on, the inner formula's peak is
+        at a later block, whose sum already has the accumulation dtype: 0 extra bytes.
         """
         return (x.w - 1) * x.q if devices == 2 else 0
 
@@ -130,7 +138,9 @@ class NodeSteps:
     """Steps of a ring between nodes, on all ranks. During each of them every node runs all steps of the inner method.
 
     Args:
-        inner_plan: plan of the inner method for the queries and keys that meet in a node.
+        work: the call, over the shards of all ranks.
+        rings: the ring of each device between the nodes.
+        inner_plan: returns the inner method's plan for the queries and keys that meet in a node.
     """
 
     work: AttentionShape
@@ -147,14 +157,15 @@ class NodeSteps:
         """
         result, pending_moves = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
-            hops = self._move(rotation_sends, step, rotating)
-            result += spread([hops, *pending_moves], self._attend(step, inner_steps))
-            # Sums are sent one step after their tokens, and overlap with the computation of the next step.
+            shard_move = self._move(rotation_sends, step, rotating)
+            result += spread([shard_move, *pending_moves], self._attend(step, inner_steps))
+            # The sums of a step are sent during the next step. At step 0 each device computes with its node's own
+            # shards, whose sums stay.
             pending_moves = [self._move(ring_reduce_sends, step, sums)] if sums and step else []
         return steps(*result, Step(tuple(pending_moves)))
 
     def _move(self, token_sends: TokenSends, step: int, payload: Payload) -> Move:
-        """Returns the sends of all rings at a step."""
+        """Returns the sends between nodes that start at a step, in the rings of all devices."""
 
         def sends() -> Iterator[Send]:
             for device, ring in enumerate(self.rings.rings):
@@ -164,7 +175,7 @@ class NodeSteps:
         return move("p2p", "nodes", payload.tensors, sends())
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
-        """Returns the inner method's steps in all nodes, side by side."""
+        """Returns the inner method's steps during a step between nodes. All nodes run theirs at the same time."""
         devices, by_node = self.rings.devices, list[Steps]()
         for node in range(self.rings.nodes):
             node_step = self.rings.step(node, step)
@@ -180,12 +191,12 @@ class NodeSteps:
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:
-    """Returns the inner method's steps on axis "devices", with blocks numbered by shards of the whole sequence."""
+    """Returns the inner method's steps with moves on axis "devices" and blocks of shards of the whole sequence."""
 
     def on_devices(moves: Iterable[Move]) -> tuple[Move, ...]:
         return tuple(move._replace(axis="devices") for move in moves)
 
-    # The inner plan numbers the shards of a node from 0; blocks name shards of the whole sequence.
+    # The inner plan numbers the shards of a node from 0.
     def global_block(block: Block | None) -> Block | None:
         return None if block is None else (node_step.query_shards[block[0]], node_step.key_shards[block[1]])
 
@@ -196,13 +207,16 @@ def within_node(node_step: NodeStep, inner: Steps) -> Steps:
 
 
 def spread(moves: Iterable[Move], inner: Steps) -> Steps:
-    """Returns the inner steps with `moves` in flight during all of them, each step with its share of their bytes."""
+    """Returns the inner steps with moves between nodes in flight during all of them.
+
+    Each of the inner steps has an equal share of the bytes of `moves`.
+    """
     outer_moves = [outer_move for outer_move in moves if outer_move.sends]
     if not inner:
         return (Step(tuple(outer_moves)),) if outer_moves else ()
 
     def share(outer_move: Move, i: int) -> Move:
-        # Differences of rounded multiples, so that the shares add up to all bytes.
+        # Step i has the bytes between i / n and (i + 1) / n of the send, both rounded down: all steps add up to it.
         def size(send: Send) -> int:
             return send.bytes * (i + 1) // len(inner) - send.bytes * i // len(inner)
 
@@ -223,8 +237,12 @@ class DoubleRingPlan(NodeRingPlan):
         return RingPlan(self.backward)
 
     def other_node_forward(self, x: Sizes, devices: int) -> float:
-        buffers = 2 * x.k * (2 if devices == 2 else 2.5)
-        return buffers + 1.5 * x.w * x.q + 3 * x.lse + kernel_forward(x, 0.5)
+        # As in `rotate_keys_forward`, except that on two devices the peak is in the first step of the inner ring: k and
+        # v that arrive, and a copy of k and v that is sent.
+        key_copies = 2 if devices == 2 else 2.5
+        block, merge_bytes = kernel_forward(x, 0.5), x.w * x.q + x.lse
+        add_bytes = x.w * x.q / 2 + 2 * x.lse  # the block's out as float32, and weights
+        return 2 * x.k * key_copies + merge_bytes + block + add_bytes
 
     def other_node_backward(self, x: Sizes, devices: int) -> float:
         return self.inner.backward_memory(x, devices) + self.wide_query_sums(x, devices)

@@ -50,7 +50,7 @@ class RingPlan(SequencePlan):
         return ring_backward_memory(x, ranks, self.backward)
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
-        """Returns (p2p, 0): arXiv 2407.00611 counts k and v of P steps, of which P - 1 are sent."""
+        """Returns (p2p, 0). arXiv 2407.00611 counts k and v in P steps, although they are sent in P - 1 of these."""
         return work.layout.length * (work.k + work.v) * work.e, 0
 
 
@@ -81,9 +81,10 @@ def backward_side(work: AttentionShape, backward: Backward) -> RotatingSide:
 
 
 def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:
-    """Peak of `Ring.backward`. The layout is as even by keys as by queries, as zigzag is under a causal mask.
+    """Peak of `Ring.backward` in a layout that is as even by keys as by queries, as zigzag is under a causal mask.
 
-    `onward` as in `rotate_keys_backward`.
+    Args:
+        onward: as in `rotate_keys_backward`.
     """
     if rotates_queries(x, backward):
         return rotate_queries_backward(x, ranks, direct=False)
@@ -91,6 +92,6 @@ def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float
 
 
 def rotates_queries(x: Sizes, backward: Backward) -> bool:
-    """Returns True if `cheaper_side` chooses queries."""
+    """Returns True if queries rotate in backward: `cheaper_side` for the sizes of a rank, in an even layout."""
     query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
     return backward == "queries" or (backward == "auto" and query_bytes < key_bytes)

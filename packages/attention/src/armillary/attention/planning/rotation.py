@@ -10,7 +10,7 @@ from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 
 TokenSends = Callable[[RingTopology, Grid, int], Iterable[Send]]
-"""Returns the sends of all ranks of a ring that start at a step, with numbers of tokens as their bytes."""
+"""Returns the sends of all ranks of a ring that start at a step. `Send.bytes` is the number of tokens here."""
 
 
 def rotation_steps(
@@ -23,11 +23,11 @@ def rotation_steps(
     """Returns the R steps of rings. At each step every rank sends its rotating shard on and computes a block with it.
 
     Args:
-        work: the shape whose shards the rings name.
+        work: the call; the rings' shards are those of its layouts.
         rings: rings of R ranks each, which together are all ranks of the axis. Each turns in its cheaper direction.
         rotating: tensors of the rotating shard.
-        returned: results that are sent to the shard's owner after the block is computed; None for none.
-        return_sends: `ring_reduce_sends` or `direct_reduce_sends`, needed with `returned`.
+        returned: results that return to the shard's owner after the block is computed; None if there are none.
+        return_sends: the way they return, `ring_reduce_sends` or `direct_reduce_sends`; needed with `returned`.
     """
     grid, heads = work.grid, len(work.key_heads)
     # `Rotation.of` chooses the direction by the same rule.

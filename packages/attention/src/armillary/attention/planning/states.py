@@ -1,6 +1,6 @@
-"""Plans of a layer with a state, and of moving tokens to another layout, in the form of plans of attention.
+"""Communication plans of layers with a state, and of moving tokens to another layout.
 
-They have bytes and messages, and no pairs: the kernels of these layers take time in proportion to the tokens.
+Their steps have sends but no pairs: the kernels of these layers take time in proportion to the tokens.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def state_comm_plan(
 ) -> CommPlan:
     """Returns the plan of a call: an all-gather of states and maps, and backward a reduce-scatter of their gradients.
 
+    A map takes the state that enters a run of tokens to the state that leaves it (`states/chunks.py`).
+
     Args:
         layout: the shards of the sequence, contiguous or zigzag.
-        key_dim, value_dim: of a state, [Dk, Dv]; of `ssd` the state's width Ns and the head dim D.
+        key_dim, value_dim: dims of a state [Dk, Dv]. For `ssd` these are the state's width Ns and the head dim D.
         element_size: bytes of an element of a state: 4, or 8 in float64.
 
     Raises:
@@ -73,15 +75,19 @@ def gathered_elements(
     batch: int = 1,
     mask: AttentionMask | None = None,
 ) -> list[int]:
-    """Returns the elements of states and maps that each rank has gathered. Arguments as in `state_comm_plan`."""
+    """Returns, for each rank, the elements of its states and maps, which the all-gather sends to the other ranks.
+
+    Arguments are as in `state_comm_plan`.
+    """
     layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
     check_choice("layer", layer, layers)
     rows = segments_of(layout.length, mask=mask)
     if layout.shards == 1:
         return [0]
-    states, maps = exchange_counts(layout, rows * (batch // len(rows)))
-    state, state_map = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
-    return [n * state + m * state_map for n, m in zip(states, maps, strict=True)]
+    state_counts, map_counts = exchange_counts(layout, rows * (batch // len(rows)))
+    # The map of a state is a factor per head in SSD, and a matrix [Dk, Dk] per head in the gated delta rule.
+    state_size, map_size = heads * key_dim * value_dim, heads * (1 if layer == "ssd" else key_dim**2)
+    return [states * state_size + maps * map_size for states, maps in zip(state_counts, map_counts, strict=True)]
 
 
 def halo_comm_plan(
@@ -92,10 +98,14 @@ def halo_comm_plan(
     batch: int = 1,
     mask: AttentionMask | None = None,
 ) -> CommPlan:
-    """Returns the plan of `halo`, or of `short_convolution` with left = W - 1: tokens [B, T, C] before each run.
+    """Returns the plan of `halo`, or of `short_convolution` of width W with left = W - 1.
 
-    Backward returns their gradients in the accumulation dtype, because a token that another rank needs is also used by
-    its own.
+    Each rank receives the `left` tokens, of C channels each, before each run of its tokens. Backward returns their
+    gradients in the accumulation dtype, because the rank that owns a token adds its own gradient to them.
+
+    Args:
+        channels: C.
+        dtype: dtype of the tokens.
     """
     rows = segments_of(layout.length, mask=mask)
     counts = _halo_tokens(layout, rows, left)
@@ -106,10 +116,13 @@ def halo_comm_plan(
 
 
 def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_bytes: int) -> CommPlan:
-    """Returns the plan of `relayout` from one layout to another, and back with the gradients.
+    """Returns the plan of `relayout` from one layout to another, and back with the gradients in backward.
 
     Args:
-        token_bytes: bytes of a token, over the batch and all its channels.
+        token_bytes: bytes of one position, over all rows of the batch and all channels.
+
+    Raises:
+        ValueError: layouts of different lengths or numbers of shards.
     """
     if source.length != target.length or source.shards != target.shards:
         raise ValueError(f"source {source} and target {target}: the same length and number of shards are needed")
@@ -119,9 +132,9 @@ def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_byt
 
 
 def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
-    """Returns [P, P], the number of tokens that each rank sends to each other one."""
+    """Returns counts [P, P]: rank a sends counts[a, b] tokens to rank b."""
     owners, new_owners = Owners.of(source), Owners.of(target)
-    # Between two starts of spans of either layout, all tokens move from one rank to one rank.
+    # Spans of both layouts cut the sequence into runs; all tokens of a run move from one rank to one rank.
     starts = np.union1d(owners.starts, new_owners.starts)
     (source_ranks, _), (target_ranks, _) = owners.find(starts), new_owners.find(starts)
     counts = np.zeros((source.shards, source.shards), dtype=np.int64)
@@ -131,14 +144,14 @@ def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
 
 
 def _halo_tokens(layout: SequenceLayout, rows: Sequence[Segments], left: int) -> np.ndarray:
-    """Returns [P, P], the number of tokens of one rank that another needs before its runs, each once."""
+    """Returns counts [P, P]: rank b needs counts[a, b] tokens of rank a before its runs. A token counts once."""
     owners, counts = Owners.of(layout), np.zeros((layout.shards, layout.shards), dtype=np.int64)
     for target in range(layout.shards):
         for row in rows:
             starts = np.array([run.start for run in row.runs(layout.spans(target))], dtype=np.int64)
-            # In a tree the tokens before a run are along the path; -1 is before the first one.
+            # In a tree, the tokens before a run are on the path to it. -1 stands for a token before the path's first.
             before = [row.ancestors(starts, distance) for distance in range(1, left + 1)]
-            positions = np.unique(np.concatenate([starts[:0], *before]))
+            positions = np.unique(np.concatenate([starts[:0], *before]))  # starts[:0] is empty: `before` may be too
             sources, _ = owners.find(positions[positions >= 0])
             counts[:, target] += np.bincount(sources, minlength=layout.shards)
     np.fill_diagonal(counts, 0)

@@ -27,16 +27,17 @@ class TokenRingPlan(SequencePlan):
         return CommPlan(forward, pass_queries_backward_steps(work, rings, direct_reduce_sends))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak at the third step, where the first partial result that returned is merged.
-
-        Besides queries, current and received, there are this rank's own partial result and its float32 copy, the third
-        step's result, and the one that returned, of half of the tokens, with its copy.
-        """
+        """Peak at the third step, when the first partial result that another rank returned is merged."""
         if ranks == 1:
             return kernel_forward(x)
-        # On two ranks the second step's result has left when the one that returned is merged.
-        buffers = -x.q if ranks == 2 else x.q * min(ranks - 2, 2)
-        return buffers + 2.5 * kernel_forward(x) + 1.5 * x.w * x.q + x.lse
+        # Queries in use, and from four ranks on also queries that arrive. On two ranks there is no third step: -x.q,
+        # because the second step's out has been sent when the returned result is merged.
+        queries = -x.q if ranks == 2 else x.q * min(ranks - 2, 2)
+        # Partial results: this rank's own, the third step's, and a returned one for half of the tokens.
+        results = (1 + 1 + 0.5) * kernel_forward(x)
+        # float32 copies of this rank's own out and of the returned half, and temporary tensors of the merge.
+        merge_bytes = (1 + 0.5) * x.w * x.q + x.lse
+        return queries + results + merge_bytes
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         return rotate_queries_backward(x, ranks, direct=True)

@@ -18,13 +18,15 @@ class UlyssesPlan(HeadPlan):
         moves = HeadMoves(work, ranks)
         heads = moves.heads
         queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
-        q, v, e = work.batch * work.head_dim, work.batch * work.value_dim, work.e  # elements of a token and head; bytes
-        grad = work.a if heads.has_shared_heads else e  # bytes of an element of dk and dv
-        works = (
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
+        e = work.e  # bytes of an element
+        # Gradients of a key head that several ranks share are partial sums, which are sent in the accumulation dtype.
+        grad = work.a if heads.has_shared_heads else e
+        rank_calls = (
             replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
             for rank in range(ranks)
         )
-        plan = moves.inner_plan(inner, tuple(works))
+        plan = moves.inner_plan(inner, tuple(rank_calls))
         qkv = (
             moves.to_heads(*queries, "q", q * e),
             moves.to_heads(*keys, "k", q * e),

@@ -49,10 +49,13 @@ class UPipePlan(HeadPlan):
 
     def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
         """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method."""
-        # On one rank out and dout are views, unless there are several stages, whose heads the kernel needs copied.
-        outs = 2 * x.q if stages.ranks > 1 or stages.several else 0
-        # Sums are in the dtype of the first stage's gradients, and in float32 from the second stage of a round on.
-        sums = 0 if stages.turns == 1 else 2 * x.k * (1 if alone and stages.turns == 2 else x.w)
+        # On one rank with one stage, out and dout need no copies. With several stages, the kernel needs a copy of the
+        # stage's heads.
+        outs = 2 * x.q if stages.ranks > 1 or stages.has_several_stages else 0
+        # A round of one stage has no sums. At the peak of a round of two stages, the sums are the first stage's dk and
+        # dv in their own dtype; with more stages they are in float32.
+        sum_width = 1 if alone and stages.stages_per_round == 2 else x.w
+        sums = 0 if stages.stages_per_round == 1 else 2 * x.k * sum_width
         return x.q + outs + 2 * x.k + sums + inner
 
 
@@ -61,7 +64,9 @@ class StagedSteps:
     """Steps of each stage of a call, on all ranks.
 
     Args:
-        inner_plan: plan of the inner method, from the part of each rank of the head axis (`HeadMoves.inner_plan`).
+        inner_plan: returns the plan of the inner method on all ranks (`HeadMoves.inner_plan`), given the call of each
+            rank of the head axis.
+        prefetch: True if the tensors of a stage are sent during the stage before.
     """
 
     moves: HeadMoves
@@ -80,7 +85,7 @@ class StagedSteps:
         Args:
             query_bytes: for each query-sized tensor that is sent, by name, its bytes per token and query head.
             inner_steps: takes forward or backward of the inner plan.
-            returns: moves after a stage, one after another.
+            returns: returns the moves after a stage, which run one after another.
         """
         sends = [self._sends(stage, query_bytes) for stage in self.stages]
         for i, stage in enumerate(self.stages):
@@ -103,7 +108,8 @@ class StagedSteps:
     def return_grads(self, stage: Stage) -> list[Move]:
         """Returns the all-to-alls of dq, and of dk and dv of keys whose round ends."""
         work, moves, returned_keys = self.moves.work, self.moves, stage.returned_keys
-        element_bytes = work.a if returned_keys.has_shared_heads else work.e  # partial sums are sent wide
+        # Gradients of a key head that several ranks share are partial sums, which are sent in the accumulation dtype.
+        element_bytes = work.a if returned_keys.has_shared_heads else work.e
         dq = moves.to_tokens(moves.sizes, stage.query_ranges, "dq", work.batch * work.head_dim * work.e)
         key_bytes = {
             "dk": work.batch * work.head_dim * element_bytes,
@@ -131,12 +137,13 @@ class StagedSteps:
 
 
 def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
-    """Returns the stages of the first of `ranks` ranks.
+    """Returns the stages of the first rank of a head axis of `ranks` ranks.
 
     Args:
-        heads_per_stage: None: all heads in one stage.
+        heads_per_stage: query heads of a stage, on all ranks together; None: all heads in one stage.
     """
     schedule = [stage.by_rank[0] for stage in stages_of(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
-    turns = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
+    stages_per_round = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
     queries, keys = len(schedule[0].queries), len(schedule[0].keys)
-    return HeadStages(ranks, queries, keys, turns, len(schedule) > 1, turns < len(schedule))
+    several_stages, several_rounds = len(schedule) > 1, len(schedule) > stages_per_round
+    return HeadStages(ranks, queries, keys, stages_per_round, several_stages, several_rounds)

@@ -77,12 +77,14 @@ class WallFacerPlan(SequencePlan):
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak with q, k and v of the team: in the ring of R = P / C^2 ranks, or in the merge of partial results."""
-        team = self.team
+        """Peak in the ring of R = P / C^2 ranks, or in the merge of partial results, with the team's q, k and v."""
+        team = self.team  # C
         if team == 1:
             return rotate_keys_forward(x, ranks)
         team_sizes, gather_bytes = x.times(team), team * (x.q + 2 * x.k)
         ring = rotate_keys_forward(team_sizes, ranks // team**2, onward=1)
+        # Partial out and lse of the team's queries, sent and received; for own queries, two outs in float32 and the
+        # lse and weights of the merge.
         merge_bytes = 2 * kernel_forward(team_sizes) + 2 * x.w * x.q + 5 * x.lse
         return gather_bytes + max(ring, merge_bytes)
 
@@ -94,14 +96,14 @@ class WallFacerPlan(SequencePlan):
         team_sizes = x.times(team)
         gather_bytes = team_sizes.rotating + 2 * team_sizes.k
         ring = ring_backward_memory(team_sizes, ranks // team**2, self.backward, onward=1)
-        # Sent and received gradients of the team, and the sums for dk and dv.
+        # Gradients of the team's tokens, sent and received, in float32, and the sums of dk and dv for own keys.
         scatter_bytes = 2 * x.w * (team_sizes.q + 2 * team_sizes.k) + 2 * x.w * x.k
         return max(gather_bytes + ring, scatter_bytes)
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
         """Returns (p2p, collective) bytes as arXiv 2407.00611 counts them.
 
-        The team's k and v are sent in P / C^2 steps; q, k, v and out are gathered or scattered within the team.
+        The team's k and v are sent in P / C^2 steps; q, k and v are gathered and out is scattered within the team.
         """
         ranks, team = work.layout.shards, self.team
         queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
@@ -132,7 +134,7 @@ class TeamSteps:
         return tuple(reduce_scatter(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
 
     def place_keys(self, query_moves: tuple[Move, ...]) -> Steps:
-        """Returns steps 1 and 2 for keys, with the moves of queries in flight during the first one."""
+        """Returns steps 1 and 2 for keys. `query_moves` are in flight during the first of them."""
         work, tokens = self.work, self.work.key_layout.sizes
         payload = work.payload("k", "v")
         placement = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
@@ -142,7 +144,7 @@ class TeamSteps:
         return steps(Step((*query_moves, *gathers)), Step((placement,)))
 
     def return_key_grads(self, query_moves: tuple[Move, ...]) -> Steps:
-        """Returns steps 2 and 1 in reverse for dk and dv, with the scatter of dq in flight during the first one."""
+        """Returns steps 2 and 1 backwards, for dk and dv. `query_moves` are in flight during the first of them."""
         work, tokens = self.work, self.work.key_layout.sizes
         payload = work.payload("dk", "dv")
         sends = (Send(target, source, size) for source, target, size in self._key_sends(payload.size))
@@ -158,5 +160,5 @@ class TeamSteps:
                 target = self.teams.key_target(team, member)
                 if self.gather_keys:  # each member sends the keys of the whole team to one rank
                     yield Send(rank, target, sum(tokens[sender] for sender in ranks) * size)
-                else:  # all members send their own keys to each of these ranks
+                else:  # each member sends its own keys to the targets of all members
                     yield from (Send(sender, target, tokens[sender] * size) for sender in ranks)

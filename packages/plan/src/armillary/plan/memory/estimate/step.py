@@ -240,8 +240,8 @@ class StepSizes:
         that share key heads.
         """
         model, stages = self.model, self.stages
-        queries = model.heads if stages.several else 0
-        keys = 2 * model.key_heads if stages.rounds else 0  # key heads and value heads
+        queries = model.heads if stages.has_several_stages else 0
+        keys = 2 * model.key_heads if stages.has_several_rounds else 0  # key heads and value heads
         return self.summed_gradient * (queries + keys) * model.head_dim * model.dim
 
     def kept_attention(self) -> float:
