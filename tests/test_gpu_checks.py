@@ -1,6 +1,7 @@
 """benchmarks/gpu: rehearsal of its checks without a GPU, verdicts on wrong results, time-outs and exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -157,15 +158,15 @@ def endless(_: Setting):
 
 
 @pytest.mark.parametrize(("run", "message"), [
-    (wrong, "FAILED second: 0.2 (at most 0.1; somebody)"),
-    (crashing, "FAILED made up ended early: needs the package pydantic, which is not installed here"),
+    (wrong, r"FAILED second: 0\.2 \(at most 0\.1; somebody\)"),
+    (crashing, "FAILED made up .*pydantic"),
     (endless, "stopped after 0 s"),
 ], ids=["wrong", "crashing", "endless"])  # fmt: skip
 def test_failing_and_endless_checks_exit_with_1(run, message, monkeypatch, capsys):
     seconds = 600 if run is not endless else 0
     monkeypatch.setattr(command, "checks", lambda: {"made up": Check("made up", "Something", run, "much", seconds)})
     assert command.main(["--fake", "--here"]) == 1
-    assert message in capsys.readouterr().out
+    assert re.search(message, capsys.readouterr().out)
 
 
 def test_speeds_are_checked_only_on_a_gpu_and_errors_everywhere():
@@ -178,10 +179,10 @@ def test_speeds_are_checked_only_on_a_gpu_and_errors_everywhere():
 
 def test_missing_gpu_unknown_check_or_old_torch_exits_with_2(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main([]) == 2 and "no GPU is here; --fake" in capsys.readouterr().err
+    assert command.main([]) == 2 and "--fake" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         command.main(["kernel"])
-    assert ended.value.code == 2 and "no check kernel; known: groups, kernels" in capsys.readouterr().err
+    assert ended.value.code == 2 and re.search("kernel.*groups, kernels", capsys.readouterr().err)
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     assert command.main(["--fake"]) == 2 and "2.11 or newer" in capsys.readouterr().err
 

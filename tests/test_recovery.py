@@ -177,7 +177,7 @@ def test_all_ranks_name_a_hung_rank_and_the_run_restarts(tmp_path):
     assert "missing: rank 0" not in second
     stacks = (run_folder / "outputs/hang/rank-1.txt").read_text()
     assert 'asleep.py", line 9 in train_step' in stacks
-    assert "TimeoutError: step 6 takes longer than 15 s" in second  # in torchrun's report
+    assert re.search("TimeoutError: step 6 .*15 s", second)  # in torchrun's report
 
 
 def test_infinite_loss_exits_with_1_and_names_the_step(tmp_path):

@@ -130,10 +130,10 @@ def test_tensors_and_mask_values_give_equal_results(name):
         ({"attn_mask": CAUSAL, "mask": AttentionMask()}, "beside mask"),
         ({"mask": AttentionMask()}, "is_causal=False, but"),
         ({"mask": AttentionMask(causal=False), "is_causal": True}, "is_causal=True, but"),
-        ({"mask": AttentionMask(), "documents": DOCUMENTS}, "beside a mask without them"),
-        ({"mask": AttentionMask(documents=(0, LENGTH)), "documents": DOCUMENTS}, "beside a mask whose documents are"),
+        ({"mask": AttentionMask(), "documents": DOCUMENTS}, "documents.*mask"),
+        ({"mask": AttentionMask(documents=(0, LENGTH)), "documents": DOCUMENTS}, "documents.*mask.*documents"),
         ({"mask": AttentionMask(documents=(0, 7))}, "end at 7"),
-        ({"mask": "causal"}, "mask is a str; an AttentionMask is needed"),
+        ({"mask": "causal"}, "mask.*str.*AttentionMask"),
     ],
 )
 def test_contradictory_masks_raise(arguments, message):

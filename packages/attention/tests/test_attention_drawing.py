@@ -141,15 +141,15 @@ def test_the_command_draws(tmp_path, capsys):
 
 def test_invalid_drawings_are_refused(tmp_path):
     mask, path = AttentionMask(), tmp_path / "mask.png"
-    with pytest.raises(ValueError, match=r"mask.gif: pictures are .png, .svg, .pdf"):
+    with pytest.raises(ValueError, match=r"mask.gif.*.png"):
         draw_mask(mask, N, tmp_path / "mask.gif")
     with pytest.raises(ValueError, match="there is no folder"):
         draw_mask(mask, N, tmp_path / "none" / "mask.png")
     with pytest.raises(ValueError, match=r"layout has 48 tokens.* 47"):
         draw_mask(mask, N - 1, path, LAYOUTS[0])
-    with pytest.raises(ValueError, match="end at 48; the sequence has 47 tokens"):
+    with pytest.raises(ValueError, match=r"48.*47"):
         draw_mask(MASKS["plain"], N - 1, path)
-    with pytest.raises(ValueError, match="ulysses would leave axis 'ring' with 4 ranks unused"):
+    with pytest.raises(ValueError, match=r"ulysses.*'ring'.*4"):
         draw_mask(mask, N, path, LAYOUTS[0], "ulysses")
     assert not path.exists()
 
@@ -160,7 +160,7 @@ def test_invalid_drawings_are_refused(tmp_path):
         ("", "--length is needed"),
         ("tree --ends 0,4,8 --parents none,5", "parent 5 of segment 1"),
         ("--length 8 --layout round --ranks 2", "no layout 'round'"),
-        ("--length 8 --out mask.gif", "pictures are .png, .svg, .pdf"),
+        ("--length 8 --out mask.gif", "mask.gif"),
     ],
 )
 def test_invalid_commands_print_one_line(line, message, capsys):
@@ -172,6 +172,6 @@ def test_invalid_commands_print_one_line(line, message, capsys):
 
 def test_without_matplotlib_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'armillary-attention\[plot\]'"):
+    with pytest.raises(ImportError, match=r"armillary-attention\[plot\]"):
         draw_mask(AttentionMask(), N, tmp_path / "mask.png")
     assert not (tmp_path / "mask.png").exists()

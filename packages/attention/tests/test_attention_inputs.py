@@ -259,9 +259,9 @@ def test_different_dtypes_are_cast_to_autocasts_dtype(worlds):
 
 def test_mixed_dtypes_raise_outside_of_autocast_and_with_float64():
     q, k, v, _ = random_inputs(torch.float32)
-    with pytest.raises(ValueError, match=r"one dtype and device; they are torch\.float32 on cpu"):
+    with pytest.raises(ValueError, match=r"dtype.*torch\.float32.*cpu"):
         Local()(q, k, v.bfloat16(), mask=CAUSAL)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="one dtype and device"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="dtype"):
         Local()(q, k, v.double(), mask=CAUSAL)
 
 
@@ -382,7 +382,7 @@ def tangent(inputs: list[Tensor], dual_index: int) -> Tensor:
 @pytest.mark.parametrize("which", range(4))
 def test_forward_mode_raises_instead_of_a_zero_tangent(which):
     inputs = [*random_inputs(torch.float32)[:3], torch.zeros(HEADS)]
-    with pytest.raises(ValueError, match=r"forward-mode AD .* use backward"):
+    with pytest.raises(ValueError, match=r"forward-mode"):
         tangent(inputs, which)
 
 

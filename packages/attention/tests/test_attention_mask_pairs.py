@@ -48,5 +48,5 @@ def test_a_hundred_million_tokens_are_counted_at_once():
 def test_each_row_has_its_own_documents():
     mask = AttentionMask(documents=[[0, 4, 10], [0, 10]])
     assert (mask.pairs(10, 0), mask.pairs(10, 1)) == (31, 55)
-    with pytest.raises(ValueError, match="the documents of row 1 end at 10; the sequence has 11 tokens"):
+    with pytest.raises(ValueError, match=r"documents.*row 1.*10.*11"):
         mask.pairs(11, 1)

@@ -391,7 +391,7 @@ def test_overlapping_slices_are_reported():
         if count.max() <= 1:
             AttentionMask.of_slices(slices)
             continue
-        with pytest.raises(ValueError, match="share the pair of query") as refused:
+        with pytest.raises(ValueError, match="query") as refused:
             AttentionMask.of_slices(slices)
         words = str(refused.value).split(";")[0].split()
         assert count[int(words[words.index("query") + 1]), int(words[words.index("key") + 1])] > 1, refused.value

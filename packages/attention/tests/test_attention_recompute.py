@@ -28,7 +28,7 @@ def test_a_simulation_skips_equal_chunks():
 
 
 def test_chunks_without_tokens_are_refused():
-    with pytest.raises(ValueError, match="chunks of 0 tokens: at least 1"):
+    with pytest.raises(ValueError, match=r"chunks.*0"):
         chunks(10, 0)
 
 

@@ -37,9 +37,9 @@ def test_neighbours_are_in_one_team_or_one_ring():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((8, 3, "collect_intra"), r"team=3: its square must divide the 8 ranks; possible: \[1, 2\]"),
-        ((16, 0, "collect_intra"), r"team=0: .* possible: \[1, 2, 4\]"),
-        ((4, 2, "outside"), "placement='outside'; known: collect_intra, p2p_intra"),
+        ((8, 3, "collect_intra"), r"team=3.*8.*\[1, 2\]"),
+        ((16, 0, "collect_intra"), r"team=0.*\[1, 2, 4\]"),
+        ((4, 2, "outside"), "placement='outside'.*collect_intra, p2p_intra"),
     ],
 )
 def test_invalid_teams_raise(arguments, message):

@@ -207,15 +207,15 @@ def test_mask_and_equal_terms_give_equal_layouts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"documents": [0, 5]}, r"must rise from 0 to the length 8"),
-        ({"documents": []}, r"must rise from 0 to the length 8"),
-        ({"documents": [[0, 8], []]}, r"must rise from 0 to the length 8"),
-        ({"documents": [0, 5, 5, 8]}, r"must rise from 0 to the length 8"),
+        ({"documents": [0, 5]}, r"0 .*8"),
+        ({"documents": []}, r"0 .*8"),
+        ({"documents": [[0, 8], []]}, r"0 .*8"),
+        ({"documents": [0, 5, 5, 8]}, r"0 .*8"),
         ({"window": (-1, 0)}, r"window \(-1, 0\)"),
-        ({"mask": Mask(), "causal": False}, r"mask=.* causal, window and documents"),
-        ({"mask": Mask(), "window": (1, 0)}, r"mask=.* causal, window and documents"),
-        ({"mask": Mask(), "documents": [0, 8]}, r"mask=.* causal, window and documents"),
-        ({"mask": "causal"}, r"mask is a str; an attention mask is needed"),
+        ({"mask": Mask(), "causal": False}, r"mask=.*causal.*window.*documents"),
+        ({"mask": Mask(), "window": (1, 0)}, r"mask=.*causal.*window.*documents"),
+        ({"mask": Mask(), "documents": [0, 8]}, r"mask=.*causal.*window.*documents"),
+        ({"mask": "causal"}, r"mask.*str"),
     ],
 )
 def test_invalid_masks_raise(options, message):

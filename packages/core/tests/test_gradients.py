@@ -84,8 +84,8 @@ def refusals() -> list[str]:
 
 def test_unsupported_models_raise(worlds):
     for plain, partly, hooked in worlds(2).run(refusals):
-        assert "no module of Sequential is under FSDP2" in plain and "all_reduce" in plain
-        assert "2.weight is not under FSDP2" in partly
+        assert "Sequential" in plain and "all_reduce" in plain
+        assert "2.weight" in partly
         assert "communication hook" in hooked
 
 

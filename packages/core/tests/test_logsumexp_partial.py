@@ -96,11 +96,11 @@ def test_packing_refuses_gradients():
             pack_partial(*arguments)
         with torch.no_grad():
             assert not pack_partial(*arguments).requires_grad
-    with pytest.raises(ValueError, match=r"do not fit together; lse must be \(2, 11, 6\)"):
+    with pytest.raises(ValueError, match=r"lse.*\(2, 11, 6\)"):
         pack_partial(out, lse[:, :3])
     with pytest.raises(ValueError, match="both floating"):
         pack_partial(out, lse.long())
-    with pytest.raises(ValueError, match="out is a list; a tensor"):
+    with pytest.raises(ValueError, match=r"out.*list"):
         pack_partial([1.0], lse)
 
 

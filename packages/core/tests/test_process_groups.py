@@ -51,7 +51,7 @@ def test_rank_uses_its_chosen_device(gpus, count, local_rank, chosen, device):
 
 def test_missing_device_raises_before_a_group_starts(gpus):
     gpus(0, 1)
-    with pytest.raises(ValueError, match="device type 'cuda', but no such device is on this machine"):
+    with pytest.raises(ValueError, match="'cuda'"):
         start_process_group("cuda")
     assert not dist.is_initialized()
 

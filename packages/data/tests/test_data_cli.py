@@ -107,7 +107,7 @@ def test_invalid_input_is_one_line_and_exit_code_2(lines, store, tmp_path, capsy
     code, line = refused(capsys, "prepare", lines, "-o", store, "--invalid", "skip")
     assert code == 2 and f"{store} " in line and "--overwrite" in line
     code, line = refused(capsys, "info", tmp_path / "nowhere")
-    assert code == 2 and "nowhere does not exist" in line
+    assert code == 2 and "nowhere " in line
     code, line = refused(capsys, "pack", store, "--length", "16", "--rows", "0")
     assert code == 2 and re.fullmatch(r"armillary-data: rows .*1; got 0", line)
     code, line = refused(capsys, "info", lines, "--verify")

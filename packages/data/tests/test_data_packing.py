@@ -207,9 +207,9 @@ def rows_of(*rows):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([[[(0, 0, 4)], [(0, 4, 1)]], [[(0, 0, 4)]]], "1 rows of epoch 1, but 2 of epoch 0"),
-        ([[[(0, 0, 4), (1, 0, 1)]]], "5 tokens .*row 0, not 1 to 4"),
-        ([[[(0, 0, 2)], [(1, 0, 0)]]], "0 tokens .*row 1, not 1 to 4"),
+        ([[[(0, 0, 4)], [(0, 4, 1)]], [[(0, 0, 4)]]], "1 .*epoch 1.*2 .*epoch 0"),
+        ([[[(0, 0, 4), (1, 0, 1)]]], "5 .*row 0.*4"),
+        ([[[(0, 0, 2)], [(1, 0, 0)]]], "0 .*row 1.*4"),
     ],
 )
 def test_an_invalid_packing_is_refused_before_reading(rows, message):

@@ -155,11 +155,11 @@ def test_utf8_byte_order_mark_is_ignored(tmp_path):
     "line, reason",
     [
         (b'{"text": "a', "Invalid control character"),
-        (b'{"other": "a", "b": 1}', "there is no field 'text'; the fields are 'other', 'b'"),
-        (b"{}", "there is no field 'text'; the fields are none"),
-        (b'{"text": null}', "field 'text' is null; give a string"),
-        (b'{"text": 3}', "field 'text' is int; give a string"),
-        (b"[1]", "the line is a list; give an object with a field 'text'"),
+        (b'{"other": "a", "b": 1}', "'text'.*'other', 'b'"),
+        (b"{}", "'text'"),
+        (b'{"text": null}', "'text'.*null"),
+        (b'{"text": 3}', "'text'.*int"),
+        (b"[1]", "list.*'text'"),
         (b'{"text": "\\ud800"}', "surrogates not allowed"),
         (b'{"text": "caf\xe9"}', "can't decode byte 0xe9"),
         (b'{"text": "\xed\xa0\x80"}', "can't decode byte 0xed"),
@@ -170,7 +170,7 @@ def test_a_broken_record_is_reported_and_the_next_one_is_read(tmp_path, line, re
     write(tmp_path, **{"a.jsonl": line + b'\n{"text": "next"}\n'})
     broken, following = read(tmp_path)
     assert isinstance(broken, Invalid) and broken.name == "a.jsonl:byte 0"
-    assert reason in broken.reason
+    assert re.search(reason, broken.reason)
     assert following == Document(f"a.jsonl:byte {len(line) + 1}", b"next")
 
 

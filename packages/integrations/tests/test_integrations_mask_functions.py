@@ -170,8 +170,8 @@ def test_an_explicit_mask_gets_the_window_of_each_layer():
 @pytest.mark.parametrize(
     ("mask", "name", "message"),
     [
-        (AttentionMask(), "bidirectional", "the model is bidirectional"),
-        (AttentionMask(causal=False), "causal", "the model is causal"),
+        (AttentionMask(), "bidirectional", "bidirectional"),
+        (AttentionMask(causal=False), "causal", "causal"),
         (AttentionMask(), "chunks", "chunks of 5"),
     ],
 )

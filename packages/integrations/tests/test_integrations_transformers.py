@@ -348,13 +348,13 @@ def test_a_batch_is_shifted_before_it_is_sharded():
         ({"documents": [0, 5]}, "end at 5"),
         ({"documents": [[0, 6]]}, "1 rows"),
         ({"labelled": 0}, "labelled=0"),
-        ({"labelled": 2.5}, "labelled=2.5: an integer"),
-        ({"labelled": float("nan")}, "labelled=nan: an integer"),
-        ({"labelled": "9"}, "labelled='9': an integer"),
-        ({"ids": [[1, 2]]}, "ids is a list; a tensor"),
-        ({"labels": np.zeros((2, 6))}, "labels is a ndarray; a tensor"),
-        ({"position_ids": [0, 1]}, "position_ids is a list; a tensor"),
-        ({"layout": "zigzag"}, "layout is 'zigzag'; a SequenceLayout"),
+        ({"labelled": 2.5}, "labelled=2.5"),
+        ({"labelled": float("nan")}, "labelled=nan"),
+        ({"labelled": "9"}, "labelled='9'"),
+        ({"ids": [[1, 2]]}, "ids.*list"),
+        ({"labels": np.zeros((2, 6))}, "labels.*ndarray"),
+        ({"position_ids": [0, 1]}, "position_ids.*list"),
+        ({"layout": "zigzag"}, "layout.*'zigzag'.*SequenceLayout"),
     ],
 )
 def test_a_batch_that_cannot_be_sharded_is_refused(arguments, message):
@@ -403,7 +403,7 @@ def test_a_loss_is_summed_over_a_group_with_several_backends(worlds):
 
 @pytest.mark.parametrize("layout", ["zigzag", 5])
 def test_an_invalid_layout_is_refused(layout):
-    with pytest.raises(ValueError, match="a SequenceLayout is needed"), sequence(layout=layout):
+    with pytest.raises(ValueError, match="SequenceLayout"), sequence(layout=layout):
         pass
 
 
@@ -624,7 +624,7 @@ def test_sdpa_parallel_refuses_transformers_models(implementation):
     """Mistral passes no mask, because its window is longer than the input, as it would be longer than a shard."""
     built, (ids, _) = model("mistral, wider than a shard", implementation), tokens()
     alone = built(ids).logits if implementation == "sdpa" else None
-    with pytest.raises(ValueError, match="MistralConfig: a model of Hugging Face transformers"), sdpa_parallel(Local()):
+    with pytest.raises(ValueError, match="MistralConfig"), sdpa_parallel(Local()):
         built(ids[:, :8])
     if implementation == "sdpa":  # a tower without masks
         layer = built.model.layers[0].self_attn
@@ -662,7 +662,7 @@ def test_a_layer_that_contradicts_its_mask_is_refused():
     register_transformers(Local())
     built = model("gemma3", "armillary")
     built.model.layers[1].self_attn.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding_window=4, but its mask has no window"):
+    with pytest.raises(ValueError, match="sliding_window=4"):
         built(tokens()[0])
 
 

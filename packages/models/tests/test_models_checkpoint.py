@@ -270,9 +270,9 @@ def test_a_shared_projection_accumulates_its_gradient_once():
 
 
 def test_unsupported_options_raise():
-    with pytest.raises(ValueError, match="Linear has no blocks"):
+    with pytest.raises(ValueError, match="Linear"):
         Checkpointing("layer").apply(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="policy 'all'; known: none, layer, attention_output"):
+    with pytest.raises(ValueError, match=r"policy 'all'.*none, layer, attention_output"):
         Checkpointing("all")
     with pytest.raises(ValueError, match=r"offload=True .* policy 'none'"):
         Checkpointing("none", offload=True)

@@ -140,7 +140,7 @@ def test_adapters_with_dropout_run_outside_of_graphs():
             compile_block(block, "aot_eager", fullgraph)
         torch.manual_seed(0)
         if fullgraph:
-            with pytest.raises(Exception, match="autograd projects stages of heads again in backward"):
+            with pytest.raises(Exception, match="stages of heads"):
                 results(model, MASKS[0])
             break
         actual.append(results(model, MASKS[0]))

@@ -58,7 +58,7 @@ def test_flops_count_only_visible_pairs():
     rows = AttentionMask(documents=[[0, 4, 10], [0, 10]])
     keys = (3 * (31 + 55) / 2 + (24 + 27) / 2) / 10
     assert windowed.flops_per_token(10, rows) == pytest.approx(3 * (2 * WEIGHTS + keys * A_KEY), rel=1e-15)
-    with pytest.raises(ValueError, match="the documents of row 0 end at 10; the sequence has 11 tokens"):
+    with pytest.raises(ValueError, match=r"documents.*row 0.*10.*11"):
         windowed.flops_per_token(11, packed)
 
 
@@ -70,17 +70,17 @@ def test_head_dim_follows_from_the_width_by_default():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"kv_heads": 3}, "heads=8 is not a multiple of kv_heads=3"),
-        ({"head_dim": 15}, "head_dim=15 is odd"),
-        ({"layers": 0}, "layers=0: it must be a whole number of at least 1"),
-        ({"dim": 128.0}, "dim=128.0: it must be a whole number"),
+        ({"kv_heads": 3}, "heads=8.*kv_heads=3"),
+        ({"head_dim": 15}, "head_dim=15"),
+        ({"layers": 0}, "layers=0"),
+        ({"dim": 128.0}, "dim=128.0"),
         ({"heads": 0}, "heads=0"),
         ({"head_dim": -2}, "head_dim=-2"),
-        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be at least 0"),
-        ({"rope_theta": 0.0}, "rope_theta=0.0 above 0"),
-        ({"window": 0}, "window=0: it must be a whole number of at least 1"),
-        ({"window": 5, "window_from": 4}, "window_from=4 with window=5 and layers=4"),
-        ({"window_from": 1}, "window_from=1 with window=None"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0"),
+        ({"window": 0}, "window=0"),
+        ({"window": 5, "window_from": 4}, "window_from=4.*window=5.*layers=4"),
+        ({"window_from": 1}, "window_from=1.*window=None"),
         ({"norm_eps": math.nan}, "norm_eps=nan"),
         ({"norm_eps": 10**400}, "norm_eps=1000"),
         ({"norm_eps": "small"}, "norm_eps='small'"),
@@ -88,7 +88,7 @@ def test_head_dim_follows_from_the_width_by_default():
         ({"rope_theta": math.inf}, "rope_theta=inf"),
         ({"layers": True}, "layers=True"),
         ({"heads": "8"}, "heads='8'"),
-        ({"heads": 256, "kv_heads": 256}, "dim=128 must be at least heads=256"),
+        ({"heads": 256, "kv_heads": 256}, "dim=128.*heads=256"),
         ({"dim": 10**9}, "dim=1000000000"),
         ({"vocab_size": 10**400}, "vocab_size=1000"),
     ],

@@ -315,8 +315,8 @@ def test_mismatched_arguments_are_refused_on_every_rank_before_communication(wor
         assert sent_bytes == "0"
         assert "max_positions=64" in messages[0]
         assert "new_tokens=0" in messages[1]
-        assert "does not fit a prompt of 13 tokens on 2 ranks" in messages[2]
-        assert "does not fit a prompt of 13 tokens on 2 ranks" in messages[3]
+        assert "13 tokens on 2 ranks" in messages[2]
+        assert "13 tokens on 2 ranks" in messages[3]
         assert "only causal masks" in messages[4]
 
 
@@ -376,9 +376,7 @@ class WithoutAxes(Local):
 
 
 def test_a_method_without_axes_is_refused():
-    with pytest.raises(
-        ValueError, match=r"WithoutAxes has 2 shards and axes of 1 ranks; it must have its axis as \.axis"
-    ):
+    with pytest.raises(ValueError, match=r"WithoutAxes.*2 .*1 .*\.axis"):
         axes_of(WithoutAxes())
 
 

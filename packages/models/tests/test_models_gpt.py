@@ -74,7 +74,7 @@ def test_checkpoint_policies_change_no_gradient(options, stage):
 
 
 def test_invalid_sizes_are_refused():
-    with pytest.raises(ValueError, match="dim=10 is not a multiple of heads=4"):
+    with pytest.raises(ValueError, match=r"dim=10.*heads=4"):
         GPTConfig(dim=10, layers=1, heads=4)
     with pytest.raises(ValueError, match=r"33 tokens .*32 .*max_positions"):
         build()(torch.zeros(1, 33, dtype=torch.long))

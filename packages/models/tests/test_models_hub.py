@@ -109,7 +109,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
 def test_a_model_without_data_is_not_saved(tmp_path):
     with (
         torch.device("meta"),
-        pytest.raises(ValueError, match=r"cannot save model.embed_tokens.weight: it has no data"),
+        pytest.raises(ValueError, match=r"model.embed_tokens.weight"),
     ):
         Llama(SMALL, attend).save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())

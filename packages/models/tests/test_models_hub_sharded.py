@@ -139,10 +139,10 @@ def test_a_refusal_names_the_fields_that_differ(tmp_path):
     plain(LLAMA).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"norm_eps=1e-05 .* 0.1, qkv_bias=True .* False"):
         load_pretrained(Llama(replace(LLAMA, norm_eps=0.1, qkv_bias=False)), tmp_path)
-    with pytest.raises(ValueError, match="model_type='qwen2'; here it must be 'gpt2'"):
+    with pytest.raises(ValueError, match=r"model_type='qwen2'.*'gpt2'"):
         load_pretrained(GPT(GPT2), tmp_path)
     plain(GPT2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"transformer.wpe.weight is \(9, 6\), not \(20, 6\)"):
+    with pytest.raises(ValueError, match=r"transformer.wpe.weight.*\(9, 6\).*\(20, 6\)"):
         load_pretrained(GPT(replace(GPT2, max_positions=20)), tmp_path)
 
 
@@ -150,7 +150,7 @@ def test_meta_parameters_are_refused_by_name(tmp_path):
     plain(LLAMA).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = Llama(LLAMA)
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has no data; call model.to_empty"):
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight.*to_empty"):
         load_pretrained(model, tmp_path)
 
 

@@ -181,9 +181,9 @@ def test_weights_are_rounded_on_saving_and_loading(tmp_path, model):
 
 
 def test_arguments_that_cannot_be_saved_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot save model.embed_tokens.weight as torch.int8; one of"):
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight.*torch.int8"):
         build().save_pretrained(tmp_path, dtype=torch.int8)
-    with pytest.raises(ValueError, match="max_file_bytes=0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="max_file_bytes=0"):
         build().save_pretrained(tmp_path, max_file_bytes=0)
     assert not names(tmp_path)
 

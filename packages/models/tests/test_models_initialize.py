@@ -172,5 +172,5 @@ def test_wrapping_blocks_changes_no_weight():
 def test_meta_parameters_are_refused_by_name():
     with torch.device("meta"):
         model = Llama(SMALL, attend)
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight has no data; call model.to_empty"):
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight.*to_empty"):
         initialize(model, seed=0)

@@ -177,12 +177,12 @@ def test_vocabulary_shards_and_dtensors_equal_one_rank(worlds):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"labels": torch.tensor([1, 2])}, r"must be \[M\] each, on the CPU; got \[\(3,\), \(2,\), \(3,\)\]"),
-        ({"positions": torch.tensor([0.0, 1, 2])}, "must be integers; got torch.float32"),
-        ({"positions": torch.tensor([0, 1, 14])}, r"positions run from 0 to 14; \(2, 7\) tokens have 0 to 13"),
-        ({"labels": torch.tensor([1, 2, -100])}, "label -100: labels count from 0"),
-        ({"weights": torch.tensor([1.0, -1, 1])}, "weights must be finite and at least 0; got -1"),
-        ({"weights": torch.tensor([1.0, torch.inf, 1])}, "weights must be finite"),
+        ({"labels": torch.tensor([1, 2])}, r"\[M\].*\[\(3,\), \(2,\), \(3,\)\]"),
+        ({"positions": torch.tensor([0.0, 1, 2])}, "integers.*torch.float32"),
+        ({"positions": torch.tensor([0, 1, 14])}, r"positions.*14.*\(2, 7\).*13"),
+        ({"labels": torch.tensor([1, 2, -100])}, "label -100"),
+        ({"weights": torch.tensor([1.0, -1, 1])}, "weights.*-1"),
+        ({"weights": torch.tensor([1.0, torch.inf, 1])}, "weights"),
     ],
 )
 def test_invalid_triples_are_refused(change, message):
@@ -196,7 +196,7 @@ def test_triples_of_another_token_count_are_refused():
     columns = torch.arange(3), torch.tensor([1, 2, V]), torch.ones(3)
     with pytest.raises(ValueError, match=r"got \(2, 7, 6\), \(11, 6\), \(2, 8\)"):
         linear_token_loss(hidden, weight, LabelTriples(*columns, (B, T + 1)))
-    with pytest.raises(ValueError, match="label 11 is not in the vocabulary of 11"):
+    with pytest.raises(ValueError, match=r"label 11.*11"):
         linear_token_loss(hidden, weight, LabelTriples(*columns, (B, T)))
 
 

@@ -292,12 +292,12 @@ def test_chunks_stay_within_their_bytes():
         ({"hidden": torch.zeros(T, E)}, r"got \(37, 12\), \(101, 12\), \(2, 37\)"),
         ({"weight": torch.zeros(V, E + 1)}, r"got \(2, 37, 12\), \(101, 13\), \(2, 37\)"),
         ({"labels": torch.zeros(B, T - 1).long()}, r"\(2, 36\)"),
-        ({"labels": torch.zeros(B, T)}, "labels must be integers.* got torch.float32"),
+        ({"labels": torch.zeros(B, T)}, "labels.*torch.float32"),
         ({"bias": torch.zeros(1)}, r"\(2, 37\), \(1,\)"),
-        ({"weight": torch.zeros(V, E).bfloat16()}, "one dtype outside of autocast; got .*bfloat16"),
-        ({"chunk": 0}, "chunk must be at least 1 .*got 0"),
-        ({"backend": "auto"}, "backend must be one of own, torch; got 'auto'"),
-        ({"backend": "torch", "z_loss": 0.5}, "no z_loss, and needs torch 2.13 and one rank; got z_loss=0.5"),
+        ({"weight": torch.zeros(V, E).bfloat16()}, "autocast.*bfloat16"),
+        ({"chunk": 0}, "chunk.*0"),
+        ({"backend": "auto"}, "backend.*own, torch.*'auto'"),
+        ({"backend": "torch", "z_loss": 0.5}, "z_loss=0.5"),
     ],
 )
 def test_mismatched_arguments_are_refused(change, message):

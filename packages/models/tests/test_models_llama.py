@@ -179,8 +179,8 @@ def test_a_head_replaces_the_logits():
 @pytest.mark.parametrize(
     "tokens, positions, message",
     [
-        (torch.zeros(5, dtype=torch.long), None, r"ids must be \[B, T\]; got \(5,\)"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.arange(4), r"for ids \(2, 5\); got \(4,\)"),
+        (torch.zeros(5, dtype=torch.long), None, r"ids .*\[B, T\].*\(5,\)"),
+        (torch.zeros(2, 5, dtype=torch.long), torch.arange(4), r"ids \(2, 5\).*\(4,\)"),
         (torch.zeros(2, 5, dtype=torch.long), torch.zeros(3, 5).long(), r"got \(3, 5\)"),
         (torch.zeros(2, 5, dtype=torch.long), torch.arange(5.0), "got .* of torch.float32"),
     ],
@@ -191,7 +191,7 @@ def test_mismatched_ids_and_positions_are_refused(tokens, positions, message):
 
 
 def test_a_shard_without_positions_is_refused():
-    with pytest.raises(ValueError, match=r"positions are needed .* 2 shards: layout.positions\(shard\)"):
+    with pytest.raises(ValueError, match=r"positions.*2 shards.*layout.positions\(shard\)"):
         build()(ids(), layout=SequenceLayout.zigzag(2 * N, 2))
 
 

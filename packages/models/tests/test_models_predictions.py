@@ -61,6 +61,6 @@ def test_every_rank_gets_the_argmax_over_the_full_vocabulary(worlds):
 
 def test_mismatched_arguments_are_refused():
     hidden, weight, labels, _ = inputs(5, 7)
-    with pytest.raises(ValueError, match=r"hidden \[B, T, E\], weight \[V, E\].* are needed; got \(2, 5, 8\)"):
+    with pytest.raises(ValueError, match=r"hidden.*weight.*\(2, 5, 8\)"):
         linear_argmax(hidden, weight, labels[:, :4])
     assert not dist.is_initialized()

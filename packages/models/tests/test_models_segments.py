@@ -290,12 +290,12 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"policy": "none", "inputs": 2}, "inputs 2: policy 'none'"),
-        ({"policy": "layer", "outputs": 2}, "outputs 2: only policy 'attention_output'"),
-        ({"policy": "layer", "on_device": 2}, "on_device 2: without offload"),
-        ({"policy": "layer", "inputs": 0}, "inputs 0: at least 1 is needed"),
-        ({"policy": "attention_output", "outputs": -1}, "outputs -1: at least 0 is needed"),
-        ({"policy": "layer", "offload": True, "on_device": -1}, "on_device -1: at least 0 is needed"),
+        ({"policy": "none", "inputs": 2}, "inputs 2.*policy 'none'"),
+        ({"policy": "layer", "outputs": 2}, "outputs 2.*policy 'attention_output'"),
+        ({"policy": "layer", "on_device": 2}, "on_device 2.*offload"),
+        ({"policy": "layer", "inputs": 0}, "inputs 0"),
+        ({"policy": "attention_output", "outputs": -1}, "outputs -1"),
+        ({"policy": "layer", "offload": True, "on_device": -1}, "on_device -1"),
     ],
 )
 def test_invalid_options_are_refused(options, reason):
@@ -306,10 +306,10 @@ def test_invalid_options_are_refused(options, reason):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (replace(LAYER, inputs=8), "inputs 8: the model has 7 blocks"),
-        (replace(OUTPUT, outputs=9), "outputs 9: the model has 7 blocks"),
-        (replace(LAYER, offload=True, on_device=8), "on_device 8: the model has 7 blocks"),
-        (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3 must be above on_device 3"),
+        (replace(LAYER, inputs=8), "inputs 8.*7"),
+        (replace(OUTPUT, outputs=9), "outputs 9.*7"),
+        (replace(LAYER, offload=True, on_device=8), "on_device 8.*7"),
+        (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3.*on_device 3"),
     ],
 )
 def test_counts_above_the_number_of_blocks_are_refused(options, reason):

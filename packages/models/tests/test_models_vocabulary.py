@@ -411,5 +411,5 @@ def test_one_rank_checks_its_vocabulary():
     hidden, weight, labels = torch.randn(1, 4, 3), torch.randn(5, 3), torch.zeros(1, 4).long()
     named, unnamed = (linear_token_loss(hidden, weight, labels, vocabulary=v)[0] for v in (5, None))
     assert torch.equal(named, unnamed)
-    with pytest.raises(ValueError, match=r"has 6 of vocabulary=6 rows.*got 5"):
+    with pytest.raises(ValueError, match=r"vocabulary=6.*5"):
         linear_token_loss(hidden, weight, labels, vocabulary=6)

@@ -500,7 +500,7 @@ def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     actual = SimpleNamespace(options=SimpleNamespace(best=1), fitting=[None])  # a stub, because a search takes seconds
-    with pytest.raises(ImportError, match=r"pip install 'armillary-plan\[plot\]'"):
+    with pytest.raises(ImportError, match=r"armillary-plan\[plot\]"):
         draw(actual, tmp_path / "a.png")
 
 

@@ -103,7 +103,7 @@ def test_changed_fields_are_damaged_and_copies_are_kept(folder):
         save(folder, step)
     path = folder.path_of(1) / "about.json"
     path.write_text(path.read_text().replace('"tokens": 10', '"tokens": 11'))
-    with pytest.raises(Damaged, match=r"about\.json has other bytes than were written"):
+    with pytest.raises(Damaged, match=r"about\.json"):
         about(folder, 1)
     assert [folder.set_aside(1, copy=False).name, folder.set_aside(2, copy=True).name] == [
         "step-1.damaged",

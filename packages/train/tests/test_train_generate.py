@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -142,23 +143,23 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("none --prompt x", "none: there is no such folder; give the output folder of a run, or a Hugging Face folder"),
-        ("empty --prompt x", "empty: holds neither checkpoints of a run"),
-        ("begun --prompt x", "begun: the run has no checkpoint yet"),
-        ("began --prompt x", "began/checkpoint: no checkpoint in it yet"),
-        ("run --prompt x --step 7", "--step 7: run/checkpoint has 1, 2"),
-        ("run/checkpoint/step-1 --prompt x --step 2", "--step 2: run/checkpoint/step-1 is step 1"),
-        ("hub --prompt x --step 1", "--step 1: hub is a Hugging Face folder, and has no steps"),
-        ("hub --prompt x", "hub: no tokenizer is known; name one by --tokenizer, or give tokens by --ids"),
-        ("run", 'no prompt: give --prompt "..."'),
-        ("odd-data --prompt x", "odd-data/config.json: data=[1]"),
+        ("none --prompt x", "none: "),
+        ("empty --prompt x", "empty: "),
+        ("begun --prompt x", "begun: "),
+        ("began --prompt x", "began/checkpoint: "),
+        ("run --prompt x --step 7", "--step 7: run/checkpoint .*1, 2"),
+        ("run/checkpoint/step-1 --prompt x --step 2", "--step 2: run/checkpoint/step-1 "),
+        ("hub --prompt x --step 1", "--step 1: hub "),
+        ("hub --prompt x", "hub: .*--tokenizer.*--ids"),
+        ("run", "--prompt"),
+        ("odd-data --prompt x", "odd-data/config.json: data=\\[1\\]"),
         ("odd-path --prompt x", "odd-path/config.json: data.path=5"),
-        ("run --prompt x --tokenizer none.json", "none.json cannot be read"),
-        ("run --prompt x --tokens 64q", "--tokens: '64q' is no whole number"),
-        ("run --prompt x --temperature -1", "temperature=-1.0: it must be at least 0"),
-        ("run --prompt x --top-p 2", "top_p=2.0: it must be above 0 and at most 1"),
-        ("run --prompt x --parallel.replicate 2", "--parallel.replicate 2: all ranks continue the same prompt"),
-        ("run --prompt x --parallel.attention rong", "no attention method 'rong'"),
+        ("run --prompt x --tokenizer none.json", "none.json"),
+        ("run --prompt x --tokens 64q", "--tokens: '64q'"),
+        ("run --prompt x --temperature -1", "temperature=-1.0"),
+        ("run --prompt x --top-p 2", "top_p=2.0"),
+        ("run --prompt x --parallel.replicate 2", "--parallel.replicate 2: "),
+        ("run --prompt x --parallel.attention rong", "'rong'"),
     ],
 )
 def test_invalid_requests_are_one_line(line, message, run_folder, folder, tmp_path, monkeypatch, capsys):
@@ -175,7 +176,7 @@ def test_invalid_requests_are_one_line(line, message, run_folder, folder, tmp_pa
     with pytest.raises(SystemExit) as stopped:
         main(line.split())
     (messages,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and message in messages
+    assert stopped.value.code == 2 and re.search(message, messages)
 
 
 def refusals(requests: list[Generate]) -> list[str]:

@@ -35,14 +35,14 @@ def test_whole_numbers_are_read_as_people_write_them():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--trian.steps", "3"], r"Unrecognized options: --trian.steps.*Perhaps you meant.*--train.steps"),
+        (["--trian.steps", "3"], r"--trian.steps.*--train.steps"),
         (
             ["--train.steps", "many"],
-            r"--train.steps: 'many' is no whole number such as .* 64Ki \(65,536\)",
+            r"--train.steps: 'many'.*64Ki",
         ),
         (
             ["--data.layout", "spiral"],
-            "invalid choice 'spiral' for argument '--data.layout'.*'zigzag'",
+            "'spiral'.*'--data.layout'.*'zigzag'",
         ),
     ],
 )

@@ -432,11 +432,11 @@ def test_a_restart_resumes_its_wandb_run(worlds, tmp_path):
 @pytest.mark.parametrize(
     ("log", "message"),
     [
-        (LogConfig(wandb="long"), r"--log.wandb needs a package: pip install 'armillary-train\[wandb\]'"),
-        (LogConfig(profile=(3, 11)), "--log.profile: there is no step 11; choose from 1 to 10"),
-        (LogConfig(trace=Path("trace.json"), trace_steps=(0,)), "--log.trace-steps: there is no step 0"),
-        (LogConfig(trace_steps=(2,)), "name the file too, as --log.trace FILE"),
-        (LogConfig(memory_snapshot=(3,)), "only cuda's allocator keeps a history, and the device is cpu"),
+        (LogConfig(wandb="long"), r"--log.wandb.*armillary-train\[wandb\]"),
+        (LogConfig(profile=(3, 11)), "--log.profile.*11.*1 to 10"),
+        (LogConfig(trace=Path("trace.json"), trace_steps=(0,)), "--log.trace-steps.*0"),
+        (LogConfig(trace_steps=(2,)), "--log.trace FILE"),
+        (LogConfig(memory_snapshot=(3,)), "cuda.*cpu"),
     ],
 )
 def test_missing_packages_of_reports_are_refused_at_the_start(log, message):
