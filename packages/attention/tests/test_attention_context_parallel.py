@@ -271,14 +271,14 @@ def refusals() -> list[str]:
 
 
 REFUSED = [
-    "Ring is not a method",
+    "Ring",
     "layout",
-    "mask is a str; an AttentionMask is needed",
-    "works on axes ('ring', 'ulysses'); parallelize_module was given a mesh with axes ('ring',)",
-    "works on axes ('ring',); parallelize_module was given a mesh with axes ('ring', 'ulysses')",
-    "4 ranks hold the sequence",
-    "Linear.forward under ContextParallelStyle ended without a call of F.scaled_dot_product_attention",
-    "tokens must be Shard(1) on all of them",
+    "AttentionMask",
+    "('ring', 'ulysses')",
+    "('ring', 'ulysses')",
+    "4 ranks",
+    "F.scaled_dot_product_attention",
+    "Shard(1)",
     "ContextParallelStyle(layout=",
     "documents=(0, 7, 16, 24)",
     "sequence(mask=",

@@ -78,16 +78,16 @@ def test_shapes_dtypes_and_rows():
 
 CAUSAL = dense(MASKS["causal"])
 REFUSED = {
-    "a shard's": (CAUSAL[:10, :10], "not of the whole sequence of 40"),
-    "a shard's queries": (CAUSAL[:10], "not of the whole sequence of 40"),
-    "heads": (torch.stack([CAUSAL, CAUSAL.T])[None], "differs between heads"),
-    "rows": (CAUSAL.expand(3, 1, -1, -1), "has 3 rows; the batch has 2"),
-    "bias": (torch.where(CAUSAL, 0.5, -torch.inf), "is a bias: it has 0.5"),
-    "not a number": (torch.where(CAUSAL, 0.0, torch.nan), "is a bias: it has nan"),
-    "learned": (torch.zeros(LENGTH, LENGTH, requires_grad=True), "requires a gradient"),
-    "integers": (CAUSAL.long(), "is torch.int64"),
-    "all keys hidden alike": (torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min), "sees them all alike"),
-    "five dims": (CAUSAL[None, None, None], "not of the whole sequence"),
+    "a shard's": (CAUSAL[:10, :10], "40"),
+    "a shard's queries": (CAUSAL[:10], "40"),
+    "heads": (torch.stack([CAUSAL, CAUSAL.T])[None], "heads"),
+    "rows": (CAUSAL.expand(3, 1, -1, -1), "3 rows.*2"),
+    "bias": (torch.where(CAUSAL, 0.5, -torch.inf), r"bias.*0\.5"),
+    "not a number": (torch.where(CAUSAL, 0.0, torch.nan), "bias.*nan"),
+    "learned": (torch.zeros(LENGTH, LENGTH, requires_grad=True), "gradient"),
+    "integers": (CAUSAL.long(), "torch.int64"),
+    "all keys hidden alike": (torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min), "alike"),
+    "five dims": (CAUSAL[None, None, None], "sequence"),
 }
 
 
