@@ -1,13 +1,15 @@
-"""Local attention kernels: an interface, one file per kernel, and the choice between them.
+"""Attention kernels of one device: an interface, one file per kernel, and the choice between them.
 
 kernel       the interface
-inputs       properties of a call that the choice depends on
-limits       supported inputs of a kernel, as data
+tile         a rectangle of a block and its visible band: the work of one kernel call
+inputs       properties of an attention call that the choice of a kernel depends on
+limits       the inputs that a kernel supports, as data
 efficiency   published speed
 choice       the list of kernels and the choice
-tile         a rectangle of a block and its visible band: one kernel call
-flash        base of FlashAttention kernels        top_left   base of kernels that support causal squares only
-packing      small tiles as one call with variable lengths; batched: as rows of one batch
+flash        base of the FlashAttention kernels        windows  a tile's band as FlashAttention's window
+top_left     base of kernels that only support full rectangles and causal squares
+packing      small tiles in one call with variable lengths
+batched      small tiles of one shape in one call, as rows of a batch
 """
 
 from __future__ import annotations

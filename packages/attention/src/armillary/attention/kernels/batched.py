@@ -1,4 +1,4 @@
-"""Small kernel calls of one shape as one batch, for kernels without variable lengths.
+"""Many small tiles of one shape in one kernel call, as rows of a batch, for kernels without variable lengths.
 
 Short documents, chunks and blocks make many equal tiles, and the overhead of a call is larger than its computation.
 """
@@ -15,7 +15,7 @@ from armillary.attention.mask import Window
 
 
 class Batched(PackingKernel):
-    """Computes small pieces of the same shapes and band as rows of one batch."""
+    """Base of kernels that compute small pieces with the same shape and band in one call, as rows of a batch."""
 
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
         return queries, keys, band
@@ -38,5 +38,5 @@ class Batched(PackingKernel):
 
 
 def _rows(lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
-    """Returns [n, t, ...] from [n t, ...] each, for n sequences of t tokens."""
+    """Reshapes packed tensors of n sequences of t tokens into a batch: [n t, ...] -> [n, t, ...]."""
     return [x.unflatten(0, (len(lengths), lengths[0])) for x in packed]

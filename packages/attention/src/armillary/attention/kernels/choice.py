@@ -26,15 +26,15 @@ KERNELS: tuple[Kernel, ...] = (
     Efficient(),
     Dense(),
 )
-"""All kernels, preferred ones first where no speed is published (`efficiency.py`)."""
+"""All kernels. Their order decides where no speed is published (`efficiency.py`): preferred kernels come first."""
 
 
 class KernelCandidate(NamedTuple):
-    """A kernel with the reasons against it.
+    """A kernel with the reasons against choosing it for some inputs.
 
     Args:
-        refusal: the reason why it cannot run; None: it can.
-        drawback: the reason why other kernels are preferred.
+        refusal: the reason why the kernel does not support the inputs; None if it does.
+        drawback: the reason why other kernels are preferred; None if there is none.
     """
 
     kernel: Kernel
@@ -43,12 +43,12 @@ class KernelCandidate(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reason for choosing another kernel."""
+        """The reason why another kernel was chosen."""
         return self.refusal or self.drawback or "is slower"
 
 
 def kernel_candidates(inputs: Inputs) -> list[KernelCandidate]:
-    """Returns all kernels: those without a drawback first, and fast ones before slow ones."""
+    """Returns all kernels in order of preference: kernels without a drawback first, and of these the fastest first."""
 
     def order(candidate: KernelCandidate) -> tuple[bool, float]:
         known_efficiency = efficiency(candidate.kernel.name, inputs.capability)
@@ -81,7 +81,7 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
     for candidate in candidates:
         if candidate.refusal is None:
             return candidate.kernel
-    # The error has the reason of each candidate and, if one was requested, the kernels that support the inputs.
+    # The error names the reason of each candidate and, if a kernel was requested, those that support the inputs.
     reasons = "; ".join(f"{candidate.kernel.name}: {candidate.refusal}" for candidate in candidates)
     usable = [candidate.kernel.name for candidate in kernel_candidates(inputs) if candidate.refusal is None]
     hint = f"; supported by {', '.join(usable)}" if usable and requested_kernel is not None else ""
@@ -89,7 +89,7 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
 
 
 def check_kernel_name(flag: str, name: str | None) -> None:
-    """Raises ValueError, with the flag, for a name that is not in `KERNELS`. None is accepted."""
+    """Raises ValueError unless `name` is None or the name of a kernel. `flag` is the command-line flag to blame."""
     names = [kernel.name for kernel in KERNELS]
     if name not in (None, *names):
         raise ValueError(f"{flag} {name}: known are {', '.join(names)}")

@@ -20,13 +20,13 @@ _backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_flash_attention_f
 
 @dataclass(frozen=True)
 class CpuFlash(Batched, TopLeft):
-    """Takes [B, H, T, D] with one head dim for q, k and v."""
+    """torch's op takes [B, H, T, D], with the same head dim for q, k and v: narrower tensors are padded."""
 
     name: str = "cpu_flash"
     limits: ClassVar[Limits] = Limits(device="cpu")
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        # [B, T, H, D] to [B, H, T, D] by strides: the op needs no copy.
+        # `transpose` gives the op [B, H, T, D] without a copy.
         dim = v.shape[3]
         q, k, v = (contiguous_rows(x).transpose(1, 2) for x in _pad_head_dims(q, k, v))
         out, lse = _forward(q, k, v, 0.0, causal, scale=scale)

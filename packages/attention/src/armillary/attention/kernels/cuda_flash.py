@@ -15,23 +15,24 @@ from armillary.attention.kernels.kernel import BackwardTensors
 _forward: Any = cast(Any, torch.ops.aten)._flash_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._flash_attention_backward
 
-PACKAGES = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
-"""Kernels that replace torch's op, by their names in `torch.nn.attention.activate_flash_attention_impl`."""
+REPLACEMENTS = {"FA3": "flash_attn_3", "FA4": "flash_attn_4"}
+"""Names of our kernels for the implementations that `torch.nn.attention.activate_flash_attention_impl` puts in place of
+torch's op."""
 
 
 @dataclass(frozen=True)
 class CudaFlash(Flash):
-    """Always available on CUDA. Without softcap."""
+    """Needs no package besides torch. Without softcap."""
 
     name: str = "cuda_flash"
 
     def refuses(self, inputs: Inputs) -> str | None:
-        reason, replacement = super().refuses(inputs), PACKAGES.get(inputs.activated or "")
+        reason, replacement = super().refuses(inputs), REPLACEMENTS.get(inputs.activated or "")
         if reason is None and replacement is not None:
             return (
                 f"{inputs.activated} is activated in place of torch's op; {replacement} calls it with all its features"
             )
-        # Backward of these head dims needs more shared memory than such GPUs have.
+        # Backward of head dims 193 to 224 needs more shared memory than these GPUs have.
         small = inputs.capability is not None and ((8, 6) <= inputs.capability <= (8, 9) or inputs.capability[0] == 12)
         if reason is None and small and 192 < inputs.head_dim <= 224:
             return f"has no backward for head dim {inputs.head_dim} on compute capabilities 8.6 to 8.9 and 12.x"

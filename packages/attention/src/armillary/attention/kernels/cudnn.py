@@ -1,4 +1,4 @@
-"""cuDNN's flash attention, shipped with torch: the fastest kernel on Hopper that need not be built."""
+"""cuDNN's flash attention, shipped with torch: the fastest kernel on Hopper that needs no further package."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ _packed_forward: Any = cast(Any, torch.ops.aten)._cudnn_attention_forward
 _packed_backward: Any = cast(Any, torch.ops.aten)._cudnn_attention_backward
 
 MIN_VERSION = 91501
-"""First version whose lengths need not be multiples of 128 (9.15.1). torch prefers cuDNN from there on too, for Hopper
-and Blackwell (`check_prefer_cudnn_attention` in its sdp_utils.cpp)."""
+"""First version (9.15.1) that supports lengths which are not multiples of 128. From the same version on, torch prefers
+cuDNN on Hopper and Blackwell (`check_prefer_cudnn_attention` in its sdp_utils.cpp)."""
 MIN_PACKED_VERSION = 92400
-"""First version whose packed sequences may have 128 tokens or fewer (9.24; torch 2.15's `varlen_attn`)."""
+"""First version (9.24) whose packed sequences may have 128 tokens or fewer, as in torch 2.15's `varlen_attn`."""
 DENSE = Dense()
-"""For a single query or key, which torch refuses for cuDNN (`check_cudnn_tensor_shapes`, `check_cudnn_sdpa_decode`)."""
+"""Computes tiles of a single query or key, for which torch does not call cuDNN (`check_cudnn_tensor_shapes`,
+`check_cudnn_sdpa_decode`)."""
 
 
 @dataclass(frozen=True)
 class Cudnn(PackingKernel, TopLeft):
-    """Takes [B, H, T, D] and returns lse [B, H, T, 1] in float32. Key heads need not be repeated.
+    """torch's op takes [B, H, T, D], with fewer key heads than query heads, and returns lse [B, H, T, 1] in float32.
 
-    cuDNN caches a graph per shape and memory layout. In older releases of torch the cache key lacks the layouts of out,
-    dout and lse, so these are always made contiguous.
+    cuDNN builds a graph per shape and memory layout, which torch caches. In older releases of torch the cache key lacks
+    the layouts of out, dout and lse, so these are always made contiguous.
     """
 
     name: str = "cudnn"
@@ -65,7 +66,7 @@ class Cudnn(PackingKernel, TopLeft):
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if 1 in (q.shape[1], k.shape[1]):
             return DENSE.forward(q, k, v, (None, 0 if causal else None), Scores(scale))
-        # [B, T, H, D] to [B, H, T, D] by strides; True: compute lse.
+        # `transpose` gives the op [B, H, T, D] without a copy; the argument True makes it compute lse.
         q, k, v = (contiguous_rows(x, ALIGNMENT).transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, False, scale=scale)
         if not lse.is_contiguous():
@@ -86,7 +87,7 @@ class Cudnn(PackingKernel, TopLeft):
         return dq, dk, dv
 
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
-        # Packed calls take no sequence of one token.
+        # Packed calls do not support sequences of one token.
         return None if 1 in (queries, keys) or not _can_pack() else (is_causal(band), is_reversed(band))
 
     def forward_packed(
@@ -122,16 +123,16 @@ def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> 
 
 @cache
 def _can_pack() -> bool:
-    """Returns True if packed sequences work in this release of torch."""
-    # Backward used the head dim as the longest length (pytorch/pytorch pull request 186142). The op got its argument
-    # `seqused_k` after the fix, in 2.15.
+    """Returns True if packed sequences work in this release of torch and cuDNN."""
+    # torch's backward took the head dim for the longest length (fixed in pytorch/pytorch pull request 186142). An op
+    # with the argument `seqused_k` (2.15) is newer than the fix.
     schema = cast(Any, torch.ops.aten)._cudnn_attention_forward.default._schema
     fixed = any(argument.name == "seqused_k" for argument in schema.arguments)
     return fixed and (torch.backends.cudnn.version() or 0) >= MIN_PACKED_VERSION
 
 
 def _unused_rng_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns placeholders for seed and offset of dropout, which the ops do not read without dropout."""
+    """Returns placeholders for the seed and offset of dropout. Without dropout the ops do not read them."""
     state = torch.empty((), dtype=torch.int64, device=q.device)
     return state, state
 

@@ -1,4 +1,4 @@
-"""Plain matrix products with a dense mask: any device and head dim, quadratic time, bounded memory."""
+"""Matrix products with a dense mask: for any device and head dim, in quadratic time and bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Dense(Batched):
     """Computes scores [B, H, t, S] in blocks of t rows. For small tiles, and for inputs that no flash kernel supports.
 
     Args:
-        score_bytes: largest size of a block's scores, of which backward has four tensors. A block has at least one row.
+        score_bytes: maximum bytes of a block's scores, unless a single row has more. Backward has four tensors of this
+            size.
     """
 
     name: str = "dense"
@@ -56,7 +57,7 @@ class Dense(Batched):
         return torch.cat(dqs, 1), dk, dv
 
     def _blocks(self, q: Tensor, k: Tensor, band: Window) -> Iterator[tuple[slice, slice, Window]]:
-        """Yields (rows, columns that they see, band) of each block."""
+        """Yields (rows, columns, band) of each block: the columns are those that any of the rows sees."""
         batch, queries, heads, _ = q.shape
         row_bytes = batch * heads * k.shape[1] * accumulation_dtype(q.dtype).itemsize
         step = max(1, self.score_bytes // max(1, row_bytes))  # an empty batch has rows of 0 bytes
@@ -89,14 +90,14 @@ def _backward(
 
 
 def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor, Tensor | float]:
-    """Returns scores [B, K, H / K, T, S] in the accumulation dtype, -inf where hidden, and their slope over q k."""
+    """Returns scores [B, K, H / K, T, S] in the accumulation dtype, -inf for hidden pairs, and d score / d (q k)."""
     dtype = accumulation_dtype(q.dtype)
     q_groups = rearrange(q.to(dtype), "b t (k g) d -> b t k g d", k=k.shape[2])
     values, slope = einsum(q_groups, k.to(dtype), "b t k g d, b s k d -> b k g t s") * scores.scale, scores.scale
     if scores.softcap is not None:
         capped = (values / scores.softcap).tanh()
         values, slope = capped * scores.softcap, (1 - capped**2) * scores.scale
-    # -inf after the softcap, which would make it finite.
+    # Hides pairs after the softcap, because tanh would make -inf finite.
     return values.masked_fill(_hidden_pairs(q, k, band), -torch.inf), slope
 
 

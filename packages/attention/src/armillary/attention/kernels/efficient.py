@@ -1,4 +1,4 @@
-"""torch's memory-efficient attention (arXiv 2112.05682, xFormers' kernels): also float32, and an own head dim for v."""
+"""torch's memory-efficient attention (arXiv 2112.05682, xFormers' kernels): also for float32, and for Dv != D."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ _forward: Any = cast(Any, torch.ops.aten)._efficient_attention_forward
 _backward: Any = cast(Any, torch.ops.aten)._efficient_attention_backward
 
 CAUSAL = 1
-"""The ops' number of a causal mask from the top left."""
+"""The ops' code (`custom_mask_type`) for a causal mask from the top left. 0 is no mask."""
 MAX_TOKENS = 2**16
-"""Largest number of rows and of columns of one call: beyond, 32-bit offsets overflow (pytorch/pytorch issue 162588)."""
+"""Maximum number of queries and of keys of one call: with more, 32-bit offsets overflow (pytorch/pytorch issue
+162588)."""
 LSE_MULTIPLE = 32
-"""The rows of lse are padded to a multiple of it with infinity, where backward finds probability 0."""
+"""The ops pad T in lse to a multiple of this. The padding is infinity, because exp(s - inf) = 0."""
 
 
 @dataclass(frozen=True)
 class Efficient(Batched, TopLeft):
-    """Takes [B, T, H, D] with as many key heads as query heads, and returns lse [B, H, T rounded up] in float32."""
+    """torch's ops take [B, T, H, D] with as many key heads as query heads, and return lse [B, H, T] in float32.
+
+    T in lse is padded (`LSE_MULTIPLE`).
+    """
 
     name: str = "efficient"
     limits: ClassVar[Limits] = Limits(
@@ -45,7 +49,7 @@ class Efficient(Batched, TopLeft):
         return reason
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
-        # Rows first, then columns of each.
+        # By rows, then each part by columns: no piece has more than MAX_TOKENS of either.
         blocks = [block for rows in _split(tile, tile.rows, tile.q0, tile.q1) for block in _split_columns(rows)]
         return tuple(piece for block in blocks for piece in super(Efficient, self).cut(block))
 
@@ -58,7 +62,7 @@ class Efficient(Batched, TopLeft):
         dout, q, k, v, out, lse = tensors
         qkv = _align_rows(q, _repeat_heads(k, q), _repeat_heads(v, q))
         sizes = (None, None, q.shape[1], k.shape[1])
-        # Backward reads lse in whole blocks of rows.
+        # Backward reads lse in blocks of LSE_MULTIPLE rows.
         padding = (0, -lse.shape[1] % LSE_MULTIPLE)
         lse = torch.nn.functional.pad(lse.transpose(1, 2), padding, value=torch.inf).contiguous()
         rng_state = torch.empty((), dtype=torch.int64, device=q.device)  # unused without dropout

@@ -1,4 +1,4 @@
-"""The base class of the FlashAttention kernels for CUDA: torch's own and versions 2, 3 and 4 of flash-attn."""
+"""`Flash`: base of the FlashAttention kernels for CUDA, torch's own and versions 2, 3 and 4 of flash-attn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from armillary.attention.mask import Window
 FLASH = Limits(
     device="cuda", dtypes=HALVES, head_dims=HeadDims(largest=256, multiple=8, equal=True), min_capability=(8, 0)
 )
-"""Limits of FlashAttention-2."""
+"""Limits of torch's FlashAttention-2, from which the other versions' limits are derived."""
 WITH_SOFTCAP = replace(FLASH, softcap=True)
 
 
@@ -28,7 +28,7 @@ class FlashCall(NamedTuple):
 
     Args:
         window: (left, right), as in `window_of`.
-        lengths: of the packed sequences; None: tensors are not packed.
+        lengths: lengths of packed sequences; None if tensors are not packed.
     """
 
     window: tuple[int, int]
@@ -37,10 +37,10 @@ class FlashCall(NamedTuple):
 
 
 class Flash(PackingKernel):
-    """Supports float16 and bfloat16, and nearly any band in one call. Small pieces are packed into one call.
+    """Computes nearly any band in one call (see `windows.py`), and small pieces together in one call.
 
-    A subclass makes the call, on tensors [B, T, H, D], or with lengths on packed ones [tokens, H, D]. Its lse has
-    heads before tokens: [B, H, T] or [H, tokens].
+    A subclass calls the package's functions, on tensors [B, T, H, D] or, with `FlashCall.lengths`, on packed tensors
+    [tokens, H, D]. These functions have heads before tokens in lse: [B, H, T] or [H, tokens].
     """
 
     limits: ClassVar[Limits] = FLASH
@@ -69,7 +69,7 @@ class Flash(PackingKernel):
         return self.call_backward(tensors, FlashCall(window_of(band, q.shape[1], k.shape[1]), scores))
 
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
-        return window_of(band, queries, keys)  # an argument of the call
+        return window_of(band, queries, keys)  # one call has one window for all of its sequences
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores

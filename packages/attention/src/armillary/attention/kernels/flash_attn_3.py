@@ -19,11 +19,11 @@ INTERFACE = "flash_attn_interface"
 
 @dataclass(frozen=True)
 class FlashAttn3(Flash):
-    """The fastest kernel on an H100 or H200, its only devices. With softcap.
+    """The fastest kernel on Hopper (H100, H200), and only for Hopper. With softcap.
 
     Args:
-        sm_margin: multiprocessors left to other kernels. Its forward is persistent: it occupies all the others until
-            it ends. With a margin of 0, NCCL's kernels start after it.
+        sm_margin: number of multiprocessors that forward leaves to other kernels. Forward occupies all others until it
+            ends, so with a margin of 0 NCCL's kernels wait for its end.
     """
 
     name: str = "flash_attn_3"
@@ -39,9 +39,10 @@ class FlashAttn3(Flash):
 
     def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in tensors[1:4])
-        ends_q, ends_k, most_q, most_k = call.lengths or (None, None, None, None)
-        lengths_args = (ends_q, ends_k, None, None, most_q, most_k)  # None: all tokens of each sequence are used
-        causal = False  # positional, because releases name the parameter differently
+        ends_q, ends_k, longest_q, longest_k = call.lengths or (None, None, None, None)
+        # The two None between them are `seqused_q` and `seqused_k`: all tokens of each sequence are used.
+        lengths_args = (ends_q, ends_k, None, None, longest_q, longest_k)
+        causal = False  # passed by position, because releases name the parameter differently
         options = self._options(call) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         arguments = (*tensors, *lengths_args, dq, dk, dv, call.scores.scale, causal)
         _call("_flash_attn_backward", arguments, call.window, options)
@@ -52,9 +53,10 @@ class FlashAttn3(Flash):
 
 
 def _call(name: str, arguments: tuple[Any, ...], window: tuple[int, int], options: dict[str, Any]) -> Any:
-    """Calls a function by the signature of the installed release.
+    """Calls a function of flash-attn 3 with the parameters that the installed release has.
 
-    Until November 2025 the window was one argument, and unused arguments had no default: they are passed as None.
+    Releases until November 2025 take the window as one argument `window_size`, and have no defaults for unused
+    parameters, which get None here.
     """
     function = getattr(import_module(INTERFACE), name)
     signature = parameters(function)

@@ -18,7 +18,10 @@ INTERFACE = "flash_attn.cute.interface"
 
 @dataclass(frozen=True)
 class FlashAttn4(Flash):
-    """The kernel of torch's `activate_flash_attention_impl("FA4")`, with windows in backward in every release."""
+    """The kernel that torch's `activate_flash_attention_impl("FA4")` installs, called directly.
+
+    So backward supports windows in every release of torch.
+    """
 
     name: str = "flash_attn_4"
     limits: ClassVar[Limits] = replace(
@@ -41,9 +44,10 @@ class FlashAttn4(Flash):
 
 
 def _options(call: FlashCall) -> dict[str, Any]:
-    """The interface writes an unbounded side as None, not as -1."""
-    left_window, right = (None if side < 0 else side for side in call.window)
-    options: dict[str, Any] = {"softmax_scale": call.scores.scale, "causal": left_window is None and right == 0}
+    """Returns the keyword arguments that forward and backward share."""
+    # This interface takes None for an unbounded side, not -1, and no window beside `causal`.
+    left, right = (None if side < 0 else side for side in call.window)
+    options: dict[str, Any] = {"softmax_scale": call.scores.scale, "causal": left is None and right == 0}
     if not options["causal"]:
-        options |= {"window_size_left": left_window, "window_size_right": right}
+        options |= {"window_size_left": left, "window_size_right": right}
     return options if call.lengths is None else options | call.lengths.by_name

@@ -15,18 +15,21 @@ from armillary.core import compat
 
 @dataclass(frozen=True)
 class Inputs:
-    """Properties of a call and of its device: enough to tell which kernels support it, without a GPU.
+    """Properties of an attention call and of its device, from which the kernels that support it follow.
+
+    They can also be constructed for a GPU that this machine does not have.
 
     Args:
         device: device type.
         head_dim, value_dim: head dim of q and k, and of v.
-        capability: compute capability of a CUDA device; None: not CUDA, or unknown, as for a fake tensor.
-        cudnn: version of cuDNN, such as 91900 for 9.19; None: unknown.
-        deterministic: True if torch must refuse algorithms whose results differ from run to run.
+        capability: compute capability of a CUDA device; None if it is unknown (a fake tensor) or the device not CUDA.
+        cudnn: version of cuDNN, such as 91900 for 9.19; None if unknown.
+        deterministic: True if torch raises for algorithms whose results differ from run to run.
         windowed: True if the mask has a window.
-        documents: True if the mask has documents or a pattern, and so pieces of many lengths.
+        documents: True if the mask has documents or a pattern, which make tiles of many lengths.
         single: True if queries come one at a time, as in generation.
-        activated: implementation by which `torch.nn.attention.activate_flash_attention_impl` has replaced torch's.
+        activated: "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has replaced torch's flash
+            attention by it; None otherwise.
     """
 
     device: str
@@ -51,7 +54,7 @@ class Inputs:
         mask: AttentionMask | None = None,
         device: torch.device | None = None,
     ) -> Inputs:
-        """Returns the inputs of a call on this machine, by default on the device of q."""
+        """Returns the inputs of a call on this machine. `device` replaces the device of q."""
         device = device or q.device
         windowed = mask is not None and mask.window is not None
         documents = mask is not None and mask.numbers is not None
@@ -66,7 +69,7 @@ class Inputs:
 
 @compat.constant_when_traced
 def is_deterministic() -> bool:
-    """True if torch must raise an error where an algorithm is not deterministic."""
+    """Returns True if torch raises an error where an algorithm is not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 

@@ -15,16 +15,16 @@ from armillary.core import compat
 
 @compat.constant_when_traced
 def is_installed(module: str) -> bool:
-    """True if a module can be imported. Imports neither it nor the packages it is in."""
+    """Returns True if a module can be imported. Imports neither the module nor its parent packages."""
     return module_exists(module)
 
 
 @cache
 def module_exists(module: str) -> bool:
-    """`is_installed`, cached: the search takes longer than a kernel launch.
+    """As `is_installed`, and cached: the search takes longer than a kernel launch.
 
-    The package alone proves nothing: flash-attn 4 also has a `flash_attn`, a namespace without version 2. `find_spec`
-    of a submodule imports its packages, so their folders are searched here.
+    It is not enough to find the parent package: flash-attn 4 also installs a `flash_attn`, but without the modules of
+    version 2. `find_spec` would import the parents of a submodule, so `PathFinder` searches their folders instead.
     """
     package = module.rpartition(".")[0]
     if module in sys.modules or not package:
@@ -33,7 +33,7 @@ def module_exists(module: str) -> bool:
 
 
 def _folders(package: str) -> list[str]:
-    """Returns the folders in which an installed package looks for its modules."""
+    """Returns the folders of an installed package, without importing it."""
     outer = package.rpartition(".")[0]
     spec = PathFinder.find_spec(package, _folders(outer)) if outer else find_spec(package)
     return [] if spec is None else list(spec.submodule_search_locations or ())
@@ -41,5 +41,5 @@ def _folders(package: str) -> list[str]:
 
 @cache
 def parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a function, or of one that `torch.library.custom_op` has wrapped."""
+    """Returns the parameters of a function. `torch.library.custom_op` keeps the function it wraps as `_init_fn`."""
     return tuple(signature(getattr(function, "_init_fn", function)).parameters.values())

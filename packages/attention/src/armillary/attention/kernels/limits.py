@@ -10,7 +10,7 @@ from armillary.attention.kernels.inputs import Inputs
 from armillary.attention.kernels.installed import is_installed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of attention. Narrower ones need scales of their own."""
+"""Supported dtypes. Narrower ones, such as float8, are not, because their tensors need scales."""
 HALVES = (torch.float16, torch.bfloat16)
 FAMILIES = {7: "Volta, Turing", 8: "Ampere, Ada", 9: "Hopper", 10: "Blackwell", 11: "Thor", 12: "RTX Blackwell"}
 """GPU architectures by the major number of their compute capability."""
@@ -21,10 +21,10 @@ class HeadDims:
     """Supported head dims of q and k, and of v.
 
     Args:
-        largest: maximum of both; None for no limit.
-        multiple: both are multiples of it.
+        largest: maximum of both head dims; None for no limit.
+        multiple: both head dims must be multiples of this.
         equal: True if v must have the head dim of q and k.
-        exceptions: further supported pairs.
+        exceptions: further supported pairs (head dim of q and k, head dim of v).
     """
 
     largest: int | None = None
@@ -53,12 +53,12 @@ class Limits:
         device: device type; None: any.
         dtypes: dtypes of q, k and v.
         head_dims: supported head dims.
-        head_dims_by_major: replace `head_dims` on GPUs with this major compute capability.
-        min_capability: lowest compute capability.
-        majors: major compute capabilities; None: all from `min_capability` on.
-        softcap: True if the kernel supports one.
+        head_dims_by_major: pairs of a major compute capability and the head dims supported there, if they differ.
+        min_capability: lowest supported compute capability.
+        majors: supported major compute capabilities; None: all from `min_capability` on.
+        softcap: True if the kernel supports a softcap.
         deterministic: True if the kernel can add gradients in a fixed order.
-        module: Python module that must be installed.
+        module: Python module that must be installed; None for kernels of torch.
     """
 
     device: str | None = None

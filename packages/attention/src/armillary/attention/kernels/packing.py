@@ -1,6 +1,7 @@
-"""Many small kernel calls as one: their tokens one after another, for kernels with variable lengths.
+"""Many small tiles in one call of a kernel with variable lengths, with their tokens one after another.
 
-Documents make many small tiles, none of which keeps a GPU busy. Large tiles gain nothing and would cost a copy.
+Documents make many small tiles, none of which keeps a GPU busy. Large tiles are not packed: they keep it busy already,
+and packing copies their tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from armillary.attention.mask import Window
 from armillary.core import compat, to_device
 
 MIN_SINGLE_TOKENS = 4096
-"""Pieces with this many tokens or more are calls of their own."""
+"""A piece with this many tokens or more is not packed."""
 MAX_PACKED_TOKENS = 65536
-"""A pack with this many tokens takes no more pieces: bounds the memory of its copies."""
+"""A pack with this many tokens takes no more pieces, which bounds the memory of the copies."""
 
 
 class Lengths(NamedTuple):
-    """Boundaries of packed sequences, int32 [n + 1], and the longest length."""
+    """Lengths of n packed sequences, as flash-attn takes them.
+
+    Args:
+        queries, keys: boundaries (cu_seqlens), int32 [n + 1].
+        longest_queries, longest_keys: the largest length.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -29,17 +35,19 @@ class Lengths(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, torch.Tensor | int]:
-        """The lengths as keyword arguments of flash-attn's versions 3 and 4."""
+        """The lengths as keyword arguments of flash-attn 3 and 4."""
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         return dict(zip(names, self, strict=True))
 
 
 class Sequences(NamedTuple):
-    """The packed sequences of a kernel call: piece after piece, and in a piece row after row of the batch.
+    """The packed sequences of a kernel call. A sequence is one row of the batch of one piece.
+
+    The order is piece after piece, and within a piece row after row.
 
     Args:
-        queries, keys: number of tokens of each sequence.
-        band: band of the first tile. The other tiles' bands have the same `Kernel.pack_key`.
+        queries, keys: number of queries and keys of each sequence.
+        band: band of the first piece. The bands of the others may differ, but all have the same `Kernel.pack_key`.
     """
 
     queries: tuple[int, ...]
@@ -47,7 +55,7 @@ class Sequences(NamedTuple):
     band: Window
 
     def lengths(self, device: torch.device) -> Lengths:
-        """Returns them on a device. They are copied once for all layers, forward and backward, that pack alike."""
+        """Returns the lengths on a device. They are cached, so that layers and backward do not copy them again."""
         longest = max(self.queries, default=0), max(self.keys, default=0)
         return Lengths(_boundaries(self.queries, device), _boundaries(self.keys, device), *longest)
 

@@ -1,10 +1,12 @@
-"""Bands as the windows of FlashAttention kernels, and the tiles for which those windows are inexact.
+"""Bands as the windows of FlashAttention kernels. Tiles whose window would hide the wrong pairs are cut.
 
-A window counts from the bottom right: of T rows and S columns, row a sees columns a + S - T - left to
-a + S - T + right, and -1 is an unbounded side. FlashAttention-2 and torch's copy rewrite windows: a side of S or more
-becomes unbounded, and an unbounded side beside a bounded one becomes S. If T > S + 1, S columns from the bottom right
-do not reach from the top rows to the last column, so those rows would lose keys; and a right side of S or more, which
-still binds there, would be dropped. FlashAttention-3 has no such gap.
+FlashAttention aligns a window at the bottom right: of T rows and S columns, row a sees columns a + S - T - left to
+a + S - T + right, and -1 is an unbounded side. FlashAttention-2 and torch's copy of it change some windows:
+
+- A side of S or more becomes unbounded. If T > S, a right side of S or more may still hide columns from the top rows.
+- An unbounded side beside a bounded one becomes S. If T > S + 1, the top rows then lose columns that they see.
+
+FlashAttention-3 does neither.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ from armillary.attention.mask import Window
 
 
 def window_of(band: Window, queries: int, keys: int) -> tuple[int, int]:
-    """Returns (left, right) for a trimmed tile of this size. Neither is negative where the band is bounded."""
+    """Returns FlashAttention's (left, right) for the band of a trimmed tile; -1 is an unbounded side.
+
+    A trimmed tile has low <= S - T <= high, so a bounded side is not negative.
+    """
     low, high = band
     corner = keys - queries
     return -1 if low is None else corner - low, -1 if high is None else high - corner
 
 
 def cut_rows(tile: Tile) -> tuple[Tile, ...]:
-    """Cuts a tile into pieces whose windows are exact: at the rows where a bound starts or stops to bind, if needed.
+    """Cuts a tile by rows into pieces for which FlashAttention-2 keeps the window. Most tiles need no cut.
 
-    Row a is bounded from below if low > -a, and from above if high < S - 1 - a. No piece has T > S + 1 and a bound.
+    The cuts are where a bound begins or ceases to hide columns: `low` hides some from row a if low > -a, `high` if
+    high < S - 1 - a. After that, no piece with a bound has T > S + 1.
     """
     low, high = tile.offsets
     queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
@@ -33,7 +39,6 @@ def cut_rows(tile: Tile) -> tuple[Tile, ...]:
     exact = right < keys if right >= 0 else left < 0 or queries <= keys + 1
     if exact:
         return (tile,)
-    # Rows at which a bound starts or stops to bind.
     ends = {tile.q0, tile.q1}
     ends |= set() if low is None else {tile.q0 + 1 - low}
     ends |= set() if high is None else {tile.q0 + keys - 1 - high}
