@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     def forward(self, x, attention):
         q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(attention(q, k, v).flatten(2))  # [B, T, H, D], the only changed line
+        x = x + self.out(attention(q, k, v).flatten(2))  # the only changed line: `attention` takes [B, T, H, D]
         return x + self.mlp(x)
 
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def train(model, cp):
-    """Returns the losses of all steps, equal on every rank, and the gradient norms."""
+    """Trains, and returns the loss and the gradient norm of each step, equal on every rank."""
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -54,31 +54,31 @@ def train(model, cp):
         loss = cp.loss(logits, batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))  # a DTensor under FSDP2
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
 
 
-def model_of():
+def new_model():
     torch.manual_seed(0)
     return Model().double()
 
 
 def sharded(ranks):
-    """Returns the model under FSDP2, over all ranks of the sequence."""
-    model, mesh = model_of(), init_device_mesh("cpu", (ranks,))
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh)
+    """Returns the model with its parameters sharded by FSDP2, over the same ranks as the sequence."""
+    model, mesh = new_model(), init_device_mesh("cpu", (ranks,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
     return model
 
 
 def errors(ranks):
-    """Returns the largest relative errors of losses and gradient norms, compared with one rank on full sequences."""
+    """Returns the largest relative errors of losses and of gradient norms, compared with one rank on full sequences."""
     mesh = build_mesh("cpu", ring=ranks)
     results = train(sharded(ranks), ContextParallel("ring", mesh))
-    expected = train(model_of(), ContextParallel(Local(), mesh))
+    expected = train(new_model(), ContextParallel(Local(), mesh))
     return [
         max(abs(a - b) / abs(b) for a, b in zip(values, expected_values, strict=True))
         for values, expected_values in zip(results, expected, strict=True)

@@ -17,7 +17,7 @@ LENGTH, EMBED, HEADS = 1000, 64, 4
 
 
 class Block(nn.Module):
-    """Your existing block, without any code for ranks."""
+    """Your existing block. Its code knows nothing of ranks or shards."""
 
     def __init__(self):
         super().__init__()
@@ -29,19 +29,22 @@ class Block(nn.Module):
 
 
 def errors(ranks):
-    """Relative errors of output and gradient, compared with one rank."""
+    """Returns the relative errors of the output and of a gradient, compared with one rank."""
     ulysses = 2 if ranks % 2 == 0 else 1
     attend = build_attention("usp", build_mesh("cpu", ring=ranks // ulysses, ulysses=ulysses))
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(), Block()), torch.randn(1, LENGTH, EMBED)
 
+    # 1. On all ranks, each with its shard of x.
     layout = attend.layout(LENGTH)
     with sequence(layout=layout), sdpa_parallel(attend):
         out = model(layout.take(x, attend.shard))
     out.square().sum().backward()
     gradient = model[0].qkv.weight.grad.clone()
-    dist.all_reduce(gradient)  # FSDP2 averages gradients; `armillary.core.sum_gradients(model)` makes it sum
+    # Each rank has the gradient of its own tokens. FSDP2 averages: call `armillary.core.sum_gradients(model)` with it.
+    dist.all_reduce(gradient)
 
+    # 2. On this rank alone, with all of x.
     model.zero_grad()
     full = model(x)
     full.square().sum().backward()

@@ -19,25 +19,26 @@ CONFIG = MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sl
 
 
 def errors(ranks):
-    """Relative errors of loss and gradient, compared with one rank."""
+    """Returns the relative errors of the loss and of a gradient, compared with one rank."""
     ulysses = 2 if ranks % 2 == 0 else 1
     cp = ContextParallel("usp", build_mesh("cpu", ring=ranks // ulysses, ulysses=ulysses))
     torch.manual_seed(0)
     model = MistralForCausalLM(CONFIG)  # from_pretrained(folder) works the same way
     ids = torch.randint(256, (1, LENGTH))
 
+    # 1. On all ranks, each with its shard of the row.
     cp.prepare(model)
     with cp.shard(ids, documents=DOCUMENTS) as batch:
         loss = cp.loss(model(**batch.inputs).loss, batch)  # the mean over all ranks' labels, equal on every rank
     loss.backward()
-    cp.reduce_gradients(model)  # FSDP2 and DDP do so by themselves
+    cp.reduce_gradients(model)  # not needed with FSDP2 or DDP, which reduce gradients themselves
     gradient = model.lm_head.weight.grad.clone()
 
+    # 2. On this rank alone, with the whole row.
     model.zero_grad()
     model.set_attn_implementation("sdpa")
-    labels = ids.index_fill(
-        1, torch.tensor(DOCUMENTS[:-1]), -100
-    )  # the last token of a document does not predict the next document
+    # The first token of a document is not a label: the last token of the document before cannot predict it.
+    labels = ids.index_fill(1, torch.tensor(DOCUMENTS[:-1]), -100)
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
     full_loss = model(ids, position_ids=positions, labels=labels, use_cache=False).loss
     full_loss.backward()

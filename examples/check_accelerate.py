@@ -1,7 +1,7 @@
 """Checks accelerate's context parallelism, FSDP2 included, against one rank: python examples/check_accelerate.py
 
-accelerate accepts `cp_size` only on GPUs; `accelerator_on_cpu` disables that check. On GPUs
-`Accelerator(parallelism_config=..., fsdp_plugin=...)` is enough.
+accelerate accepts `cp_size` only on GPUs; `accelerator_on_cpu` disables its check. On GPUs,
+`Accelerator(parallelism_config=..., fsdp_plugin=...)` does the same.
 """
 
 import os
@@ -29,7 +29,7 @@ def step(accelerator, model, batch):
     ):
         logits = model(ids, positions)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        # FSDP2 averages gradients over ranks, so each local loss is multiplied by their number.
+        # FSDP2 averages gradients over ranks, so each local loss is multiplied by the number of ranks.
         loss = loss * accelerator.num_processes / (batch.shifted_labels != -100).sum()
         accelerator.backward(loss)
     return StepOutput(loss.detach(), positions)
@@ -54,7 +54,7 @@ def one_rank_step(model, batch):
 
 
 def accelerator_on_cpu():
-    """An accelerator over all ranks of this world, which already has a process group."""
+    """Returns an Accelerator over all ranks of the default process group, which exists already."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "ACCELERATE_USE_CPU": "true"})
     os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})  # required, but unused
@@ -63,7 +63,7 @@ def accelerator_on_cpu():
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
-    with patch.object(ParallelismConfig, "_validate_accelerator"):
+    with patch.object(ParallelismConfig, "_validate_accelerator"):  # the check for GPUs
         accelerator = Accelerator(
             cpu=True, parallelism_config=ParallelismConfig(cp_size=dist.get_world_size()), fsdp_plugin=plugin
         )

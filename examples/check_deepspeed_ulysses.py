@@ -1,7 +1,8 @@
 """Checks DeepSpeed's Ulysses against one rank: python examples/check_deepspeed_ulysses.py (needs deepspeed)
 
-The tests of this repository do not run it, because they do not install deepspeed. It is right with deepspeed 0.19.8 and
-torch 2.15. The calls are those of the scoreboard's adapter (benchmarks/scoreboard/contenders/deepspeed_ulysses.py).
+The tests of this repository do not run this script, because they do not install deepspeed. Ulysses passes with
+deepspeed 0.19.8 and torch 2.15. The scoreboard's adapter (benchmarks/scoreboard/contenders/deepspeed_ulysses.py) makes
+the same calls.
 """
 
 from functools import cache
@@ -18,7 +19,7 @@ VOCABULARY, EMBED, HEADS = 64, 32, 4
 
 @cache
 def sequence_group():
-    """The group of all ranks, registered with DeepSpeed like in `deepspeed.initialize(mesh_param=...)`."""
+    """Returns the group of all ranks, registered with DeepSpeed like in `deepspeed.initialize(mesh_param=...)`."""
     import deepspeed
     from deepspeed.utils import groups
 

@@ -1,6 +1,7 @@
 """Checks torch's own `context_parallel` against one rank: python examples/check_torch_context_parallel.py
 
-torch's ring supports only CUDA's attention kernels; `use_cpu_kernel` adds the CPU's, so that no GPU is needed.
+torch's ring supports only the attention kernels of CUDA; `use_cpu_kernel` adds the kernel of the CPU, so that no GPU is
+needed.
 """
 
 from functools import partial
@@ -44,7 +45,10 @@ class Model(nn.Module):
 
 
 def step(model, batch, positions_restart=False):
-    """The step of torch's tutorial: the context shards the buffers, and forward and backward run inside it."""
+    """The step of torch's tutorial: the context manager shards the buffers; forward and backward run inside it.
+
+    With `positions_restart` each rank counts positions from 0, a mistake that the check must report.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     use_cpu_kernel()
     positions = torch.arange(batch.ids.shape[1])[None]
@@ -65,7 +69,7 @@ def reduce(model):
 
 
 def use_cpu_kernel():
-    """Registers torch's ring for the CPU's flash attention, like `context_parallel` does for CUDA's."""
+    """Registers torch's ring for flash attention on the CPU, as `context_parallel` does for CUDA."""
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     torch_ring.custom_ops |= {forward: ring_forward, backward: ring_backward}
@@ -90,7 +94,8 @@ def ring_backward(op, args, kwargs):
 
 
 def check(worlds=None, world_size=4, **faults):
-    # torch merges partial results in float32 or narrower.
+    """Returns the report of the check. `faults` are arguments of `step` that plant a mistake."""
+    # float32, because torch merges partial results in at most that precision.
     return check_model(
         Model,
         partial(step, **faults),

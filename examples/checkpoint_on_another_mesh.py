@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from context_parallel import LENGTH, STEPS, differences, model_of, optimizer_of, sharded, train
+from context_parallel import LENGTH, STEPS, differences, new_model, new_optimizer, sharded, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,16 +22,16 @@ SAVED = STEPS // 2
 
 
 def sharded_by_heads():
-    """Returns (model, context parallelism) on the second mesh: `tp` shards heads and MLP, FSDP2 shards over `ring`."""
+    """Returns (model, ContextParallel) on the second mesh: `tp` shards heads and MLP, FSDP2 shards over `ring`."""
     mesh = build_mesh("cpu", ring=2, tp=2)
-    model, cp = model_of(), ContextParallel("ring", mesh)
+    model, cp = new_model(), ContextParallel("ring", mesh)
     columns, rows = ("attention.qkv", "mlp.1"), ("attention.out", "mlp.3")
     plan = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
     parallelize_module(model, mesh["tp"], plan | {f"blocks.*.{name}": RowwiseParallel() for name in rows})
     style = ContextParallelStyle(cp.method, layout=cp.method.layout(LENGTH))
     parallelize_module(model, mesh["ring"], {"blocks.*.attention": style})
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh["ring"])
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["ring"])
     return model, cp
 
 
@@ -40,17 +40,18 @@ def state_of(model, optimizer):
 
 
 def saved_run(model, cp, folder):
-    """Trains, saves the checkpoint, and returns losses and gradient norms."""
-    optimizer = optimizer_of(model)
+    """Trains the first half of the steps, saves a checkpoint, and returns losses and gradient norms."""
+    optimizer = new_optimizer(model)
     results = train(model, cp, optimizer, range(SAVED))
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
     return results
 
 
 def resumed_run(model, cp, folder):
-    """Resumes with an untrained model, and returns losses and gradient norms of the remaining steps."""
-    optimizer = optimizer_of(model)
-    state = state_of(model, optimizer)  # with this mesh's sharding, from which DCP determines the parts to read
+    """Loads the checkpoint into an untrained model and trains; returns losses and gradient norms of the other steps."""
+    optimizer = new_optimizer(model)
+    # DCP loads into these tensors, and determines from their sharding which parts of the files this rank reads.
+    state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return train(model, cp, optimizer, range(SAVED, STEPS))
@@ -58,7 +59,7 @@ def resumed_run(model, cp, folder):
 
 @contextmanager
 def shared_folder():
-    """A temporary folder of rank 0, used by all ranks. With several hosts it must be on a shared file system."""
+    """Yields a temporary folder of rank 0 on all ranks. Several hosts need a shared file system."""
     with TemporaryDirectory() as local_folder:
         folder = [local_folder]
         dist.broadcast_object_list(folder)
@@ -67,13 +68,13 @@ def shared_folder():
 
 
 def errors(ranks):
-    """Largest relative errors of losses and gradient norms, compared with an uninterrupted run on one rank."""
+    """Returns the largest relative errors of losses and of gradient norms, compared with one run on one rank."""
     assert ranks == 4, "ring=2, ulysses=2 or tp=2: start it with torchrun --nproc-per-node 4"
     first, second = sharded(), sharded_by_heads()
     with shared_folder() as folder:
         before, after = saved_run(*first, folder), resumed_run(*second, folder)
-    results = [[*first, *then] for first, then in zip(before, after, strict=True)]
-    return differences(results, train(model_of()))
+    results = [[*values, *later_values] for values, later_values in zip(before, after, strict=True)]
+    return differences(results, train(new_model()))
 
 
 def main():

@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
 
     def forward(self, x):
-        # Outputs are ordered by head, so that tensor parallelism gives each rank q, k and v of its heads.
+        # The outputs of `qkv` are ordered by head, so that tensor parallelism gives each rank q, k and v of its heads.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, EMBED // HEADS)).transpose(1, 3).unbind(1)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
@@ -51,43 +51,42 @@ class Model(nn.Module):
         return self.head(self.blocks(self.tokens(ids) + self.positions(position_ids)))
 
 
-def model_of():
+def new_model():
     torch.manual_seed(0)
     return Model().double()
 
 
 def sharded(compiled=False):
-    """Returns (model, context parallelism) on 4 ranks."""
+    """Returns (model, ContextParallel) on 4 ranks; `compiled` modules are compiled before FSDP2 wraps them."""
     mesh = build_mesh("cpu", ring=2, ulysses=2)
-    model, cp = model_of(), ContextParallel("usp", mesh)
+    model, cp = new_model(), ContextParallel("usp", mesh)
     style = ContextParallelStyle(cp.method, layout=cp.method.layout(LENGTH))
     parallelize_module(model, mesh["ring", "ulysses"], {"blocks.*.attention": style})
-    for part in (*model.blocks, model):
+    for module in (*model.blocks, model):
         if compiled:
-            part.compile(backend="aot_eager", fullgraph=part is not model)
-        fully_shard(part, mesh=mesh["ring", "ulysses"]._flatten("sequence"))
+            module.compile(backend="aot_eager", fullgraph=module is not model)
+        fully_shard(module, mesh=mesh["ring", "ulysses"]._flatten("sequence"))
     return model, cp
 
 
-def optimizer_of(model):
+def new_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def train(model, cp=None, optimizer=None, steps=range(STEPS)):
-    """Returns losses and gradient norms of the steps; with `cp` it trains on the local shard of each row."""
-    optimizer, losses, norms = optimizer or optimizer_of(model), [], []
+    """Trains, and returns the loss and the gradient norm of each step. With `cp`, on this rank's shard of each row."""
+    optimizer, losses, norms = optimizer or new_optimizer(model), [], []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)  # the same on every rank
         if cp is None:
-            loss = F.cross_entropy(
-                model(ids[:, :-1], torch.arange(LENGTH - 1)[None]).flatten(0, 1), ids[:, 1:].flatten()
-            )
+            logits = model(ids[:, :-1], torch.arange(LENGTH - 1)[None])
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         else:
             batch = cp.shard(ids)
             loss = cp.loss(model(batch.ids, batch.position_ids), batch)
         loss.backward()
-        norms.append(float(clip_gradients(model, 100.0)))  # torch's function needs all parameters on one mesh
+        norms.append(float(clip_gradients(model, 100.0)))  # also for parameters on several meshes
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
@@ -95,13 +94,13 @@ def train(model, cp=None, optimizer=None, steps=range(STEPS)):
 
 
 def errors(ranks, compiled=False):
-    """Largest relative errors of losses and gradient norms, compared with one rank on full sequences."""
+    """Returns the largest relative errors of losses and of gradient norms, compared with one rank on full sequences."""
     assert ranks == 4, "ring=2, ulysses=2: start it with torchrun --nproc-per-node 4"
-    return differences(train(*sharded(compiled)), train(model_of()))
+    return differences(train(*sharded(compiled)), train(new_model()))
 
 
 def differences(results, expected):
-    """The largest relative differences of losses and of gradient norms."""
+    """Returns the largest relative difference of losses and that of gradient norms."""
     return [
         max(abs(a - b) / abs(b) for a, b in zip(values, expected_values, strict=True))
         for values, expected_values in zip(results, expected, strict=True)

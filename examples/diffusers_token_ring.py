@@ -20,7 +20,7 @@ SIZES = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4, "att
 INPUTS = {"in_channels": 8, "joint_attention_dim": 24, "pooled_projection_dim": 12, "axes_dims_rope": (4, 6, 6)}
 
 
-def model_of():
+def new_model():
     torch.manual_seed(0)
     model = FluxTransformer2DModel(**SIZES, **INPUTS)  # or the `transformer` of a pipeline
     nn.init.normal_(model.proj_out.weight, std=0.1)
@@ -28,7 +28,7 @@ def model_of():
 
 
 def sharded(ranks):
-    mesh, model = build_mesh("cpu", ring=ranks), model_of()
+    mesh, model = build_mesh("cpu", ring=ranks), new_model()
     model.enable_gradient_checkpointing()
     ContextParallel("token_ring", mesh).prepare(model)
     for part in (*model.transformer_blocks, *model.single_transformer_blocks, model):
@@ -37,17 +37,21 @@ def sharded(ranks):
 
 
 def train(model):
-    """Returns losses and gradient norms. The code is the same for one device and for many ranks, with equal batches."""
+    """Trains; returns the loss and the gradient norm of each step. The code is the same for one rank and many."""
     optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-3), [], []
     ids = torch.cartesian_prod(torch.zeros(1), torch.arange(1.0 * ROWS), torch.arange(1.0 * COLUMNS))
     for step in range(STEPS):
-        draw = torch.Generator().manual_seed(step)  # equal data, noise and times on all ranks
-        image, noise = torch.randn(2, BATCH, ROWS * COLUMNS, 8, generator=draw, dtype=torch.float64)
-        text, pooled = (torch.randn(BATCH, *size, generator=draw, dtype=torch.float64) for size in ((TEXT, 24), (12,)))
-        time = torch.rand(BATCH, generator=draw, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(step)  # equal data, noise and times on all ranks
+        image, noise = torch.randn(2, BATCH, ROWS * COLUMNS, 8, generator=generator, dtype=torch.float64)
+        text, pooled = (
+            torch.randn(BATCH, *size, generator=generator, dtype=torch.float64) for size in ((TEXT, 24), (12,))
+        )
+        time = torch.rand(BATCH, generator=generator, dtype=torch.float64)
         noisy = torch.lerp(image, noise, time[:, None, None])
         conditions = {"encoder_hidden_states": text, "pooled_projections": pooled, "timestep": time}
-        flow = model(noisy, **conditions, img_ids=ids, txt_ids=torch.zeros(TEXT, 3)).sample  # unsharded, on every rank
+        flow = model(
+            noisy, **conditions, img_ids=ids, txt_ids=torch.zeros(TEXT, 3)
+        ).sample  # of all image tokens, on every rank
         loss = F.mse_loss(flow, noise - image)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -59,8 +63,8 @@ def train(model):
 
 
 def errors(ranks):
-    """Largest relative errors of losses and gradient norms, compared with one rank."""
-    results, expected = train(sharded(ranks)), train(model_of())
+    """Returns the largest relative errors of losses and of gradient norms, compared with one rank."""
+    results, expected = train(sharded(ranks)), train(new_model())
     return [max(abs(a / b - 1) for a, b in zip(*pair, strict=True)) for pair in zip(results, expected, strict=True)]
 
 

@@ -60,7 +60,7 @@ def test_several_files_and_chunks_are_one_store(tmp_path, shards):
     memory.vocabulary = Vocabulary()
     rows = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
     store = open_store(save(tmp_path / "saved", rows, num_shards=shards))
-    assert len(store.segments) == 3
+    assert len(store.arrays) == 3
     assert documents(store) == rows
     assert read_rows(single_rank_rows(store, 99), 0, 40) == read_rows(single_rank_rows(memory, 99), 0, 40)
 

@@ -272,7 +272,7 @@ def test_packing_statistics_match_the_rows(shards):
     ):
         packed = PackedSequences(documents, layout=layout, shard=0, rows_per_batch=1, packing=packing)
         every = [packed.row(number) for number in range(packed.rows_per_epoch)]
-        packed_tokens = sum(piece.length for row in every for piece in row.slices)
+        packed_tokens = sum(piece.length for row in every for piece in row.pieces)
         assert (actual.packing, actual.waste.rows) == (packing.__name__, len(every))
         assert actual.waste.padding == pytest.approx(1 - packed_tokens / (len(every) * length))
         assert actual.waste.dropped == pytest.approx(1 - packed_tokens / total)

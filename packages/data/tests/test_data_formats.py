@@ -83,7 +83,7 @@ def test_content_depends_on_tokens_and_boundaries_not_on_the_path(folder, tmp_pa
 
 def test_a_store_on_disk_cannot_be_changed(folder):
     store = open_store(folder)
-    for mapped in (store.segments[0], store.stops, store.hashes):
+    for mapped in (store.arrays[0], store.stops, store.hashes):
         with pytest.raises(ValueError, match="read-only"):
             mapped[0] = 1
     assert sum(verify_folder(folder)) == sum(2 * length + 16 for length in LENGTHS) + 8

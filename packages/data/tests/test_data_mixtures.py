@@ -19,7 +19,7 @@ SIZES = [[30, 5, 20], [9, 9], [100, 3]]
 def shifted(lengths, by):
     """Numbered documents whose tokens are in no other store."""
     store = numbered(lengths)
-    return replace(store, segments=[store.segments[0] + by], content=f"{store.content} from {by}")
+    return replace(store, arrays=[store.arrays[0] + by], content=f"{store.content} from {by}")
 
 
 STORES = [shifted(lengths, 1000 * i) for i, lengths in enumerate(SIZES)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.data import best_fit, greedy, one_per_row
 from armillary.data.loader.epochs import Epochs
-from armillary.data.packing import DocumentSlice, Packed
+from armillary.data.packing import DocumentPiece, Packed
 
 PACKINGS = [greedy, best_fit, one_per_row]
 corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -88,7 +88,7 @@ def test_documents_are_not_in_the_order_of_the_store(packing):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_one_token_fills_one_row(packing):
-    assert packed(packing, [1], 1) == packed(packing, [1], 5) == [[DocumentSlice(0, 0, 1)]]
+    assert packed(packing, [1], 1) == packed(packing, [1], 5) == [[DocumentPiece(0, 0, 1)]]
 
 
 @pytest.mark.parametrize("packing", [greedy, best_fit])
@@ -164,8 +164,8 @@ def test_one_per_row_packs_the_start_of_each_document_once(lengths, room):
 def test_waste_equals_counted_tokens(packing, lengths, room):
     epochs = Epochs(numbered(lengths), room, packing, "key")
     rows, waste = [epochs.row(number) for number in range(epochs.rows)], epochs.waste()
-    counts = token_counts([row.slices for row in rows], lengths)
-    full = {piece.document for row in rows for piece in row.slices if piece.length == lengths[piece.document]}
+    counts = token_counts([row.pieces for row in rows], lengths)
+    full = {piece.document for row in rows for piece in row.pieces if piece.length == lengths[piece.document]}
     assert waste.rows == len(rows)
     assert waste.padding == pytest.approx(sum(row.padding for row in rows) / (room * len(rows)))
     assert waste.dropped == pytest.approx(sum(n == 0 for tokens in counts for n in tokens) / sum(lengths))
@@ -185,9 +185,9 @@ def test_waste_of_a_small_corpus():
 def test_rows_have_their_boundaries_and_skip_empty_documents():
     epochs = Epochs(numbered([0, 3, 0, 5, 0]), 4, greedy, "key")
     rows = [epochs.row(number) for number in range(3 * epochs.rows)]
-    assert {piece.document for row in rows for piece in row.slices} == {1, 3}
+    assert {piece.document for row in rows for piece in row.pieces} == {1, 3}
     for row in rows:
-        ends = list(accumulate((piece.length for piece in row.slices), initial=0))
+        ends = list(accumulate((piece.length for piece in row.pieces), initial=0))
         assert row.ends == (0, *ends[1:]) and ends[-1] == 4
         assert row.padding == 0
 

@@ -131,7 +131,7 @@ def test_tokens_of_any_integer_type_are_read_exactly(dtype):
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
 def test_the_largest_token_of_a_dtype_is_preserved(dtype):
     store, largest = numbered([3], dtype), torch.iinfo(getattr(torch, dtype)).max
-    store.segments[0][:] = largest
+    store.arrays[0][:] = largest
     batch = single_rank_rows(store, 3).batch(0)
     assert batch.tokens.tolist() == [[largest] * 3]
     assert batch.labels.tolist() == [[largest, largest, IGNORE]]
@@ -214,7 +214,7 @@ def test_batches_describe_their_rows_and_token_positions():
         name, places = full.describe(number).split(", tokens ")
         spans = [tuple(map(int, part.split(".."))) for part in places.split(", ")]
         assert name == STORE.name
-        tokens = [token for first, last in spans for token in STORE.segments[0][first : last + 1].tolist()]
+        tokens = [token for first, last in spans for token in STORE.arrays[0][first : last + 1].tolist()]
         assert tokens == [token for token in full.batch(number).tokens[0].tolist() if token != PADDING]
 
 

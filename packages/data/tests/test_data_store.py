@@ -48,8 +48,8 @@ def test_parts_of_documents_are_read_across_segments(data, shape):
     lengths = [length for segment in shape for length in segment]
     full = numbered(lengths)
     ends = np.cumsum([0, *map(sum, shape)])
-    segments = [full.segments[0][a:b] for a, b in pairwise(ends)]
-    store = replace(full, segments=segments)
+    arrays = [full.arrays[0][a:b] for a, b in pairwise(ends)]
+    store = replace(full, arrays=arrays)
     document = data.draw(st.integers(0, len(lengths) - 1))
     start = data.draw(st.integers(0, lengths[document]))
     stop, step = data.draw(st.integers(start, lengths[document])), data.draw(st.integers(1, 5))
@@ -98,7 +98,7 @@ def test_tokens_are_kept_in_the_smallest_type(vocabulary, dtype):
             return torch.full((len(text),), vocabulary - 1)
 
     store = TokenStore.of([Document("only", b"ab")], Wide())
-    assert store.segments[0].dtype == dtype
+    assert store.arrays[0].dtype == dtype
     assert store.read(0, 0, 3).tolist() == [vocabulary - 1, vocabulary - 1, 0]
 
 

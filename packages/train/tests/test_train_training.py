@@ -270,7 +270,7 @@ def run_with_bad_steps(config: Config) -> tuple[list[tuple[bool, bool]], list[st
 
 def has_z(run: Run, number: int) -> bool:
     row = run.training.row(number)
-    return any(ord("Z") in row.store.read(p.document, p.start, p.start + p.length) for p in row.slices)
+    return any(ord("Z") in row.store.read(p.document, p.start, p.start + p.length) for p in row.pieces)
 
 
 def test_a_skipped_step_changes_no_bit_and_names_rows_and_rank(worlds, small):

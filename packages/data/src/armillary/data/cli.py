@@ -59,7 +59,8 @@ class Prepare(Preparation):
         with Bar(in_bytes=True, lines=True) as bar:
 
             def report(progress: Progress) -> None:
-                total = progress.total_bytes if progress.done_bytes else None  # no bar while a tokenizer is trained
+                # Without a total while a tokenizer is trained, which does not report progress.
+                total = progress.total_bytes if progress.done_bytes else None
                 note = f"{progress.tokens:,} tokens" if progress.tokens else ""
                 bar.show(progress.step, progress.done_bytes, total, note)
 

@@ -15,15 +15,18 @@ from armillary.data.text.tokenizer import TextTokenizer
 CONTAINERS = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
 """Suffixes of files whose bytes are not the text itself."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files that mark a tokenizer in a Hugging Face folder; only the first can be read."""
+"""Files of which one is in each Hugging Face folder with a tokenizer; only a tokenizer.json can be read."""
 
 
 def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
-    """Opens a store, or tokenizes text with the tokenizer of a Hugging Face folder, or as bytes.
+    """Opens a store, or tokenizes text files in memory with the tokenizer of a model, by default as bytes.
+
+    Args:
+        model_folder: Hugging Face folder of the model.
 
     Raises:
-        ValueError: a file that is neither, judging by its name and content; a store of bytes for a folder with a
-            tokenizer.
+        ValueError: the path is neither a store nor text, judging by its name and content; or it is a store of bytes,
+            and the model's folder has a tokenizer.
     """
     if is_store(path):
         store = open_store(path)
@@ -47,7 +50,7 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
     """Reads the tokenizer of a file or Hugging Face folder; bytes without a path, or for a folder without tokenizer.
 
     Args:
-        begin_of_document: name of a token in front of each text; by default as the tokenizer's files say.
+        begin_of_document: name of the token before each text; by default the one in the tokenizer's files, if any.
 
     Raises:
         ValueError: not a tokenizer.json, or the library that reads it is not installed.
@@ -71,4 +74,5 @@ def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayToke
 
 
 def has_tokenizer(folder: Path | None) -> bool:
+    """Returns True if a folder has the files of a tokenizer."""
     return folder is not None and any((folder / name).exists() for name in TOKENIZER_FILES)

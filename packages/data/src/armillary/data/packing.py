@@ -1,4 +1,4 @@
-"""Packing: the slices of documents that make up rows of N tokens.
+"""Packing: chooses the documents, or pieces of documents, that make up each row of N tokens.
 
 A packing is a function from the lengths of documents to `Packed`. Best-fit packing follows Ding et al., "Fewer
 Truncations Improve Language Modeling" (arXiv 2404.10830).
@@ -16,8 +16,8 @@ from armillary.data.shuffle import Index, permutation
 
 
 @dataclass(frozen=True)
-class DocumentSlice:
-    """Tokens `start` to `start + length - 1` of a document."""
+class DocumentPiece:
+    """Tokens `start` to `start + length - 1` of document number `document`."""
 
     document: int
     start: int
@@ -26,11 +26,12 @@ class DocumentSlice:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The rows of an epoch. Row r consists of slices `first[r]` to `first[r + 1] - 1`, in that order.
+    """The R rows of an epoch, as M pieces of documents. Row r is pieces `first[r]` to `first[r + 1] - 1`, in order.
 
     Args:
-        documents, starts, lengths: int64 [M], the slices.
-        first: int64 [R + 1].
+        documents, starts, lengths: int64 [M]: for each piece its document, its first token in the document and its
+            number of tokens.
+        first: int64 [R + 1]: number of the first piece of each row, then M.
     """
 
     documents: Index
@@ -42,38 +43,40 @@ class Packed:
         """Number of rows, R."""
         return len(self.first) - 1
 
-    def row(self, number: int) -> list[DocumentSlice]:
+    def row(self, number: int) -> list[DocumentPiece]:
+        """Returns the pieces of a row."""
         window = slice(int(self.first[number]), int(self.first[number + 1]))
         columns = (column[window].tolist() for column in (self.documents, self.starts, self.lengths))
-        return [DocumentSlice(*values) for values in zip(*columns, strict=True)]
+        return [DocumentPiece(*values) for values in zip(*columns, strict=True)]
 
 
 Packing = Callable[[Index, int, str], Packed]
 """(lengths of documents [D], tokens of a row N, key of the shuffle) -> rows.
 
-The number of rows must not depend on the key, and no slice may be longer than a row. A slice that ends before its
-document does must be the last of its row."""
+The number of rows must not depend on the key, and the pieces of a row have at most N tokens together. A piece that ends
+before its document ends must be the last piece of its row."""
 
 
 def one_per_row(lengths: Index, length: int, key: str) -> Packed:
-    """Puts each document into a row of its own, and drops its tokens after the first N."""
+    """Puts each document into a separate row, and drops its tokens after the first N."""
     order = permutation(len(lengths), key)
     return Packed(order, np.zeros_like(order), np.minimum(lengths[order], length), np.arange(len(order) + 1))
 
 
 def greedy(lengths: Index, length: int, key: str) -> Packed:
-    """Concatenates documents and cuts every N tokens; only the last row is short."""
+    """Concatenates documents and cuts every N tokens; only the last row can be shorter."""
     order = permutation(len(lengths), key)
     ends = np.cumsum(lengths[order])
     total = int(ends[-1])
-    # A slice ends where a document or a row does. The stable sort merges two sorted runs.
+    # A piece ends where a document or a row ends. The input is two sorted runs, which a stable sort merges in linear
+    # time.
     stops = np.sort(np.concatenate([ends, np.arange(length, total, length)]), kind="stable")
     stops = stops[np.diff(stops, prepend=0) > 0]
     begins = np.concatenate([[0], stops[:-1]])
-    # The document of each slice, and the slice's start within it.
+    # The document of each piece, as an index into `order`, and the first token of the piece within the document.
     index = np.searchsorted(ends, begins, "right")
     starts = begins - (ends[index] - lengths[order[index]])
-    # The first slice of each row: rows begin at multiples of N in the concatenation.
+    # The first piece of each row: rows begin at multiples of N in the concatenation.
     first = np.searchsorted(begins, np.arange(0, total + length, length))
     return Packed(order[index], starts, stops - begins, first)
 
@@ -81,16 +84,18 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
 def best_fit(lengths: Index, length: int, key: str) -> Packed:
     """Cuts no document that fits into a row; rows are padded instead, as little as possible.
 
-    Longer documents are cut every N tokens. Slices, in order of decreasing length, go into the row with the least room
-    that suffices. The shuffle decides among documents of equal length.
+    Longer documents are cut every N tokens. Then each piece, from the longest to the shortest, goes into the fullest
+    row that has room for it. The shuffle decides the order of pieces of equal length.
     """
     order = permutation(len(lengths), key)
-    # 1. Documents longer than a row become slices of N tokens and a remainder.
-    cuts = -(-lengths[order] // length)
-    documents = np.repeat(order, cuts)
-    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * length
+    # 1. Documents longer than a row become pieces of N tokens and a remainder.
+    piece_counts = -(-lengths[order] // length)  # rounded up
+    documents = np.repeat(order, piece_counts)
+    # Piece i of a document starts at its token i N; i counts from the first piece of the document.
+    first_pieces = np.repeat(np.cumsum(piece_counts) - piece_counts, piece_counts)
+    starts = (np.arange(len(documents)) - first_pieces) * length
     sizes = np.minimum(lengths[documents] - starts, length)
-    # 2. Every slice gets a row; then slices are sorted by row.
+    # 2. Each piece gets a row; then the pieces are sorted by row.
     rows = best_fit_rows(sizes, length)
     order = np.argsort(rows, kind="stable")
     first = np.searchsorted(rows[order], np.arange(rows.max() + 2))
@@ -98,42 +103,49 @@ def best_fit(lengths: Index, length: int, key: str) -> Packed:
 
 
 def best_fit_rows(sizes: Index, row_size: int) -> Index:
-    """Returns the row of each item [M]: best fit of sizes 1..row_size in decreasing order.
+    """Returns the row of each item, int64 [M], by best fit: the fullest row that has room for the item.
 
-    Items of equal size are placed together, so the number of steps is about the number of different sizes.
+    Items are placed from the largest to the smallest. Items of equal size are placed together, so the number of
+    iterations is about the number of different sizes.
+
+    Args:
+        sizes: int64 [M], each 1 to row_size.
     """
     rows, free, row_count = np.empty(len(sizes), np.int64), FreeRows(), 0
     order = np.argsort(-sizes, kind="stable")
+    # Groups of items of equal size, the largest size first.
     negative_sizes, firsts = np.unique(-sizes[order], return_index=True)
     for size, items in zip((-negative_sizes).tolist(), np.split(order, firsts[1:]), strict=True):
         while len(items):
-            room = free.smallest_room(size)  # of the fullest rows that have room for an item; None: no row has
-            # Each chosen row takes as many items of this size as fit, as best fit would one item at a time.
-            per_row = (room or row_size) // size
-            row_need = -(-len(items) // per_row)
-            if room is None:
-                chosen_rows, row_count = list(range(row_count, row_count + row_need)), row_count + row_need
+            smallest_room = free.smallest_room(size)
+            room = smallest_room or row_size  # free tokens of each chosen row; new rows are empty
+            # Each chosen row takes as many items as fit: placed one by one, items would go to the same rows, because a
+            # row that has received an item is the fullest one with room for the next.
+            per_row = room // size
+            needed_rows = -(-len(items) // per_row)  # rounded up
+            if smallest_room is None:  # no row has room for an item: starts new rows
+                chosen_rows, row_count = list(range(row_count, row_count + needed_rows)), row_count + needed_rows
             else:
-                chosen_rows = free.take(room, row_need)  # may be fewer than needed: the loop continues
+                chosen_rows = free.take(room, needed_rows)  # may be fewer than needed: the loop continues
             placed_items, items = items[: per_row * len(chosen_rows)], items[per_row * len(chosen_rows) :]
             rows[placed_items] = np.repeat(chosen_rows, per_row)[: len(placed_items)]
-            in_last = len(placed_items) - per_row * (len(chosen_rows) - 1)  # the last row may get fewer
-            free.put((room or row_size) - per_row * size, chosen_rows[:-1])
-            free.put((room or row_size) - in_last * size, chosen_rows[-1:])
+            count_in_last = len(placed_items) - per_row * (len(chosen_rows) - 1)  # the last row may get fewer items
+            free.put(room - per_row * size, chosen_rows[:-1])
+            free.put(room - count_in_last * size, chosen_rows[-1:])
     return rows
 
 
 class FreeRows:
-    """Rows that have room, by the number of free tokens."""
+    """Rows with free tokens, grouped by their number of free tokens, the *room*."""
 
     def __init__(self) -> None:
-        self._spaces: list[int] = []  # keys of _rows, sorted
+        self._rooms: list[int] = []  # keys of `_rows`, sorted
         self._rows: dict[int, list[int]] = {}
 
     def smallest_room(self, size: int) -> int | None:
-        """Returns the smallest room of at least `size`, or None."""
-        i = bisect_left(self._spaces, size)
-        return self._spaces[i] if i < len(self._spaces) else None
+        """Returns the smallest room of at least `size` tokens that any row has, or None."""
+        i = bisect_left(self._rooms, size)
+        return self._rooms[i] if i < len(self._rooms) else None
 
     def take(self, room: int, count: int) -> list[int]:
         """Removes and returns up to `count` rows with exactly this room."""
@@ -141,13 +153,14 @@ class FreeRows:
         chosen_rows = rows[-count:]
         del rows[-count:]
         if not rows:
-            del self._rows[room], self._spaces[bisect_left(self._spaces, room)]
+            del self._rows[room], self._rooms[bisect_left(self._rooms, room)]
         return chosen_rows
 
     def put(self, room: int, rows: list[int]) -> None:
+        """Adds rows with this room; full rows (room 0) are not kept."""
         if room and rows:
             if room not in self._rows:
-                insort(self._spaces, room)
+                insort(self._rooms, room)
             self._rows.setdefault(room, []).extend(rows)
 
 

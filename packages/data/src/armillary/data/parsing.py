@@ -19,8 +19,11 @@ Parsed = TypeVar("Parsed")
 def parse(argv: Sequence[str], kind: type[Parsed], program: str, default: Parsed | None = None) -> Parsed:
     """Returns an instance of the dataclass `kind`: the default, overridden by command-line arguments.
 
+    Args:
+        program: name of the command in messages.
+
     Raises:
-        ValueError: an unknown flag, with the nearest known ones, or a value of the wrong type.
+        ValueError: an unknown flag (the message names the nearest known ones), or a value of the wrong type.
     """
     with one_line_errors():
         options: dict[str, Any] = {} if default is None else {"default": default}
@@ -28,7 +31,7 @@ def parse(argv: Sequence[str], kind: type[Parsed], program: str, default: Parsed
 
 
 def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed:
-    """Returns an instance of `kind` as `parse` does, ignoring flags of other dataclasses and --help."""
+    """Returns an instance of `kind` as `parse` does, but ignores --help and flags that `kind` does not have."""
     with one_line_errors():
         return tyro.cli(
             kind, args=list(argv), prog=program, registry=quantities(), return_unknown_args=True, add_help=False
@@ -36,7 +39,7 @@ def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed
 
 
 def quantities() -> ConstructorRegistry:
-    """Reads integers by `armillary.data.console.quantity`: 65536, 64Ki, 1_000, 5M."""
+    """Returns a registry for tyro that parses integers with `whole_number`: 65536, 64Ki, 1_000, 5M."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -56,7 +59,7 @@ def quantities() -> ConstructorRegistry:
 
 @contextmanager
 def one_line_errors() -> Generator[None]:
-    """Raises the boxed message of tyro as a one-line ValueError, since each rank prints one line."""
+    """Context manager that raises tyro's boxed error message as a ValueError of one line, as ranks print errors."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
@@ -64,7 +67,7 @@ def one_line_errors() -> Generator[None]:
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
             raise
-        # Drops the title, the box, line breaks and the help text of the argument.
+        # Drops the title, the frame of the box, line breaks and the help text of the argument.
         lines = [line.strip(" │") for line in box.getvalue().splitlines()[1:]]
         sentences = " ".join(line for line in lines if line.strip("─-╭╮╰╯ "))
         message = re.sub(r" Argument helptext:.*(?= For full helptext)", "", sentences)

@@ -15,10 +15,10 @@ class Bar(Progress):
     """A progress bar on a terminal, removed when the work is done. Printed lines appear above it.
 
     Args:
-        description: description of the work; `show` may change it.
-        in_bytes: amounts are bytes.
-        lines: True logs a line now and then if there is no terminal.
-        quiet: show nothing, such as for --json, or on all ranks but the first.
+        description: name of the work; `show` may change it.
+        in_bytes: True if counts are bytes, shown as MB.
+        lines: True prints a line after each tenth of the work if stderr is not a terminal.
+        quiet: True shows nothing, such as with --json.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Bar(Progress):
         self._logged = 0.0
 
     def show(self, description: str, count: int = 0, total: int | None = None, note: str = "") -> None:
-        """Updates the bar; a total of None is an unknown one."""
+        """Updates the bar. A total of None is unknown: the bar then shows no amount."""
         amount = f"{count / 1e6:,.1f}/{(total or 0) / 1e6:,.1f} MB" if self._in_bytes else f"{count:,}/{total or 0:,}"
         amount = "" if total is None else amount
         self.update(self._bar, description=description, completed=count, total=total, amount=amount, note=note)

@@ -1,4 +1,7 @@
-"""Random orders that are equal in every process and release; they use no global generator."""
+"""Hashes, random numbers and permutations that are equal in every process and release.
+
+They are functions of a key, so that each rank computes those it needs without a shared generator.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ def stable_hash(key: bytes | str) -> int:
 
 
 def random_bits(key: str, indices: Index) -> npt.NDArray[np.uint64]:
-    """Returns 64 random bits for each of `indices`: output i of the splitmix64 generator seeded by `key`.
+    """Returns 64 random bits for each of `indices`, uint64: output i of the splitmix64 generator seeded by `key`.
 
-    Each output is computed directly, without the earlier ones.
+    Each output is computed directly, without the earlier ones. The constants are those of Steele, Lea and Flood,
+    "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
     """
     x = indices.astype(np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)  # uint64 arrays wrap around, as the generator requires
@@ -44,22 +48,25 @@ def permutation(n: int, key: str) -> Index:
 
 
 def source_at(index: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """Returns (source of item `index` of a weighted mixture, number of that source's earlier items).
+    """Returns (source of item `index` of a weighted mixture of S sources, number of that source's earlier items).
 
-    The k-th item of source s (from 0) has the time (k + 1/2) / weights[s], and the mixture has all items in the order
-    of their times. So the number of items of a source among the first n deviates from its share of n by at most 1 with
-    up to three sources, and by at most S / 2 with S. Each index is computed directly, without the earlier ones.
+    Item k of source s, counted from 0, has the sort key (k + 1/2) / weights[s], and the mixture has the items of all
+    sources in the order of their keys. So the number of items of a source among the first n of the mixture differs from
+    its proportion of n by at most 1 with up to three sources, and by at most S / 2 with more. Each index is computed
+    directly, without the earlier ones.
     """
-    # At this time the sources have at most `index` items together, and only a few fewer.
-    time = (index - Fraction(len(weights), 2)) / sum(weights)
-    counts = items_until(time, weights)
+    # Source s has about weights[s] * key + 1/2 items up to a key, so all have `index` items up to about this key.
+    # Rounding down makes their sum at most `index`; the loop adds the few items that are missing.
+    key = (index - Fraction(len(weights), 2)) / sum(weights)
+    counts = items_until(key, weights)
     while True:
+        # The source of the next item: its next item has the smallest key, and the source the lowest number of those.
         source = min(range(len(weights)), key=lambda s: ((counts[s] + Fraction(1, 2)) / weights[s], s))
         if sum(counts) == index:
             return source, counts[source]
         counts[source] += 1
 
 
-def items_until(time: Fraction, weights: Sequence[Fraction]) -> list[int]:
-    """Returns the number of items of each source up to and including a time."""
-    return [max(0, int(weight * time + Fraction(1, 2))) for weight in weights]
+def items_until(last_key: Fraction, weights: Sequence[Fraction]) -> list[int]:
+    """Returns the number of items of each source whose sort key, as in `source_at`, is at most `last_key`."""
+    return [max(0, int(weight * last_key + Fraction(1, 2))) for weight in weights]

@@ -21,10 +21,10 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary of a store's tokens. Fields that the files of the store do not record are None.
+    """Vocabulary of a store's tokens. A field is None if the files of the store do not record it.
 
     Args:
-        tokenizer: `identity` of the tokenizer.
+        tokenizer: `identity` of the tokenizer, equal for tokenizers that encode alike.
         size: number of tokens in the vocabulary, V; tokens are 0..V - 1.
         end_of_document: the token at the end of each document.
     """
@@ -47,17 +47,19 @@ class TokenStore:
 
     Args:
         name: name in error messages; usually a path.
-        segments: 1-D arrays of integers, whose concatenation is the sequence of all tokens. Every document is in one.
-        starts, stops: int64 [D], range of each document in this sequence, with its end-of-document token.
+        arrays: 1-D arrays of integers, whose concatenation is the sequence of all tokens. No document continues from
+            one array into the next.
+        starts, stops: int64 [D], first token of each document in this sequence, and its last token + 1. The last token
+            is the end of document.
         vocabulary: vocabulary of the tokens.
         content: identity of the tokens: stores with equal `content` have equal documents.
-        hashes: uint64 [D], hash of each document's text, by which `split` chooses a side; by default the hash of its
-            index.
-        trees: segments of documents that are trees, such as prompts with several completions; by default none.
+        hashes: uint64 [D], hash of each document's text, by which `split` chooses training or validation; by default
+            the hash of the document's index.
+        trees: if documents are trees, such as prompts with several completions, their segments; else None.
     """
 
     name: str
-    segments: Sequence[Integers]
+    arrays: Sequence[Integers]
     starts: Index
     stops: Index
     vocabulary: Vocabulary
@@ -68,11 +70,11 @@ class TokenStore:
     """Bytes of tokens that `read` has copied."""
 
     def __post_init__(self) -> None:
-        self._segment_starts = np.cumsum([0, *map(len, self.segments)])
-        self._arrays = [np.asarray(segment) for segment in self.segments]  # a slice of np.memmap costs much more
-        negative = np.flatnonzero(self.stops < self.starts)
-        if len(negative):
-            i = int(negative[0])
+        self._array_starts = np.cumsum([0, *map(len, self.arrays)])
+        self._plain_arrays = [np.asarray(array) for array in self.arrays]  # indexing a np.memmap takes much longer
+        decreasing = np.flatnonzero(self.stops < self.starts)
+        if len(decreasing):
+            i = int(decreasing[0])
             raise ValueError(
                 f"{self.name}: document {i} of {len(self)} ends at token {self.stops[i]}, before its start "
                 f"{self.starts[i]} (byte {8 * (i + 1)} of the index); prepare the store again"
@@ -117,18 +119,20 @@ class TokenStore:
         """Returns a copy of tokens `start`, `start + step`, ... before `stop` of a document, in the dtype of the files.
 
         Raises:
-            IndexError: a range outside of the document.
-            DamagedInput: a token outside of the vocabulary, because the files were changed; with token and document.
+            IndexError: the range is not inside the document.
+            DamagedInput: a token is not in the vocabulary, because the files were changed. The message names the token
+                and the document.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
             raise IndexError(
                 f"{self.name}: document {document} has {end - first} tokens; {start}:{stop} is out of range"
             )
-        # The last segment that starts at or before the document. Empty documents may start at the end of all segments.
-        segment = min(int(np.searchsorted(self._segment_starts, first, "right")), len(self.segments)) - 1
-        offset = first - int(self._segment_starts[segment])
-        tokens = np.array(self._arrays[segment][offset + start : offset + stop : step])
+        # The last array that starts at or before the document. `min`, because an empty document may start at the end of
+        # all arrays, where no array starts.
+        i = min(int(np.searchsorted(self._array_starts, first, "right")), len(self.arrays)) - 1
+        offset = first - int(self._array_starts[i])
+        tokens = np.array(self._plain_arrays[i][offset + start : offset + stop : step])
         self.bytes_read += tokens.nbytes
         self._check_tokens(tokens, document, start, step)
         return tokens
@@ -164,15 +168,16 @@ class TokenStore:
         return self._with_ranges(self.starts[keep], self.stops[keep], hashes)
 
     def split(self, validation_fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
-        """Splits documents into (training, validation), deterministically. Neither store is empty.
+        """Splits documents into (training, validation), deterministically. Both stores have at least one document.
 
-        A document's hash alone decides its side, independently of other documents, their order and the tokenizer.
-        Copies of a text are on the same side, unless there is no other text. A side that would be empty gets the
-        documents with the hash nearest to the threshold. Empty documents are left out. The fraction counts documents,
-        not tokens. A single document is cut: its last `validation_fraction` of tokens is the validation document.
+        A document is in the validation store if the hash of its text is below a threshold. So other documents, their
+        order and the tokenizer have no influence, and copies of a text are in the same store, unless all documents are
+        copies. A store that would be empty gets the documents with the hash nearest to the threshold. Empty documents
+        are left out. The fraction counts documents, not tokens. A single document is cut: its last
+        `validation_fraction` of tokens is the validation document.
 
         Raises:
-            ValueError: nothing to split, or a fraction that is not between 0 and 1.
+            ValueError: a fraction that is not between 0 and 1; less than 2 tokens, or a single tree, to split.
         """
         if not 0 < validation_fraction < 1:
             raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
@@ -192,7 +197,7 @@ class TokenStore:
         return self.select(~validation), self.select(validation)
 
     def _split_tokens(self, fraction: float) -> tuple[TokenStore, TokenStore]:
-        """Cuts the only document of the store in two."""
+        """Cuts the only document of the store in two. `fraction` of its tokens are for validation, at least one."""
         size = self.tokens
         if self.trees is not None:
             raise ValueError(f"{self.name} has one tree, which cannot be split; give at least 2")
@@ -202,7 +207,7 @@ class TokenStore:
         return self._with_ranges(self.starts, split, self.hashes), self._with_ranges(split, self.stops, self.hashes)
 
     def _with_ranges(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
-        # A selection of documents has another `content`, so that a loader does not resume on other documents.
+        # A selection of documents has another `content`, so that a loader refuses the state of another selection.
         checksum = crc32(np.ascontiguousarray(stops).data, crc32(np.ascontiguousarray(starts).data))
         return replace(self, starts=starts, stops=stops, hashes=hashes, content=f"{self.content}/{checksum:08x}")
 

@@ -1,7 +1,7 @@
 """Trees of segments: prompts with several completions, or texts that branch, stored depth first.
 
-A prompt is stored once and followed by its completions; as separate sequences, each would repeat it. A *sequence* of a
-tree is the path from its root to a leaf.
+A prompt is stored once, followed by its completions; stored as separate sequences, each completion would repeat the
+prompt. A *sequence* of a tree is the path from its root to a leaf.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from armillary.data.console.exit import DamagedInput
 from armillary.data.shuffle import Index
 
 SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("weight", "<f8")])
-"""A segment in a file: its last token + 1, counted over the store; the number of its parent within the tree, or -1;
-1 if its tokens are labels; and the weight of the sequence that ends with it."""
+"""A segment in a file:
+
+- end: its last token + 1, counted over all tokens of the store;
+- parent: the number of its parent segment within the tree, or -1;
+- trained: 1 if its tokens are labels, else 0;
+- weight: the weight of the sequence that ends with it; 0 if other segments follow it."""
 SegmentArray = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentTree:
-    """Segments in depth-first order: the parent of a segment is the one before it, or an ancestor of that one.
+    """Segments in depth-first order: the parent of a segment is the segment before it, or an ancestor of that segment.
 
     Args:
-        starts, lengths: int64 [S], token ranges of the segments in their document.
+        starts, lengths: int64 [S], first token of each segment in its document, and its number of tokens.
         parents: the parent of each segment, or -1.
-        trained: bool [S], true where tokens are labels.
-        weights: float64 [S], weight of the sequence that ends with each segment.
+        trained: bool [S], true if the tokens of the segment are labels.
+        weights: float64 [S], weight of the sequence that ends with the segment; 0 if other segments follow it.
     """
 
     starts: Index
@@ -55,7 +59,10 @@ class SegmentTree:
 
     @property
     def label_weights(self) -> npt.NDArray[np.float64]:
-        """Weight of a label in each segment, float64 [S]: the sum over the sequences that share it, or 0."""
+        """Weight of each label in a segment, float64 [S].
+
+        The sum of the weights of the sequences that share the segment, or 0 if its tokens are not labels.
+        """
         total = self.weights.copy()
         for s in range(len(self) - 1, 0, -1):  # children come after their parents
             if self.parents[s] >= 0:
@@ -71,15 +78,15 @@ class SegmentTree:
         return path[::-1]
 
     def split(self, length: int) -> list[SegmentTree]:
-        """Splits into trees of at most `length` tokens, each with as many consecutive sequences as fit.
+        """Splits the tree into trees of at most `length` tokens, each with as many consecutive sequences as fit.
 
-        Shared segments are repeated, so that losses do not change. A sequence longer than `length` is truncated, and
-        dropped if nothing of its last segment remains.
+        Shared segments are repeated in each new tree, so that losses do not change. A sequence longer than `length` is
+        truncated, and dropped if nothing of its last segment remains.
         """
         if self.tokens <= length:
             return [self]
         groups: list[set[int]] = []  # the segments of each new tree
-        tokens = 0  # of the last group
+        tokens = 0  # tokens of the last group's segments
         for leaf in sorted({*range(len(self))} - {*self.parents}):
             if self.depths[leaf] >= length:  # nothing of the leaf would remain
                 continue
@@ -97,8 +104,8 @@ class SegmentTree:
         return [self._select(sorted(group), length) for group in groups]
 
     def _select(self, segments: list[int], length: int) -> SegmentTree:
-        """Returns the tree of some segments and their ancestors, cut after `length` tokens of each path."""
-        number = {segment: i for i, segment in enumerate(segments)} | {-1: -1}
+        """Returns the tree of `segments`, which include their ancestors, with each path cut after `length` tokens."""
+        number = {segment: i for i, segment in enumerate(segments)} | {-1: -1}  # numbers in the new tree; -1: no parent
         # Only a sequence that is alone in its tree may be longer than `length`, so only its leaf is cut.
         room = length - np.array([self.depths[s] for s in segments])
         return SegmentTree(
@@ -112,10 +119,14 @@ class SegmentTree:
 
 @dataclass(eq=False)
 class SegmentTable:
-    """Segments of all trees of a store, `SEGMENT` [S], in the order of their tokens. No segment is empty.
+    """Segments of all trees of a store, in the order of their tokens.
+
+    Args:
+        name: path of the file, for error messages.
+        table: `SEGMENT` [S], a row for each segment.
 
     Raises:
-        ValueError: ends that do not increase.
+        ValueError: a segment without tokens: ends must increase.
     """
 
     name: str
@@ -147,15 +158,20 @@ class SegmentTable:
         return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
 
     def count_sequences(self, starts: Index, stops: Index) -> dict[str, int]:
-        """Counts segments and sequences of some documents, and the tokens of these sequences if nothing were shared."""
+        """Counts segments and sequences of the documents with tokens `starts` to `stops - 1` (int64 [D] each).
+
+        "unshared_tokens" are the tokens that the sequences would have if each were stored separately.
+        """
+        # `segments` are the documents' rows of the table, one document after the other, and `offsets` the number of
+        # segments of earlier documents. With them, parents count over `segments` instead of one tree.
         first, last = (np.searchsorted(self._ends, edges, "right") for edges in (starts, stops))
         counts = last - first
-        offsets = np.repeat(np.cumsum(counts) - counts, counts)  # segments of the documents before each segment's own
+        offsets = np.repeat(np.cumsum(counts) - counts, counts)
         segments = np.repeat(first, counts) + np.arange(counts.sum()) - offsets
         parents = self.table["parent"][segments]
         parents, lengths = np.where(parents < 0, -1, parents + offsets), np.diff(self._ends, prepend=0)[segments]
         path_lengths = np.array(path_depths(parents.tolist(), lengths.tolist()), np.int64) + lengths
-        # In depth-first order the first child directly follows its parent.
+        # A segment is a leaf unless the next one is its child: in depth-first order the first child directly follows.
         leaves = np.append(parents[1:], -1) != np.arange(len(parents))
         tokens = int(path_lengths[leaves].sum())
         return {"segments": len(parents), "sequences": int(leaves.sum()), "unshared_tokens": tokens}

@@ -1,1 +1,1 @@
-"""Parts of commands: numbers with units, tables, pictures, and errors that end with one line and an exit code."""
+"""Building blocks of commands: numbers with units, tables, pictures, and errors as one line with an exit code."""

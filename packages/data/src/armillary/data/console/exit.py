@@ -1,4 +1,4 @@
-"""Exits of commands: errors that the user can correct become one line on stderr and an exit code."""
+"""Exits of commands: an error that the user can correct is printed in one line on stderr and gives an exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
-"""Exit codes: invalid arguments or input; a failure while running; ^C."""
+"""Exit codes: for invalid arguments or input; for a failure of the machine or another process; for ^C."""
 
 REFUSALS = (ValueError, ImportError, OSError)
 """Errors raised for invalid arguments, unusable files and missing packages."""
@@ -36,8 +36,8 @@ PEER_ERRORS = (TimeoutError, ConnectionError)
 def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) -> Generator[None]:
     """Context manager that prints an error of its block in one line and ends the process.
 
-    `REFUSALS` end it with 2, or with 1 if the machine or another process failed. Other errors are bugs and keep their
-    traceback, and so do all errors after the work has begun.
+    The exit code is 2 for errors in `REFUSALS`, or 1 if the machine or another process failed. Other errors are bugs
+    and keep their traceback, and so do all errors after the work has begun.
 
     Args:
         is_started: returns True once the work has begun.
@@ -54,10 +54,10 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
 
 
 def exit_with(program: str, reason: str, code: int) -> None:
-    """Prints the reason in one line and ends the process.
+    """Prints the reason in one line and ends the process with exit code `code`.
 
-    Under torchrun the line is also recorded as this rank's error, and torchrun prints it when all ranks have ended.
-    Then only the first rank of each host prints it, because most errors are the same on all ranks.
+    Under torchrun the line is also recorded as this rank's error, which torchrun prints when all ranks have ended. So
+    only the first rank of each host prints it here, because most errors are the same on all ranks.
     """
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     line = f"{rank}{program}: {one_line(reason)}"

@@ -12,7 +12,7 @@ from armillary.data.optional import optional
 
 
 def check_picture(path: Path, flag: str) -> None:
-    """Raises before any work if no PNG can be written to `path`.
+    """Raises if `path` is not a path for a new PNG, so that a command fails before it starts its work.
 
     Raises:
         ValueError: another suffix, a folder, or a missing parent folder. The message names `flag`.
@@ -26,7 +26,7 @@ def check_picture(path: Path, flag: str) -> None:
 
 @contextmanager
 def picture(path: Path, size: tuple[float, float], package: str) -> Generator[Any]:
-    """Yields a figure of `size` inches to draw on; writes it to `path` when the block ends without an error.
+    """Context manager that yields a figure of `size` inches, and writes it to `path` if the block raises no error.
 
     Args:
         package: the distribution whose extra `plot` installs matplotlib.

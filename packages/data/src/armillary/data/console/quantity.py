@@ -12,7 +12,7 @@ NUMBER = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)(?:[eE]\+?([0-9]{1,2}))?\s*(
 MAX_CHARACTERS = 64
 
 LARGEST = 2**63 - 1
-"""The largest number: positions and bytes are 64-bit integers."""
+"""The largest accepted number: positions and bytes are 64-bit integers."""
 
 SUCH_AS = "131072, 1_000_000, 1e6, 64k (64,000), 64Ki (65,536), or of bytes 80GB"
 """Accepted numbers, for error messages."""
@@ -24,7 +24,7 @@ def quantity(text: str | int) -> int:
     k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024.
 
     Raises:
-        ValueError: something else, less than 1, or more than 2^63 - 1.
+        ValueError: not an integer, less than 1, or more than 2^63 - 1.
     """
     number = whole_number(text)
     if number < 1:
@@ -33,10 +33,10 @@ def quantity(text: str | int) -> int:
 
 
 def whole_number(text: str | int) -> int:
-    """Parses an integer as `quantity` does, zero and negative ones included.
+    """Parses an integer as `quantity` does, but also accepts zero and negative ones.
 
     Raises:
-        ValueError: something else, or more than 2^63 - 1.
+        ValueError: not an integer, or more than 2^63 - 1.
     """
     text = str(text).strip()
     match = NUMBER.fullmatch(text)
@@ -53,7 +53,7 @@ def whole_number(text: str | int) -> int:
 
 
 def count_argument(minimum: int = 1) -> Callable[[str], int]:
-    """Returns a `type` for arguments of `argparse`: integers of at least `minimum`, with units."""
+    """Returns a function for `type=` of an `argparse` argument, which parses integers of at least `minimum`."""
 
     def count(text: str) -> int:
         try:
@@ -68,7 +68,7 @@ def count_argument(minimum: int = 1) -> Callable[[str], int]:
 
 
 def short(count: int) -> str:
-    """Returns a number of tokens with four digits: 6.144M."""
+    """Returns a number of tokens in at most four digits and a unit: 6.144M."""
     for unit, factor in (("M", 10**6), ("k", 10**3)):
         if count >= factor:
             return f"{count / factor:.4g}{unit}"

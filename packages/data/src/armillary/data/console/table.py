@@ -1,6 +1,6 @@
-"""Plain-text tables: as wide as needed on a pipe, wrapped between words on a terminal, and never cut.
+"""Plain-text tables: as wide as needed on a pipe, and wrapped between words on a terminal. No text is cut.
 
-rich's tables have no lines below a row (`Column.own_line`) and cut words that are wider than their column.
+rich's tables cannot put a cell below its row (`Column.own_line`), and cut words that are wider than their column.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Column:
     """A column of a table.
 
     Args:
-        head: its title, with the unit of numbers.
-        text: True for words: aligned to the left, and wrapped if needed. Numbers are aligned to the right.
+        head: title of the column, with the unit of its numbers.
+        text: True for words, which are aligned to the left and wrapped if needed. Numbers are aligned to the right.
         own_line: True prints each cell on a line of its own, below its row, if the table is wider than the terminal.
     """
 
@@ -29,6 +29,7 @@ class Column:
     own_line: bool = False
 
     def lines(self, cell: str, width: int) -> list[str]:
+        """Returns the lines of a cell in a column of `width` characters."""
         return wrap_words(cell, width) if self.text else [cell]
 
 
@@ -43,11 +44,13 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
 
     Args:
         rows: a cell for each column; an empty row is a ruled line.
-        width: largest number of characters in a line. The table is wider where a word or number would be cut.
+        width: largest number of characters in a line. The table is wider if a word or number would be cut otherwise.
     """
+    # 1. If the table is too wide, some columns are printed below their rows.
     rows, on_own_lines = list(rows), list[Column]()
     if width is not None and line_width(column_widths(columns, rows)) > width:
         on_own_lines = [column for column in columns if column.own_line]
+    # 2. The widths of the columns in the rows, and the lines of their heads, aligned at the bottom.
     inline = [i for i, column in enumerate(columns) if column not in on_own_lines]
     shown, cells = [columns[i] for i in inline], [[row[i] for i in inline if row] for row in rows]
     widths = column_widths(shown, cells, width)
@@ -55,6 +58,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
     height = max(map(len, heads))
     rule = GAP.join("-" * size for size in widths)
     lines = [*join_cells(shown, [[""] * (height - len(head)) + head for head in heads], widths), rule]
+    # 3. Each row, and below it the cells that have lines of their own.
     for row, inline_cells in zip(rows, cells, strict=True):
         if not row:
             lines.append(rule)
@@ -68,9 +72,9 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
 
 
 def column_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> list[int]:
-    """Returns the characters of each column, reduced to `width` in all as far as words allow.
+    """Returns the width of each column in characters, reduced as far as words allow until a line has at most `width`.
 
-    The widest column is reduced first, and columns of numbers, whose heads wrap, before words.
+    Columns of numbers, whose heads wrap, are reduced before columns of words, and among these the widest first.
     """
     cells = [[row[i] for row in rows if row] for i in range(len(columns))]
     widths = [longest([column.head, *texts]) for column, texts in zip(columns, cells, strict=True)]
@@ -85,7 +89,7 @@ def column_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], widt
 
 
 def join_cells(columns: Sequence[Column], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    """Yields the lines of a row, as many as its tallest cell has."""
+    """Yields the lines of a row, given the lines of each cell. The tallest cell determines their number."""
     for i in range(max(map(len, cells))):
         texts = [cell[i] if i < len(cell) else "" for cell in cells]
         aligned = zip(columns, texts, widths, strict=True)
@@ -93,6 +97,7 @@ def join_cells(columns: Sequence[Column], cells: Sequence[Sequence[str]], widths
 
 
 def line_width(widths: Sequence[int]) -> int:
+    """Returns the characters of a line with columns of these widths."""
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 

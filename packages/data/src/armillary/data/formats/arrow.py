@@ -12,6 +12,7 @@ from armillary.data.store import Integers, TokenStore, Vocabulary
 
 
 def is_arrow(path: Path) -> bool:
+    """Returns True for a folder written by `save_to_disk` of a `Dataset`, or of a `DatasetDict` with several splits."""
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
@@ -20,17 +21,20 @@ def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: several splits, no such column, or one without lists of integers.
+        ValueError: several splits, no such column, or a column that is not lists of integers.
     """
     dataset = load_dataset(path)
     chunks = _list_arrays(path, dataset.data.table, column)
-    segments: list[Integers] = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
-    offsets = [np.asarray(chunk.offsets, np.int64) for chunk in chunks]
-    bases = np.cumsum([0, *map(len, segments)])[:-1]
-    starts = np.concatenate([base + ends[:-1] for base, ends in zip(bases, offsets, strict=True)])
-    stops = np.concatenate([base + ends[1:] for base, ends in zip(bases, offsets, strict=True)])
+    # An Arrow array of lists is one array of values, and the offsets in it at which lists begin and the last one ends.
+    arrays: list[Integers] = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
+    array_starts = np.cumsum([0, *map(len, arrays)])[:-1]
+    boundaries = [
+        start + np.asarray(chunk.offsets, np.int64) for start, chunk in zip(array_starts, chunks, strict=True)
+    ]
+    starts = np.concatenate([documents[:-1] for documents in boundaries])
+    stops = np.concatenate([documents[1:] for documents in boundaries])
     content = f"datasets-{dataset._fingerprint}-{column}-{len(starts)}"
-    return TokenStore(str(path), segments, starts, stops, Vocabulary(), content)
+    return TokenStore(str(path), arrays, starts, stops, Vocabulary(), content)
 
 
 def _list_arrays(path: Path, table: Any, column: str) -> list[Any]:
@@ -60,7 +64,7 @@ def load_dataset(path: Path) -> Any:
     try:
         dataset: Any = datasets.load_from_disk(str(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # datasets does not validate its files: foreign JSON, or no rows, fail in any of these ways.
+        # datasets does not validate its files: other JSON, or a dataset without rows, fails in any of these ways.
         raise ValueError(f"{path} cannot be read as a saved dataset ({error}); save it again, with rows") from error
     if isinstance(dataset, datasets.DatasetDict):
         splits = ", ".join(str(path / str(name)) for name in dataset)

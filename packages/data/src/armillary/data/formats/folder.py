@@ -35,6 +35,8 @@ VERSIONS = {False: 1, True: 2}
 HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin", "hashes.bin"
 SEGMENTS = "segments.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+PREPARATION_KEY = "plan"
+"""Entry of `Header.summary` and of the progress file: the key of the preparation, a hash of its input and settings."""
 BLOCK = 2**26
 """Bytes per checksum."""
 
@@ -45,10 +47,10 @@ class Header:
 
     Args:
         dtype: dtype of the tokens, such as "uint16".
-        tokens, documents: number of tokens, number of documents.
+        tokens, documents: number of tokens and number of documents.
         vocabulary: vocabulary of the tokens.
         checksums: for each file, a CRC-32 of every block of `BLOCK` bytes.
-        summary: key of the preparation, and counts of omitted and changed documents, which `info` prints.
+        summary: key of the preparation, and counts of omitted and changed documents (`armillary-data info` shows them).
         segments: number of segments of trees; 0 for stores without trees.
     """
 
@@ -62,6 +64,7 @@ class Header:
 
     @property
     def token_type(self) -> np.dtype[Any]:
+        """Dtype of the tokens in the file, with its byte order."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     def sizes(self) -> dict[str, int]:
@@ -76,7 +79,7 @@ class Header:
     @property
     def content(self) -> str:
         """Identity of the tokens: a hash of counts and checksums."""
-        # Without the hashes of texts, so that stores with the same tokens are equal.
+        # The hashes of texts are left out, so that stores with the same tokens are equal.
         checksums = [self.checksums[name] for name in self.sizes() if name != HASHES]
         return f"{crc32(json.dumps([self.tokens, self.documents, *checksums]).encode()):08x}"
 
@@ -109,11 +112,13 @@ class Header:
 
     def _check(self) -> None:
         """Raises ValueError for values of a wrong type or range, which JSON does not exclude."""
-        vocabulary, summary_counts = self.vocabulary, ("empty", "binary", "replaced", "skipped")
+        vocabulary = self.vocabulary
         counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
-        optional |= {f"summary.{name}": self.summary.get(name) for name in summary_counts}
-        for name, value in (counts | {n: x for n, x in optional.items() if x is not None}).items():
+        for name in ("empty", "binary", "replaced", "skipped"):
+            optional[f"summary.{name}"] = self.summary.get(name)
+        counts |= {name: value for name, value in optional.items() if value is not None}
+        for name, value in counts.items():
             integer(name, value, 0)
         if self.token_type.kind not in "iu" or type(vocabulary.tokenizer) not in (str, type(None)):
             raise ValueError(f"dtype={self.dtype!r}, vocabulary.tokenizer={vocabulary.tokenizer!r}")
@@ -148,14 +153,15 @@ def partial_folder(path: Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
+    """Returns True if a path is a complete store of this format."""
     return (path / HEADER).is_file()
 
 
 def open_folder(path: Path) -> TokenStore:
-    """Maps the store in a folder into memory. Checks sizes and index, but no checksums (`verify_folder` does).
+    """Maps the store in a folder into memory. Checks the sizes of its files; `verify_folder` compares checksums.
 
     Raises:
-        ValueError: another format; a file that is missing, cut off or too long; an index that decreases.
+        ValueError: another format; a file that is missing, cut off or too long; boundaries of documents that decrease.
     """
     header = Header.read(path)
     _check_sizes(path, header)
@@ -171,7 +177,8 @@ def verify_folder(path: Path) -> Iterator[int]:
     """Reads all bytes of a store and compares checksums. Yields the size of each block.
 
     Raises:
-        ValueError: a block that does not match its checksum, with its bytes; a token outside of the vocabulary.
+        ValueError: a block that does not match its checksum, or a token outside of the vocabulary. The message names
+            the bytes.
     """
     header = Header.read(path)
     _check_sizes(path, header)
@@ -190,7 +197,7 @@ def verify_folder(path: Path) -> Iterator[int]:
 
 
 def _check_block(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
-    """Raises ValueError for tokens of block number `block` that are not in a vocabulary of `size`."""
+    """Raises ValueError for a token outside of a vocabulary of `size`, among the `tokens` of block number `block`."""
     if size is not None and tokens.max() >= size:
         i = int(np.argmax(tokens >= size))
         byte = block * BLOCK + i * tokens.itemsize
@@ -208,7 +215,7 @@ def _check_sizes(folder: Path, header: Header) -> None:
 
 
 def check_size(path: Path, size: int, expected: int, source: str) -> None:
-    """Raises ValueError unless a file has the size that its `source`, a header or index, says."""
+    """Raises ValueError unless a file has the size that its "header" or "index", given by `source`, records."""
     if size < expected:
         raise ValueError(f"{path} is cut off at byte {size}; its {source} says {expected} bytes")
     if size > expected:
@@ -216,4 +223,5 @@ def check_size(path: Path, size: int, expected: int, source: str) -> None:
 
 
 def map_file(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Maps a file into memory as a 1-D array."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # empty files cannot be mapped

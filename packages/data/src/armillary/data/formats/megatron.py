@@ -16,8 +16,9 @@ from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore, Vocabulary
 
 SAMPLE = 2**12
-"""Tokens from the beginning, and from all over the file, that identify its content."""
+"""Number of tokens at the beginning, and as many spread over the whole file, whose checksums identify the content."""
 MAGIC = b"MMIDIDX\x00\x00"
+"""First bytes of an index; `HEADER` follows."""
 HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Megatron's codes of integer dtypes; 6 and 7 are floating-point."""
@@ -25,13 +26,13 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """A `.idx` file.
+    """A `.idx` file of S sequences. In Megatron a document consists of one or more sequences, such as sentences.
 
     Args:
         dtype: dtype of the tokens.
-        lengths: int32 [S], tokens of each sequence.
+        lengths: int32 [S], number of tokens of each sequence.
         pointers: int64 [S], byte of the `.bin` at which each sequence starts.
-        documents: int64 [D + 1], sequences before each document, and before the end.
+        documents: int64 [D + 1], number of the first sequence of each document, then S.
     """
 
     dtype: np.dtype[Any]
@@ -57,8 +58,9 @@ class MegatronIndex:
                 f"(codes {', '.join(map(str, DTYPES))}) can be read"
             )
         sequences, documents = int(header["sequences"]), int(header["documents"])
+        # Three arrays follow the header: int32 lengths, int64 pointers, int64 documents.
         ends = list(accumulate([start, 4 * sequences, 8 * sequences, 8 * documents]))
-        # Indexes of several modalities end with one more byte for each sequence.
+        # An index of several modalities has one more byte for each sequence at its end, which is not read.
         if len(data) != ends[-1] + sequences:
             check_size(path, len(data), ends[-1], "header")
         lengths, pointers, first_sequences = (data[a:b] for a, b in pairwise(ends))
@@ -69,7 +71,7 @@ class MegatronIndex:
         """Returns the first token of each document, and its last token + 1: int64 [D] each.
 
         Raises:
-            ValueError: gaps between sequences, or documents that do not cover them in order.
+            ValueError: there are gaps between sequences, or the documents do not contain all sequences in order.
         """
         ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         if np.any(self.lengths < 0) or np.any(self.pointers != ends[:-1] * self.dtype.itemsize):
@@ -84,13 +86,15 @@ class MegatronIndex:
 
 
 def megatron_prefix(path: Path) -> Path | None:
-    """Returns the path without suffix if there is a `.bin` and a `.idx`, else None."""
+    """Returns the path without its suffix if a `.bin` and a `.idx` of this name exist, else None."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix if all(Path(f"{prefix}{suffix}").is_file() for suffix in (".bin", ".idx")) else None
 
 
 def open_megatron(prefix: Path) -> TokenStore:
-    """Maps the documents of `prefix.bin` and `prefix.idx`; these do not record whether they have ends of documents.
+    """Maps the documents of `prefix.bin` and `prefix.idx` into memory.
+
+    The files do not record a vocabulary, nor if an end-of-document token follows each document.
 
     Raises:
         ValueError: files that are cut off, too long, or of another format.
@@ -101,7 +105,7 @@ def open_megatron(prefix: Path) -> TokenStore:
     size = tokens_path.stat().st_size
     check_size(tokens_path, size, int(stops.max(initial=0)) * index.dtype.itemsize, "index")
     tokens = map_file(tokens_path, index.dtype)
-    # A sample of the tokens: reading all of them would take as long as an epoch.
+    # The content is identified by a sample of the tokens: reading all of them would take as long as an epoch.
     samples = index.lengths, index.documents, tokens[:SAMPLE], tokens[:: max(1, len(tokens) // SAMPLE)]
     checksums = "-".join(f"{crc32(np.ascontiguousarray(sample).data):08x}" for sample in samples)
     content = f"megatron-{size}-{len(starts)}-{checksums}"

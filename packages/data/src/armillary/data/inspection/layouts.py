@@ -18,8 +18,9 @@ from armillary.data.packing import Packing
 from armillary.data.store import TokenStore
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "uncut documents")
+"""Names of the measured layouts. In "uncut documents" each document is completely on one shard."""
 ELEMENT, GRADIENT = 2, 4
-"""Bytes of an element of k and v, and of an element of a gradient sum: bfloat16 and float32."""
+"""Bytes of an element of k and v (bfloat16), and of an element of their accumulated gradients (float32)."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class LayoutStatistics:
 
     Args:
         rows: number of rows that have such a layout; "uncut documents" needs as many documents as shards.
-        hops: hops of a token in one pass of keys around a ring.
+        hops: number of times that a token is sent to the next rank, in one rotation of keys around a ring.
         sent_bytes: bytes that a rank sends in one layer, forward and backward.
-        pairs, worst_pairs: (query, key) pairs of the most loaded shard over the mean; on average and in the worst row.
-        tokens, worst_tokens: tokens of the largest shard over the mean; on average and in the worst row.
-        spans: largest number of spans of a shard.
+        pairs: (query, key) pairs of the shard with the most pairs, divided by the mean of all shards.
+        tokens: tokens of the largest shard, divided by the mean of all shards.
+        worst_pairs, worst_tokens: the same in the worst row.
+        spans: largest number of spans of a shard, in any row.
     """
 
     layout: str
@@ -50,7 +52,7 @@ def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> 
     """Returns the first rows of a packed store.
 
     Raises:
-        ValueError: any argument that `PackedSequences` refuses.
+        ValueError: `PackedSequences` refuses an argument.
     """
     layout = SequenceLayout.contiguous(length, 1)
     sequences = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, packing=packing)
@@ -58,12 +60,12 @@ def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> 
 
 
 def mask_of(row: PackedRow) -> dict[str, Any]:
-    """Returns the mask of a row, as an argument of a balanced layout."""
+    """Returns the mask of a row as keyword arguments, such as for `SequenceLayout.balanced`."""
     return {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
 
 
 def layout_for(name: str, row: PackedRow, shards: int) -> SequenceLayout | None:
-    """Returns the layout of this name for a row; None if uncut documents leave a shard empty."""
+    """Returns the layout named `name` for a row; None if uncut documents would leave a shard without tokens."""
     length = row.ends[-1]
     if name == "balanced":
         return SequenceLayout.balanced(length, shards, **mask_of(row))
@@ -81,11 +83,11 @@ def measure_layouts(
     names: Sequence[str] = LAYOUTS,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[LayoutStatistics]:
-    """Measures layouts on rows.
+    """Returns the cost of each layout on some rows. Layouts that no row has are left out.
 
     Args:
         token_bytes: bytes sent per token and hop, forward and backward.
-        progress: called with the number of measured rows and the number of all rows.
+        progress: called with the number of measured rows and the number of all rows, counted for each layout.
 
     Raises:
         ValueError: no rows, or more shards than tokens.
@@ -104,7 +106,8 @@ def measure_layouts(
             tokens.append(max(layout.sizes) * shards / layout.length)
             spans = max(spans, *(len(layout.spans(shard)) for shard in range(shards)))
         if hops:
-            sent_bytes = mean(hops) * rows[0].ends[-1] / shards * token_bytes
+            tokens_per_shard = rows[0].ends[-1] / shards
+            sent_bytes = mean(hops) * tokens_per_shard * token_bytes
             balance = mean(pairs), max(pairs), mean(tokens), max(tokens)
             statistics.append(LayoutStatistics(name, len(hops), mean(hops), sent_bytes, *balance, spans))
     return statistics
@@ -123,9 +126,10 @@ def inspect_layouts(
 
     Args:
         rows: number of rows to measure.
+        token_bytes, progress: as in `measure_layouts`.
 
     Raises:
-        ValueError: no rows, or any argument that `PackedSequences` or a layout refuses.
+        ValueError: no rows, or an argument that `PackedSequences` or a layout refuses.
     """
     check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
@@ -135,5 +139,5 @@ def inspect_layouts(
 
 
 def bytes_per_token_hop(kv_heads: int, head_dim: int) -> int:
-    """Returns the bytes sent for one token and hop: k and v in forward, again with dk and dv in backward."""
+    """Returns the bytes sent around a ring per token and hop: k and v in forward; k, v, dk and dv in backward."""
     return 2 * kv_heads * head_dim * (2 * ELEMENT + GRADIENT)

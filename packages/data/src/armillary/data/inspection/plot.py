@@ -1,4 +1,4 @@
-"""Plots of the lengths of documents, and of a row in each layout; need matplotlib."""
+"""Plots of the lengths of documents, and of a row in each layout. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from armillary.data.loader.epochs import PackedRow
 from armillary.data.store import TokenStore
 
 PICTURE_COLUMNS = 2000
-"""Columns of pixels of a row in a picture."""
+"""Maximum columns of pixels for the positions of a row."""
 
 
 def plot_lengths(store: TokenStore, path: Path) -> None:
-    """Draws the shares of documents and of tokens by the length of documents.
+    """Draws a histogram of the lengths of documents: the percentages of documents and of tokens in each bin.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> N
     """Draws a row in each layout: a bar of its positions, colored by shard, beside the bytes sent and the balance.
 
     Args:
-        token_bytes: sent for one token and hop, forward and backward.
+        token_bytes: bytes sent per token and hop, forward and backward.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -53,7 +53,7 @@ def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> N
     measured = {each.layout: each for each in measure_layouts([row], shards, token_bytes)}
     names, length = [name for name in LAYOUTS if name in measured], row.ends[-1]
     columns = min(length, PICTURE_COLUMNS)
-    owners = np.zeros((len(names), columns))
+    owners = np.zeros((len(names), columns))  # the shard of the position at each column of pixels
     for i, name in enumerate(names):
         layout = layout_for(name, row, shards)
         assert layout is not None

@@ -22,15 +22,19 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 def describe(store: TokenStore) -> dict[str, Any]:
-    """Returns counts of a store and the lengths of its documents in tokens; of trees, the tokens saved by sharing."""
+    """Returns counts of a store, its vocabulary, and the lengths of its documents in tokens (mean, longest, quantiles).
+
+    For a store of trees also the result of `SegmentTable.count_sequences`, and the tokens of the store as a percentage
+    of the unshared tokens.
+    """
     lengths = store.lengths
     quantiles = np.quantile(lengths, QUANTILES).tolist() if len(lengths) else []
     statistics: dict[str, Any] = {
         "name": store.name,
         "documents": len(store),
         "tokens": store.tokens,
-        "bytes": sum(segment.nbytes for segment in store.segments),
-        "dtype": store.segments[0].dtype.name,
+        "bytes": sum(array.nbytes for array in store.arrays),
+        "dtype": store.arrays[0].dtype.name,
         "vocabulary": store.vocabulary.size,
         "tokenizer": store.vocabulary.tokenizer,
         "end_of_document": store.vocabulary.end_of_document,
@@ -58,7 +62,7 @@ def histogram(lengths: Index) -> list[Bin]:
     """Counts documents with 0, 1, 2-3, 4-7, ... tokens, without empty bins at both ends."""
     if not len(lengths):
         return []
-    bits = np.frexp(lengths.astype(np.float64))[1]  # n has b bits: 2^(b - 1) <= n < 2^b
+    bits = np.frexp(lengths.astype(np.float64))[1]  # b for lengths of b bits, 2^(b - 1) <= n < 2^b; 0 for 0
     documents, tokens = np.bincount(bits), np.bincount(bits, lengths)
     first = int(np.argmax(documents > 0))
     return [Bin(2**b // 2, max(2**b - 1, 0), int(documents[b]), int(tokens[b])) for b in range(first, len(documents))]
@@ -66,13 +70,18 @@ def histogram(lengths: Index) -> list[Bin]:
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """Cost of a packing, and balance of its rows: (query, key) pairs of the most loaded shard over the mean.
+    """Cost of a packing, and the balance of its rows under two layouts.
+
+    The balance of a row is the number of (query, key) pairs of the shard with the most pairs, divided by the mean of
+    all shards.
 
     Args:
-        documents: mean number of documents or pieces of them, or of segments of trees, in a row.
-        zigzag, balanced: mean balance of rows under these layouts; `worst_zigzag` and `worst_balanced` of one row.
-        spans: largest number of spans of a shard under the balanced layout.
-        zigzag_hops, contiguous_hops, balanced_hops: mean hops of a token in one pass of keys around a ring.
+        documents: mean number of pieces of documents, or of segments of trees, in a row.
+        zigzag, balanced: mean balance of the rows in these layouts.
+        worst_zigzag, worst_balanced: balance of the worst row.
+        spans: largest number of spans of a shard in the balanced layout.
+        zigzag_hops, contiguous_hops, balanced_hops: mean number of times that a token is sent to the next rank, in one
+            rotation of keys around a ring.
     """
 
     packing: str
@@ -98,11 +107,11 @@ def measure_packings(
     """Measures every packing of a store in rows of `length` tokens; for trees, only packings that cut no document.
 
     Args:
-        rows: number of rows to measure the balance of.
-        progress: called with the number of measured rows and the number of all rows.
+        rows: number of rows whose balance is measured.
+        progress: called with the number of measured rows and the number of all rows, over all packings and layouts.
 
     Raises:
-        ValueError: no rows, or any argument that `PackedSequences` or a layout refuses.
+        ValueError: no rows, or an argument that `PackedSequences` or a layout refuses.
     """
     check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
@@ -114,7 +123,7 @@ def measure_packings(
         sequences = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, packing=packing)
         sample = [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
 
-        # The progress of all packings together.
+        # Reports the progress over all packings: `total` rows are measured for each.
         def show(done: int, total: int, i: int = i) -> None:
             progress(i * total + done, len(packings) * total)
 

@@ -19,7 +19,7 @@ LABELS = {
     "unshared_tokens": "tokens if unshared",
     "stored_percent": "% of these stored",
 }
-"""Labels of statistics whose names lack a unit."""
+"""Labels of statistics whose names have no unit."""
 
 
 def print_omissions(header: Header) -> None:

@@ -23,13 +23,14 @@ class Batch:
 
     Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], the next token of the document, or `IGNORE`; triples for stores of trees, where a token
-            has several labels if the tree branches after it.
-        positions: int64 [B, T], counted from the start of the row or, if reset, of the document in the row.
+        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`; for stores of trees triples,
+            because a token has several labels if the tree branches after it.
+        positions: int64 [B, T], counted from the start of the row, or with `reset_positions` from the start of the
+            document in the row.
         documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards; the argument
-            of attention masks. Padding at the end of a row is a document of its own. For trees, boundaries of segments.
+            of attention masks. Padding at the end of a row counts as a document. For trees, boundaries of segments.
         layout: layout of the rows over shards.
-        rows: numbers of the B rows, counted over all steps; empty if rows have no numbers.
+        rows: numbers of the B rows, counted over all steps; empty for batches that no loader has made.
         parents: for stores of trees, the parent of each segment of each row, or -1. `documents` and `parents` define
             the mask of trees.
     """

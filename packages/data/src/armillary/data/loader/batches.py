@@ -14,19 +14,21 @@ from armillary.data.loader.prefetch import Prefetch
 class Batches(ABC):
     """This rank's shard of batches of rows. Rows are numbered from 0, without end.
 
-    Step s reads rows s * rows_per_step to (s + 1) * rows_per_step - 1, `rows_per_batch` of them on each replica. Global
-    batches are equal on all meshes with the same number of rows per step. No communication.
+    Step s reads the global batch of rows s * rows_per_step to (s + 1) * rows_per_step - 1, of which each replica reads
+    `rows_per_batch` consecutive rows. So global batches are equal on all meshes with the same number of rows per step.
+    No communication.
 
-    Iteration continues from the last batch, or from `load_state_dict`. `batch` returns the batch of any step.
+    A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
+    the batch of any step.
 
     Args:
         layout: layout of a row's `layout.length` tokens, N, over shards.
         shard: this rank's shard of the layout.
         rows_per_batch: rows of one replica's batch, B.
-        replica, replicas: this rank reads part `replica` of each global batch of rows_per_batch * replicas rows. Ranks
-            with shards of the same rows have the same `replica`.
+        replica, replicas: index of this rank's data-parallel group, and number of these groups. Ranks that share rows
+            have the same `replica`.
         ahead: number of batches to prefetch in a thread.
-        settings: JSON values that determine the content of rows. `load_state_dict` refuses a state with other values.
+        settings: JSON values on which the tokens of rows depend. `load_state_dict` refuses a state with other values.
 
     Raises:
         ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0.
@@ -58,7 +60,7 @@ class Batches(ABC):
 
     @property
     def tokens_per_batch(self) -> int:
-        """Tokens of one step over all replicas and shards."""
+        """Tokens of one global batch, of all replicas and shards."""
         return self.rows_per_step * self._layout.length
 
     def batch(self, step: int) -> Batch:
@@ -76,7 +78,8 @@ class Batches(ABC):
 
     def __next__(self) -> Batch:
         """Returns the next batch. If reading it fails, the following call tries the same batch again."""
-        # The current batch, and the next ones to prefetch. The count advances only after a successful read.
+        # The first row of the current batch, and of the next ones to prefetch. The count advances only after a
+        # successful read.
         first_rows = [self._rows_read + i * self.rows_per_step for i in range(1 + self._ahead)]
         batch = self._prefetch.get(first_rows[0], first_rows[1:])
         self._rows_read += self.rows_per_step
@@ -90,7 +93,7 @@ class Batches(ABC):
         """Resumes from `state`, on any mesh and with any number of rows per step.
 
         Raises:
-            ValueError: a state of other rows, or not a state. The loader is unchanged.
+            ValueError: the state was saved with other settings, or is not a state. The loader is unchanged.
         """
         for name, value in self._settings.items():
             if state.get(name) != value:
@@ -108,7 +111,7 @@ class Batches(ABC):
 
     @abstractmethod
     def _make_batch(self, rows: range) -> Batch:
-        """Returns this rank's shard of some rows. Runs in a thread, so it must not call collectives."""
+        """Returns this rank's shard of the rows numbered `rows`. Runs in a thread, so it must not call collectives."""
 
     @abstractmethod
     def describe(self, row: int) -> str:

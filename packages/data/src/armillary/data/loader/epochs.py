@@ -1,4 +1,4 @@
-"""`Epochs`: the rows of one store over all epochs. `read_shard`: the tokens and labels of a shard of a row."""
+"""`Epochs` numbers the rows of one store over all epochs. `read_shard` reads the tokens and labels of a row's shard."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import numpy as np
 
 from armillary.core.spans import Spans
 from armillary.data.loader.batch import IGNORE
-from armillary.data.packing import DocumentSlice, Packed, Packing
+from armillary.data.packing import DocumentPiece, Packed, Packing
 from armillary.data.shuffle import Index, permutation
 from armillary.data.store import TokenStore
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """A row of N tokens as slices of documents, before tokens are read.
+    """A row of N tokens as pieces of documents, before tokens are read.
 
     Args:
-        slices: slices of documents of `store`, in order.
-        ends: boundaries of the slices in the row, 0, end of the first, ..., N. Padding counts as one more slice.
+        pieces: pieces of documents of `store`, in order.
+        ends: boundaries of the pieces in the row: 0, end of the first, ..., N. Padding counts as one more piece.
     """
 
     store: TokenStore
-    slices: list[DocumentSlice]
+    pieces: list[DocumentPiece]
     ends: tuple[int, ...]
 
     @property
     def origins(self) -> Sequence[int]:
-        """For each slice, the position in the row that has position 0 with `reset_positions`."""
+        """For each piece, the position in the row from which its tokens are counted with `reset_positions`."""
         return self.ends
 
     @property
     def padding(self) -> int:
         """Number of padding tokens, at the end of the row."""
-        return self.ends[-1] - self.ends[len(self.slices)]
+        return self.ends[-1] - self.ends[len(self.pieces)]
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Waste:
     """Cost of a packing in one epoch.
 
     Args:
-        rows: number of rows of N tokens.
+        rows: number of rows, of N tokens each.
         padding: fraction of the rows' tokens that are padding.
-        dropped: fraction of the documents' tokens that are in no row.
-        cut: fraction of the documents that are cut over several rows or incomplete.
+        dropped: fraction of the store's tokens that are in no row.
+        cut: fraction of the documents that no row contains completely.
     """
 
     rows: int
@@ -82,7 +82,10 @@ class Epochs:
         """Rows of each epoch."""
 
     def _items(self) -> tuple[Index, Index]:
-        """Returns the document and the number of tokens of each item to pack: int64 [M] each."""
+        """Returns the document and the number of tokens of each item to pack, int64 [M] each.
+
+        Here items are the documents with tokens; `TreeEpochs` also has items that are parts of a document.
+        """
         documents = np.flatnonzero(self._store.lengths)
         return documents, self._store.lengths[documents]
 
@@ -92,22 +95,23 @@ class Epochs:
         packed_rows, order = self._epoch(epoch)
         return self._row_of(packed_rows.row(int(order[index])))
 
-    def _row_of(self, slices: Sequence[DocumentSlice]) -> PackedRow:
-        """Returns the row of some slices of items; their `document` is an index into `_items`."""
-        slices = [
-            DocumentSlice(int(self._documents[item_slice.document]), item_slice.start, item_slice.length)
-            for item_slice in slices
-        ]
-        ends = tuple(accumulate((item_slice.length for item_slice in slices), initial=0))
-        return PackedRow(self._store, slices, ends if ends[-1] == self._length else (*ends, self._length))
+    def _row_of(self, pieces: Sequence[DocumentPiece]) -> PackedRow:
+        """Returns a row. The packing numbered items, so `document` of each of `pieces` is the number of an item."""
+        pieces = [DocumentPiece(int(self._documents[piece.document]), piece.start, piece.length) for piece in pieces]
+        ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
+        return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
 
     def waste(self) -> Waste:
         """Returns the cost of the packing in the first epoch."""
         packed_rows, sizes = self._epoch(0)[0], self._sizes
         packed_tokens = int(packed_rows.lengths.sum())
-        uncut = int((packed_rows.lengths == sizes[packed_rows.documents]).sum())
-        padding = 1 - packed_tokens / (len(packed_rows) * self._length)
-        return Waste(len(packed_rows), padding, 1 - packed_tokens / int(sizes.sum()), 1 - uncut / len(sizes))
+        uncut = int((packed_rows.lengths == sizes[packed_rows.documents]).sum())  # pieces that are full documents
+        return Waste(
+            rows=len(packed_rows),
+            padding=1 - packed_tokens / (len(packed_rows) * self._length),
+            dropped=1 - packed_tokens / int(sizes.sum()),
+            cut=1 - uncut / len(sizes),
+        )
 
     def _epoch(self, number: int) -> tuple[Packed, Index]:
         """Returns the rows of an epoch and the order in which they are read."""
@@ -115,13 +119,16 @@ class Epochs:
             return self._packed(number)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
+        """Packs an epoch. Called by `_epoch`, which caches the result."""
         key = f"{self._key}, epoch {epoch}"
         packed_rows = self._packing(self._sizes, self._length, f"documents of {key}")
         # `row` derives the epoch from the number of a row, so every epoch must have the same number of rows.
         if epoch and len(packed_rows) != self.rows:
             raise ValueError(f"the packing made {len(packed_rows)} rows of epoch {epoch}, but {self.rows} of epoch 0")
-        # Tokens of each row. A packing may be a user's function, so its rows are checked.
-        sizes = np.diff(np.concatenate([[0], np.cumsum(packed_rows.lengths)])[packed_rows.first])
+        # A packing may be a user's function, so its rows are checked. `tokens_before` has a total for each piece and
+        # one for the end; their differences at first pieces are the tokens of each row.
+        tokens_before = np.concatenate([[0], np.cumsum(packed_rows.lengths)])
+        sizes = np.diff(tokens_before[packed_rows.first])
         if sizes.min() < 1 or sizes.max() > self._length:
             row = int(np.argmax((sizes < 1) | (sizes > self._length)))
             raise ValueError(f"the packing put {sizes[row]} tokens into row {row}, not 1 to {self._length}")
@@ -129,16 +136,16 @@ class Epochs:
 
 
 def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
-    """Reads the tokens and labels at the positions `spans` of a row into int64 [T] arrays.
-
-    A label is the next token of the same document, or `IGNORE`. Padding tokens are the end of document, or 0 if the
-    store does not record it.
+    """Reads a shard of a row, the tokens at its positions `spans`, into arrays that the caller allocates.
 
     Args:
-        starts: if given, filled with the position in the row that has position 0 with `reset_positions`, for each
-            token.
+        tokens: int64 [T], receives the tokens. Padding is the end-of-document token, or 0 if the store does not record
+            one.
+        labels: int64 [T], receives the next token of the same document for each token, or `IGNORE`.
+        starts: int64 [T], receives for each token the position from which `reset_positions` counts, so that its reset
+            position is its position in the row minus this. None if positions are not reset.
     """
-    # Only tokens of the shard are read: slice by slice, in local order.
+    # Piece by piece, in the order of the shard's tokens; `offset` counts the tokens that are done.
     offset, origins = 0, row.origins
     for span in spans:
         for number, positions in _cut_at(span, row.ends):
@@ -146,36 +153,36 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
             offset = target.stop
             if starts is not None:
                 starts[target] = origins[number]
-            if number < len(row.slices):
-                _read_slice(row, number, positions, tokens[target], labels[target])
+            if number < len(row.pieces):
+                _read_piece(row, number, positions, tokens[target], labels[target])
             else:  # padding
                 tokens[target], labels[target] = row.store.vocabulary.end_of_document or 0, IGNORE
 
 
-def _read_slice(row: PackedRow, number: int, positions: range, tokens: Index, labels: Index) -> None:
-    """Reads the tokens and labels at some row positions, all in slice `number`."""
-    source, store = row.slices[number], row.store
-    shift = source.start - row.ends[number]  # from positions in the row to token indices in the document
+def _read_piece(row: PackedRow, number: int, positions: range, tokens: Index, labels: Index) -> None:
+    """Reads the tokens and labels at some positions of a row, all in piece `number`, into arrays of their length."""
+    piece, store = row.pieces[number], row.store
+    shift = piece.start - row.ends[number]  # from positions in the row to token indices in the document
     start, stop = positions.start + shift, positions[-1] + 1 + shift
-    size = int(store.stops[source.document] - store.starts[source.document])
-    label_stop = min(stop + 1, size)  # the last token of a document has no label
+    document_length = int(store.stops[piece.document] - store.starts[piece.document])
+    label_stop = min(stop + 1, document_length)  # the last token of a document has no label
     if positions.step == 1:
-        window = store.read(source.document, start, label_stop)  # one read serves tokens and labels
+        window = store.read(piece.document, start, label_stop)  # one read serves tokens and labels
         tokens[:], next_tokens = window[: len(positions)], window[1:]
     else:
-        tokens[:] = store.read(source.document, start, stop, positions.step)
-        # With a step, tokens and labels do not overlap: the labels are read separately.
-        next_tokens = store.read(source.document, start + 1, label_stop, positions.step)
+        # With a step, the next token of a token is not the shard's next token: the labels are read separately.
+        tokens[:] = store.read(piece.document, start, stop, positions.step)
+        next_tokens = store.read(piece.document, start + 1, label_stop, positions.step)
     labels[: len(next_tokens)], labels[len(next_tokens) :] = next_tokens, IGNORE
 
 
 def _cut_at(span: range, ends: tuple[int, ...]) -> list[tuple[int, range]]:
-    """Cuts a span at the boundaries of a row's slices. Returns (slice, positions) for each piece."""
-    pieces: list[tuple[int, range]] = []
+    """Cuts a span at the boundaries of a row's pieces. Returns (number of the piece, positions of the span in it)."""
+    cuts: list[tuple[int, range]] = []
     while span:
         number = bisect_right(ends, span[0]) - 1
-        # Positions of the span before the slice ends, rounded up because span[0] counts too.
+        # Positions of the span before the piece ends, rounded up because span[0] counts too.
         count = -(-(ends[number + 1] - span[0]) // span.step)
-        pieces.append((number, span[:count]))
+        cuts.append((number, span[:count]))
         span = span[count:]
-    return pieces
+    return cuts

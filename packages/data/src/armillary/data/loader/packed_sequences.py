@@ -18,17 +18,21 @@ from armillary.data.shuffle import items_until, source_at
 from armillary.data.store import TokenStore
 
 ORDER_VERSION = 1
-"""Part of the state. Increased when a release packs other rows from the same stores, weights, N, packing and seed."""
+"""Version of the order of rows, part of the state. It increases when a release makes different rows from the same
+stores, weights, N, packing and seed, so that a state of an earlier release is refused."""
 
 
 class PackedSequences(Batches):
     """Batches of rows of exactly N tokens, packed from one or several stores; each rank reads its own shard.
 
-    An epoch reads every document once, in a new order and packing. Several stores are mixed row by row, by weight, each
-    with its own epochs. The tokens of row r depend only on the stores, N, the packing, the weights and the seed, which
-    must be equal on all ranks; layouts and the number of ranks decide which rank holds which token. A rank reads 2 to 4
-    bytes for each token of its shard, and one token more per span, for a label (in spans with a step, labels are read
-    separately). No communication. Packing an epoch takes 24 bytes of memory per document.
+    An epoch reads every document once, in a new order and packing. Several stores are mixed row by row, by weight, and
+    each store starts its next epoch when its rows are used up. The tokens of row r depend only on the stores, N, the
+    packing, the weights and the seed, which must be equal on all ranks; layouts and the number of ranks decide which
+    rank holds which token.
+
+    A rank reads 2 to 4 bytes for each token of its shard, and one more token per span, as the label of its last token
+    (in spans with a step, labels are read separately). No communication. Packing an epoch takes 24 bytes of memory per
+    document.
 
     If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
     rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into
@@ -43,14 +47,14 @@ class PackedSequences(Batches):
         shard: this rank's shard of the layout.
         rows_per_batch: rows of one replica's batch, B.
         weights: relative number of rows from each store; by default the rows of its epoch, so that the epochs of all
-            stores end together.
+            stores end together. Any scale: [1, 3] and [0.25, 0.75] are equal.
         replica, replicas: index of this rank's data-parallel group and number of these groups. Each reads its own
             `rows_per_batch` rows of a global batch.
         packing: a packing function; its name is part of the state. best_fit or one_per_row for trees.
         reset_positions: count positions from the start of each document instead of the start of the row.
         layout_for: returns the layout of a batch, such as a balanced one, from its `documents`; if any store has trees,
-            from its `documents` and `parents`. It must have the length and shards of `layout` and be the same on all
-            ranks. `layout_for` and `packing` run in the prefetching thread and must not call collectives.
+            from its `documents` and `parents`. The layout must have the length and shards of `layout` and be the same
+            on all ranks. `layout_for` and `packing` run in the prefetching thread and must not call collectives.
         plan: called in the prefetching thread with each batch, such as to plan its attention (`attend.plan_ahead`).
         ahead: number of batches to prefetch.
 
@@ -105,9 +109,12 @@ class PackedSequences(Batches):
     @property
     def rows_per_epoch(self) -> int:
         """Rows, over all replicas, after which every document of every store has been read at least once."""
-        # `source_at` orders the rows of all stores by a number: row i of a store has (i + 1/2) / weight.
-        last = max((epochs.rows - Fraction(1, 2)) / w for epochs, w in zip(self._epochs, self._weights, strict=True))
-        return sum(items_until(last, self._weights))
+        # `source_at` sorts the rows of all stores by a key: row i of a store has the key (i + 1/2) / weight. The last
+        # row of a store's first epoch is row `epochs.rows - 1`.
+        last_key = max(
+            (epochs.rows - Fraction(1, 2)) / weight for epochs, weight in zip(self._epochs, self._weights, strict=True)
+        )
+        return sum(items_until(last_key, self._weights))
 
     def waste(self) -> list[Waste]:
         """Returns the cost of the packing in an epoch of each store."""
@@ -120,15 +127,12 @@ class PackedSequences(Batches):
 
     def describe(self, row: int) -> str:
         packed_row = self.row(row)
-        # Indices of tokens in the store's files: a selection, such as a split, numbers its documents from 0.
-        starts = [
-            int(packed_row.store.starts[document_slice.document]) + document_slice.start
-            for document_slice in packed_row.slices
-        ]
-        ranges = [
-            f"{start}..{start + document_slice.length - 1}"
-            for start, document_slice in zip(starts, packed_row.slices, strict=True)
-        ]
+        # Token indices count over the store's files. Document numbers would be ambiguous: a selection of documents,
+        # such as a split, numbers them from 0 again.
+        ranges: list[str] = []
+        for piece in packed_row.pieces:
+            start = int(packed_row.store.starts[piece.document]) + piece.start
+            ranges.append(f"{start}..{start + piece.length - 1}")
         suffix = f" and {len(ranges) - 8} more parts" if len(ranges) > 8 else ""
         return f"{packed_row.store.name}, tokens {', '.join(ranges[:8])}{suffix}"
 
@@ -141,8 +145,8 @@ class PackedSequences(Batches):
         shape = len(packed_rows), layout.sizes[self._shard]
         tokens, next_tokens, starts = (np.zeros(shape, np.int64) for _ in range(3))
         for i, row in enumerate(packed_rows):
-            resets_positions = self._reset_positions or isinstance(row, TreeRow)
-            row_starts = starts[i] if resets_positions else None
+            # In rows of trees positions always count along the path.
+            row_starts = starts[i] if self._reset_positions or isinstance(row, TreeRow) else None
             read_shard(row, layout.spans(self._shard), tokens[i], next_tokens[i], row_starts)
         labels = torch.from_numpy(next_tokens)
         if self._has_trees:
@@ -166,7 +170,7 @@ class PackedSequences(Batches):
 
 
 def check_length(stores: Sequence[TokenStore], length: int) -> None:
-    """Raises ValueError if a row is longer than all stores together."""
+    """Raises ValueError if a row of `length` tokens is longer than all stores together."""
     tokens = sum(store.tokens for store in stores)
     if length > tokens:
         names = ", ".join(store.name for store in stores)

@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """Numbered items, made by one thread before they are needed.
+    """Numbered items, such as batches, which one thread makes before they are needed.
 
     Args:
-        make: called in the thread with the number of an item. `get` raises the exceptions of `make`, with their
-            traceback; the next `get` of that number calls `make` again, so a run survives a disk that recovers.
+        make: makes the item with a given number; called in the thread. `get` raises an exception of `make` with its
+            traceback, and the next `get` of that number calls `make` again, so a run survives a disk that recovers.
     """
 
     def __init__(self, make: Callable[[int], T]) -> None:

@@ -1,6 +1,6 @@
 """Rows of trees: `TreeEpochs` packs the trees of a store into `TreeRow`s, `label_triples` returns a shard's labels.
 
-A token of a tree may have several labels: the last token of a segment predicts the first token of each child.
+A token of a tree may have several labels: the last token of a segment predicts the first token of each child segment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from armillary.core import LabelTriples, Segments
 from armillary.data.loader.batch import IGNORE
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste
-from armillary.data.packing import DocumentSlice, Packed, Packing, greedy
+from armillary.data.packing import DocumentPiece, Packed, Packing, greedy
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore
 from armillary.data.trees import SegmentTree
@@ -26,11 +26,11 @@ Weights = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TreeRow(PackedRow):
-    """A row of trees. Its slices are their segments in depth-first order; padding is one more segment.
+    """A row of trees. Its pieces are the trees' segments in depth-first order; padding counts as one more segment.
 
     Args:
-        parents: index in the row of each segment's parent; -1 for roots and padding.
-        weights: float64, weight of the labels in each segment; 0 for padding.
+        parents: for each segment the index of its parent among the row's segments; -1 for roots and padding.
+        weights: float64 [S], weight of the labels in each segment; 0 for padding.
         depths: number of tokens before each segment on its path.
     """
 
@@ -41,34 +41,35 @@ class TreeRow(PackedRow):
     @classmethod
     def of(cls, store: TokenStore, trees: Sequence[tuple[int, SegmentTree]], length: int) -> TreeRow:
         """Returns the row of these (document, tree) pairs in order, padded to `length`."""
-        slices, parents, depths = list[DocumentSlice](), list[int](), list[int]()
+        pieces, parents, depths = list[DocumentPiece](), list[int](), list[int]()
         for document, tree in trees:
-            # From indices in the tree to indices in the row.
-            parents += [parent + len(slices) if parent >= 0 else -1 for parent in tree.parents]
+            # Segments are numbered over the row: a tree's segment i is the row's segment len(pieces) + i.
+            parents += [parent + len(pieces) if parent >= 0 else -1 for parent in tree.parents]
             depths += tree.depths
             segments = zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)
-            slices += [DocumentSlice(document, start, size) for start, size in segments]
-        ends = tuple(accumulate((segment_slice.length for segment_slice in slices), initial=0))
+            pieces += [DocumentPiece(document, start, length) for start, length in segments]
+        ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
         weights = [tree.label_weights for _, tree in trees]
         if ends[-1] < length:  # padding
             ends, parents, depths, weights = (*ends, length), [*parents, -1], [*depths, 0], [*weights, np.zeros(1)]
-        return cls(store, slices, ends, tuple(parents), np.concatenate(weights), tuple(depths))
+        return cls(store, pieces, ends, tuple(parents), np.concatenate(weights), tuple(depths))
 
     @property
     def mask(self) -> Segments:
-        """The mask in which a token sees its path up to itself."""
+        """The mask of trees: a token sees the tokens of its path from the root up to itself."""
         return Segments(self.ends, self.parents)
 
     @property
     def origins(self) -> Sequence[int]:
-        # The first token of a segment has its depth as position.
+        # The position of a segment's first token is the segment's depth.
         return [start - depth for start, depth in zip(self.ends[:-1], self.depths, strict=True)]
 
 
 class TreeEpochs(Epochs):
-    """Epochs of a store of trees. A tree longer than a row is split into several trees, never cut.
+    """Epochs of a store of trees. A tree longer than a row is split into several trees, and no tree is cut.
 
-    Items to pack are the trees that fit into a row, then the trees into which `SegmentTree.split` splits longer ones.
+    Items to pack are first the trees that fit into a row, then the trees into which `SegmentTree.split` splits the
+    longer ones.
 
     Raises:
         ValueError: a packing that cuts documents, or a store without tokens.
@@ -78,7 +79,7 @@ class TreeEpochs(Epochs):
         if packing is greedy:
             raise ValueError(f"{store.name} has trees, and packing greedy cuts documents; use best_fit or one_per_row")
         long_documents = np.flatnonzero(store.lengths > length).tolist()
-        # Set before the constructor, which calls `_items`.
+        # Set before the constructor of `Epochs`, which calls `_items`.
         self._split_trees = [
             (document, tree) for document in long_documents for tree in store.tree(document).split(length)
         ]
@@ -92,10 +93,10 @@ class TreeEpochs(Epochs):
         documents = np.concatenate([unsplit_documents, split_documents])
         return documents, np.concatenate([lengths[unsplit_documents], split_sizes])
 
-    def _row_of(self, slices: Sequence[DocumentSlice]) -> TreeRow:
+    def _row_of(self, pieces: Sequence[DocumentPiece]) -> TreeRow:
         unsplit_count = len(self._documents) - len(self._split_trees)
         trees: list[tuple[int, SegmentTree]] = []
-        for item in (tree_slice.document for tree_slice in slices):
+        for item in (piece.document for piece in pieces):  # a piece is a complete item, as `_pack` has checked
             if item < unsplit_count:
                 document = int(self._documents[item])
                 trees.append((document, self._store.tree(document)))
@@ -106,15 +107,19 @@ class TreeEpochs(Epochs):
     def waste(self) -> Waste:
         """Returns the cost of the packing in the first epoch. Repeated tokens do not count as padding."""
         packed_rows, lengths = self._epoch(0)[0], self._store.lengths
-        padding = 1 - int(packed_rows.lengths.sum()) / (len(packed_rows) * self._length)
-        # The trees of one document repeat segments. A segment counts once, with the tokens of its longest copy.
+        # The trees into which one tree is split repeat segments. Each segment counts once, with the tokens of its
+        # longest copy: copies of the last segment of a sequence may be truncated.
         segment_tokens: dict[tuple[int, int], int] = {}
         for document, tree in self._split_trees:
-            for start, size in zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True):
-                segment_tokens[document, start] = max(size, segment_tokens.get((document, start), 0))
+            for start, length in zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True):
+                segment_tokens[document, start] = max(length, segment_tokens.get((document, start), 0))
         packed_tokens = int(lengths[lengths <= self._length].sum()) + sum(segment_tokens.values())
-        split_fraction = int((lengths > self._length).sum()) / int((lengths > 0).sum())
-        return Waste(len(packed_rows), padding, 1 - packed_tokens / self._store.tokens, split_fraction)
+        return Waste(
+            rows=len(packed_rows),
+            padding=1 - int(packed_rows.lengths.sum()) / (len(packed_rows) * self._length),
+            dropped=1 - packed_tokens / self._store.tokens,
+            cut=int((lengths > self._length).sum()) / int((lengths > 0).sum()),
+        )
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
         packed_rows, order = super()._pack(epoch)
@@ -124,44 +129,46 @@ class TreeEpochs(Epochs):
 
 
 def label_triples(rows: Sequence[PackedRow], positions: Index, next_tokens: Index) -> LabelTriples:
-    """Returns the labels of a batch with rows of trees.
+    """Returns the labels of one shard of a batch with rows of trees.
 
     Args:
-        positions: int64 [T], positions in a row of the shard's tokens.
-        next_tokens: int64 [B, T], the next token of the document, or `IGNORE`, as `read_shard` returns it.
+        positions: int64 [T], positions of the shard's tokens in their row.
+        next_tokens: int64 [B, T], the next token in each token's document, or `IGNORE`: the labels of `read_shard`.
     """
-    triples_by_row = [_row_labels(row, positions, labels) for row, labels in zip(rows, next_tokens, strict=True)]
-    # Indices count over the whole batch, row by row.
-    columns = zip(
-        *((i * len(positions) + indices, *other) for i, (indices, *other) in enumerate(triples_by_row)), strict=True
+    indices, labels, weights = list[Index](), list[Index](), list[Weights]()
+    for i, row in enumerate(rows):
+        row_indices, row_labels, row_weights = _row_labels(row, positions, next_tokens[i])
+        indices.append(i * len(positions) + row_indices)  # indices into the flattened batch [B T]
+        labels.append(row_labels)
+        weights.append(row_weights)
+    return LabelTriples(
+        torch.from_numpy(np.concatenate(indices)),
+        torch.from_numpy(np.concatenate(labels)),
+        torch.from_numpy(np.concatenate(weights)),
+        next_tokens.shape,
     )
-    indices, labels, weights = (torch.from_numpy(np.concatenate(column)) for column in columns)
-    return LabelTriples(indices, labels, weights, next_tokens.shape)
 
 
 def _row_labels(row: PackedRow, positions: Index, next_tokens: Index) -> tuple[Index, Index, Weights]:
-    """Returns the labels of the shard's tokens in one row: (indices into `positions`, labels, weights), [M] each."""
+    """Returns the M labels of the shard's tokens in one row: (indices into `positions`, labels, weights), [M] each."""
     if not isinstance(row, TreeRow):  # a row of documents, in a mixture with trees
         indices = np.flatnonzero(next_tokens != IGNORE)
         return indices, next_tokens[indices], np.ones(len(indices))
     ends = np.array(row.ends)
     segment = np.searchsorted(ends, positions, "right") - 1
     is_last = positions + 1 == ends[segment + 1]
-    # Inside a segment the label of a token is the next token, with the weight of the segment.
+    # 1. Inside a segment the label of a token is the next token, with the weight of the segment.
     inner = np.flatnonzero((next_tokens != IGNORE) & ~is_last & (row.weights[segment] > 0))
-    # The last token of a segment has a label for each child: the child's first token, with the child's weight.
+    # 2. The last token of a segment has a label for each child: the child's first token, with the child's weight. The
+    # child may be on another shard, so its first token is read from the store.
     last_token_of = dict(zip(segment[is_last].tolist(), np.flatnonzero(is_last).tolist(), strict=True))
-    # The zip is not strict, because padding has a parent and a weight but no slice.
-    child_labels = [
-        (
-            last_token_of[parent],
-            int(row.store.read(segment_slice.document, segment_slice.start, segment_slice.start + 1)[0]),
-            weight,
-        )
-        for parent, segment_slice, weight in zip(row.parents, row.slices, row.weights.tolist(), strict=False)
-        if parent in last_token_of and weight > 0
-    ]
-    indices, labels, weights = zip(*child_labels, strict=True) if child_labels else ((), (), ())
+    indices, labels, weights = list[int](), list[int](), list[float]()
+    # The zip is not strict, because padding has a parent and a weight but no piece.
+    for parent, child, weight in zip(row.parents, row.pieces, row.weights.tolist(), strict=False):
+        if parent in last_token_of and weight > 0:
+            indices.append(last_token_of[parent])
+            labels.append(int(row.store.read(child.document, child.start, child.start + 1)[0]))
+            weights.append(weight)
     return (
         np.concatenate([inner, np.array(indices, np.int64)]),
         np.concatenate([next_tokens[inner], np.array(labels, np.int64)]),

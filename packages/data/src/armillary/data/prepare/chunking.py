@@ -1,4 +1,4 @@
-"""Cutting files of each kind into chunks, without reading their text."""
+"""Cutting files of each format into chunks, without reading their text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from armillary.data.prepare.readers import (
 
 Format = Literal["auto", "text", "jsonl", "parquet", "trees"]
 Cutter = Callable[[Sequence[File], str | None, int], Iterable[InputChunk]]
-"""(files of one kind, field with the text or None for trees, chunk size in bytes) -> chunks of about that size."""
+"""(files of one format, field with the text or None for trees, chunk size in bytes) -> chunks of about that size."""
 
 
 def cutter_of(file: File, format: Format) -> Cutter:
@@ -42,14 +42,14 @@ def cutter_of(file: File, format: Format) -> Cutter:
 
 
 def cut_text(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
-    """Packs consecutive files into chunks of at most `size` bytes; a larger file has its own chunk."""
+    """Packs consecutive files into chunks of at most `size` bytes; a larger file is one chunk."""
     for indices in _pack([file.bytes for file in files], size):
         members = tuple(files[indices.start : indices.stop])
         yield InputChunk(read_text, members, 0, len(members), sum(file.bytes for file in members), field)
 
 
 def cut_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
-    """Cuts files into ranges of bytes. `read_jsonl` reads the lines that begin in its range."""
+    """Cuts files into ranges of `size` bytes, which may begin inside a line: see `read_jsonl`."""
     for file in files:
         for start in range(0, file.bytes, size):
             stop = min(start + size, file.bytes)
@@ -57,7 +57,7 @@ def cut_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[I
 
 
 def cut_gzip_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
-    """Makes one chunk of each file, since a gzip file can only be read from its beginning."""
+    """Makes each file one chunk, because a gzip file can only be read from its beginning."""
     return (InputChunk(read_gzip_jsonl, (file,), 0, file.bytes, file.bytes, field) for file in files)
 
 
@@ -65,7 +65,7 @@ def cut_parquet(files: Sequence[File], field: str | None, size: int) -> Iterator
     """Packs consecutive row groups into chunks.
 
     Raises:
-        ValueError: a file that is not Parquet, or has no such column of strings.
+        ValueError: a file is not Parquet, or has no column of strings named `field`.
     """
     for file in files:
         try:
@@ -77,7 +77,7 @@ def cut_parquet(files: Sequence[File], field: str | None, size: int) -> Iterator
             row_groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         if not any(group.num_rows for group in row_groups):
             continue
-        # Only the column of texts counts: the others are not read.
+        # The size of a row group counts only the column with the text, because other columns are not read.
         sizes: list[int] = []
         for group in row_groups:
             columns = map(group.column, range(group.num_columns))
@@ -91,7 +91,7 @@ def cut_dataset(folders: Sequence[File], field: str | None, size: int) -> Iterat
     """Cuts saved datasets into ranges of rows, as if all rows had the same size.
 
     Raises:
-        ValueError: a folder without such a column of strings.
+        ValueError: a dataset has no column of strings named `field`.
     """
     for folder in folders:
         dataset = load_dataset(folder.path)
@@ -100,10 +100,13 @@ def cut_dataset(folders: Sequence[File], field: str | None, size: int) -> Iterat
         step = max(1, rows * size // max(total, 1))  # rows per chunk, from the mean size of a row
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield InputChunk(read_dataset, (folder,), start, stop, total * stop // rows - total * start // rows, field)
+            # A proportional share of the bytes; the differences of rounded totals add up to `total`.
+            chunk_bytes = total * stop // rows - total * start // rows
+            yield InputChunk(read_dataset, (folder,), start, stop, chunk_bytes, field)
 
 
 def _check_column(path: Path, field: str | None, schema: Any) -> None:
+    """Raises ValueError unless an Arrow schema has a column `field` of strings."""
     types = optional("pyarrow", "parquet").types
     column_types = {name: schema.field(name).type for name in schema.names}
     # A dictionary-encoded column has the type of its values.
@@ -117,7 +120,7 @@ def _check_column(path: Path, field: str | None, schema: Any) -> None:
 
 
 def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Packs consecutive items into ranges with a total size of at most `limit`; a larger item has its own range."""
+    """Packs consecutive items into ranges with a total size of at most `limit`; a larger item is one range."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if total + size > limit and index > start:

@@ -20,16 +20,16 @@ from armillary.data.text.corpus import Document
 from armillary.data.text.tokenizer import TextTokenizer, decode_utf8
 
 OnInvalid = Literal["refuse", "replace", "skip"]
-"""Policy for text that is not UTF-8: stop, replace it by U+FFFD, or skip the document. Broken records have no text to
-replace, so they are refused unless the policy is "skip"."""
+"""Policy for text that is not UTF-8: stop, replace invalid bytes by U+FFFD, or skip the document. Broken records have
+no text to replace: "skip" skips them, and both other policies refuse them."""
 
 BATCH_BYTES = 2**20
-"""Bytes of text to encode at a time: the library's result takes a hundred times as much memory."""
+"""Bytes of text to encode at a time: the result of the `tokenizers` library takes a hundred times as much memory."""
 
 
 @dataclass
 class Counts:
-    """Number of documents by outcome, and the names of the first ones that were replaced or skipped."""
+    """Number of documents by outcome, and the name of the first one with replaced text and of the first skipped one."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -42,10 +42,10 @@ class Counts:
 
     def add(self, later: Counts) -> None:
         """Adds the counts of a later chunk."""
-        # The first name stays; numbers add up.
         for name in (entry.name for entry in fields(self)):
-            value, addend = getattr(self, name), getattr(later, name)
-            setattr(self, name, value or addend if name.startswith("first") else value + addend)
+            value, later_value = getattr(self, name), getattr(later, name)
+            # Numbers add up; of names the earlier one stays.
+            setattr(self, name, value or later_value if name.startswith("first") else value + later_value)
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,34 @@ class Encoder:
             ValueError: a file that can no longer be read, or a document that the policy refuses.
         """
         tokenizer, counts = tokenizer_in(self.folder), Counts()
-        encoded_parts, batch, size = list[Part](), list[Document](), 0
+        encoded_parts, batch, batch_bytes = list[Part](), list[Document](), 0
         for document in documents(chunk):
             if not isinstance(document, Invalid) and self._accept(document, tokenizer, counts):
                 batch.append(document)
-                size += len(document.text)
+                batch_bytes += len(document.text)
             elif isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
             elif isinstance(document, Invalid):
                 self.skip(document, counts)
-            if size >= BATCH_BYTES:  # bounds the memory of the library's result
+            if batch_bytes >= BATCH_BYTES:
                 encoded_parts.append(self.encode(batch, tokenizer, counts))
-                batch, size = [], 0
+                batch, batch_bytes = [], 0
         return Part.concatenate([*encoded_parts, self.encode(batch, tokenizer, counts)]), counts
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some documents, each followed by its end of document."""
+        """Returns the tokens of some documents, with an end of document after each."""
         counts.documents += len(batch)
         counts.text_bytes += sum(len(document.text) for document in batch)
         texts, dtype = [document.text for document in batch], token_dtype(tokenizer.vocab_size)
         end, token_arrays = np.array([tokenizer.end_of_document], dtype), encode_all(texts, tokenizer)
-        tokens = np.concatenate([np.empty(0, dtype), *(array for tokens in token_arrays for array in (tokens, end))])
+        arrays = [np.empty(0, dtype)]  # a batch may be empty, and `concatenate` needs an array
+        for tokens in token_arrays:
+            arrays += [tokens, end]
         lengths = np.array([len(tokens) + 1 for tokens in token_arrays], np.int64)
-        return Part(tokens, lengths, np.array([*map(stable_hash, texts)], np.uint64))
+        return Part(np.concatenate(arrays), lengths, np.array([*map(stable_hash, texts)], np.uint64))
 
     def _accept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
-        """Applies the policy to a document, and counts it if it is skipped or changed. Returns True to encode it."""
+        """Returns True if a document is to be encoded. Counts it if it is empty, skipped, or has replaced bytes."""
         if not document.text:
             counts.empty += 1
             return False
@@ -103,7 +105,7 @@ class Encoder:
         """Counts a record as skipped.
 
         Raises:
-            ValueError: the policy is not to skip.
+            ValueError: the policy is not "skip".
         """
         if self.invalid != "skip":
             remedy = "correct it, or skip such documents with --invalid skip; then start over with --overwrite"
@@ -112,14 +114,18 @@ class Encoder:
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
-    """Returns the tokenizer of a store, complete or not; built once per process."""
+    """Returns the tokenizer in the folder of a store; built once per process."""
     files = folder / TOKENIZER, folder / TOKENIZER_CONFIG
     return _build(folder, *(file.read_bytes() for file in files)) if files[0].exists() else ByteTokenizer()
 
 
 @lru_cache(maxsize=1)
 def _build(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
-    """Reads a tokenizer. The content of its files is part of the key: the folder may have had another store before."""
+    """Reads the tokenizer of a folder.
+
+    The content of its files is an argument only to be part of the cache's key: the same folder may have had another
+    store before.
+    """
     return TextTokenizer.read(folder)
 
 

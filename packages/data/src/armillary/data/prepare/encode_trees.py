@@ -31,7 +31,12 @@ class TextSegment(NamedTuple):
 
 
 class SegmentedTree(NamedTuple):
-    """Segments of a record. Segments of a chat template may contain the names of special tokens."""
+    """Segments of a record.
+
+    Args:
+        from_template: True if a chat template wrote the texts, so that names of special tokens in them are these
+            tokens.
+    """
 
     record: TreeRecord
     segments: list[TextSegment]
@@ -40,10 +45,10 @@ class SegmentedTree(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeEncoder(Encoder):
-    """Tokenizes chunks of trees, each segment by itself. A tree that the chat template refuses is a broken record."""
+    """Tokenizes chunks of trees, each segment separately. A tree that the chat template refuses is a broken record."""
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some trees, with an end of document after each sequence."""
+        """Returns the tokens of some trees (`TreeRecord`), with an end of document after each sequence."""
         template, trees = ChatTemplate.read(self.folder), list[SegmentedTree]()
         for record in cast(Sequence[TreeRecord], batch):
             has_messages = not isinstance(record.nodes[0].content, str)
@@ -59,6 +64,7 @@ class TreeEncoder(Encoder):
         counts.documents += len(trees)
         counts.text_bytes += sum(len(tree.record.text) for tree in trees)
         tokens, dtype = segment_tokens(trees, tokenizer), token_dtype(tokenizer.vocab_size)
+        # All trees may have been skipped, and `concatenate` needs a part.
         empty = Part(np.empty(0, dtype), np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, SEGMENT))
         tree_parts = [
             tree_part(tree, [next(tokens) for _ in tree.segments], tokenizer.end_of_document) for tree in trees
@@ -69,20 +75,22 @@ class TreeEncoder(Encoder):
 def template_segments(
     nodes: Sequence[TreeNode], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Iterator[TextSegment]:
-    """Renders each node's messages after its ancestors' messages, with text of the assistant as separate segments.
+    """Renders the messages of each node as segments, with separate segments for text that the assistant wrote.
 
     Raises:
         ValueError: no template, one that refuses the messages, or a message that contains a special token.
     """
     if template is None or not isinstance(tokenizer, TextTokenizer):
         raise ValueError("messages need a chat template, which the tokenizer's folder has not; give text, or another")
+    # For each node: all messages from the root to its end, and the number of its last segment.
     paths, last_segments, count = list[tuple[Message, ...]](), list[int](), 0
     for node in nodes:
-        # A template may depend on earlier messages, so the path to the node is rendered, and only the node's part used.
         messages = cast(tuple[Message, ...], node.content)
         for message in messages:
             if (name := tokenizer.special_in(str(message.get("content")))) is not None:
                 raise ValueError(f"a message spells the special token {name!r}, which only the template may write")
+        # A template may write a message depending on earlier ones, so all messages from the root on are rendered, and
+        # the text of this node's messages is returned.
         ancestors, parent = (paths[node.parent], last_segments[node.parent]) if node.parent >= 0 else ((), -1)
         pieces = template.render((*ancestors, *messages), len(ancestors))
         if not pieces:
@@ -97,19 +105,20 @@ def template_segments(
 
 
 def segment_tokens(trees: Sequence[SegmentedTree], tokenizer: Tokenizer) -> Iterator[Integers]:
-    """Yields the tokens of all segments, tree by tree. Only roots keep their begin tokens."""
-    # All texts are encoded in one batch each for plain text and templates, then yielded in the order of the segments.
+    """Yields the tokens of each segment, tree by tree. Only roots begin with the begin-of-document token."""
+    # Plain texts and texts of templates are encoded differently. Each kind is encoded as one batch, which is faster;
+    # then the tokens are yielded in the order of the segments.
     texts = [s.text.encode() for tree in trees if not tree.from_template for s in tree.segments]
     template_texts = [s.text for tree in trees if tree.from_template for s in tree.segments]
-    has_template = isinstance(tokenizer, TextTokenizer)
-    template_tokens = iter(tokenizer.encode_template(template_texts) if has_template else ())
-    text_tokens, begin_tokens = iter(encode_all(texts, tokenizer)), tokenizer.begin_tokens if has_template else 0
+    text_tokens, template_tokens, begin_count = iter(encode_all(texts, tokenizer)), iter(list[Integers]()), 0
+    if isinstance(tokenizer, TextTokenizer):  # a byte tokenizer has no templates and no begin token
+        template_tokens, begin_count = iter(tokenizer.encode_template(template_texts)), tokenizer.begin_tokens
     for tree in trees:
         for segment in tree.segments:
             if tree.from_template:
                 yield next(template_tokens)
             else:
-                yield next(text_tokens)[0 if segment.parent < 0 else begin_tokens :]
+                yield next(text_tokens)[0 if segment.parent < 0 else begin_count :]
 
 
 def tree_part(tree: SegmentedTree, tokens: list[Integers], end_of_document: int) -> Part:
@@ -120,8 +129,8 @@ def tree_part(tree: SegmentedTree, tokens: list[Integers], end_of_document: int)
     """
     texts, parents, trained, weights = zip(*tree.segments, strict=True)
     dtype = tokens[0].dtype
-    for s in {*range(len(tokens))} - {*parents}:  # leaves, which end sequences
-        # A template may write the end of document itself.
+    for s in {*range(len(tokens))} - {*parents}:  # leaves: each ends a sequence
+        # Adds an end of document, unless a template has written one already.
         if not (tree.from_template and len(tokens[s]) and int(tokens[s][-1]) == end_of_document):
             tokens[s] = np.append(tokens[s], np.array([end_of_document], dtype))
     for text, segment in zip(texts, tokens, strict=True):
@@ -130,7 +139,8 @@ def tree_part(tree: SegmentedTree, tokens: list[Integers], end_of_document: int)
     rows = np.zeros(len(tokens), SEGMENT)
     rows["end"], rows["parent"] = np.cumsum([len(segment) for segment in tokens]), parents
     rows["trained"], rows["weight"] = trained, weights
-    # The hash of the root decides between training and validation, so that equal prompts stay together.
+    # The hash of the prompt, not of all text, decides between training and validation: trees with equal prompts must be
+    # in the same store.
     root_hash = stable_hash(tree.record.nodes[0].text.encode())
     lengths = np.array([rows["end"][-1]], np.int64)
     return Part(np.concatenate(tokens), lengths, np.array([root_hash], np.uint64), rows)

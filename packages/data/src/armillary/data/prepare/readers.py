@@ -1,4 +1,4 @@
-"""Readers of input chunks: one for each format of files, which yields the documents of an `InputChunk`."""
+"""Readers of input chunks: a function for each file format, which yields the documents of an `InputChunk`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from armillary.data.prepare.tree_records import tree_record
 from armillary.data.text.corpus import Document, binary
 
 ROWS = 64
-"""Rows per read: few, because each may be a long document."""
+"""Table rows per read: few, because each may be a long document."""
 
 
 @dataclass(frozen=True)
 class Invalid:
-    """A record without a document, and the reason. The caller skips or refuses it.
+    """A record or file that is not a document. The caller skips or refuses it.
 
     Args:
+        name: name of the document that it would be.
+        reason: why it is not a document.
         binary: True for a binary file in a folder, which is always skipped.
     """
 
@@ -38,7 +40,8 @@ class File:
     Args:
         name: prefix of the names of its documents.
         bytes: size on disk.
-        chosen: True if the file is an input of its own, so that it is read even if it seems to be binary.
+        chosen: True if the user named the file itself, and not a folder that contains it. Then it is read even if it
+            seems to be binary.
     """
 
     path: Path
@@ -52,10 +55,10 @@ class InputChunk:
     """A part of the input, small enough for one task of a worker process. Can be pickled.
 
     Args:
-        read: the reader of its format, one of the functions below.
+        read: reader of the file format, one of the functions below.
         files: one file, or several text files with one document each.
         start, stop: range of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
-        bytes: approximate size of its text; the compressed size of a .gz file.
+        bytes: approximate size of the text; for a .gz file its compressed size.
         text_field: field or column with the text; None for JSONL of trees.
     """
 
@@ -77,11 +80,11 @@ class InputChunk:
         return self.files[0].name
 
 
-# The names of these functions are part of `fingerprint`: after a renaming, interrupted preparations start over.
+# The names of these functions are part of `fingerprint`: if one is renamed, interrupted preparations cannot resume.
 
 
 def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads each file as one document, without decoding it."""
+    """Reads each text file as one document, in bytes."""
     for file in chunk.files:
         text = file.path.read_bytes()
         if not file.chosen and (reason := binary(text)) is not None:
@@ -94,8 +97,9 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the lines that start in the chunk, so that each line belongs to exactly one chunk."""
     with chunk.path.open("rb") as file:
         if chunk.start:
-            # The line at the start belongs to the chunk before, unless a line break precedes it. Reading stops at the
-            # end of the chunk: if there is no line break in it, no line starts in it.
+            # Skips the rest of a line that started in the previous chunk. From the byte before the chunk: if that is a
+            # line break, nothing is skipped. At most to the end of the chunk: if it has no line break, no line starts
+            # in it.
             file.seek(chunk.start - 1)
             if not file.readline(chunk.stop - chunk.start).endswith(b"\n"):
                 return
@@ -103,18 +107,18 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def read_gzip_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads all lines of a .gz file. Names of documents count uncompressed bytes."""
+    """Reads all lines of a .gz file. The byte in a document's name counts uncompressed bytes."""
     with gzip.open(chunk.path, "rb") as file:
         yield from _read_lines(cast(IO[bytes], file), chunk, 0, None)
 
 
 def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads the rows of a range of row groups. Names of documents count the rows of the whole file."""
+    """Reads the rows of a range of row groups. The row in a document's name counts from the beginning of the file."""
     with optional("pyarrow.parquet", "parquet").ParquetFile(chunk.path) as file:
-        first = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
+        first_row = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
         groups = range(chunk.start, chunk.stop)
         batches = file.iter_batches(ROWS, row_groups=groups, columns=[chunk.text_field])
-        yield from _read_columns(chunk.name, first, (batch.column(0) for batch in batches))
+        yield from _read_columns(chunk.name, first_row, (batch.column(0) for batch in batches))
 
 
 def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
@@ -126,7 +130,10 @@ def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
-    """Reads the lines that start in bytes `start` to `stop`; `file` is at byte `start`."""
+    """Reads the lines that start in bytes `start` to `stop - 1`, or up to the end of the file if `stop` is None.
+
+    `file` is at byte `start`.
+    """
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
             yield _parse_line(f"{chunk.name}:byte {start}", line, chunk.text_field)
@@ -134,10 +141,11 @@ def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None
 
 
 def _parse_line(name: str, line: bytes, field: str | None) -> Document | Invalid:
+    """Returns the document of a line of JSON: the text of its `field`, or without a field its tree."""
     try:
         # `json.loads` of bytes would guess the encoding. utf-8-sig drops the byte order mark that some editors write.
         record: object = json.loads(line.decode("utf-8-sig"))
-        # `encode` raises for half of a surrogate pair (the escape \ud800), which makes the record invalid.
+        # `encode` raises for half of a surrogate pair (the escape \ud800): such a record is invalid too.
         return tree_record(name, record) if field is None else Document(name, _text_of(record, field).encode())
     except (ValueError, RecursionError) as error:
         return Invalid(name, str(error))
@@ -159,7 +167,7 @@ def _text_of(record: object, field: str) -> str:
 def _read_columns(name: str, first: int, columns: Iterable[Any]) -> Iterator[Document | Invalid]:
     """Yields the strings of Arrow columns as documents, named by rows counted from `first`."""
     arrow = optional("pyarrow", "parquet")
-    # As bytes, because Arrow does not guarantee that its strings are UTF-8, and `as_py` would raise on those.
+    # As bytes: Arrow does not guarantee that strings are valid UTF-8, and `as_py` of a string raises if they are not.
     texts = (text for column in columns for text in column.cast(arrow.large_string()).cast(arrow.large_binary()))
     for row, text in enumerate(texts, start=first):
         if text.is_valid:

@@ -1,4 +1,12 @@
-"""The folder of an incomplete store: its progress file, its lock, and its move into place."""
+"""The folder of an incomplete store: its progress file, its lock, and its move to the output path.
+
+Steps of a preparation at `path`, each of which may be interrupted by a kill:
+
+1. `begin` creates `path.partial` with a progress file.
+2. `StoreWriter` appends parts to the files in `path.partial`.
+3. `put_in_place` moves a store that exists at `path` into `path.partial/older`, then `path.partial` to `path`.
+4. `remove_replaced` removes `path/older`, and last the progress file. A store without progress file is complete.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +19,22 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from armillary.core.files import parse_json
-from armillary.data.formats.folder import partial_folder, write_file
+from armillary.data.formats.folder import PREPARATION_KEY, partial_folder, write_file
 
-PROGRESS, OLDER = "progress.json", "older"
+PROGRESS = "progress.json"
+REPLACED = "older"
+"""Subfolder for the store that a new store replaces."""
 
 
-def begin(path: Path, plan: str, start_over: bool) -> None:
-    """Creates the folder of an incomplete store, or keeps one with the same plan.
+def begin(path: Path, key: str, start_over: bool) -> None:
+    """Creates the folder of an incomplete store, or keeps it if its preparation has the same key.
 
     Args:
-        plan: key of the input and settings.
-        start_over: discard the parts of another plan. A folder without parts is always reused.
+        key: hash of the input and settings.
+        start_over: discard the parts of a preparation with another key. A folder without parts is always reused.
 
     Raises:
-        ValueError: the folder has parts of another plan, or other files.
+        ValueError: the folder has parts of a preparation with another key, or files that `prepare` did not write.
     """
     folder = partial_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,53 +42,57 @@ def begin(path: Path, plan: str, start_over: bool) -> None:
     try:
         progress = parse_json((folder / PROGRESS).read_text())
     except FileNotFoundError:
-        progress = {"plan": None, "parts": 0}
+        progress = {PREPARATION_KEY: None, "parts": 0}
         if files:
             raise ValueError(
                 f"{folder} was not made by `armillary-data prepare`; move it or name another output"
             ) from None
-    if progress["plan"] == plan:
+    if progress[PREPARATION_KEY] == key:
         return
     if progress["parts"] and not start_over:
         raise ValueError(
             f"{folder} was started with other settings or input, or an input file has changed since; resume with the "
             "same settings, or start over with --overwrite"
         )
-    _write_plan(folder, "")  # a kill during removal must not leave files that belong to any plan
+    # First an empty key, which no preparation has: after a kill during the removal, the next run starts over.
+    _write_progress(folder, "")
     for file in files:
         file.unlink()
-    _write_plan(folder, plan)
+    _write_progress(folder, key)
 
 
-def _write_plan(folder: Path, plan: str) -> None:
-    write_file(folder / PROGRESS, json.dumps({"plan": plan, "parts": 0, "counts": {}, "files": {}}).encode())
+def _write_progress(folder: Path, key: str) -> None:
+    """Writes the progress of a preparation without parts."""
+    progress = {PREPARATION_KEY: key, "parts": 0, "counts": {}, "files": {}}
+    write_file(folder / PROGRESS, json.dumps(progress).encode())
 
 
 def put_in_place(path: Path) -> None:
-    """Moves the complete store to `path`. An older store there is first moved into the new folder, then removed."""
+    """Moves the complete store to `path`, and removes the store that it replaces there."""
     folder = partial_folder(path)
+    # A rename cannot replace a folder that has files: the store at `path` is moved away first.
     if path.exists():
-        shutil.rmtree(folder / OLDER, ignore_errors=True)
-        path.rename(folder / OLDER)
+        shutil.rmtree(folder / REPLACED, ignore_errors=True)
+        path.rename(folder / REPLACED)
     folder.rename(path)
-    remove_older(path)
+    remove_replaced(path)
 
 
-def restore_older(path: Path) -> None:
-    """Moves the older store back if `put_in_place` was killed between its two moves."""
-    if (partial_folder(path) / OLDER).exists() and not path.exists():
-        (partial_folder(path) / OLDER).rename(path)
+def restore_replaced(path: Path) -> None:
+    """Moves the replaced store back to `path` if `put_in_place` was killed between its two moves."""
+    if (partial_folder(path) / REPLACED).exists() and not path.exists():
+        (partial_folder(path) / REPLACED).rename(path)
 
 
-def remove_older(path: Path) -> None:
-    """Removes the older store from the new one, and last the progress file, whose absence marks the end."""
-    shutil.rmtree(path / OLDER, ignore_errors=True)
+def remove_replaced(path: Path) -> None:
+    """Removes the replaced store from the folder of the new one, and last the progress file."""
+    shutil.rmtree(path / REPLACED, ignore_errors=True)
     (path / PROGRESS).unlink(missing_ok=True)
 
 
 @contextmanager
 def lock_output(path: Path) -> Generator[None]:
-    """Locks the output against other processes. A killed process leaves no lock.
+    """Locks the output against other processes. If a process is killed, the system releases its lock.
 
     Raises:
         ValueError: another process prepares the same output.
@@ -90,6 +104,8 @@ def lock_output(path: Path) -> Generator[None]:
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)  # a process that has opened it in the meantime sees that it is gone
+                # Removed while it is still locked: a process that has opened this file already cannot lock it
+                # afterwards, because filelock refuses a lock on a file without a name.
+                lock.unlink(missing_ok=True)
     except Timeout as error:
         raise ValueError(f"another process is preparing {path}; wait for it, or name another output") from error

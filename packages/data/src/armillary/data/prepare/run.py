@@ -1,7 +1,7 @@
 """`prepare`: tokenizes input files into the folder of a store, in several processes and resumable.
 
-The output is first a folder `path.partial`, with a key of inputs and settings. A run with the same key resumes it; a
-complete store is moved into place at once.
+The files are first written to the folder `path.partial`, with a key: a hash of inputs and settings. A run with the same
+key resumes there. A complete store is moved to `path` by one rename.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from typing import Annotated, Any, get_args
 
 from tyro.conf import Positional, Suppress, arg
 
-from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Header, is_folder, partial_folder, write_file
+from armillary.data.formats.folder import (
+    PREPARATION_KEY,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Header,
+    is_folder,
+    partial_folder,
+    write_file,
+)
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
 from armillary.data.prepare.encode_trees import TreeEncoder
-from armillary.data.prepare.resume import PROGRESS, begin, lock_output, remove_older, restore_older
+from armillary.data.prepare.resume import PROGRESS, begin, lock_output, remove_replaced, restore_replaced
 from armillary.data.prepare.sources import Format, InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.prepare.workers import cpu_count, map_in_order
 from armillary.data.prepare.writer import StoreWriter
@@ -41,16 +49,17 @@ class Preparation:
     Args:
         inputs: files and folders.
         output: folder of the store.
-        tokenizer: "bytes", "bpe" (trained on the input), or the path of a tokenizer.json or of its folder.
+        tokenizer: "bytes"; "bpe", which is trained on the input; or the path of a tokenizer.json or of its folder.
         vocab_size: vocabulary size of a trained tokenizer.
         end_of_document: name of the token after each document; by default from the tokenizer's files.
         begin_of_document: name of a token before each document; by default none.
         format: format of all inputs; auto detects it from the suffix of each file. trees: JSONL of prompts with
             completions.
-        text_field: JSONL field or column with the text.
-        invalid: policy for text that is not UTF-8; broken records are refused or skipped.
+        text_field: JSONL field, or column of a table, with the text.
+        invalid: policy for text that is not UTF-8: refuse stops, replace puts U+FFFD for invalid bytes, skip leaves the
+            document out. Records that cannot be read are left out with skip, and refused otherwise.
         overwrite: start over, and replace the store at the output when the new one is complete.
-        chunk_bytes: size of the text chunks that workers tokenize.
+        chunk_bytes: bytes of text that a worker tokenizes at a time.
     """
 
     inputs: Positional[Sequence[Path]]
@@ -68,7 +77,7 @@ class Preparation:
 
 @dataclass
 class Progress:
-    """Progress of a preparation: its current step, bytes of input, tokens so far, and counts of documents."""
+    """Progress of a preparation: its current step, bytes of input, and tokens and counts of documents so far."""
 
     step: str
     done_bytes: int
@@ -82,35 +91,39 @@ def prepare(
 ) -> Header:
     """Prepares a store, or resumes an interrupted preparation. Returns the header of the store.
 
-    The same input gives the same bytes, for any number of workers and interruptions. A complete store of the same input
-    and settings is returned unchanged. Worker processes import the caller's main module, so scripts call this under
-    `if __name__ == "__main__":`.
+    The same input gives the same bytes, for any number of workers and interruptions. If the output is already a
+    complete store of the same input and settings, it is not changed. Worker processes import the caller's main module,
+    so scripts must call this under `if __name__ == "__main__":`.
 
     Args:
         workers: number of processes; by default the number of available CPUs.
         report: called after each chunk.
 
     Raises:
-        ValueError: invalid input, tokenizer or settings; other files at `output`; another process writes this output.
+        ValueError: invalid input, tokenizer or settings; other files at the output; another process that writes there.
         OSError: the disk is full or gone, or a worker was killed. Finished parts are kept, and the same call resumes.
     """
+    # 1. Check everything that can be checked without reading the text, which may take hours.
     workers = cpu_count() if workers is None else workers
     _check_settings(plan, workers)
     if plan.output.is_symlink():
         plan = replace(plan, output=_resolve(plan.output))  # replaces the target, not the link
     _check_paths(plan)
+    # 2. Cut the input into chunks.
     input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
-    key = plan_key(plan, input_chunks)
+    key = preparation_key(plan, input_chunks)
     try:
-        # Raises if the folder is not writable: `lock_output` could not create its file, and would report another
-        # process.
+        # Raises if the folder is not writable. Without this check, `lock_output` would fail to create its file and
+        # report that another process holds the lock.
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=plan.output.parent).close()
         with lock_output(plan.output):
-            restore_older(plan.output)  # an earlier run may have been killed while it replaced a store
+            # 3. Clean up after an earlier run, return its complete store, or resume it.
+            restore_replaced(plan.output)  # an earlier run may have been killed while it replaced a store
             if plan.output.exists() and (header := _existing_store(plan, key)) is not None:
                 return header
             begin(plan.output, key, plan.overwrite)  # resumes if the partial folder has the same key
+            # 4. Tokenize the chunks that no earlier run has finished.
             step = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
             report(Progress(step, 0, sum(chunk.bytes for chunk in input_chunks)))
             return _encode(plan, input_chunks, key, _save_tokenizer(plan, input_chunks), workers, report)
@@ -119,7 +132,7 @@ def prepare(
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {remedy}") from error
 
 
-def plan_key(plan: Preparation, input_chunks: Sequence[InputChunk]) -> str:
+def preparation_key(plan: Preparation, input_chunks: Sequence[InputChunk]) -> str:
     """Returns a hash of the inputs and settings that determine the content of the store."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
     tokenizer = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan).identity
@@ -142,8 +155,10 @@ def _chat_template(plan: Preparation) -> ChatTemplate | None:
 
 
 def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> Tokenizer:
-    """Writes the tokenizer, trained if necessary, to the folder of the store, and returns it as read from there."""
-    # Workers and resumed runs read it from the folder too, so that all parts have the same tokens.
+    """Writes the tokenizer, trained if necessary, to the folder of the store, and reads it from there.
+
+    Workers and resumed runs read the same files, so that all parts are tokenized alike.
+    """
     folder = partial_folder(plan.output)
     if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
         is_trained = plan.tokenizer == "bpe"
@@ -158,8 +173,9 @@ def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> To
 
 def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
     """Yields at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
-    # Every k-th chunk, where the input has k times as many bytes; each contributes the same number of bytes.
-    sampled_chunks = input_chunks[:: -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)]
+    # Every k-th chunk, if the input has k times as many bytes as the sample; each contributes equally many bytes.
+    k = -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)  # rounded up
+    sampled_chunks = input_chunks[::k]
     for chunk in sampled_chunks:
         remaining_bytes = -(-TRAINING_BYTES // len(sampled_chunks))
         for document in documents(chunk):
@@ -176,7 +192,7 @@ def _encode(
     workers: int,
     report: Callable[[Progress], None],
 ) -> Header:
-    """Tokenizes the chunks that no earlier run has finished, and moves the complete store into place.
+    """Tokenizes the chunks that no earlier run has finished, and moves the complete store to the output.
 
     Raises:
         ValueError: an input without documents, or an input file that changed during the run.
@@ -195,17 +211,17 @@ def _encode(
             writer.add(encoded_part, asdict(counts))
             progress.done_bytes, progress.tokens = progress.done_bytes + chunk.bytes, writer.tokens
             report(progress)
-        # The key has sizes and modification times of the input files.
-        if plan_key(plan, input_chunks) != key:
+        # The key depends on sizes and modification times of the input files.
+        if preparation_key(plan, input_chunks) != key:
             raise ValueError("an input file has changed while it was read; start over with --overwrite")
         if not writer.documents:
             raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document contains text")
-        summary = {"plan": key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
+        summary = {PREPARATION_KEY: key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
         return writer.finish(Vocabulary.of(tokenizer), summary)
 
 
 def _check_settings(plan: Preparation, workers: int) -> None:
-    """Raises ValueError for settings that would fail during the run, or have no effect."""
+    """Raises ValueError for settings that would fail later during the run, or would have no effect."""
     if plan.invalid not in get_args(OnInvalid):
         raise ValueError(f"invalid={plan.invalid!r} is not one of {', '.join(map(repr, get_args(OnInvalid)))}")
     if workers < 1:
@@ -237,10 +253,10 @@ def _check_paths(plan: Preparation) -> None:
 
 
 def _resolve(path: Path) -> Path:
-    """Returns the path without links.
+    """Returns the path with symbolic links resolved.
 
     Raises:
-        ValueError: circular links, or text that is not a valid path.
+        ValueError: circular links, or an invalid path, such as one with a zero byte.
     """
     try:
         target = Path(os.path.realpath(path))
@@ -255,17 +271,17 @@ def _existing_store(plan: Preparation, key: str) -> Header | None:
     """Returns the header of a complete store at the output, or None if `overwrite` replaces it.
 
     Raises:
-        ValueError: the output is not a store, or without `overwrite` a store of other input or settings.
+        ValueError: the output is not a store; or it is a store of other input or settings, and `overwrite` is not set.
     """
     if not is_folder(plan.output):
         raise ValueError(f"{plan.output} exists and is not a token store; name another output, or move it away")
     if plan.overwrite:
         return None
     header = Header.read(plan.output)
-    if header.summary.get("plan") != key:
+    if header.summary.get(PREPARATION_KEY) != key:
         raise ValueError(
             f"{plan.output} is a store of other input or settings; name another output, or give --overwrite"
         )
-    if (plan.output / PROGRESS).exists():  # a run was killed after it had moved the store, before the final clean-up
-        remove_older(plan.output)
+    if (plan.output / PROGRESS).exists():  # an earlier run was killed after its last move, before it had cleaned up
+        remove_replaced(plan.output)
     return header

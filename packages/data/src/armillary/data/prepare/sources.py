@@ -1,6 +1,6 @@
 """Input of a preparation: `chunks` cuts files into chunks, `documents` reads the documents of one chunk.
 
-Worker processes read chunks independently. The order of chunks depends on the input alone.
+Worker processes read chunks independently of each other. The chunks and their order depend only on the input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from armillary.data.prepare.readers import File, InputChunk, Invalid
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
 SNIFFED_BYTES = 2**20
-"""Bytes at the beginning of a file that decide if it is text."""
+"""Bytes at the beginning of a file that are read to decide if it is text."""
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
 
@@ -28,26 +28,26 @@ def chunks(
 ) -> list[InputChunk]:
     """Cuts the input into chunks of about `size` bytes of text each, in order.
 
-    An input is a file or a folder. A folder contributes its files at any depth, sorted by name, except those that
-    `read_documents` leaves out. With format "auto" the suffix of a file selects its format:
+    An input is a file or a folder. A folder contributes its files at any depth, sorted by name, except hidden files,
+    empty files and files in hidden or linked folders. With format "auto" the suffix of a file selects its format:
 
-    - .jsonl and .ndjson: one JSON object per line. A chunk is a range of bytes and has the lines that start in it. A
-      compressed file (.jsonl.gz) is one chunk.
+    - .jsonl and .ndjson: one JSON object per line. A chunk is a range of bytes, and contains the lines that start in
+      this range. A compressed file (.jsonl.gz) is one chunk.
     - .parquet: a chunk is a range of row groups.
-    - other suffixes: text, one document per file. Small files share a chunk; a large file is a chunk. A binary file in
-      a folder is left out; as an input of its own it is refused unless the format is "text".
+    - other suffixes: text, one document per file. Small files share a chunk; a large file is one chunk. A binary file
+      in a folder is left out; a binary file that is an input itself is refused, unless the format is "text".
 
-    A folder written by `datasets.Dataset.save_to_disk` is cut by rows. Names of documents are relative to their input,
-    so they may repeat between inputs.
+    A folder written by `datasets.Dataset.save_to_disk` is cut into ranges of rows. Names of documents are relative to
+    their input, so documents of two inputs may have equal names.
 
     Args:
-        format: "auto", or the format of all files, for any suffix and also in saved datasets. "trees" is JSONL with a
-            tree per line (`tree_records`).
-        text_field: field of JSONL objects, or column, with the text of documents.
+        format: "auto", or the format of all files, whatever their suffixes; the files of a saved dataset are then read
+            in this format too. "trees" is JSONL with a tree per line (`tree_records`).
+        text_field: field of JSONL objects, or column of a table, with the text of a document.
 
     Raises:
         ValueError: a path that does not exist, cannot be read or has no text; a column that is missing or has no
-            strings; a file in two inputs; a .zst file; a saved dataset with several splits.
+            strings; a file that is in two inputs; a .zst file; a saved dataset with several splits.
         ImportError: the package that reads Parquet or saved datasets is not installed.
     """
     if not inputs:
@@ -71,11 +71,11 @@ def chunks(
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
 
-    `Invalid` stands for a record without a document: JSON that does not parse, a missing or null field, a binary file
-    in a folder. Documents may be empty.
+    Yields `Invalid` for a record or file that is not a document: JSON that does not parse, a missing or null field, a
+    binary file in a folder. Documents may be empty.
 
     Raises:
-        ValueError: a file that cannot be read.
+        ValueError: a file cannot be read.
     """
     try:
         yield from chunk.read(chunk)
@@ -87,7 +87,7 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
     """Returns a hash of the names, sizes and modification times of all files, and of the chunks: 64 hex digits.
 
     Raises:
-        ValueError: a file that no longer exists.
+        ValueError: a file no longer exists.
     """
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -100,7 +100,7 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
 
 
 def _files(path: Path, format: Format) -> list[File]:
-    """Returns the files of one input, without empty ones."""
+    """Returns the files of one input, without empty files. A saved dataset counts as one file."""
     try:
         if not path.is_dir():
             files = [_file(path, path.name, chosen=True)]
@@ -125,7 +125,7 @@ def _files(path: Path, format: Format) -> list[File]:
 
 
 def _file(path: Path, name: str, *, chosen: bool) -> File:
-    # Checked before the preparation starts, which may take hours.
+    """Returns a file, after checking that it can be read: the run that reads it may be hours later."""
     if path.exists() and not os.access(path, os.R_OK):
         raise PermissionError(13, "Permission denied", str(path))
     if path.exists() and not path.is_file():  # such as a pipe, whose reader would wait for its writer
@@ -134,7 +134,7 @@ def _file(path: Path, name: str, *, chosen: bool) -> File:
 
 
 def _check_text(file: File, format: Format) -> None:
-    """Raises ValueError for a binary file that is its own input, unless the user has given its format."""
+    """Raises ValueError for a binary file that the user named itself, unless the user has also given its format."""
     if format == "auto" and cutter_of(file, format) is cut_text:
         with file.path.open("rb") as text_file:
             reason = binary(text_file.read(SNIFFED_BYTES))
@@ -160,7 +160,8 @@ def _is_dataset(folder: Path) -> bool:
 
 def _check_unique(files_of_inputs: Sequence[Sequence[File]]) -> None:
     """Raises ValueError if two inputs contain the same file."""
-    # By device and inode, so that a link is recognized as its file. Two links in one input are allowed.
+    # Files are compared by device and inode, so that a link and its target count as the same file. Within one input a
+    # file may occur twice, because of links.
     first_inputs: dict[tuple[int, int], tuple[int, Path]] = {}
     for index, files in enumerate(files_of_inputs):
         for file in files:
@@ -177,5 +178,6 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
+    """Returns an error that names the file that cannot be read: the error's own, or `path`."""
     culprit, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
     return ValueError(f"{culprit} cannot be read ({reason}); {_ACCEPTED}")

@@ -5,8 +5,9 @@
     {"text": "Once", "children": [{"text": " upon a time"}, {"text": " more", "children": [...]}]}
     {"messages": [...], "children": [{"messages": [...]}, ...]}
 
-Tokens of a prompt have no labels unless it has "train": true; all other tokens have labels unless it is false. "weight"
-belongs to the sequence that ends with a node, 1 by default. Other fields are ignored.
+Each object or text is a node of the tree. "train" says if the tokens of a node are labels: by default false for a
+prompt, and true for all other nodes. "weight", by default 1, is the weight of the sequence that ends with a node, which
+must have no children. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class TreeNode:
-    """Text or messages of a tree.
+    """A node of a tree: a text, or messages.
 
     Args:
-        content: text, or messages.
+        content: the text, or the messages.
         parent: number of the parent node, or -1.
-        train: True if tokens are labels; for messages, only the assistant's tokens.
-        weight: weight of the sequence that ends here; 0 for nodes with children.
+        train: True if its tokens are labels; of messages, the assistant's tokens only.
+        weight: weight of the sequence that ends with the node; 0 for nodes with children.
     """
 
     content: str | tuple[Message, ...]
@@ -39,6 +40,7 @@ class TreeNode:
 
     @property
     def text(self) -> str:
+        """The text, or the contents of all messages without the template's text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(str(message.get("content") or "") for message in self.content)
@@ -52,7 +54,7 @@ class TreeRecord(Document):
 
 
 def tree_record(name: str, record: object) -> TreeRecord:
-    """Parses the JSON value of a line.
+    """Returns the tree of a line's JSON value.
 
     Raises:
         ValueError: missing, empty or invalid fields; the message names them.
@@ -65,7 +67,12 @@ def tree_record(name: str, record: object) -> TreeRecord:
 
 
 def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> None:
-    """Appends a node and its descendants, depth first. `path` is the prefix of their field names in errors."""
+    """Appends the node of a JSON value, then its descendants, depth first.
+
+    Args:
+        path: prefix of the node's field names in error messages, such as "completions[0]."; "" for the root.
+        parent: number of the parent node, or -1.
+    """
     fields = _fields(value, path)
     names = ", ".join(map(repr, fields)) or "none"
     kinds = [name for name in ("prompt", "text", "messages") if name in fields]
@@ -79,7 +86,7 @@ def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> 
     content, children = _content(fields[kind], f"{path}{kind}"), fields.get(branches, [])
     if not isinstance(children, list) or (kind == "prompt" and not children):
         raise ValueError(f"field '{path}{branches}' must be a list of one or more; got {children!r}"[:200])
-    # A prompt is context by default, and all other nodes are trained.
+    # By default tokens of a prompt are context only, and tokens of all other nodes are labels.
     train, weight = fields.get("train", kind != "prompt"), fields.get("weight")
     if not isinstance(train, bool):
         raise ValueError(f"field '{path}train' is {train!r}; give true or false")
@@ -95,7 +102,7 @@ def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> 
 
 
 def _fields(value: object, path: str) -> dict[str, Any]:
-    """Returns a node's fields. A completion may be its text, its messages or one message, instead of an object."""
+    """Returns a node's fields. Below the root, a node may also be a text, a list of messages or a single message."""
     if path and isinstance(value, str):
         return {"text": value}
     if path and isinstance(value, list):
@@ -109,6 +116,7 @@ def _fields(value: object, path: str) -> dict[str, Any]:
 
 
 def _content(value: object, path: str) -> str | tuple[Message, ...]:
+    """Returns the content of a node: a text or messages, as checked. `path` is the field's name in error messages."""
     if not isinstance(value, str | list):
         raise ValueError(f"field '{path}' is {_type_name(value)}; give a string, or a list of messages")
     if not value:

@@ -1,4 +1,4 @@
-"""A process pool whose results come in the order of its work."""
+"""A process pool that yields results in the order of the items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cpu_count() -> int:
 
 
 def map_in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
-    """Maps `work` over items in worker processes, two items in flight for each; a single worker is this process.
+    """Yields `work(item)` for each item, in order, computed in worker processes. With one worker, in this process.
 
     Raises:
         ChildProcessError: a process was killed, most likely for lack of memory.
@@ -35,9 +35,11 @@ def map_in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> It
         yield from map(work, items)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([work.__class__.__module__])
+    context.set_forkserver_preload([work.__class__.__module__])  # imported once, not in each worker
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker)
     try:
+        # Two items in flight for each worker: one is computed while the other waits, so that no worker idles, and the
+        # number of results in memory stays bounded.
         queue = iter(items)
         in_flight = deque(pool.submit(work, item) for item in islice(queue, 2 * workers))
         while in_flight:
@@ -58,7 +60,7 @@ def _start_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    """Ends the worker when its parent is killed: no worker may outlive it."""
+    """Waits for the parent process to end, then ends this worker, which nobody else would end after a kill."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

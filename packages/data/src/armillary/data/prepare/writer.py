@@ -42,13 +42,13 @@ SYNC_SECONDS = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Tokenized documents, such as those of an input chunk.
+    """Tokenized documents, such as the documents of an input chunk.
 
     Args:
         tokens: the concatenated documents, each with its end-of-document token.
         lengths: int64 [d], number of tokens of each document.
         hashes: uint64 [d], hash of each document's text.
-        segments: `SEGMENT` [s], segments of documents that are trees; their ends count from the part's first token.
+        segments: if documents are trees, their segments: `SEGMENT` [s], whose ends count from the part's first token.
     """
 
     tokens: Integers
@@ -69,7 +69,7 @@ class Part:
         return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), all_segments)
 
     def shifted_segments(self, offset: int) -> SegmentArray:
-        """Returns the segments with ends that count from a token `offset` tokens before the part."""
+        """Returns the segments, for `offset` tokens that precede the part: the ends count from the first of these."""
         assert self.segments is not None
         segments = self.segments.copy()
         segments["end"] += offset
@@ -80,7 +80,7 @@ class BlockFile:
     """An append-only file with a CRC-32 of every `BLOCK` bytes.
 
     Args:
-        size: valid bytes of an existing file; the rest is truncated.
+        size: number of valid bytes of an existing file; later bytes are truncated.
         checksums: CRC-32 of each block of the valid bytes.
 
     Raises:
@@ -133,45 +133,52 @@ class StoreWriter:
 
     @property
     def parts(self) -> int:
-        """Number of parts added, including those of interrupted runs."""
+        """Number of parts added, by this run and by interrupted ones."""
         return self._progress["parts"]
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of the last `add`."""
+        """The counts that the last call of `add` was given."""
         return self._progress["counts"]
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all parts."""
         return self._files[TOKENS].size // self._dtype.itemsize
 
     @property
     def documents(self) -> int:
-        return self._files[DOCUMENTS].size // 8 - 1
+        """Number of documents in all parts."""
+        return self._files[DOCUMENTS].size // 8 - 1  # int64 boundaries: one more than documents
 
     def add(self, part: Part, counts: dict[str, Any]) -> None:
-        """Appends a part, which survives a kill after the next `sync`. `counts` are totals over all parts so far."""
+        """Appends a part, which survives a kill after the next `sync`.
+
+        Args:
+            counts: totals over all parts so far.
+        """
+        # Boundaries count over the store: `self.tokens` tokens come before this part.
         ends = self.tokens + np.cumsum(part.lengths)
         if part.segments is not None:
             self._files[SEGMENTS].add(part.shifted_segments(self.tokens))
         self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
         self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
         self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
-        # Recorded after all files have been written: if the disk is full, progress still describes complete parts.
+        # The progress changes after all files have been written: if the disk is full, it describes complete parts only.
         files = {name: (file.size, list(file.checksums)) for name, file in self._files.items()}
         self._progress |= {"parts": self.parts + 1, "counts": counts, "files": files}
         if time.monotonic() > self._synced + SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Flushes the files to disk, then replaces `progress.json`, so that it never describes bytes that are lost."""
+        """Flushes the files to disk, then replaces `progress.json`: in this order it only describes bytes on disk."""
         for file in self._files.values():
             file.sync()
         write_file(self.folder / PROGRESS, json.dumps(self._progress).encode())
         self._synced = time.monotonic()
 
     def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
-        """Writes the header and moves the folder into place, replacing an older store."""
+        """Writes the header, and moves the folder to `path`, where it replaces an existing store."""
         self.sync()
         checksums = {name: file.checksums for name, file in self._files.items()}
         dtype_name = self._dtype.newbyteorder("=").name  # without the byte order, as "uint16"

@@ -16,12 +16,12 @@ from armillary.data.synthetic.task import Task, draw
 class Copy(Task):
     """N // 2 random tokens, a separator, and the same tokens again up to the end of the row.
 
-    Labels cover the second half, from the separator on: each is the token N // 2 + 1 positions before it. For an even
-    N, the last token of the first half is not repeated.
+    The tokens after the separator are the labels; each equals the token N // 2 + 1 positions before it. If N is even,
+    the row ends before the last token is repeated.
 
     Args:
         length: N, at least 3.
-        symbols: number of different tokens to copy. Guessing is right once in `symbols` times.
+        symbols: number of different tokens to copy. A guess is right with probability 1 / symbols.
         seed: seed of random tokens.
 
     Raises:
@@ -41,7 +41,7 @@ class Copy(Task):
         return self.symbols + 1
 
     def _tokens(self, row: int, positions: Index) -> Index:
-        middle = self.length // 2
+        middle = self.length // 2  # position of the separator, whose token is `symbols`
         source = np.where(positions > middle, positions - middle - 1, positions)
         symbols = draw(f"copy, row {row}, seed {self.seed}", source, self.symbols)
         return np.where(positions == middle, self.symbols, symbols)

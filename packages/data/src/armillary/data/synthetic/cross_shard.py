@@ -1,4 +1,4 @@
-"""Pairs for queries such that no query can be answered from its own shard."""
+"""Matching of queries with (key, value) pairs on other shards."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from armillary.data.shuffle import Index
 
 
 def match_pairs(query_shards: Index, pair_shards: Index) -> Index:
-    """Matches queries to pairs with no token on the query's shard; each pair is used once.
+    """Returns a pair for each query, of which no token is on the query's shard: int64 [q], or -1.
 
-    As many queries as possible are matched. Work is O(shards * (q + c)), unless pairs are scarce.
+    No pair belongs to two queries. As many queries as possible get a pair. Work is O(shards * (q + c)), unless pairs
+    are scarce.
 
     Args:
-        query_shards: [q], the shard of each query.
-        pair_shards: [2, c], the shards of each pair's key and value. Earlier pairs are preferred.
-
-    Returns:
-        [q], the pair of each query, or -1.
+        query_shards: int64 [q], the shard of each query.
+        pair_shards: int64 [2, c], the shards of each pair's key and value. Pairs with lower numbers are preferred.
     """
     pairs: Index = np.full(len(query_shards), -1, np.int64)
     free = np.ones(pair_shards.shape[1], bool)
 
     def free_elsewhere(shard: int) -> Index:
+        """Returns the free pairs without a token on `shard`."""
         return np.flatnonzero(free & (pair_shards != shard).all(0))
 
     def augment(shard: int, visited_shards: set[int]) -> int:
         """Returns a pair for a query on `shard`, or -1, by an augmenting path of bipartite matching.
 
-        If no pair is free, a query of another shard hands over its pair and takes another one. All queries of a shard
-        accept the same pairs, so each shard is visited once.
+        If no suitable pair is free, a query on another shard releases its pair and gets another one instead, by the
+        same search. All queries of a shard accept the same pairs, so each shard is visited once.
         """
         visited_shards.add(shard)
         if len(candidates := free_elsewhere(shard)):
@@ -43,15 +42,16 @@ def match_pairs(query_shards: Index, pair_shards: Index) -> Index:
                 return released_pair
         return -1
 
-    # Greedy first: each shard's queries take free pairs while these last.
+    # 1. Greedy: the queries of each shard take suitable pairs as long as any are free.
     for shard in np.unique(query_shards):
         queries = np.flatnonzero(query_shards == shard)
         chosen_pairs = free_elsewhere(shard)[: len(queries)]
         pairs[queries[: len(chosen_pairs)]] = chosen_pairs
         free[chosen_pairs] = False
+    # 2. For the remaining queries, pairs are exchanged.
     for shard in np.unique(query_shards[pairs < 0]):
         for query in np.flatnonzero((query_shards == shard) & (pairs < 0)):
             pairs[query] = augment(shard, set())
             if pairs[query] < 0:
-                break  # the shard's other queries would fail alike
+                break  # other queries of this shard would fail too
     return pairs

@@ -14,15 +14,15 @@ from armillary.data.synthetic.task import Task, draw
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """Filler with one needle, a key followed by a value of several tokens, which the end of the row repeats.
+    """Filler tokens with one needle: a key, and after it a value of several tokens. The end of the row repeats both.
 
-    The repeated key is the question. Labels are the tokens of the value after it, which end the row.
+    The repeated key is the question. The tokens of the repeated value are the labels.
 
     Args:
         length: N.
         depth: place of the needle, from 0 (start of the row) to 1 (directly before the question). None: random, and
             different in each row.
-        needle_tokens: tokens of the value.
+        needle_tokens: number of tokens of the value.
         keys, values, fillers: number of different tokens of each kind.
         seed: seed of random tokens and places.
 
@@ -62,12 +62,13 @@ class Needle(Task):
         def random(kind: str, places: Index, n: int) -> Index:
             return draw(f"needle's {kind}, row {row}, seed {self.seed}", places, n)
 
-        last = self._question - 1 - self.needle_tokens  # the last position at which the needle fits
+        last = self._question - 1 - self.needle_tokens  # the last position at which the needle can start
         if self.depth is None:
             start = int(random("depth", np.zeros(1, np.int64), last + 1)[0])
         else:
             start = round(self.depth * last)
-        # Offset within the needle: 0 is its key. Negative or too large for positions of filler.
+        # Offset of each position within the needle or its repetition: 0 is the key, 1 the value's first token.
+        # Positions of filler have a negative or too large offset.
         offset = positions - np.where(positions < self._question, start, self._question)
         key = random("key", np.zeros_like(positions), self.keys)
         value = self.keys + random("value", offset, self.values)

@@ -19,23 +19,23 @@ from armillary.data.synthetic.task import Task, draw
 class AssociativeRecall(Task):
     """Filler with (key, value) pairs at random places; the row ends with a query for each: its key, then its value.
 
-    Labels are the values of the queries. No key occurs in two pairs. Values are drawn for each pair by itself, so a
-    model that has not seen a pair is right once in `values` times, and one that has seen all values of a row, but not
-    their keys, about once in `pairs` times.
+    The values of the queries are the labels. No key occurs in two pairs. The value of each pair is drawn independently,
+    so a guess is right with probability 1 / values, or about 1 / pairs if a model knows which values the row has, but
+    not their keys.
 
-    Small models learn soonest from rows that hold little but pairs, such as length=64, pairs=16.
+    Small models learn fastest from rows with many pairs and little filler, such as length=64, pairs=16.
 
     Args:
         length: N.
         pairs: number of pairs, and of queries, in a row.
         keys, values, fillers: number of different tokens of each kind.
         seed: seed of random tokens and places.
-        across: a layout. No token of a pair lies on the shard of its query, so attention within a shard can only
-            guess. Places of pairs depend on it.
+        across: a layout in which no token of a pair is on the shard of its query, so that attention within a shard can
+            only guess. The places of pairs depend on it. None: any places.
 
     Raises:
-        ValueError: counts below 1, more pairs than keys, a row too short, a layout of another length, or one that
-            leaves no place for a pair away from its query.
+        ValueError: counts below 1, more pairs than keys, a row that is too short, a layout of another length, or a
+            layout that has no place for a pair on other shards than its query.
     """
 
     length: int
@@ -59,10 +59,10 @@ class AssociativeRecall(Task):
             )
         if self.across is not None and self.across.length != self.length:
             raise ValueError(f"across is a layout of {self.across.length} tokens; the row has {self.length}")
-        _places(self, 0)  # raises if `across` has no places, which does not depend on the row
+        _places(self, 0)  # raises if `across` has no places for the pairs; every row would raise
 
     def __repr__(self) -> str:
-        """All fields; of `across` a hash, since a layout may be long."""
+        """Names all fields, with a hash of `across`, whose text may be long."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.across is not None:
             values["across"] = f"{self.across.shards} shards #{stable_hash(self.across.text):016x}"
@@ -78,6 +78,8 @@ class AssociativeRecall(Task):
     def _tokens(self, row: int, positions: Index) -> Index:
         # A place is two adjacent tokens, a key and a value. In rows of odd length, token 0 belongs to none.
         place, offset = np.divmod(positions - self.length % 2, 2)
+        # The places of pairs, then of queries: entry i and entry `pairs` + i belong to the same pair. `nearest` is the
+        # entry with the smallest place that is at least each position's place.
         places = np.concatenate(_places(self, row))
         order = np.argsort(places)
         nearest = order[np.searchsorted(places, place, sorter=order).clip(max=len(places) - 1)]
@@ -85,6 +87,7 @@ class AssociativeRecall(Task):
         key = _distinct(self._key("keys", row), self.keys, self.pairs)[pair]
         value = self.keys + draw(self._key("values", row), pair, self.values)
         filler = self.keys + self.values + draw(self._key("filler", row), positions, self.fillers)
+        # Positions whose place is no entry are filler.
         return np.where(places[nearest] == place, np.where(offset == 1, value, key), filler)
 
     def _asks(self, positions: Index) -> npt.NDArray[np.bool_]:
@@ -93,20 +96,20 @@ class AssociativeRecall(Task):
 
 @lru_cache(maxsize=16)  # tokens and labels of a row are computed one after the other
 def _places(task: AssociativeRecall, row: int) -> tuple[Index, Index]:
-    """Places of the pairs and of their queries in a row, [pairs] each. Work is O(pairs), not O(N).
+    """Returns the places of the pairs and of their queries in a row, int64 [pairs] each. Work is O(pairs), not O(N).
 
     Raises:
-        ValueError: `task.across` has no such places.
+        ValueError: `task.across` has no places for all pairs on other shards than their queries.
     """
     key, count = f"recall's places, row {row}, seed {task.seed}", task.pairs
-    room = task.length // 2 - count  # places before the queries
+    room = task.length // 2 - count  # number of places before the queries
     queries = room + permutation(count, f"{key}, queries")
     if task.across is None:
         return _distinct(f"{key}, pairs", room, count), queries
     query_shards = task.across.shards_at(task.length % 2 + 2 * queries)
     candidates = count
     while True:
-        # Doubles the candidates until every query has a pair: few rows need more than the first round.
+        # Doubles the number of candidates until every query has a pair. Most rows need only the first iteration.
         candidates = min(2 * candidates, room)
         pairs = _distinct(f"{key}, pairs", room, candidates)
         key_positions = task.length % 2 + 2 * pairs
@@ -122,12 +125,12 @@ def _places(task: AssociativeRecall, row: int) -> tuple[Index, Index]:
 
 
 def _distinct(key: str, n: int, count: int) -> Index:
-    """Returns `count` <= n different numbers below `n` in random order; work is O(count), not O(n)."""
+    """Returns `count` different numbers below `n` >= count in random order. Work is O(count), not O(n)."""
     if 2 * count >= n:
         return permutation(n, key)[:count]
     size = 2 * count
     while True:
-        # Draws in sequence, and skips numbers that were drawn before.
+        # Draws more numbers than needed, and keeps the first occurrence of each, in the order of the draws.
         numbers = draw(key, np.arange(size), n)
         first = np.sort(np.unique(numbers, return_index=True)[1])
         if len(first) >= count:

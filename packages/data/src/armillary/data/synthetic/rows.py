@@ -17,16 +17,16 @@ from armillary.data.synthetic.task import Task
 class TaskRows(Batches):
     """This rank's shard of batches of a task's rows; each row is one document.
 
-    Row i of replica r in step s is row (s * replicas + r) * rows_per_batch + i of the task, counted from `first_row`.
+    Row i of replica r in step s is the task's row first_row + (s * replicas + r) * rows_per_batch + i.
 
     Args:
-        task: the same on all ranks.
+        task: the task; equal on all ranks.
         layout: cuts rows of `task.length` tokens, N, into shards.
-        first_row: the task's row at which reading starts; earlier rows are free for other uses, such as validation.
+        first_row: the task's row at which reading starts, for example because earlier rows are for validation.
         shard, rows_per_batch, replica, replicas, ahead: as in `Batches`.
 
     Raises:
-        ValueError: as `Batches`, a layout of another length, or a negative first_row.
+        ValueError: an argument that `Batches` refuses, a layout of another length, or a negative first_row.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class TaskRows(Batches):
 def build_task(
     name: str, layout: SequenceLayout, seed: int = 0, vocabulary: int | None = None, *, pairs: int, symbols: int
 ) -> Task:
-    """Builds the task "recall", "needle" or "copy" with rows of `layout.length` tokens.
+    """Returns the task "recall", "needle" or "copy" with rows of `layout.length` tokens.
 
     Args:
-        layout: layout of the rows. With several shards, recall asks for pairs in other shards.
+        layout: layout of the rows. With several shards, the pairs of recall are on other shards than their queries.
         vocabulary: vocabulary size of the model; limits the number of symbols.
         pairs: key-value pairs in a row of recall.
         symbols: number of different keys, values and fillers each, or of tokens to copy.
@@ -88,14 +88,14 @@ def build_task(
 
 
 def accuracy(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts right answers and labels: two int64 scalars, to be summed over ranks and then divided.
+    """Returns the number of right answers and the number of labels: int64 scalars, to be summed over ranks and divided.
 
     Args:
         output: logits [..., V], or predicted tokens [...] of an integer dtype.
-        labels: [...]; `IGNORE` is not counted.
+        labels: int64 [...]; `IGNORE` is not counted.
 
     Raises:
-        ValueError: shapes that do not match, or predictions of a floating-point dtype.
+        ValueError: the shapes do not match, or predictions have a floating-point dtype.
     """
     predictions = output.argmax(-1) if output.dim() == labels.dim() + 1 else output
     if predictions.shape != labels.shape or predictions.is_floating_point():

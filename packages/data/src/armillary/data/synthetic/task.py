@@ -1,4 +1,4 @@
-"""The interface of synthetic tasks, and random numbers by position."""
+"""The interface of synthetic tasks, and `draw`, random numbers that are a function of the position."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from armillary.data.shuffle import Index, random_bits
 
 
 class Task(ABC):
-    """Rows of `length` tokens, numbered without end. Any token can be computed on its own.
+    """Rows of `length` tokens, numbered without end. Each token can be computed without the others.
 
-    `repr` of a task names everything that its rows depend on; states of loaders are compared by it.
+    `repr` of a task must name everything on which its rows depend: loaders save it in their state, and refuse a state
+    with another one.
     """
 
     length: int
@@ -32,7 +33,7 @@ class Task(ABC):
 
     @abstractmethod
     def _asks(self, positions: Index) -> npt.NDArray[np.bool_]:
-        """Mask [T] of the positions whose next token a model has to answer."""
+        """Mask [T] of the positions at which a model has to predict the next token."""
 
     def tokens(self, row: int, positions: Tensor) -> Tensor:
         """Returns the tokens at `positions` [T] of a row: int64 [T], on the CPU.
@@ -43,7 +44,7 @@ class Task(ABC):
         return torch.from_numpy(self._tokens(row, self._indices(row, positions)))
 
     def labels(self, row: int, positions: Tensor) -> Tensor:
-        """Returns the answer at each of `positions` [T] that asks for one, else `IGNORE`: int64 [T], on the CPU.
+        """Returns the next token at each of `positions` [T] that asks for it, else `IGNORE`: int64 [T], on the CPU.
 
         Raises:
             ValueError: a negative row, or a position outside of the row.
@@ -53,6 +54,7 @@ class Task(ABC):
         return torch.from_numpy(np.where(self._asks(indices), answers, IGNORE))
 
     def _indices(self, row: int, positions: Tensor) -> Index:
+        """Returns the positions as an array on the host, after checking the row and the positions."""
         if row < 0:
             raise ValueError(f"row must be at least 0; got {row}")
         indices = positions.to("cpu", torch.int64).numpy()
@@ -63,8 +65,9 @@ class Task(ABC):
 
 
 def draw(key: str, indices: Index, n: int) -> Index:
-    """Returns a random number below `n` for each of `indices`: a hash of the key and the index.
+    """Returns a random number in 0..n - 1 for each of `indices`, int64: a hash of the key and the index.
 
-    A generator would have to run from the start of a row on every rank. The bias is n / 2**64.
+    So each rank computes the numbers of its own positions; a generator would have to run from the start of a row.
+    Because of the modulo, probabilities differ from 1 / n by a relative error of at most n / 2**64.
     """
     return (random_bits(key, indices) % np.uint64(n)).astype(np.int64)

@@ -14,12 +14,12 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """Equal for tokenizers that give the same tokens for every text."""
+        """Identifier that is equal for tokenizers that give the same tokens for every text."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size V, with `end_of_document`: every token is smaller."""
+        """Vocabulary size V, including `end_of_document`: tokens are 0..V - 1."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class ByteTokenizer:
     def encode(self, text: bytes | str) -> Tensor:
         """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T]."""
         data = bytearray(text.encode() if isinstance(text, str) else text)
-        # Copied, since frombuffer warns about read-only bytes. It refuses an empty buffer.
+        # `frombuffer` warns about read-only buffers such as bytes, hence the bytearray, and refuses an empty one.
         return torch.frombuffer(data, dtype=torch.uint8).short() if data else torch.empty(0, dtype=torch.int16)
 
     def decode(self, tokens: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Conversations as text, by the Jinja chat template of a Hugging Face tokenizer."""
+"""Renders conversations as text with the Jinja chat template of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from armillary.core.files import parse_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that templates use."""
+"""Variables of a template that are names of special tokens, as entries of a tokenizer_config.json."""
 STORE_NAMES = "chat_template_tokens"
-"""Key of these names in a store's tokenizer_config.json, whose "eos_token" is the end of document."""
+"""Entry of a store's tokenizer_config.json for these names: its entry "eos_token" is the end of document, which may be
+another token than the template's."""
 ASSISTANT = "assistant"
 
 
@@ -23,7 +24,11 @@ ASSISTANT = "assistant"
 class ChatTemplate:
     """A Jinja template, and the names of special tokens that it may write.
 
-    Templates get no date (`strftime_now`), so that the same messages give the same text every day.
+    Templates cannot ask for the date (`strftime_now`), so that the same messages give the same text every day.
+
+    Args:
+        source: the template.
+        names: value of each variable in `NAMES` that the tokenizer defines.
     """
 
     source: str
@@ -56,7 +61,7 @@ class ChatTemplate:
         return {"chat_template": self.source, STORE_NAMES: dict(self.names)}
 
     def render(self, messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[tuple[str, bool]]:
-        """Renders messages from number `start` on, as pieces (text, True if the assistant wrote it).
+        """Returns the text of messages from number `start` on, as pieces (text, True if the assistant wrote it).
 
         Text of the assistant begins after the generation prompt. The joined pieces are the template's text for all
         messages, without its text for the messages before `start`.
@@ -64,6 +69,8 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or the text of a message depends on later ones.
         """
+        # `before` is the text so far. Each rendering adds a message or a generation prompt; the text that is new in it
+        # becomes a piece.
         pieces, before = list[tuple[str, bool]](), self._render(messages[:start], False) if start else ""
         for i in range(start, len(messages)):
             is_assistant = messages[i]["role"] == ASSISTANT
@@ -101,7 +108,10 @@ class ChatTemplate:
 
 
 def _append(pieces: list[tuple[str, bool]], before: str, text: str, is_assistant: bool) -> str:
-    """Appends the text after `before` to the last piece, or as a new piece if the author differs; returns `text`."""
+    """Appends the part of `text` after `before` to the pieces, and returns `text`.
+
+    It extends the last piece if both are by the assistant, or both not; otherwise it is a new piece.
+    """
     if not text.startswith(before):
         raise ValueError(
             "the chat template changes what it wrote of a conversation when a message is added to it, so branches "

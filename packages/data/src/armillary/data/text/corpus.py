@@ -27,8 +27,8 @@ class Document:
 def python_corpus() -> list[Document]:
     """Returns about 10 MB of text without a download: Python's standard library and manual, sorted by name.
 
-    The library is its .py sources without the tests; the manual is the topics of `help()`. Each Python release has
-    different text, so all ranks must run the same one.
+    Each .py file of the library, except its tests, is a document, and so is each topic of `help()`. The text depends on
+    the Python release, so all ranks must run the same one.
 
     Raises:
         FileNotFoundError: this Python has no library on disk, as in frozen applications.
@@ -43,7 +43,7 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
     """Reads a file as one document, or every text file of a folder at any depth, sorted by name.
 
     Names are relative to the folder, with forward slashes. Hidden files and folders, linked folders, empty files and
-    binary files (`binary`) of a folder are left out. A single file is read whatever its content.
+    binary files (`binary`) in a folder are left out. A single file is read even if it is binary.
 
     Raises:
         ValueError: a path that does not exist, cannot be read, or holds no text.
@@ -62,9 +62,9 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
 
 
 MAX_INVALID = 0.3
-"""Largest fraction of characters that are not UTF-8 in text of another encoding."""
+"""A file counts as binary if a larger fraction of its characters is not UTF-8. Text in another encoding has fewer."""
 MIN_SAMPLE = 64
-"""Shortest file, in bytes, for which this fraction is meaningful."""
+"""Bytes of the shortest file to which this rule applies."""
 SIGNATURES = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
     b"ARROW1": "Arrow", b"PAR1": "Parquet", b"%PDF-": "PDF",
@@ -73,7 +73,7 @@ SIGNATURES = {
 
 
 def binary(text: bytes) -> str | None:
-    """Returns the reason for which the content of a file is not text, or None."""
+    """Returns the reason why the content of a file is not text, or None if it is text."""
     if kind := next((kind for start, kind in SIGNATURES.items() if text.startswith(start)), None):
         return f"it begins as one of {kind} does"
     if (offset := text.find(b"\0")) >= 0:
@@ -90,7 +90,7 @@ def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:
 
 
 def walk(root: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
-    """Returns all files under `root` for whose name, and names of folders on the way, `keep` is true."""
+    """Yields all files under `root`; `keep` is called with each name of a file or folder, and is False to omit it."""
 
     def refuse(error: OSError) -> NoReturn:  # `os.walk` ignores unreadable folders by default
         raise error
@@ -106,10 +106,11 @@ def is_visible(name: str) -> bool:
 
 
 def _is_library(name: str) -> bool:
-    """Returns True if a file or folder belongs to the released library.
+    """Returns True if a file or folder belongs to the text of the standard library.
 
-    Names that cannot be imported, such as site-packages, do not, nor do build settings of this machine. pydoc_data is
-    left out because its topics are documents of their own."""
+    False for names that cannot be imported, such as site-packages; tests; caches; build settings of this machine; and
+    pydoc_data, whose topics are separate documents.
+    """
     stem = name.removesuffix(".py")
     words = {"test", "tests", "pycache", "sysconfigdata"} & set(stem.split("_"))
     return stem.isidentifier() and not words and stem != "pydoc_data"

@@ -1,4 +1,4 @@
-"""Splitting long texts into parts that are tokenized separately, with the tokens of the whole text."""
+"""Splitting long texts into parts that are tokenized separately, without a change of the tokens."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 _BOUNDARY = re.compile(r"\S\r?\n(?=[^\W\d_])|[^\W\d_](?= [^\W\d_])")
-"""Ends before a letter at the start of a line, unless the previous line ends in blanks, and before the single blank
-between two words: byte-level BPE and word-level tokenizers split there, so tokens rarely cross."""
+"""A match ends where a text may be cut: before a letter that begins a line, unless the line before ends in blanks; or
+before a single blank between two words. Byte-level BPE and word-level tokenizers split the text at these places, so
+tokens rarely cross them."""
 
 _REACH, _TRIES = 1 << 16, 8
-"""A cut is searched within this many characters after its ideal place, and tried at this many boundaries."""
+"""A cut is searched in the `_REACH` characters after its ideal place, and the first `_TRIES` boundaries are tested."""
 
 _WINDOW = 2000
 """Characters on each side of a cut that are encoded to test it."""
 
 
 def split_text(text: str, size: int, encode: Callable[[str], Tokens]) -> list[str]:
-    """Splits `text` into parts of a little more than `size` characters whose tokens, joined, equal the text's.
+    """Splits `text` into parts of a little more than `size` characters, whose concatenated tokens are those of `text`.
 
-    Each cut is tested with `encode` on the text around it. Where no cut passes, the part is longer; a tokenizer that
-    puts a mark in front of each text gets the whole text.
+    Each cut is tested: `encode` must return the same tokens for the text around it with and without the cut. If no cut
+    near the ideal place passes, the part becomes longer. With a tokenizer that puts a mark before each text, such as
+    "▁", no cut passes, and the text is not split.
     """
-    cuts, target = [0], size
+    cuts, target = [0], size  # target: the ideal place of the next cut
     while target < len(text):
         candidates = islice(_boundaries(text, target, target + _REACH), _TRIES)
         position = next((position for position in candidates if _changes_nothing(text, position, encode)), None)
-        cuts += [] if position is None else [position]
+        if position is not None:
+            cuts.append(position)
         target = size + (target if position is None else position)
     return [text[start:stop] for start, stop in pairwise([*cuts, len(text)])]
 
 
 def _boundaries(text: str, start: int, stop: int) -> Iterator[int]:
+    """Yields the places between `start` and `stop` at which the text may be cut."""
     return (match.end() for match in _BOUNDARY.finditer(text, start, min(stop, len(text))))
 
 

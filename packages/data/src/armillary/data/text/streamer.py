@@ -1,4 +1,4 @@
-"""Text of tokens that a model generates one by one."""
+"""Shows the text of tokens while a model generates them one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TextStreamer:
     """Decodes a stream of tokens, and shows text as soon as no later token can change it.
 
     Args:
-        tokenizer: None shows the numbers of tokens.
+        tokenizer: decodes the tokens; None shows their numbers.
         show: called with each new piece of text.
     """
 
@@ -28,20 +28,20 @@ class TextStreamer:
         self.text = ""
 
     def put(self, token: int) -> None:
-        """Adds a token. An incomplete character at the end is held back."""
+        """Adds a token. A character whose last bytes are still missing is not shown yet."""
         self.tokens.append(token)
         text = self._decode()
         if not text.endswith(REPLACEMENT):
             self._show(text)
 
     def end(self) -> None:
-        """Shows the text that was held back."""
+        """Shows the remaining text, after the last token."""
         self._show(self._decode())
 
     def _decode(self) -> str:
         if self.tokenizer is None:
             return "".join(f" {token}" for token in self.tokens)
-        size = self.tokenizer.vocab_size  # a model may have more tokens than its tokenizer
+        size = self.tokenizer.vocab_size  # a model may have more tokens than its tokenizer; these have no text
         return self.tokenizer.decode(torch.tensor([token for token in self.tokens if token < size], dtype=torch.long))
 
     def _show(self, text: str) -> None:

@@ -33,15 +33,16 @@ _BATCH = 16
 class TextTokenizer:
     """Tokenizer of a tokenizer.json.
 
-    `encode` adds no special token except the begin of document, if one is given. The name of a special token in a text
-    is encoded as ordinary text, never as the special token. Truncation, padding and dropout of the definition are
+    `encode` adds the begin of document, if one is given, and no other special token. The name of a special token in a
+    text is encoded as ordinary text, never as the special token. Truncation, padding and dropout of the definition are
     disabled. A pickled tokenizer is built again from its definition.
 
     Args:
         definition: bytes of a tokenizer.json.
-        end_of_document: name of the token after each document; by default the first common name in the vocabulary.
+        end_of_document: name of the token after each document; by default the first usual name in the vocabulary, such
+            as "<|endoftext|>".
         begin_of_document: name of a token before each text; by default none.
-        part_size: characters above which a text is encoded in parts, where this does not change its tokens.
+        part_size: texts with more characters are encoded in parts, at cuts that do not change their tokens.
 
     Raises:
         ValueError: not a tokenizer.json, a name that is not in the vocabulary, or part_size below 1.
@@ -75,10 +76,10 @@ class TextTokenizer:
         self._is_special = self._special_mask([*special_tokens, self.end_of_document, *self._begin], settings["model"])
 
     def _special_mask(self, special_tokens: list[int], model: dict[str, Any]) -> NDArray[np.bool_]:
-        """Returns the mask [V] of special tokens that `encode` must not produce from text."""
+        """Returns a mask [V], true for the special tokens, which `encode` must not produce from text."""
         mask = np.zeros(self.vocab_size, np.bool_)
         mask[special_tokens] = True
-        # Ordinary text may produce the token for unknown words. Unigram models have its id, others its name.
+        # Text may produce the token for unknown words. Unigram models record its id, other models its name.
         unknown = model["unk_id"] if "unk_id" in model else self._inner.token_to_id(model.get("unk_token") or "")
         if unknown is not None:
             mask[unknown] = False
@@ -133,24 +134,25 @@ class TextTokenizer:
         return torch.from_numpy(tokens.astype(np.int32)).to(dtype)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes several texts at once. Returns an array [T] of uint8, uint16 or uint32 for each of them."""
+        """Encodes several texts at once. Returns an array [T] of uint8, uint16 or uint32 for each text."""
         parts_by_text = [
             split_text(text, self._part_size, lambda part: next(self._encode_parts([part]))) for text in texts
         ]
-        # Parts of all texts share batches of the library; then each text takes as many results as it has parts.
+        # Parts of all texts are encoded in common batches; then each text takes as many results as it has parts.
         tokens = self._encode_parts([part for parts in parts_by_text for part in parts])
         begin = np.array(self._begin, self._dtype)
         return [np.concatenate([begin, *islice(tokens, len(parts))]) for parts in parts_by_text]
 
     def encode_template(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes outputs of a chat template: names of special tokens become these tokens, and no begin is added."""
-        if not texts:  # without a template, saves the seconds that the second tokenizer takes to build
+        """Encodes texts of a chat template: names of special tokens become these tokens, and no begin is added."""
+        if not texts:  # saves the seconds that building the second tokenizer takes
             return []
         encodings = self._template_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(text.ids, self._dtype) for text in encodings]
 
     @cached_property
     def _template_tokenizer(self) -> Any:
+        """A tokenizer of the same definition that reads the names of special tokens as these tokens."""
         tokenizer = build(parse_definition(self.definition), [self.end_name])
         tokenizer.encode_special_tokens = False
         return tokenizer
@@ -187,8 +189,8 @@ class TextTokenizer:
 
     def _spell_specials(self, tokens: Tokens) -> Tokens:
         """Replaces special tokens by the tokens of their names as ordinary text."""
-        # `encode_special_tokens` of the library excludes special tokens, but a Unigram model may have their names as
-        # ordinary words.
+        # The library's setting `encode_special_tokens` keeps text from becoming special tokens, with one exception: the
+        # vocabulary of a Unigram model may have their names as ordinary words.
         token_ids: list[int] = []
         for token in tokens.tolist():
             if not self._is_special[token]:
@@ -196,8 +198,9 @@ class TextTokenizer:
                 continue
             name = cast(str, self._inner.id_to_token(token))
             # In two pieces, because the model would map the complete name to the special token again.
-            for piece in filter(None, (name[:1], name[1:])):
-                token_ids += [part.id for part in self._inner.model.tokenize(piece)]
+            for piece in (name[:1], name[1:]):
+                if piece:
+                    token_ids += [part.id for part in self._inner.model.tokenize(piece)]
         return np.array(token_ids, self._dtype)
 
 
@@ -212,8 +215,8 @@ def decode_utf8(text: bytes) -> tuple[str, bool]:
 def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
     """Trains a byte-level BPE tokenizer, which encodes any text without loss.
 
-    The vocabulary is the end of document `<|endoftext|>`, the 256 bytes and the most frequent merges. It has fewer than
-    `vocab_size` tokens if the texts are too short. Equal texts give equal definitions.
+    The vocabulary consists of the end of document `<|endoftext|>`, the 256 bytes, and the most frequent merges. If the
+    texts are too short for `vocab_size` tokens, it has fewer. Equal texts give equal definitions.
 
     Raises:
         ValueError: a vocab_size below 257 or above `MAX_VOCAB_SIZE`.

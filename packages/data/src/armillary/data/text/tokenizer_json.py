@@ -12,14 +12,14 @@ from armillary.data.optional import optional
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 """Names of the end of document in published tokenizers. [SEP] is not one: it also occurs within documents."""
 BEGIN = "begin_of_document"
-"""Key of a store's tokenizer_config.json: the name of the token in front of each document."""
+"""Entry of a store's tokenizer_config.json: the name of the token before each document."""
 
 
 def parse_definition(definition: bytes) -> dict[str, Any]:
     """Parses a tokenizer.json.
 
     Raises:
-        ValueError: other content.
+        ValueError: the content is not that of a tokenizer.json.
     """
     try:
         settings: object = parse_json(definition)
@@ -55,10 +55,10 @@ def choose_end(settings: dict[str, Any], end: str | None) -> str:
 
 
 def check_name(settings: dict[str, Any], argument: str, name: str) -> str:
-    """Returns `name`, the value of `argument`.
+    """Returns `name`, if it is the name of a token.
 
     Raises:
-        ValueError: the vocabulary has no such token.
+        ValueError: the vocabulary has no such token; the message names `argument`.
     """
     if name not in _vocabulary(settings):
         raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {_special_tokens(settings)}")
@@ -66,15 +66,18 @@ def check_name(settings: dict[str, Any], argument: str, name: str) -> str:
 
 
 def build(settings: dict[str, Any], special: list[str]) -> Any:
-    """Builds a `tokenizers.Tokenizer` that reads special tokens, and the tokens `special`, as ordinary text.
+    """Builds a `tokenizers.Tokenizer` that reads names of special tokens as ordinary text.
+
+    Args:
+        special: names of tokens that count as special, in addition to those that the definition marks.
 
     Raises:
         ValueError: the library cannot read the definition.
-        ImportError: it is not installed.
+        ImportError: the library is not installed.
     """
     # BPE dropout would make encoding random.
     model = {**settings["model"], **({"dropout": None} if settings["model"].get("dropout") else {})}
-    # `encode_special_tokens` below has an effect on tokens that are marked as special only.
+    # `encode_special_tokens` below has an effect only on tokens that are marked as special.
     added_tokens = [
         {**token, "special": token["special"] or token["content"] in special} for token in _added_tokens(settings)
     ]
@@ -93,8 +96,8 @@ def read_name(file: Path, key: str) -> str | None:
     """Returns the name of a token in a tokenizer_config.json; None without the key or the file.
 
     Raises:
-        ValueError: a broken file.
-        OSError: a file that cannot be read.
+        ValueError: the file is not a valid tokenizer_config.json.
+        OSError: the file cannot be read.
     """
     if not file.exists():
         return None
@@ -106,17 +109,20 @@ def read_name(file: Path, key: str) -> str | None:
 
 
 def _added_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the tokens added to the model's vocabulary, special or not, each with "content" and "special"."""
     return cast(list[dict[str, Any]], settings.get("added_tokens") or [])
 
 
 def _vocabulary(settings: dict[str, Any]) -> set[str]:
+    """Returns the names of all tokens."""
+    # Unigram models have pairs of a name and its score.
     words: dict[str, int] | list[tuple[str, float]] = settings["model"]["vocab"]
     names = words if isinstance(words, dict) else (name for name, _ in words)
     return {*names, *(token["content"] for token in _added_tokens(settings))}
 
 
 def _special_tokens(settings: dict[str, Any]) -> str:
-    """The names of at most 16 special tokens, for messages."""
+    """Returns the names of at most 16 special tokens as a phrase for messages: "one of ..."."""
     names = [repr(token["content"]) for token in _added_tokens(settings) if token["special"]]
     suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
     return f"one of {', '.join(names[:16])}{suffix}" if names else "the name of a token (it has no special ones)"
